@@ -1,0 +1,58 @@
+# make demo | test | lint | bench | clean. Needs make and Python 3.11 or newer; everything else is installed
+# into .venv (run time: demo) or .venv-test (torch, pytest, linters: test, lint, bench).
+
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+# The first interpreter that really runs (a pyenv shim may exist and fail), is new enough and can create a venv.
+RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '$(RUNS)' 2>/dev/null && echo $$p && break; done)
+PIP := -m pip --disable-pip-version-check install --quiet
+TORCH := $(shell grep -om1 'torch==[0-9.]*' pyproject.toml)
+
+help:
+	@echo 'make demo    build the shipped pair; the same tokens with and without drafting, and the speedup'
+	@echo 'make test    run the tests (installs torch into .venv-test)'
+	@echo 'make lint    ruff and mypy'
+	@echo 'make bench   plain decoding, drafting and Transformers on the shipped pair'
+	@echo 'make clean   remove the environments, bundles and caches'
+
+demo: .venv/installed
+	@.venv/bin/python build_scripts/demo.py
+
+test: .venv-test/installed
+	@.venv-test/bin/python -m pytest
+
+lint: .venv-test/installed
+	@.venv-test/bin/ruff check .
+	@.venv-test/bin/ruff format --check .
+	@.venv-test/bin/mypy
+
+bench: .venv-test/installed
+	@.venv-test/bin/python build_scripts/bench_decode.py
+
+clean:
+	rm -rf .venv .venv-test bundles build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find dflash_trt build_scripts tests -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamp is touched last, so that an interrupted installation is done again.
+.venv/installed: pyproject.toml
+	$(call venv,$(@D))
+	@$(@D)/bin/python $(PIP) --editable .
+	@touch $@
+
+# torch first and alone: pip then takes the CPU wheel where its configuration offers one.
+.venv-test/installed: pyproject.toml
+	$(call venv,$(@D))
+	@$(@D)/bin/python $(PIP) $(TORCH)
+	@$(@D)/bin/python $(PIP) --editable '.[test,dev]'
+	@touch $@
+
+define venv
+	@test -n '$(PYTHON)' || { echo 'make: no Python 3.11 or newer with venv and ensurepip found;' \
+	    'install one (on Debian also python3-venv) or name it: make PYTHON=/path/to/python'; exit 1; } >&2
+	@'$(PYTHON)' -c '$(RUNS)' || { echo 'make: $(PYTHON) does not run, is older than 3.11 or lacks venv' >&2; exit 1; }
+	@echo "installing into $(1) with $$('$(PYTHON)' --version) (once; again when pyproject.toml changes)" >&2
+	@$(1)/bin/python -c 'import pip' 2>/dev/null || '$(PYTHON)' -m venv --clear $(1)
+endef
