@@ -1,0 +1,186 @@
+"""Rotary position embeddings: what a configuration asks for, and the frequencies that follow from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_trt.checkpoint.fields import Fields, show
+from dflash_trt.errors import CheckpointError
+
+_SCALING_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+        "truncate",
+    ),
+}
+
+
+_YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """`parameters` holds the scaling values that the checkpoint states, under their names in Transformers."""
+
+    rope_type: str
+    theta: float
+    parameters: Mapping[str, float | int | bool]
+
+
+def read_rope(fields: Fields) -> RopeConfig:
+    """Read `rope_parameters` (Transformers 5) or `rope_theta` with `rope_scaling` (before it).
+
+    Both may be present as long as they say the same. There is no default for theta.
+
+    Raises:
+        CheckpointError: an unknown type, a field that does not belong to the type, a value out of range, or
+            two places that disagree.
+    """
+    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
+    found = [_read_scaling(section, fields) for section in (new, old) if section and section.values]
+    if len(found) == 2 and found[0] != found[1]:
+        raise fields.error("rope_parameters", f"is {found[0]}, but rope_scaling is {found[1]}")
+    return found[0] if found else RopeConfig("default", fields.number("rope_theta", above=1), {})
+
+
+def _read_scaling(section: Fields, top: Fields) -> RopeConfig:
+    if any(isinstance(value, dict) for value in section.values.values()):
+        raise top.error(
+            section.prefix.rstrip("."), f"is {show(dict(section.values))}, expected one RoPE for all layers"
+        )
+    types = {section.string(key) for key in ("rope_type", "type") if section.get(key) is not None} or {
+        "default"
+    }
+    if len(types) > 1:
+        raise section.error(
+            "rope_type", f"is {section.string('rope_type')}, but type is {section.string('type')}"
+        )
+    rope_type = types.pop()
+    if rope_type not in _SCALING_FIELDS:
+        raise section.error("rope_type", f"is {rope_type!r}, supported are {', '.join(_SCALING_FIELDS)}")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_FIELDS[rope_type]}
+    for key, value in section.values.items():
+        if key not in known and value is not None:
+            raise section.error(key, f"is {show(value)}, but RoPE of type {rope_type!r} has no such field")
+    if section.number("partial_rotary_factor", default=1.0) != 1.0:
+        raise section.error(
+            "partial_rotary_factor", f"is {section.get('partial_rotary_factor')}, only 1 is supported"
+        )
+    if section.get("rope_theta") is None:
+        theta = top.number("rope_theta", above=1)
+    else:
+        theta = section.number("rope_theta", above=1)
+        if theta != top.number("rope_theta", above=1, default=theta):
+            raise top.error(
+                "rope_theta", f"is {top.get('rope_theta')}, but {section.prefix}rope_theta is {theta}"
+            )
+    return RopeConfig(rope_type, theta, _read_values(section, rope_type, top))
+
+
+def _read_values(section: Fields, rope_type: str, top: Fields) -> dict[str, float | int | bool]:
+    values: dict[str, float | int | bool] = {}
+    for key in _SCALING_FIELDS[rope_type]:
+        if key == "original_max_position_embeddings":
+            stated = {place.integer(key) for place in (section, top) if place.get(key) is not None}
+            if len(stated) == 2:
+                raise section.error(
+                    key, f"is {section.get(key)}, but {key} at the top level is {top.get(key)}"
+                )
+            values.update((key, value) for value in stated)
+            continue
+        if section.get(key) is None and key not in ("factor", "low_freq_factor", "high_freq_factor"):
+            continue
+        if key == "truncate":
+            values[key] = section.boolean(key)
+        elif key == "factor":
+            values[key] = section.number(key, minimum=1)
+        elif key in ("mscale", "mscale_all_dim"):
+            values[key] = section.number(key, minimum=0)
+        else:
+            values[key] = section.number(key)
+    for small, large in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        low, high = (values.get(key, _YARN_DEFAULTS.get(key, 0)) for key in (small, large))
+        if large in _SCALING_FIELDS[rope_type] and high <= low:
+            raise section.error(large, f"is {high:g}, but {small} is {low:g}: the first must be the greater")
+    return values
+
+
+def inverse_frequencies(
+    rope: RopeConfig, head_dim: int, max_position_embeddings: int
+) -> tuple[NDArray[np.float32], float]:
+    """Inverse frequencies and the factor on cos and sin, as Transformers' ROPE_INIT_FUNCTIONS compute them.
+
+    Returns float32 `[head_dim / 2]` and the attention factor (1.0 for all but yarn). Where the checkpoint
+    does not state `original_max_position_embeddings`, `max_position_embeddings` stands in, as it does there.
+    Sources: linear, Transformers; llama3, Llama 3.1 release; yarn, Peng et al. 2023 (arXiv 2309.00071).
+    """
+    if head_dim < 2 or head_dim % 2:
+        raise CheckpointError(f"head_dim is {head_dim}, but RoPE needs an even, positive one")
+    # The power is rounded once from float64: closer to torch's float32 power than NumPy's own float32 power.
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    wavelengths = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
+    base = np.float32(1) / wavelengths
+    values = rope.parameters
+    original = int(values.get("original_max_position_embeddings", max_position_embeddings))
+    if rope.rope_type == "default":
+        return base, 1.0
+    if rope.rope_type == "linear":
+        return base / np.float32(values["factor"]), 1.0
+    if rope.rope_type == "llama3":
+        return _llama3(base, values, original), 1.0
+    return _yarn(wavelengths, rope, head_dim, original)
+
+
+def _llama3(
+    base: NDArray[np.float32], values: Mapping[str, float | int | bool], original: int
+) -> NDArray[np.float32]:
+    factor, low, high = values["factor"], values["low_freq_factor"], values["high_freq_factor"]
+    wavelen = np.float32(2 * math.pi) / base
+    smooth = (np.float32(original) / wavelen - np.float32(low)) / np.float32(high - low)
+    between = (np.float32(1) - smooth) * base / np.float32(factor) + smooth * base
+    scaled = np.where(wavelen > original / low, base / np.float32(factor), between)
+    result: NDArray[np.float32] = np.where(wavelen < original / high, base, scaled)
+    return result
+
+
+def _yarn(
+    wavelengths: NDArray[np.float32], rope: RopeConfig, head_dim: int, original: int
+) -> tuple[NDArray[np.float32], float]:
+    values, factor = rope.parameters, rope.parameters["factor"]
+
+    def magnitude(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    attention_factor = values.get("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all_dim = values.get("mscale"), values.get("mscale_all_dim")
+        both = mscale and mscale_all_dim
+        attention_factor = magnitude(mscale) / magnitude(mscale_all_dim) if both else magnitude(1.0)  # type: ignore[arg-type]
+    low, high = (dimension(values.get(key, _YARN_DEFAULTS[key])) for key in ("beta_fast", "beta_slow"))
+    if values.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    index = np.arange(head_dim // 2, dtype=np.float32)
+    ramp = np.clip((index - np.float32(low)) / np.float32(high - low), 0, 1).astype(np.float32)
+    keep = np.float32(1) - ramp
+    interpolated = np.float32(1) / (np.float32(factor) * wavelengths)
+    return interpolated * (np.float32(1) - keep) + np.float32(1) / wavelengths * keep, float(attention_factor)
