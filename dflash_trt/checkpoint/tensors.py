@@ -1,0 +1,208 @@
+"""Safetensors files, single or sharded: headers are checked before they are believed, data is mapped.
+
+Format: 8 bytes header length (little endian), JSON header, data; github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_trt.checkpoint.fields import Fields, parse_object, read_object, show
+from dflash_trt.errors import CheckpointError
+
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+_HEADER_LIMIT = 100_000_000  # the safetensors library's own limit
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies: `offset` and `nbytes` count bytes of `file`; `dtype` is its safetensors name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+class Checkpoint:
+    """The tensors of one checkpoint directory.
+
+    Opening reads the headers only; `array` maps a file the first time one of its tensors is asked for.
+
+    Raises:
+        CheckpointError: no safetensors, a header that is malformed or does not match its file, an index that
+            does not match its shards, or a tensor that appears twice.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        if not directory.is_dir():
+            raise CheckpointError(
+                f"{directory}: no such directory; expected one with config.json and {_SINGLE}"
+            )
+        weight_map = _read_index(directory)
+        self.files: tuple[Path, ...] = _files(directory, weight_map)
+        tensors: dict[str, TensorInfo] = {}
+        for file in self.files:
+            for tensor in read_header(file):
+                if tensor.name in tensors:
+                    first = tensors[tensor.name].file.name
+                    raise CheckpointError(
+                        f"{directory}: tensor {tensor.name!r} is in both {first} and {file.name}"
+                    )
+                tensors[tensor.name] = tensor
+        for name, shard in (weight_map or {}).items():
+            if name not in tensors or tensors[name].file.name != shard:
+                place = f"in {tensors[name].file.name}" if name in tensors else "in no shard"
+                raise CheckpointError(
+                    f"{directory / _INDEX}: tensor {name!r} should be in {shard}, but is {place}"
+                )
+        self.tensors: Mapping[str, TensorInfo] = tensors
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            near = difflib.get_close_matches(name, self.tensors, n=3)
+            hint = f"; near names: {', '.join(near)}" if near else ""
+            raise CheckpointError(f"{self.directory}: has no tensor {name!r}{hint}")
+        return self.tensors[name]
+
+    def array(self, name: str) -> NDArray[Any]:
+        """A read-only view of the mapped file, in the tensor's shape and dtype (ml_dtypes' for BF16, FP8)."""
+        tensor = self[name]
+        dtype = DTYPES[tensor.dtype]
+        if tensor.nbytes == 0:
+            empty: NDArray[Any] = np.empty(tensor.shape, dtype)
+            empty.flags.writeable = False
+            return empty
+        if tensor.file not in self._maps:
+            with tensor.file.open("rb") as file:
+                self._maps[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        count = tensor.nbytes // dtype.itemsize
+        return np.frombuffer(self._maps[tensor.file], dtype, count, tensor.offset).reshape(tensor.shape)
+
+
+def read_header(file: Path) -> list[TensorInfo]:
+    """The tensors of one safetensors file, in file order.
+
+    Every claim of the header is held against the file's size before use; offsets must cover the data exactly
+    once. Nothing beyond the header is read.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(_HEADER_LIMIT, size - 8):
+                limit = f"at most {_HEADER_LIMIT} and {max(size - 8, 0)}"
+                raise CheckpointError(
+                    f"{file}: {size} bytes, with a header said to be {length} bytes, expected {limit}"
+                )
+            header = parse_object(stream.read(length), f"{file}: header")
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({os.strerror(error.errno or 0)})") from None
+    header.pop("__metadata__", None)
+    tensors = [_read_entry(file, name, entry, 8 + length) for name, entry in header.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    end = 8 + length
+    for tensor in tensors:
+        if tensor.offset != end:
+            problem = "overlaps the tensor before it" if tensor.offset < end else "leaves a gap before it"
+            raise CheckpointError(
+                f"{file}: tensor {tensor.name!r} starts at byte {tensor.offset}, expected {end}: it {problem}"
+            )
+        end += tensor.nbytes
+    if end != size:
+        state = "truncated" if size < end else "longer than its header says"
+        raise CheckpointError(
+            f"{file}: {size} bytes, but its header describes {end}: the file is {state}; fetch it again"
+        )
+    return tensors
+
+
+def _read_entry(file: Path, name: str, entry: object, data: int) -> TensorInfo:
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{file}: header entry {show(name)} is {show(entry)}, expected an object")
+    fields = Fields(file, entry, f"{name}.")
+    dtype = fields.string("dtype")
+    if dtype not in DTYPES:
+        raise fields.error("dtype", f"is {dtype!r}, supported are {', '.join(DTYPES)}")
+    for key, most in (("shape", 8), ("data_offsets", 2)):
+        if isinstance(entry.get(key), list) and len(entry[key]) > most:
+            raise fields.error(key, f"has {len(entry[key])} entries, expected at most {most}")
+    shape = fields.integers("shape")
+    offsets = fields.integers("data_offsets", maximum=2**63 - 1)
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise fields.error("data_offsets", f"is {list(offsets)}, expected a start and an end not before it")
+    expected, nbytes = math.prod(shape) * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
+    if nbytes != expected:
+        raise fields.error("data_offsets", f"span {nbytes} bytes, but {dtype} {list(shape)} takes {expected}")
+    return TensorInfo(name, dtype, shape, file, data + offsets[0], nbytes)
+
+
+def _read_index(directory: Path) -> dict[str, str] | None:
+    """Tensor name -> shard file name, or None where there is no index and no shard either."""
+    path = directory / _INDEX
+    if not path.is_file():
+        return None
+    if (directory / _SINGLE).exists():
+        raise CheckpointError(
+            f"{directory}: has both {_SINGLE} and {_INDEX}; remove the one that does not belong"
+        )
+    section = Fields(path, read_object(path, _HEADER_LIMIT)).section("weight_map")
+    if section is None or not section.values:
+        raise CheckpointError(
+            f"{path}: weight_map is missing or empty, expected tensor names and their files"
+        )
+    weight_map = {name: section.string(name) for name in section.values}
+    for name, shard in weight_map.items():
+        if shard != Path(shard).name or "\\" in shard or "\0" in shard or not shard.endswith(".safetensors"):
+            raise section.error(
+                name, f"is {show(shard)}, expected the name of a .safetensors file in the same directory"
+            )
+        if not (directory / shard).is_file():
+            raise section.error(name, f"is {show(shard)}, but {directory} has no such file; fetch it")
+    return weight_map
+
+
+def _files(directory: Path, weight_map: Mapping[str, str] | None) -> tuple[Path, ...]:
+    if weight_map is not None:
+        return tuple(directory / shard for shard in sorted(set(weight_map.values())))
+    if (directory / _SINGLE).is_file():
+        return (directory / _SINGLE,)
+    others = sorted(
+        path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf", ".ckpt")
+    )
+    hint = f"; {others[0]} is there, but only safetensors is read" if others else ""
+    raise CheckpointError(f"{directory}: has neither {_SINGLE} nor {_INDEX}{hint}")
