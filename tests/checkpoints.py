@@ -138,8 +138,10 @@ def make_target(
         head = model.lm_head.weight
         head *= 3.0 * hidden**-0.5
         if favourites:
-            head *= 0.4
-            head[: 8 * favourites : 8] *= 4.0
+            head *= 0.2
+            rows = head[: 8 * favourites : 8]
+            rows *= 8.0
+            rows[1::2] = -rows[: favourites // 2 * 2 : 2]
     model = model.to(DTYPES[dtype])
     model.config.dtype = DTYPES[dtype]
     model.generation_config = GenerationConfig(
