@@ -1,0 +1,165 @@
+"""The pairs known by name, and where checkpoints come from: a directory, the package, the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dflash_trt.checkpoint.config import TARGET_ARCHITECTURES, read_drafter_config, read_target_config
+from dflash_trt.errors import CheckpointError
+
+Role = Literal["target", "drafter"]
+
+_SHIPPED = Path(__file__).resolve().parent.parent / "shipped"
+_REPOSITORY = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
+_CONFIGS = ["config.json", "generation_config.json"]
+# The hub matches patterns with fnmatch, whose * crosses slashes: subdirectories are excluded separately.
+_FILES = ["*.safetensors", "*.json", "*.jinja"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and a drafter for it. Pairs without repositories come with the package.
+
+    `supported`: whether this version can build it, that is, whether its family (a model_type) can be read.
+    """
+
+    name: str
+    target_repo: str | None
+    drafter_repo: str | None
+    family: str
+    block_size: int
+    note: str
+    supported: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a checkpoint lies, and the hub repository and commit it is a snapshot of, if it is one."""
+
+    directory: Path
+    repo: str | None = None
+    revision: str | None = None
+
+
+SUPPORTED_FAMILIES = tuple(dict.fromkeys(model_type for model_type, _ in TARGET_ARCHITECTURES.values()))
+
+_KNOWN: tuple[tuple[str, str | None, str | None, str, int, str], ...] = (
+    ("tiny", None, None, "qwen3", 8, "shipped: arithmetic, short Python, JSON tool calls, chat"),
+    ("qwen3-4b", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", "qwen3", 16, "for non-thinking mode"),
+    ("qwen3-8b", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", "qwen3", 16, "for non-thinking mode"),
+    (
+        "qwen3-coder-30b-a3b",
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        "z-lab/Qwen3-Coder-30B-A3B-DFlash",
+        "qwen3_moe",
+        16,
+        "code; the target does not think",
+    ),
+    (
+        "llama-3.1-8b",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+        "llama",
+        10,
+        "chat; the target's repository is gated",
+    ),
+    ("gpt-oss-20b", "openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash", "gpt_oss", 8, "reasoning"),
+    ("gpt-oss-120b", "openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", "gpt_oss", 10, "reasoning"),
+)
+PAIRS = tuple(Pair(*known, supported=known[3] in SUPPORTED_FAMILIES) for known in _KNOWN)
+_BUILDABLE = ", ".join(pair.name for pair in PAIRS if pair.supported)
+
+
+def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Source]:
+    """Both checkpoints of a pair. Without a drafter, `target` must be a known pair, by name or repository."""
+    if drafter is None:
+        pair = None if Path(target).is_dir() else _known(target)
+        if pair is None:
+            raise CheckpointError(
+                f"--target {target}: no drafter is known for it; give one with --drafter, "
+                f"or the name of a known pair as the target: {_BUILDABLE}"
+            )
+        drafter = pair.drafter_repo or pair.name
+    return resolve(target, "target"), resolve(drafter, "drafter")
+
+
+def resolve(name_or_path: str, role: Role) -> Source:
+    """A checkpoint as a local directory.
+
+    `name_or_path` is, in this order: a directory, the name of a known pair, a hub repository `org/name[@revision]`.
+    The hub's own environment variables hold (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE). Configurations are fetched and
+    read before weights, so that what cannot be used is not downloaded.
+
+    Raises:
+        CheckpointError: nothing by that name, a family that this version does not convert, or the hub
+            does not give it.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return Source(path)
+    pair = _known(name_or_path)
+    if pair is not None and not pair.supported:
+        raise CheckpointError(
+            f"{name_or_path}: family {pair.family!r} is not convertible by this version, which converts "
+            f"{', '.join(SUPPORTED_FAMILIES)}; known pairs that it builds: {_BUILDABLE}"
+        )
+    repo = name_or_path
+    if pair is not None and pair.name == name_or_path:
+        known = pair.target_repo if role == "target" else pair.drafter_repo
+        if known is None:
+            return _shipped(pair, role)
+        repo = known
+    match = _REPOSITORY.fullmatch(repo)
+    if match is None:
+        raise CheckpointError(
+            f"--{role} {name_or_path}: neither a directory, nor a known pair ({', '.join(p.name for p in PAIRS)}), "
+            "nor a hub repository org/name[@revision]"
+        )
+    return _snapshot(match["repo"], match["revision"], role)
+
+
+def _known(name: str) -> Pair | None:
+    return next((pair for pair in PAIRS if name in (pair.name, pair.target_repo, pair.drafter_repo)), None)
+
+
+def _shipped(pair: Pair, role: Role) -> Source:
+    directory = _SHIPPED / pair.name / role
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory}: missing; the installation is incomplete, install dflash-trt again"
+        )
+    return Source(directory)
+
+
+def _snapshot(repo: str, revision: str | None, role: Role) -> Source:
+    from huggingface_hub import snapshot_download  # slow to import, and only the hub needs it
+
+    try:
+        for patterns in (_CONFIGS, _FILES):
+            directory = Path(
+                snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+            )
+            if role == "target":
+                read_target_config(directory)
+            else:
+                read_drafter_config(directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"{repo}: {error}") from None
+    except (
+        Exception
+    ) as error:  # the hub raises what its HTTP client raises, which differs between its versions
+        files = "config.json, the safetensors files" + (", tokenizer.json" if role == "target" else "")
+        raise CheckpointError(
+            f"{repo}: the hub does not give it ({_first_line(error)}); "
+            f"a local directory with {files} can be given as --{role} instead"
+        ) from error
+    # A snapshot's directory is named by its commit.
+    return Source(directory, repo, directory.name)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(". ") if lines else type(error).__name__
