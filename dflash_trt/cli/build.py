@@ -1,0 +1,119 @@
+"""`dflash-trt build`: two checkpoints into a bundle."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_trt.cli.output import byte_count, print_json
+
+if TYPE_CHECKING:
+    from dflash_trt.build import Progress
+
+SUMMARY = "build a bundle from a target and a drafter checkpoint"
+DESCRIPTION = """\
+Build a bundle from a target and its drafter: check that they fit, export both as graphs, link their weights.
+NAME is a pair or model listed by `dflash-trt pairs`; PATH a directory with config.json and safetensors files.
+A build that was interrupted continues from what is whole.
+"""
+EXAMPLES = """\
+examples:
+  dflash-trt build --target tiny
+  dflash-trt build --target Qwen/Qwen3-8B --max-seq-len 8192
+  dflash-trt build --target checkpoints/target --drafter checkpoints/drafter --out bundles/mine
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target", required=True, metavar="NAME_OR_PATH", help="the model that decides the tokens"
+    )
+    parser.add_argument(
+        "--drafter",
+        metavar="NAME_OR_PATH",
+        help="the model that proposes them (default: the known one of the target)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where the bundle goes (default: bundles/NAME)"
+    )
+    parser.add_argument(
+        "--max-seq-len",
+        type=int,
+        metavar="N",
+        help="longest prompt and output together (default: the target's limit)",
+    )
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        metavar="K",
+        help="tokens of a block, the anchor included (default: as trained)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=["onnxruntime"],
+        default="onnxruntime",
+        help="what runs the graphs (default: onnxruntime)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace a bundle of other inputs or options")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dflash_trt.build import build
+    from dflash_trt.inspection import inspect
+
+    out = args.out or Path("bundles") / Path(args.target).resolve().name
+    began = time.perf_counter()
+    with _progress() as progress:
+        bundle = build(
+            args.target,
+            args.drafter,
+            out,
+            max_seq_len=args.max_seq_len,
+            block_size=args.block_size,
+            engine=args.engine,
+            force=args.force,
+            progress=progress,
+        )
+    seconds = time.perf_counter() - began
+    found = inspect(bundle.path)
+    if args.json:
+        print_json({**found, "build_seconds": round(seconds, 2)})
+    else:
+        size = byte_count(sum(found["files"].values()))
+        shape = f"block {found['block_size']}, up to {found['max_seq_len']} tokens"
+        print(f"{bundle.path}: {shape}, {size}, built in {seconds:.1f} s")
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A progress bar per step on a terminal, one line per step elsewhere; both on standard error."""
+    if not sys.stderr.isatty():
+
+        def line(step: str, done: int, total: int) -> None:
+            if done == total:
+                print(f"{step}: done", file=sys.stderr)
+
+        yield line
+        return
+
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def bar(step: str, done: int, total: int) -> None:
+            if step not in tasks:
+                tasks[step] = bars.add_task(step)
+            bars.update(tasks[step], completed=done, total=total)
+
+        yield bar

@@ -1,0 +1,117 @@
+"""`dflash-trt generate`: text from a bundle, as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_trt.cli.output import print_json
+
+if TYPE_CHECKING:
+    from dflash_trt.decoding.statistics import Statistics
+
+SUMMARY = "generate text from a prompt"
+DESCRIPTION = """\
+Generate text from a prompt and print it as it comes. The tokens are the same with and without drafting,
+at every block length: only the speed differs.
+"""
+EXAMPLES = """\
+examples:
+  dflash-trt generate bundles/tiny --chat "What is 17 + 25?" --stats
+  dflash-trt generate bundles/tiny "def add(a, b):" --max-tokens 64
+  dflash-trt generate bundles/tiny --temperature 0.7 --top-p 0.95 --seed 1 - < prompt.txt
+  dflash-trt generate bundles/tiny --chat "Hello" --no-draft --json
+"""
+
+# The fields of SamplingParams that are options here: type, metavar, help.
+SAMPLING: dict[str, tuple[type, str, str]] = {
+    "max_tokens": (int, "N", "most tokens to generate (default: 256)"),
+    "temperature": (float, "T", "0 takes the most likely token, the default"),
+    "top_k": (int, "K", "sample from the K most likely tokens"),
+    "top_p": (float, "P", "sample from the most likely tokens that reach probability P"),
+    "min_p": (float, "P", "drop tokens below P times the most likely one"),
+    "repetition_penalty": (float, "X", "divide the logits of tokens already seen by X"),
+    "presence_penalty": (float, "X", "subtract X from the logits of tokens already generated"),
+    "frequency_penalty": (float, "X", "the same, for each time it was generated"),
+    "seed": (int, "N", "the same seed gives the same tokens (default: a random one)"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="the prompt; - or none reads standard input"
+    )
+    prompt.add_argument("--prompt", dest="prompt_option", metavar="TEXT", help="the same, as an option")
+    parser.add_argument(
+        "--chat", action="store_true", help="send the prompt as a user message, through the chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    drafting = parser.add_argument_group("drafting")
+    drafting.add_argument("--no-draft", action="store_true", help="the target alone, one token per pass")
+    drafting.add_argument(
+        "--block-length", type=int, metavar="N", help="tokens verified per pass (default: the block size)"
+    )
+    sampling = parser.add_argument_group("sampling")
+    for name, (kind, metavar, text) in SAMPLING.items():
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    sampling.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="do not end at the model's stop tokens")
+    parser.add_argument(
+        "--stats", action="store_true", help="print speed and acceptance on standard error at the end"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document at the end: text, tokens, statistics"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.system is not None and not args.chat:
+        args.usage_error("--system needs --chat")
+    prompt = args.prompt if args.prompt_option is None else args.prompt_option
+    if prompt is None and sys.stdin.isatty():
+        args.usage_error("no prompt: give it as an argument, with --prompt, or on standard input")
+
+    from dflash_trt import LLM, SamplingParams
+
+    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    params = SamplingParams(**given, stop=tuple(args.stop or ()), ignore_eos=args.ignore_eos)
+    drafting: dict[str, Any] = {"speculate": not args.no_draft, "block_length": args.block_length}
+    if prompt is None or prompt == "-":
+        prompt = sys.stdin.read()
+    messages = [{"role": "user", "content": prompt}]
+    if args.system is not None:
+        messages.insert(0, {"role": "system", "content": args.system})
+    with LLM(args.bundle, max_batch_size=1) as llm:
+        if args.json:
+            ask = partial(llm.chat, messages) if args.chat else partial(llm.generate, prompt)
+            completion = ask(params, **drafting)
+            print_json({**vars(completion), "statistics": completion.statistics.to_dict()})
+            return 0
+        stream = partial(llm.stream_chat, messages) if args.chat else partial(llm.stream, prompt)
+        for chunk in stream(params, **drafting):
+            print(chunk.text, end="", flush=True)
+    print()
+    if args.stats:
+        _print_statistics(chunk.statistics)
+    return 0
+
+
+def _print_statistics(statistics: Statistics) -> None:
+    s, count = statistics, statistics.num_generation_tokens
+    seconds = s.time_to_first_token + s.generation_time
+    lines = [
+        f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s",
+        f"first token after {s.time_to_first_token * 1e3:.0f} ms, {s.num_prompt_tokens} prompt tokens",
+        f"acceptance length {s.mean_acceptance_length:.2f} in {s.num_drafts} drafts, "
+        f"acceptance rate {s.draft_acceptance_rate:.0%}",
+        f"seconds: prefill {s.prefill_time:.3f}, draft {s.draft_time:.3f}, verify {s.verify_time:.3f}, "
+        f"host {s.host_time:.3f}",
+    ]
+    print("\n".join(lines), file=sys.stderr)

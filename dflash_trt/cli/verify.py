@@ -1,0 +1,133 @@
+"""`dflash-trt verify`: the same tokens with and without drafting, shown."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from dflash_trt.cli.output import print_json
+
+if TYPE_CHECKING:
+    from dflash_trt.verification import Case
+
+T = TypeVar("T")
+
+SUMMARY = "check that drafting does not change the tokens"
+DESCRIPTION = """\
+Generate from every prompt with and without drafting and compare the tokens, at several temperatures, block
+lengths and batch sizes. The first difference, if any, is shown with the gap between the two logits.
+Exit code 1 when anything differs.
+"""
+EXAMPLES = """\
+examples:
+  dflash-trt verify bundles/tiny
+  dflash-trt verify bundles/tiny --limit 0 --max-tokens 256
+  dflash-trt verify bundles/mine --prompts prompts.jsonl --temperatures 0 --block-lengths 4,8 --json
+
+A prompt file has one JSON object per line, with "id" and "category" if you like:
+{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}
+"""
+COLUMNS = "{:>11}  {:>12}  {:>10}  {:>5}  {:>9}  {:>17}"
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if (value := int(text)) < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
+        return value
+
+    return number
+
+
+def _each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    def numbers(text: str) -> list[T]:
+        return [kind(item) for item in text.split(",")]
+
+    return numbers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="a JSONL file (default: the shipped prompts)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=_at_least(0),
+        default=12,
+        metavar="N",
+        help="only N prompts, from every category in turn; 0: all (default: 12)",
+    )
+    parser.add_argument(
+        "--temperatures",
+        type=_each(float),
+        default=[0.0, 0.7, 1.0],
+        metavar="T,...",
+        help="default: 0,0.7,1",
+    )
+    parser.add_argument(
+        "--block-lengths", type=_each(_at_least(1)), metavar="N,...", help="default: 2, half and whole block"
+    )
+    parser.add_argument(
+        "--batch-sizes", type=_each(_at_least(1)), default=[1, 4], metavar="N,...", help="default: 1,4"
+    )
+    parser.add_argument(
+        "--max-tokens", type=_at_least(1), default=64, metavar="N", help="tokens per prompt (default: 64)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dflash_trt.llm import LLM
+    from dflash_trt.verification import TOP_P, read_prompts, verify
+
+    prompts = read_prompts(args.prompts, args.limit)
+    cases = []
+    with LLM(args.bundle, max_batch_size=max(args.batch_sizes)) as llm:
+        block_size = llm.bundle.manifest.block_size
+        if not args.json:
+            print(f"{len(prompts)} prompts, {args.max_tokens} tokens each, top-p {TOP_P} where sampled")
+            print(
+                COLUMNS.format(
+                    "temperature", "block length", "batch size", "equal", "differing", "acceptance length"
+                )
+            )
+        for case in verify(
+            llm,
+            prompts,
+            temperatures=args.temperatures,
+            block_lengths=args.block_lengths or sorted({2, block_size // 2, block_size}),
+            batch_sizes=args.batch_sizes,
+            max_tokens=args.max_tokens,
+        ):
+            cases.append(case)
+            if not args.json:
+                numbers = (case.temperature, case.block_length, case.batch_size, case.equal, case.differing)
+                print(COLUMNS.format(*numbers, f"{case.mean_acceptance_length:.2f}"), flush=True)
+    differing = [case for case in cases if case.first_difference]
+    if args.json:
+        print_json(
+            {
+                "equal": not differing,
+                "prompts": len(prompts),
+                "cases": [dataclasses.asdict(case) for case in cases],
+            }
+        )
+    elif differing:
+        _print_difference(differing[0])
+    else:
+        print("all equal")
+    return 1 if differing else 0
+
+
+def _print_difference(case: Case) -> None:
+    found = case.first_difference
+    assert found is not None
+    print(f"first difference: prompt {found.prompt_id}, generated token {found.position}")
+    print(f"  plain    {found.plain_token} {found.plain_text!r}")
+    print(f"  drafted  {found.drafted_token} {found.drafted_text!r}")
+    if found.logit_gap is not None:
+        print(f"  logit gap, plain minus drafted: {found.logit_gap:.3g}")

@@ -1,0 +1,114 @@
+"""What this machine has: versions, processor, GPUs, and what it can build and run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+REQUIRED = (
+    "numpy",
+    "ml_dtypes",
+    "onnx",
+    "onnx_ir",
+    "onnxruntime",
+    "tokenizers",
+    "jinja2",
+    "huggingface_hub",
+    "rich",
+)
+OPTIONAL = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "tensorrt",
+    "tensorrt_rtx",
+    "tensorrt_llm",
+    "triton",
+    "tritonclient",
+)
+
+
+def describe() -> dict[str, Any]:
+    """Everything a bug report needs, as plain JSON values; nothing heavier than onnxruntime is imported."""
+    distributions = metadata.packages_distributions()
+    versions = {name: _version(name, distributions) for name in ("dflash_trt", *REQUIRED, *OPTIONAL)}
+    missing = [name for name in REQUIRED if versions[name] is None]
+    return {
+        "python": platform.python_version(),
+        "dflash_trt": versions["dflash_trt"],
+        "required": {name: versions[name] for name in REQUIRED},
+        "optional": {name: versions[name] for name in OPTIONAL},
+        "system": platform.platform(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _memory(),
+        "gpus": _gpus(),
+        "onnxruntime_providers": _providers() if versions["onnxruntime"] else [],
+        "missing": missing,
+        "engines": _engines(missing),
+    }
+
+
+def _engines(missing: list[str]) -> list[dict[str, Any]]:
+    ready = not missing
+    note = "on the CPU" if ready else f"install {', '.join(missing)}"
+    rows = [{"engine": "onnxruntime", "build": ready, "run": ready, "note": note}]
+    for name in ("tensorrt", "tensorrt-rtx", "tensorrt-llm"):
+        rows.append(
+            {"engine": name, "build": False, "run": False, "note": "not in this version of dflash-trt"}
+        )
+    return rows
+
+
+def _version(module: str, distributions: Mapping[str, list[str]]) -> str | None:
+    """The installed version of the distribution that provides a module; None when the module is not there."""
+    if importlib.util.find_spec(module) is None:
+        return None
+    names = distributions.get(module)
+    return metadata.version(names[0]) if names else "not installed, run from its source"
+
+
+def _providers() -> list[str]:
+    import onnxruntime
+
+    return list(onnxruntime.get_available_providers())
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _gpus() -> list[dict[str, str]]:
+    """What nvidia-smi reports; empty where it is absent or fails."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    fields = ("name", "compute_cap", "memory.total", "driver_version")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [
+        dict(zip(fields, map(str.strip, line.split(",")), strict=False))
+        for line in answer.splitlines()
+        if line
+    ]

@@ -1,0 +1,101 @@
+"""What a directory is: a target, a drafter or a bundle; as plain JSON values."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.bundle import Bundle
+from dflash_trt.checkpoint.config import DecoderConfig, DrafterConfig, read_drafter_config, read_target_config
+from dflash_trt.checkpoint.fields import read_object
+from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo, read_header
+from dflash_trt.errors import CheckpointError
+
+# What of a manifest is shown as it stands; the files are shown by name and size.
+_SHOWN = (
+    *("target", "drafter", "block_size", "mask_token_id", "target_layer_ids", "hidden_size", "vocab_size"),
+    *("eos_token_ids", "max_seq_len", "engine", "precision", "key", "versions"),
+)
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """Describe a bundle or a checkpoint directory; reads configurations and headers, never weights.
+
+    Raises CheckpointError or BundleError where it is neither, or malformed.
+    """
+    if (path / "manifest.json").exists():
+        return _bundle(path)
+    if (path / "config.json").exists():
+        return _checkpoint(path)
+    state = "has neither manifest.json nor config.json" if path.is_dir() else "is not a directory"
+    raise CheckpointError(f"{path}: {state}; expected a bundle, a target or a drafter checkpoint")
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    drafter = "dflash_config" in read_object(path / "config.json")
+    config = read_drafter_config(path) if drafter else read_target_config(path)
+    checkpoint = Checkpoint(path)
+    return {
+        "kind": "drafter" if drafter else "target",
+        "path": str(path),
+        **_describe(config),
+        **_weights(checkpoint.tensors.values()),
+        "files": {file.name: file.stat().st_size for file in checkpoint.files},
+    }
+
+
+def _bundle(path: Path) -> dict[str, Any]:
+    bundle = Bundle.open(path)
+    manifest = bundle.manifest
+    files = {name: entry["size"] for name, entry in manifest["files"].items()}
+    weights = [
+        tensor for name in files if name.endswith(".safetensors") for tensor in read_header(path / name)
+    ]
+    return {
+        "kind": "bundle",
+        "path": str(path),
+        "format_version": manifest["format_version"],
+        **{field: manifest[field] for field in _SHOWN},
+        "cache_rows": bundle.capacity,
+        **_weights(weights),
+        "files": files,
+    }
+
+
+def _weights(tensors: Iterable[TensorInfo]) -> dict[str, Any]:
+    parameters, by_dtype = 0, Counter[str]()
+    for tensor in tensors:
+        parameters += math.prod(tensor.shape)
+        by_dtype[tensor.dtype] += tensor.nbytes
+    return {
+        "parameters": parameters,
+        "weight_bytes": by_dtype.total(),
+        "weight_bytes_by_dtype": dict(by_dtype),
+    }
+
+
+def _describe(config: DecoderConfig) -> dict[str, Any]:
+    windows = [layer.window for layer in config.layers]
+    found: dict[str, Any] = {
+        "architecture": config.architecture,
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "attention_heads": config.num_attention_heads,
+        "key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "sliding_layers": sum(window is not None for window in windows),
+        "rope": config.rope.rope_type,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+    if isinstance(config, DrafterConfig):
+        found |= {
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+            "causal_layers": sum(layer.causal for layer in config.layers),
+        }
+    return found
