@@ -24,6 +24,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
     repeat_kv,
 )
 
+torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+
 Choose = Callable[[Tensor, int, list[int]], int]
 """`choose(logits [V], position, tokens)`: the token for `position`, given `tokens` = everything before it."""
 
