@@ -1,0 +1,30 @@
+"""DFlash for TensorRT and ONNX Runtime: block-diffusion speculative decoding, the same tokens faster."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dflash_trt.errors import DFlashError
+
+if TYPE_CHECKING:
+    from dflash_trt.decoding.request import Chunk, Completion, SamplingParams
+    from dflash_trt.decoding.statistics import Statistics
+    from dflash_trt.llm import LLM
+
+__all__ = ["LLM", "Chunk", "Completion", "DFlashError", "SamplingParams", "Statistics"]
+
+_HOME = {
+    "LLM": "dflash_trt.llm",
+    "Chunk": "dflash_trt.decoding.request",
+    "Completion": "dflash_trt.decoding.request",
+    "SamplingParams": "dflash_trt.decoding.request",
+    "Statistics": "dflash_trt.decoding.statistics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use, so that the command line starts without loading an engine.
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'dflash_trt' has no attribute {name!r}")

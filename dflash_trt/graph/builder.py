@@ -1,0 +1,169 @@
+"""A thin layer over onnx_ir: nodes with path-like names, shared constants, weights that stay on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.tensors import TensorInfo
+
+OPSET = 24
+DFLASH_DOMAIN = "dflash"
+DFLASH_VERSION = 1
+
+FLOAT, BOOL, INT64 = ir.DataType.FLOAT, ir.DataType.BOOL, ir.DataType.INT64
+
+_SAFETENSORS_TO_ONNX = {
+    "F32": ir.DataType.FLOAT,
+    "F16": ir.DataType.FLOAT16,
+    "BF16": ir.DataType.BFLOAT16,
+}
+FLOAT_DTYPES = frozenset(_SAFETENSORS_TO_ONNX)
+
+
+class GraphBuilder:
+    """Collects nodes into one `onnx_ir.Graph`.
+
+    Node and value names are paths: inside `with g.scope("layers.3"):` an op named "q_proj" becomes
+    `<graph name>/layers.3/q_proj`. `dtype` is the type that weights are widened or narrowed to.
+    """
+
+    def __init__(
+        self, name: str, *, dtype: ir.DataType = FLOAT, opsets: dict[str, int] | None = None
+    ) -> None:
+        self.dtype = dtype
+        self.graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET} | (opsets or {}), name=name)
+        self._scopes = [name]
+        self._used: dict[str, int] = {}
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+        self._weights: dict[tuple[str, str], ir.Value] = {}
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        self._scopes.append(name)
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    def _path(self, name: str) -> str:
+        path = "/".join([*self._scopes, name])
+        n = self._used.get(path, 0)
+        self._used[path] = n + 1
+        return path if n == 0 else f"{path}.{n}"
+
+    def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        self.graph.inputs.append(value)
+        return value
+
+    def output(self, value: ir.Value, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> None:
+        value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape(shape)
+        self.graph.outputs.append(value)
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        name: str | None = None,
+        domain: str = "",
+        **attributes: Any,
+    ) -> ir.Value:
+        """Append a node with one output and return that output."""
+        return self.multi(op_type, *inputs, outputs=1, name=name, domain=domain, **attributes)[0]
+
+    def multi(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        outputs: int,
+        name: str | None = None,
+        domain: str = "",
+        **attributes: Any,
+    ) -> tuple[ir.Value, ...]:
+        """Append a node with several outputs."""
+        path = self._path(name or op_type)
+        node = ir.node(
+            op_type, list(inputs), attributes=attributes, domain=domain, num_outputs=outputs, name=path
+        )
+        for i, value in enumerate(node.outputs):
+            value.name = path if outputs == 1 else f"{path}:{i}"
+        self.graph.append(node)
+        return tuple(node.outputs)
+
+    def constant(self, value: Any, dtype: type[np.generic] = np.int64) -> ir.Value:
+        """A small constant as an initializer; equal constants are stored once."""
+        array = np.asarray(value, dtype=dtype)
+        key = (array.dtype.name, array.shape, array.tobytes())
+        if key not in self._constants:
+            tensor = ir.tensor(array, name=f"{self._scopes[0]}/constants/{len(self._constants)}")
+            initializer = ir.Value(
+                name=tensor.name,
+                type=ir.TensorType(tensor.dtype),
+                shape=ir.Shape(array.shape),
+                const_value=tensor,
+            )
+            self.graph.register_initializer(initializer)
+            self._constants[key] = initializer
+        return self._constants[key]
+
+    def raw_weight(self, info: TensorInfo, folder: str) -> ir.Value:
+        """The tensor as it lies in its safetensors file (`folder/` in the bundle): external data, no copy."""
+        key = (folder, info.name)
+        if key not in self._weights:
+            tensor = ir.ExternalTensor(
+                str(PurePosixPath(folder) / info.file.name),
+                info.offset,
+                info.nbytes,
+                _SAFETENSORS_TO_ONNX[info.dtype],
+                shape=ir.Shape(info.shape),
+                name=f"{folder}/{info.name}",
+            )
+            value = ir.Value(
+                name=tensor.name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor
+            )
+            self.graph.register_initializer(value)
+            self._weights[key] = value
+        return self._weights[key]
+
+    def cast(self, value: ir.Value, dtype: ir.DataType, name: str = "cast") -> ir.Value:
+        return value if value.dtype == dtype else self.op("Cast", value, name=name, to=int(dtype))
+
+    def dim(self, value: ir.Value, axis: int, name: str = "dim") -> ir.Value:
+        """Length of one axis, int64 [1]."""
+        return self.op("Shape", value, name=name, start=axis, end=axis + 1)
+
+    def unsqueeze(self, value: ir.Value, *axes: int) -> ir.Value:
+        return self.op("Unsqueeze", value, self.constant(list(axes)), name="unsqueeze")
+
+    def shape(self, *dims: ir.Value | int) -> ir.Value:
+        """A shape tensor from int64 [1] values and numbers."""
+        parts = [self.constant([d]) if isinstance(d, int) else d for d in dims]
+        return self.op("Concat", *parts, name="shape", axis=0)
+
+    def arange(self, length: ir.Value) -> ir.Value:
+        """0 .. length-1 as int64; `length` is int64 [1]."""
+        zero, one = self.constant(0), self.constant(1)
+        return self.op("Range", zero, self.op("Squeeze", length, name="scalar"), one, name="arange")
+
+    def function(self, name: str, attributes: Sequence[ir.Attr] = ()) -> ir.Function:
+        """The collected graph as a function of the `dflash` domain."""
+        # A function has no initializers: its constants become Constant nodes.
+        for initializer in list(self.graph.initializers.values()):
+            node = ir.node("Constant", [], attributes={"value": initializer.const_value}, num_outputs=1)
+            node.name = node.outputs[0].name = initializer.name
+            self.graph.insert_before(self.graph[0], node)
+            initializer.replace_all_uses_with(node.outputs[0])
+        self.graph.initializers.clear()
+        return ir.Function(DFLASH_DOMAIN, name, graph=self.graph, attributes=attributes)
+
+    def model(self, functions: Sequence[ir.Function], metadata: dict[str, str]) -> ir.Model:
+        self.graph.opset_imports[DFLASH_DOMAIN] = DFLASH_VERSION
+        model = ir.Model(self.graph, ir_version=11, producer_name="dflash-trt", functions=functions)
+        model.metadata_props.update(metadata)
+        return model

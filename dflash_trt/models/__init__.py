@@ -1,0 +1,1 @@
+"""The graphs of targets, one file per family, and of the drafter."""

@@ -1,0 +1,215 @@
+"""What every decoder family and the drafter share: linears, norms, RoPE, cached attention, gated MLP.
+
+Hidden states are kept flat, [B*S, D], so that every linear is one Gemm on the checkpoint's own [out, in] weights.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.config import DecoderConfig, LayerAttention
+from dflash_trt.checkpoint.rope import inverse_frequencies
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.errors import CheckpointError
+from dflash_trt.graph.builder import DFLASH_DOMAIN, FLOAT, FLOAT_DTYPES, INT64, GraphBuilder
+from dflash_trt.graph.functions import attention_mask
+
+
+class Module:
+    """A place in a checkpoint: knows its tensors' prefix, checks each tensor's shape and dtype where it is used."""
+
+    def __init__(
+        self,
+        g: GraphBuilder,
+        checkpoint: Checkpoint,
+        folder: str,
+        prefix: str = "",
+        used: set[str] | None = None,
+    ) -> None:
+        self.g, self.checkpoint, self.folder, self.prefix = g, checkpoint, folder, prefix
+        self.used: set[str] = set() if used is None else used
+
+    def at(self, prefix: str) -> Module:
+        return Module(self.g, self.checkpoint, self.folder, f"{self.prefix}{prefix}.", self.used)
+
+    def raw(self, name: str, *shape: int) -> ir.Value:
+        info = self.checkpoint[self.prefix + name]
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{info.file.name}: {info.name} has shape {list(info.shape)}, but config.json makes it {list(shape)}"
+            )
+        if info.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{info.file.name}: {info.name} is {info.dtype}; supported are {', '.join(sorted(FLOAT_DTYPES))}"
+            )
+        self.used.add(info.name)
+        return self.g.raw_weight(info, self.folder)
+
+    def weight(self, name: str, *shape: int) -> ir.Value:
+        """The tensor in the graph's dtype."""
+        return self.g.cast(self.raw(name, *shape), self.g.dtype, name=f"{name}/cast")
+
+    def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool = False) -> ir.Value:
+        """x [rows, inputs] -> [rows, outputs]."""
+        parameters = [self.weight(f"{name}.weight", outputs, inputs)]
+        if bias:
+            parameters.append(self.weight(f"{name}.bias", outputs))
+        return self.g.op("Gemm", x, *parameters, name=name, transB=1)
+
+    def rms_norm(self, x: ir.Value, name: str, size: int, epsilon: float) -> ir.Value:
+        """Over the last axis, of length `size`, in float32."""
+        return self.g.op(
+            "RMSNormalization", x, self.weight(f"{name}.weight", size), name=name, epsilon=epsilon, axis=-1
+        )
+
+    def check_all_used(self, ignored: tuple[str, ...] = ()) -> None:
+        """A tensor that no graph reads means that the checkpoint is not what its config says."""
+        left = sorted(set(self.checkpoint.tensors) - self.used - set(ignored))
+        if left:
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: {len(left)} tensors are not part of the architecture that config.json "
+                f"describes: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
+            )
+
+
+class Rows:
+    """Rows that go through a layer together: B sequences x S rows, at given positions, with their rotations."""
+
+    def __init__(
+        self, g: GraphBuilder, batch: ir.Value, count: ir.Value, positions: ir.Value, config: DecoderConfig
+    ):
+        self.g, self.batch, self.count, self.positions = g, batch, count, positions
+        self._shapes: dict[tuple[int, ...], ir.Value] = {}
+        frequencies, factor = inverse_frequencies(
+            config.rope, config.head_dim, config.max_position_embeddings
+        )
+        # Angles in float32 from the position itself, as Transformers computes them; no table, so no length limit.
+        angles = g.op(
+            "Mul",
+            g.op("Cast", g.unsqueeze(positions, 2), name="position", to=int(FLOAT)),
+            g.constant(frequencies, np.float32),
+            name="angles",
+        )
+        rotations = [g.op(kind, angles, name=kind.lower()) for kind in ("Cos", "Sin")]
+        if factor != 1.0:
+            rotations = [g.op("Mul", r, g.constant(factor, np.float32), name="scaled") for r in rotations]
+        self.cos, self.sin = (g.op("Cast", r, to=int(g.dtype)) if g.dtype != FLOAT else r for r in rotations)
+
+    def shape(self, *tail: int) -> ir.Value:
+        """The shape [B, S, *tail] as a tensor."""
+        if tail not in self._shapes:
+            self._shapes[tail] = self.g.shape(self.batch, self.count, *tail)
+        return self._shapes[tail]
+
+    def heads(self, x: ir.Value, n: int, size: int) -> ir.Value:
+        """[B*S, n*size] -> [B, S, n, size]."""
+        return self.g.op("Reshape", x, self.shape(n, size), name="heads")
+
+    def rotate(self, x: ir.Value) -> ir.Value:
+        """[B, S, n, size] -> [B, n, S, size], rotated by position (half-split pairs)."""
+        x = self.g.op("Transpose", x, name="by_head", perm=[0, 2, 1, 3])
+        return self.g.op("RotaryEmbedding", x, self.cos, self.sin, name="rope")
+
+
+class CachedAttention:
+    """Everything the attention layers of one pass share: slots written, masks by kind of layer, cache bindings."""
+
+    def __init__(
+        self,
+        g: GraphBuilder,
+        config: DecoderConfig,
+        batch: str,
+        capacity: int | str,
+        start: ir.Value,
+        queries: Rows,
+        written: Rows,
+        lengths: ir.Value,
+    ) -> None:
+        self.g, self.config, self.start, self.queries, self.written = g, config, start, queries, written
+        self.lengths = lengths
+        self._cache_shape: list[int | str] = [batch, config.num_key_value_heads, capacity, config.head_dim]
+        self.caches = [
+            tuple(g.input(f"{side}_cache.{i}", g.dtype, self._cache_shape) for side in "kv")
+            for i in range(config.num_hidden_layers)
+        ]
+        self._capacity = g.dim(self.caches[0][0], 2, name="capacity")
+        self._masks: dict[LayerAttention, ir.Value] = {}
+
+    def _mask(self, kind: LayerAttention) -> ir.Value:
+        """Slot j holds position j, so what a row sees is a range of slots: first .. last."""
+        if kind not in self._masks:
+            g, position = self.g, self.queries.positions
+            if kind.causal:
+                last = position
+            else:
+                final = g.op("Sub", g.unsqueeze(self.lengths, 1), g.constant(1), name="final_slot")
+                last = g.op("Expand", final, g.shape(self.queries.batch, self.queries.count), name="last")
+            if kind.window is None:
+                first = g.op("Sub", position, position, name="first")
+            else:
+                first = g.op("Sub", position, g.constant(kind.window - 1), name="first")
+            name = f"mask_{'causal' if kind.causal else 'block'}{kind.window or ''}"
+            self._masks[kind] = attention_mask(g, first, last, self._capacity, name)
+        return self._masks[kind]
+
+    def layer(self, m: Module, i: int, x: ir.Value, kv_input: ir.Value, *, qk_norm: bool) -> ir.Value:
+        """Self-attention of layer i. x [B*S, D]: the rows that ask; kv_input [B*T, D]: the rows that are written."""
+        g, c = self.g, self.config
+        size, bias = c.head_dim, c.attention_bias
+        n_q, n_kv = c.num_attention_heads, c.num_key_value_heads
+        q = self.queries.heads(m.linear(x, "q_proj", c.hidden_size, n_q * size, bias=bias), n_q, size)
+        k = self.written.heads(
+            m.linear(kv_input, "k_proj", c.hidden_size, n_kv * size, bias=bias), n_kv, size
+        )
+        v = self.written.heads(
+            m.linear(kv_input, "v_proj", c.hidden_size, n_kv * size, bias=bias), n_kv, size
+        )
+        if qk_norm:
+            q = m.rms_norm(q, "q_norm", size, c.rms_norm_eps)
+            k = m.rms_norm(k, "k_norm", size, c.rms_norm_eps)
+        y, k_out, v_out = g.multi(
+            "CachedAttention",
+            self.queries.rotate(q),
+            self.written.rotate(k),
+            g.op("Transpose", v, name="by_head", perm=[0, 2, 1, 3]),
+            *self.caches[i],
+            self.start,
+            self._mask(c.layers[i]),
+            self.lengths,
+            outputs=3,
+            name="cached",
+            domain=DFLASH_DOMAIN,
+        )
+        g.output(k_out, f"k_cache_out.{i}", g.dtype, self._cache_shape)
+        g.output(v_out, f"v_cache_out.{i}", g.dtype, self._cache_shape)
+        y = g.op("Transpose", y, name="by_row", perm=[0, 2, 1, 3])
+        y = g.op("Reshape", y, g.constant([-1, n_q * size]), name="merge")
+        return m.linear(y, "o_proj", n_q * size, c.hidden_size, bias=bias)
+
+
+def gated_mlp(m: Module, x: ir.Value, hidden: int, intermediate: int) -> ir.Value:
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    g = m.g
+    gate = m.linear(x, "gate_proj", hidden, intermediate)
+    up = m.linear(x, "up_proj", hidden, intermediate)
+    return m.linear(
+        g.op("Mul", g.op("Swish", gate, name="silu"), up, name="gated"), "down_proj", intermediate, hidden
+    )
+
+
+def embed(m: Module, tokens: ir.Value, vocab: int, hidden: int, name: str = "embed_tokens") -> ir.Value:
+    """tokens [B,S] -> [B*S, D]. The table is read as it lies on disk: only the rows looked up are widened."""
+    g = m.g
+    flat = g.op("Reshape", tokens, g.constant([-1]), name="flat_tokens")
+    rows = g.op("Gather", m.raw(f"{name}.weight", vocab, hidden), flat, name=name)
+    return g.op("Cast", rows, name=f"{name}/cast", to=int(g.dtype))
+
+
+def positions_from(g: GraphBuilder, start: ir.Value, count: ir.Value, name: str = "positions") -> ir.Value:
+    """[B, count]: start, start+1, ..."""
+    return g.op("Add", g.unsqueeze(start, 1), g.arange(count), name=name)
+
+
+def ints(g: GraphBuilder, name: str, *shape: int | str) -> ir.Value:
+    return g.input(name, INT64, shape)

@@ -1,0 +1,116 @@
+"""The DFlash drafter's graph: one pass from the target's tapped states and an anchor to a block of drafts.
+
+in:  features [B,S,n*D] (the rows the last target pass committed, n_features of them valid), n_features [B],
+     start [B] (position of the first feature row), block [B,K] = [anchor, mask, ...], its own caches
+out: draft_tokens [B,K-1], draft_logprobs [B,K-1] float32, updated caches
+
+Context rows enter every layer as key and value only (arXiv 2602.06036, section 4.1): no query, no MLP, no input norm.
+Context and block rows are written in one go: the block rows are moved up to follow the valid context rows, so slot j
+holds position j, and the next pass, which starts at the first block row, overwrites the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+
+from .decoder import CachedAttention, Module, Rows, embed, gated_mlp, ints, positions_from
+from .target import lm_head
+
+
+def build_drafter(
+    config: DrafterConfig,
+    checkpoint: Checkpoint,
+    target: TargetConfig,
+    target_checkpoint: Checkpoint,
+    library: Callable[[int], list[ir.Function]],
+    *,
+    folder: str,
+    target_folder: str,
+    capacity: int | str = "C",
+    metadata: dict[str, str] | None = None,
+) -> ir.Model:
+    """The drafter as an ONNX model. Embedding and head are the target's own tensors, in `target_folder`.
+
+    Raises CheckpointError where a tensor is missing, has another shape than the config says, or is left over.
+    """
+    g = GraphBuilder("drafter")
+    hidden, taps = config.hidden_size, len(config.target_layer_ids)
+    features = g.input("features", g.dtype, ["B", "S", taps * hidden])
+    n_features, start, block = ints(g, "n_features", "B"), ints(g, "start", "B"), ints(g, "block", "B", "K")
+    batch = g.dim(block, 0, name="batch")
+    n_context, n_block = g.dim(features, 1, name="n_context"), g.dim(block, 1, name="n_block")
+    n_written = g.op("Add", n_context, n_block, name="n_written")
+    block_start = g.op("Add", start, n_features, name="block_start")
+
+    asking = Rows(g, batch, n_block, positions_from(g, block_start, n_block, name="block_positions"), config)
+    written = Rows(g, batch, n_written, positions_from(g, start, n_written, name="written_positions"), config)
+    lengths = g.op("Add", block_start, n_block, name="lengths")
+    attention = CachedAttention(g, config, "B", capacity, start, asking, written, lengths)
+    order = _block_after_valid_context(g, batch, n_context, n_written, n_features)
+
+    m = Module(g, checkpoint, folder)
+    target_root = Module(g, target_checkpoint, target_folder)
+    context = g.op("Reshape", features, g.constant([-1, taps * hidden]), name="flat_features")
+    context = m.linear(context, "fc", taps * hidden, hidden)
+    context = m.rms_norm(context, "hidden_norm", hidden, config.rms_norm_eps)
+    by_sequence = g.shape(batch, -1, hidden)
+    context = g.op("Reshape", context, by_sequence, name="context")
+
+    x = embed(target_root.at("model"), block, target.vocab_size, hidden)
+    for i in range(config.num_hidden_layers):
+        layer = m.at(f"layers.{i}")
+        with g.scope(f"layers.{i}"):
+            with g.scope("attention"):
+                h = layer.rms_norm(x, "input_layernorm", hidden, config.rms_norm_eps)
+                both = g.op(
+                    "Concat", context, g.op("Reshape", h, by_sequence, name="block"), name="both", axis=1
+                )
+                both = g.op("Reshape", both, g.constant([-1, hidden]), name="flat")
+                both = g.op("Gather", both, order, name="packed")
+                h = attention.layer(layer.at("self_attn"), i, h, both, qk_norm=True)
+                x = g.op("Add", x, h, name="residual")
+            with g.scope("mlp"):
+                h = layer.rms_norm(x, "post_attention_layernorm", hidden, config.rms_norm_eps)
+                h = gated_mlp(layer.at("mlp"), h, hidden, config.intermediate_size)
+                x = g.op("Add", x, h, name="residual")
+
+    # Row i of the block predicts the token at its own position; row 0 is the anchor, which is known.
+    drafted = g.op(
+        "Slice", g.op("Reshape", x, by_sequence, name="by_row"), *map(g.constant, ([1], [2**31], [1]))
+    )
+    drafted = g.op("Reshape", drafted, g.constant([-1, hidden]), name="drafted")
+    logits = lm_head(m.rms_norm(drafted, "norm", hidden, config.rms_norm_eps), target_root, target)
+    logits = g.cast(logits, FLOAT) if g.dtype != FLOAT else logits
+    m.check_all_used()
+
+    n_drafts = g.op("Sub", n_block, g.constant([1]), name="n_drafts")
+    shape = g.shape(batch, n_drafts)
+    tokens = g.op("ArgMax", logits, name="best", axis=-1, keepdims=0)
+    best = g.op("ReduceMax", logits, g.constant([-1]), name="best_logit", keepdims=0)
+    total = g.op("ReduceLogSumExp", logits, g.constant([-1]), name="log_total", keepdims=0)
+    logprobs = g.op("Sub", best, total, name="logprobs")
+    g.output(g.op("Reshape", tokens, shape), "draft_tokens", INT64, ["B", "K-1"])
+    g.output(g.op("Reshape", logprobs, shape), "draft_logprobs", FLOAT, ["B", "K-1"])
+    return g.model(library(taps), metadata or {})
+
+
+def _block_after_valid_context(
+    g: GraphBuilder, batch: ir.Value, n_context: ir.Value, n_written: ir.Value, n_features: ir.Value
+) -> ir.Value:
+    """Flat row numbers [B*(S+K)] that put each sequence's block rows right behind its valid context rows.
+
+    The rows left over at the end repeat the last row; they land behind the block, where nothing looks.
+    """
+    i = g.arange(n_written)
+    valid = g.unsqueeze(n_features, 1)
+    shifted = g.op("Add", i, g.op("Sub", n_context, valid, name="skipped"), name="shifted")
+    source = g.op("Where", g.op("Less", i, valid, name="is_context"), i, shifted, name="source")
+    source = g.op("Min", source, g.op("Sub", n_written, g.constant([1]), name="final"), name="clamped")
+    base = g.op("Mul", g.unsqueeze(g.arange(batch), 1), n_written, name="base")
+    return g.op("Reshape", g.op("Add", base, source, name="order"), g.constant([-1]), name="flat_order")

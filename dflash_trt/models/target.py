@@ -1,0 +1,83 @@
+"""The target's graph: embedding, the family's layers, taps, head, block acceptance.
+
+in:  tokens [B,S], start [B] (rows already committed), rows [B,R] (which of the S rows get logits), caches
+out: features [B,S,n*D], logits [B,R,V] float32, accepted [B], next_token [B], updated caches
+
+Prefill is a pass with S = a chunk and R = 1; verification a pass over [anchor, drafts ...] with R = S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.config import TargetConfig
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.graph.builder import DFLASH_DOMAIN, FLOAT, INT64, GraphBuilder
+
+from . import qwen3
+from .decoder import CachedAttention, Module, Rows, embed, ints, positions_from
+
+# A family is one function: the residual stream through decoder layer i.
+Layer = Callable[[Module, CachedAttention, int, ir.Value], ir.Value]
+FAMILIES: dict[str, Layer] = {"Qwen3ForCausalLM": qwen3.layer}
+
+
+def build_target(
+    config: TargetConfig,
+    checkpoint: Checkpoint,
+    taps: Sequence[int],
+    library: Callable[[int], list[ir.Function]],
+    *,
+    folder: str,
+    capacity: int | str = "C",
+    metadata: dict[str, str] | None = None,
+) -> ir.Model:
+    """The target as an ONNX model whose weights stay in `folder`'s safetensors files.
+
+    `taps` are 0-based layer indices: tap i is the residual stream after decoder layer i, before the final norm.
+    Raises CheckpointError where a tensor is missing, has another shape than the config says, or is left over.
+    """
+    g = GraphBuilder("target")
+    hidden, vocab = config.hidden_size, config.vocab_size
+    tokens, start, rows = ints(g, "tokens", "B", "S"), ints(g, "start", "B"), ints(g, "rows", "B", "R")
+    batch, count = g.dim(tokens, 0, name="batch"), g.dim(tokens, 1, name="count")
+    this_pass = Rows(g, batch, count, positions_from(g, start, count), config)
+    lengths = g.op("Add", start, count, name="lengths")
+    attention = CachedAttention(g, config, "B", capacity, start, this_pass, this_pass, lengths)
+
+    root = Module(g, checkpoint, folder)
+    m = root.at("model")
+    x = embed(m, tokens, vocab, hidden)
+    tapped: dict[int, ir.Value] = {}
+    for i in range(config.num_hidden_layers):
+        with g.scope(f"layers.{i}"):
+            x = FAMILIES[config.architecture](m.at(f"layers.{i}"), attention, i, x)
+        tapped[i] = x
+
+    features = g.op("HiddenStateTap", *(tapped[i] for i in taps), name="features_flat", domain=DFLASH_DOMAIN)
+    features = g.op("Reshape", features, this_pass.shape(len(taps) * hidden), name="features")
+    by_row = g.op("Reshape", x, this_pass.shape(hidden), name="by_row")
+    chosen = g.op("GatherND", by_row, g.unsqueeze(rows, 2), name="rows_with_logits", batch_dims=1)
+    chosen = g.op("Reshape", chosen, g.constant([-1, hidden]), name="flat_rows")
+    logits = lm_head(m.rms_norm(chosen, "norm", hidden, config.rms_norm_eps), root, config)
+    logits = g.cast(logits, FLOAT) if g.dtype != FLOAT else logits
+    logits = g.op("Reshape", logits, g.shape(batch, g.dim(rows, 1), vocab), name="logits")
+    accepted, next_token = g.multi(
+        "BlockAcceptance", tokens, rows, logits, outputs=2, name="acceptance", domain=DFLASH_DOMAIN
+    )
+    root.check_all_used(ignored=("lm_head.weight",) if config.tie_word_embeddings else ())
+
+    g.output(features, "features", g.dtype, ["B", "S", len(taps) * hidden])
+    g.output(logits, "logits", FLOAT, ["B", "R", vocab])
+    g.output(accepted, "accepted", INT64, ["B"])
+    g.output(next_token, "next_token", INT64, ["B"])
+    return g.model(library(len(taps)), metadata or {})
+
+
+def lm_head(x: ir.Value, root: Module, config: TargetConfig) -> ir.Value:
+    """x [rows, D], already normed, -> logits [rows, V] through the target's head, tied or not."""
+    name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    weight = root.weight(f"{name}.weight", config.vocab_size, config.hidden_size)
+    return root.g.op("Gemm", x, weight, name="lm_head", transB=1)
