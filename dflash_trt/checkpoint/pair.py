@@ -46,8 +46,8 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path) -> None:
     """Check the token ids that the pair shares.
 
     The target must have a tokenizer.json whose ids its embedding covers. The mask token must not be an
-    ordinary entry of its vocabulary: special and unused ids are what drafters are trained with. A drafter need
-    not have a tokenizer (published ones mostly do not); one that it has must give every token the same id.
+    ordinary entry of its vocabulary: special and unused ids are what drafters are trained with. A drafter
+    need not have a tokenizer (published ones mostly do not); one that has must give every token the same id.
 
     Raises:
         CheckpointError: a tokenizer.json is missing or malformed.
@@ -66,8 +66,8 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path) -> None:
     )
     if usual is not None:
         raise PairError(
-            f"{drafter_dir / 'config.json'}: dflash_config.mask_token_id is {mask}, but in {path} that is the "
-            f"ordinary token {show(usual)}; a mask token is a special or an unused one"
+            f"{drafter_dir / 'config.json'}: dflash_config.mask_token_id is {mask}, but in {path} that is "
+            f"the ordinary token {show(usual)}; a mask token is a special or an unused one"
         )
     other_path = drafter_dir / "tokenizer.json"
     if not other_path.exists():

@@ -1,4 +1,4 @@
-"""The pairs known by name, and where checkpoints come from: a directory, the package, the Hugging Face hub."""
+"""The pairs known by name, and where checkpoints come from: a directory, the package, or the hub."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Sourc
 def resolve(name_or_path: str, role: Role) -> Source:
     """A checkpoint as a local directory.
 
-    `name_or_path` is, in this order: a directory, the name of a known pair, a hub repository `org/name[@revision]`.
-    The hub's own environment variables hold (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE). Configurations are fetched and
-    read before weights, so that what cannot be used is not downloaded.
+    `name_or_path` is, in this order: a directory, the name of a known pair, a hub repo `org/name[@rev]`.
+    The hub's own environment variables hold (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE). Configurations are fetched
+    and read before weights, so that what cannot be used is not downloaded.
 
     Raises:
         CheckpointError: nothing by that name, a family that this version does not convert, or the hub
@@ -115,8 +115,8 @@ def resolve(name_or_path: str, role: Role) -> Source:
     match = _REPOSITORY.fullmatch(repo)
     if match is None:
         raise CheckpointError(
-            f"--{role} {name_or_path}: neither a directory, nor a known pair ({', '.join(p.name for p in PAIRS)}), "
-            "nor a hub repository org/name[@revision]"
+            f"--{role} {name_or_path}: neither a directory, nor a hub repository org/name[@revision], "
+            f"nor a known pair: {', '.join(pair.name for pair in PAIRS)}"
         )
     return _snapshot(match["repo"], match["revision"], role)
 
@@ -137,27 +137,27 @@ def _shipped(pair: Pair, role: Role) -> Source:
 def _snapshot(repo: str, revision: str | None, role: Role) -> Source:
     from huggingface_hub import snapshot_download  # slow to import, and only the hub needs it
 
+    commit = revision
     try:
         for patterns in (_CONFIGS, _FILES):
             directory = Path(
-                snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+                snapshot_download(repo, revision=commit, allow_patterns=patterns, ignore_patterns=["*/*"])
             )
+            commit = directory.name  # a snapshot's directory is named by its commit
             if role == "target":
                 read_target_config(directory)
             else:
                 read_drafter_config(directory)
     except CheckpointError as error:
         raise CheckpointError(f"{repo}: {error}") from None
-    except (
-        Exception
-    ) as error:  # the hub raises what its HTTP client raises, which differs between its versions
+    except Exception as error:
+        # The hub raises what its HTTP client raises, and that differs between its versions.
         files = "config.json, the safetensors files" + (", tokenizer.json" if role == "target" else "")
         raise CheckpointError(
             f"{repo}: the hub does not give it ({_first_line(error)}); "
             f"a local directory with {files} can be given as --{role} instead"
         ) from error
-    # A snapshot's directory is named by its commit.
-    return Source(directory, repo, directory.name)
+    return Source(directory, repo, commit)
 
 
 def _first_line(error: Exception) -> str:

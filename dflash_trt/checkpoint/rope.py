@@ -67,7 +67,7 @@ def _read_scaling(section: Fields, top: Fields) -> RopeConfig:
     }
     if len(types) > 1:
         raise section.error(
-            "rope_type", f"is {section.string('rope_type')}, but type is {section.string('type')}"
+            "rope_type", f"is {section.get('rope_type')!r}, but type is {section.get('type')!r}"
         )
     rope_type = types.pop()
     if rope_type not in _SCALING_FIELDS:
