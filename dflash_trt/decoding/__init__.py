@@ -1,0 +1,3 @@
+"""Decoding on the host: sampling, acceptance, stop conditions, text and statistics, and the loop over
+them.
+"""
