@@ -1,0 +1,115 @@
+"""What a caller asks for, and what comes back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dflash_trt.decoding.statistics import Statistics
+from dflash_trt.errors import RequestError
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded; the names and meanings are vLLM's. Raises RequestError naming the field.
+
+    max_tokens: tokens to generate at most, stop token included.
+    temperature: 0 takes the most probable token; otherwise 0.01 to 100.
+    top_k: keep the k most probable tokens; 0 keeps all.  top_p: keep the smallest set that holds this
+    probability.
+    min_p: keep tokens at least this fraction as probable as the most probable one.
+    repetition_penalty: over prompt and output; presence_penalty, frequency_penalty: over the output.
+    seed: 0 to 2**64 - 1; None draws one, reported in Completion.seed.
+    stop: strings that end the text (not part of it).  stop_token_ids: as the model's own end tokens.
+    ignore_eos: the model's own end tokens do not end the text; `stop` and `stop_token_ids` still do.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        self._integer("max_tokens", 1, None)
+        self._integer("top_k", 0, None)
+        if self.seed is not None:
+            self._integer("seed", 0, 2**64 - 1)
+        if self.temperature != 0:
+            self._number("temperature", 0.01, 100, "0 (greedy) or ")
+        self._number("top_p", 0, 1, "above ", open_low=True)
+        self._number("min_p", 0, 1)
+        self._number("repetition_penalty", 0, 100, "above ", open_low=True)
+        self._number("presence_penalty", -100, 100)
+        self._number("frequency_penalty", -100, 100)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos is {self.ignore_eos!r}, expected True or False")
+        stop = (self.stop,) if isinstance(self.stop, str) else self._items("stop")
+        if wrong := [s for s in stop if not isinstance(s, str) or not s]:
+            raise RequestError(f"stop contains {wrong[0]!r}, expected non-empty strings")
+        ids = self._items("stop_token_ids")
+        if wrong := [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or i < 0]:
+            raise RequestError(f"stop_token_ids contains {wrong[0]!r}, expected token ids (0 or more)")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", ids)
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the tokens so far change the logits, so that a TokenCounts has to be kept."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the plain argmax of the logits is the token: what the graph computes by itself."""
+        return self.temperature == 0 and not self.penalized
+
+    def _integer(self, field: str, low: int, high: int | None) -> None:
+        value = getattr(self, field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low or (high and value > high):
+            allowed = f"{low} to {high}" if high else f"{low} or more"
+            raise RequestError(f"{field} is {value!r}, expected an integer, {allowed}")
+
+    def _number(self, field: str, low: float, high: float, note: str = "", *, open_low: bool = False) -> None:
+        value = getattr(self, field)
+        real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not real or not low <= value <= high or (open_low and value == low):
+            raise RequestError(f"{field} is {value!r}, expected {note}{low} to {high}")
+
+    def _items(self, field: str) -> tuple[object, ...]:
+        value = getattr(self, field)
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise RequestError(f"{field} is {value!r}, expected a list")
+        return tuple(value)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished request. `token_ids` has the stop token, `text` has not and ends before a stop string."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    statistics: Statistics
+    seed: int
+    prompt_token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One run of tokens of a stream. `text` may lag behind the tokens; the last chunk has the statistics."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    statistics: Statistics | None = None

@@ -1,0 +1,95 @@
+"""What happened in one request or in many, under the field names of vLLM's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class Statistics:
+    """Counts and times of one request; `merge` gives the aggregate of several. Times are in seconds.
+
+    num_drafts: verification passes that had at least one drafted token (vLLM counts the same).
+    acceptance_histogram[k]: how many of them accepted exactly k drafted tokens.
+    prefill_time, draft_time, verify_time, host_time: time in passes that served this request (a batched pass
+    counts
+        in full for each of its requests) and in host code between them.
+    generation_time: from the first generated token to the last.
+    """
+
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+    time_to_first_token: float = 0.0
+    generation_time: float = 0.0
+    prefill_time: float = 0.0
+    draft_time: float = 0.0
+    verify_time: float = 0.0
+    host_time: float = 0.0
+    num_requests: int = 1
+
+    def record_draft(self, drafted: int, accepted: int) -> None:
+        """One verification of `drafted` > 0 tokens, of which the first `accepted` were right."""
+        histogram = self.acceptance_histogram
+        if len(histogram) <= drafted:
+            histogram.extend([0] * (drafted + 1 - len(histogram)))
+        histogram[accepted] += 1
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafted tokens that were accepted."""
+        return sum(k * n for k, n in enumerate(self.acceptance_histogram))
+
+    @property
+    def num_accepted_tokens_per_pos(self) -> list[int]:
+        """How often the draft at each place of the block (from 0) was accepted."""
+        tail = sum(self.acceptance_histogram)
+        return [tail := tail - n for n in self.acceptance_histogram[:-1]]
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per verification pass with a draft: 1 + accepted / drafts; 1.0 without any draft."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted drafted tokens / drafted tokens; 0.0 without any draft."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def time_per_output_token(self) -> float:
+        """Seconds per token after the first of each request; 0.0 where there was none."""
+        after_first = self.num_generation_tokens - self.num_requests
+        return self.generation_time / after_first if after_first > 0 else 0.0
+
+    @classmethod
+    def merge(cls, parts: Iterable[Statistics]) -> Statistics:
+        """Sums of counts and times; `time_to_first_token` is the mean over requests."""
+        total = cls(num_requests=0)
+        for part in parts:
+            total.time_to_first_token += part.time_to_first_token * part.num_requests
+            short = len(part.acceptance_histogram) - len(total.acceptance_histogram)
+            total.acceptance_histogram.extend([0] * short)
+            for k, n in enumerate(part.acceptance_histogram):
+                total.acceptance_histogram[k] += n
+            for name in _SUMMED:
+                setattr(total, name, getattr(total, name) + getattr(part, name))
+        total.time_to_first_token /= max(total.num_requests, 1)
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field and derived figure, ready for JSON."""
+        derived = [name for name, value in vars(Statistics).items() if isinstance(value, property)]
+        values = {name: getattr(self, name) for name in [f.name for f in fields(self)] + derived}
+        values["acceptance_histogram"] = list(self.acceptance_histogram)
+        return values
+
+
+_NOT_SUMMED = ("time_to_first_token", "acceptance_histogram")
+_SUMMED = [f.name for f in fields(Statistics) if f.name not in _NOT_SUMMED]
