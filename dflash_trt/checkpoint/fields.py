@@ -59,7 +59,8 @@ class Fields:
         self.prefix = prefix
 
     def error(self, key: str, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {self.prefix}{key} {problem}")
+        place = f"{self.prefix}{key}"  # holds names from the file, which may carry control characters
+        return CheckpointError(f"{self.path}: {place if place.isprintable() else ascii(place)} {problem}")
 
     def get(self, key: str) -> Any:
         return self.values.get(key)

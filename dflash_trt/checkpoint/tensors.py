@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import math
 import mmap
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +130,7 @@ def read_header(file: Path) -> list[TensorInfo]:
                 )
             header = parse_object(stream.read(length), f"{file}: header")
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({os.strerror(error.errno or 0)})") from None
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
     header.pop("__metadata__", None)
     tensors = [_read_entry(file, name, entry, 8 + length) for name, entry in header.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
