@@ -170,9 +170,8 @@ def _yarn(
 
     attention_factor = values.get("attention_factor")
     if attention_factor is None:
-        mscale, mscale_all_dim = values.get("mscale"), values.get("mscale_all_dim")
-        both = mscale and mscale_all_dim
-        attention_factor = magnitude(mscale) / magnitude(mscale_all_dim) if both else magnitude(1.0)  # type: ignore[arg-type]
+        top, bottom = values.get("mscale", 0), values.get("mscale_all_dim", 0)
+        attention_factor = magnitude(top) / magnitude(bottom) if top and bottom else magnitude(1)
     low, high = (dimension(values.get(key, _YARN_DEFAULTS[key])) for key in ("beta_fast", "beta_slow"))
     if values.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
