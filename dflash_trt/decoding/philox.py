@@ -45,7 +45,7 @@ def philox4x32_array(counter: Bits, seed: int) -> Bits:
     multipliers, keys = _tables(seed)
     for key in keys:
         # A little-endian uint64 product seen as uint32 is (low, high); the two products change places.
-        product = (even * multipliers).view(np.uint32)
+        product = np.multiply(even, multipliers, order="C").view(np.uint32)
         odd, even = product[::-1, 0::2], product[::-1, 1::2] ^ odd ^ key
     return np.stack((even, odd), axis=1).reshape(4, -1)
 
