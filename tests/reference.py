@@ -102,9 +102,11 @@ class Drafter(nn.Module):
         return visible
 
     @torch.no_grad()
-    def propose(self, target: Qwen3ForCausalLM, features: Tensor, anchor: int) -> Proposal:
-        """Draft K - 1 tokens after `anchor` from `features` [C, taps * D] of everything before the anchor."""
-        block = torch.tensor([anchor] + [self.mask_token_id] * (self.block_size - 1))
+    def propose(
+        self, target: Qwen3ForCausalLM, features: Tensor, anchor: int, length: int | None = None
+    ) -> Proposal:
+        """Draft after `anchor` from `features` [C, taps * D] of all before; K = `length` or the block size."""
+        block = torch.tensor([anchor] + [self.mask_token_id] * ((length or self.block_size) - 1))
         hidden = self(features, target.model.embed_tokens(block))
         best = target.lm_head(hidden[1:]).log_softmax(-1).max(-1)
         return Proposal(hidden, best.indices.tolist(), best.values)
@@ -121,9 +123,7 @@ class Proposal:
 class Decoded:
     tokens: list[int] = field(default_factory=list)  # without the prompt
     drafts: list[list[int]] = field(default_factory=list)  # the drafted tokens of each round
-    accepted: list[int] = field(
-        default_factory=list
-    )  # of each round's drafts, before stops and budget cut them
+    accepted: list[int] = field(default_factory=list)  # of them, before a stop cut them
 
 
 def load_target(directory: Path) -> Qwen3ForCausalLM:
@@ -168,22 +168,23 @@ def decode_drafting(
     stop_ids: Collection[int] = (),
     block_length: int | None = None,
 ) -> Decoded:
-    """Draft, verify, accept. A whole block is drafted, `block_length` of it (anchor included) verified."""
+    """Draft, verify, accept, in blocks of `block_length`, anchor included, or of what may still come."""
     result, tokens = Decoded(), list(prompt)
     logits, features = target_outputs(target, tokens, drafter.taps)
     tokens.append(choose(logits[-1], len(tokens), tokens))
     result.tokens.append(tokens[-1])
     while len(result.tokens) < max_tokens and not ends(result.tokens, stop_ids):
         rows = len(tokens) - 1  # everything before the anchor, which is tokens[-1]
-        draft = drafter.propose(target, features[:rows], tokens[-1]).tokens
-        draft = draft[: (block_length or drafter.block_size) - 1]
+        length = min(block_length or drafter.block_size, max_tokens - len(result.tokens))
+        draft = drafter.propose(target, features[:rows], tokens[-1], length).tokens if length > 1 else []
         logits, features = target_outputs(target, tokens + draft, drafter.taps)
         new = accept(logits[rows:], draft, tokens, choose)
-        result.drafts.append(draft)
-        result.accepted.append(len(new) - 1)
+        if draft:
+            result.drafts.append(draft)
+            result.accepted.append(len(new) - 1)
         tokens += new
         for token in new:
-            if len(result.tokens) < max_tokens and not ends(result.tokens, stop_ids):
+            if not ends(result.tokens, stop_ids):
                 result.tokens.append(token)
     return result
 
