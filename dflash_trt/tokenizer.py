@@ -44,8 +44,8 @@ class Tokenizer:
         """
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not valid Unicode: {error}") from error
+        except TypeError as error:  # a lone surrogate, too
+            raise RequestError(f"the prompt is {ascii(text)[:60]}, expected a valid Unicode text") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
