@@ -8,7 +8,7 @@ MAKEFLAGS += --no-print-directory
 # The first interpreter that really runs (a pyenv shim may exist and fail), is new enough and can create a venv.
 RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '$(RUNS)' 2>/dev/null && echo $$p && break; done)
-PIP := -m pip --disable-pip-version-check install --quiet
+PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TORCH := $(shell grep -om1 'torch==[0-9.]*' pyproject.toml)
 
 help:
@@ -53,6 +53,6 @@ define venv
 	@test -n '$(PYTHON)' || { echo 'make: no Python 3.11 or newer with venv and ensurepip found;' \
 	    'install one (on Debian also python3-venv) or name it: make PYTHON=/path/to/python'; exit 1; } >&2
 	@'$(PYTHON)' -c '$(RUNS)' || { echo 'make: $(PYTHON) does not run, is older than 3.11 or lacks venv' >&2; exit 1; }
-	@echo "installing into $(1) with $$('$(PYTHON)' --version) (once; again when pyproject.toml changes)" >&2
 	@$(1)/bin/python -c 'import pip' 2>/dev/null || '$(PYTHON)' -m venv --clear $(1)
+	@echo "installing into $(1), $$($(1)/bin/python --version) (once; again when pyproject.toml changes)" >&2
 endef

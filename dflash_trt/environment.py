@@ -71,8 +71,10 @@ def _version(module: str, distributions: Mapping[str, list[str]]) -> str | None:
     """The installed version of the distribution that provides a module; None when the module is not there."""
     if importlib.util.find_spec(module) is None:
         return None
-    names = distributions.get(module)
-    return metadata.version(names[0]) if names else "not installed, run from its source"
+    try:
+        return metadata.version(distributions.get(module, [module])[0])
+    except metadata.PackageNotFoundError:
+        return "not installed, run from its source"
 
 
 def _providers() -> list[str]:
