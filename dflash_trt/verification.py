@@ -108,6 +108,10 @@ def verify(
     A drafted token is accepted only if plain decoding would choose it, noise included. So tokens are equal at
     every temperature, unless the arithmetic of a row depends on how many rows go through a pass with it.
     """
+    asked = [
+        prompt.content if isinstance(prompt.content, str) else llm.chat_prompt(prompt.content)
+        for prompt in prompts
+    ]
     for temperature in temperatures:
         sampling = [
             SamplingParams(
@@ -118,24 +122,17 @@ def verify(
             )
             for seed in range(len(prompts))
         ]
-        plain = [_plain(llm, prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+        plain = [
+            llm.generate(prompt, params, speculate=False)
+            for prompt, params in zip(asked, sampling, strict=True)
+        ]
         for block_length in block_lengths:
             for batch_size in batch_sizes:
                 drafted: list[Completion] = []
                 for first in range(0, len(prompts), batch_size):
                     batch = slice(first, first + batch_size)
-                    drafted += llm.generate(
-                        [completion.prompt_token_ids for completion in plain[batch]],
-                        sampling[batch],
-                        block_length=block_length,
-                    )
+                    drafted += llm.generate(asked[batch], sampling[batch], block_length=block_length)
                 yield _compare(llm, prompts, plain, drafted, temperature, block_length, batch_size)
-
-
-def _plain(llm: LLM, prompt: Prompt, params: SamplingParams) -> Completion:
-    if isinstance(prompt.content, str):
-        return llm.generate(prompt.content, params, speculate=False)
-    return llm.chat(prompt.content, params, speculate=False)
 
 
 def _compare(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,17 +84,15 @@ def run(args: argparse.Namespace) -> int:
     drafting: dict[str, Any] = {"speculate": not args.no_draft, "block_length": args.block_length}
     if prompt is None or prompt == "-":
         prompt = sys.stdin.read()
-    messages = [{"role": "user", "content": prompt}]
-    if args.system is not None:
-        messages.insert(0, {"role": "system", "content": args.system})
     with LLM(args.bundle, max_batch_size=1) as llm:
+        if args.chat:
+            system = [] if args.system is None else [{"role": "system", "content": args.system}]
+            prompt = llm.chat_prompt([*system, {"role": "user", "content": prompt}])
         if args.json:
-            ask = partial(llm.chat, messages) if args.chat else partial(llm.generate, prompt)
-            completion = ask(params, **drafting)
+            completion = llm.generate(prompt, params, **drafting)
             print_json({**vars(completion), "statistics": completion.statistics.to_dict()})
             return 0
-        stream = partial(llm.stream_chat, messages) if args.chat else partial(llm.stream, prompt)
-        for chunk in stream(params, **drafting):
+        for chunk in llm.stream(prompt, params, **drafting):
             print(chunk.text, end="", flush=True)
     print()
     if args.stats:

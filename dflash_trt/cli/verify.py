@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts, args.limit)
     cases = []
     with LLM(args.bundle, max_batch_size=max(args.batch_sizes)) as llm:
-        block_size = llm.bundle.manifest.block_size
+        block_size = llm.block_size
         if not args.json:
             print(f"{len(prompts)} prompts, {args.max_tokens} tokens each, top-p {TOP_P} where sampled")
             print(
