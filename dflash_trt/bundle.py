@@ -53,7 +53,8 @@ class Bundle:
     def open(cls, path: str | Path, check: Check = "size") -> Bundle:
         """Read and check a bundle.
 
-        `check="size"` compares every file's size, and the digest of all but the weights; `"full"` the weights' too.
+        `check="size"` compares every file's size, and the digests of those up to QUICK_DIGEST_BYTES (all but weights);
+        `"full"` every digest.
 
         Raises:
             BundleError: something is missing, truncated, altered, of another format version, or the two graphs

@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import numpy as np
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors.numpy import save_file
 
 from dflash_trt.checkpoint import pairs
 from dflash_trt.checkpoint.config import TARGET_ARCHITECTURES, read_drafter_config, read_target_config
-from dflash_trt.checkpoint.pair import check_pair, check_tensors, check_tokenizers
+from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
 from dflash_trt.checkpoint.pairs import PAIRS, Source, resolve, resolve_pair
-from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError, PairError
 from tests.test_checkpoint_config import DRAFTER, TARGET, write
 
@@ -112,26 +109,6 @@ def test_accepts_tokenizers(pair: tuple[Path, Path]) -> None:
     (pair[0] / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer.json: no such file"):
         check_tokenizers(*pair)
-
-
-def test_check_tensors(tmp_path: Path) -> None:
-    arrays = {"norm.weight": np.zeros(4, np.float32), "fc.weight": np.zeros((4, 8), np.float16)}
-    save_file(arrays | {"ids": np.zeros(3, np.int64)}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
-    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (4,), "fc.weight": (4, 8)}
-    for expected, message in (
-        (shapes, "tensor 'ids' is not part of what config.json describes"),
-        (shapes | {"ids": (3,)}, "tensor 'ids' is I64, supported are BF16, F16, F32"),
-        (
-            shapes | {"fc.weight": (8, 4)},
-            r"'fc.weight' has shape \[4, 8\], but by config.json it has \[8, 4\]",
-        ),
-        (shapes | {"fc.bias": (4,)}, "has no tensor 'fc.bias'"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            check_tensors(checkpoint, expected)
-    save_file(arrays, tmp_path / "model.safetensors")
-    check_tensors(Checkpoint(tmp_path), shapes)
 
 
 def test_the_table_claims_only_what_can_be_read() -> None:

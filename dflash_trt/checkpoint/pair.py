@@ -1,16 +1,13 @@
-"""Whether a target and a drafter belong together, and whether a checkpoint holds what its config says."""
+"""Whether a target and a drafter belong together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig, read_drafter_config, read_target_config
 from dflash_trt.checkpoint.fields import Fields, read_object, show
-from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.errors import CheckpointError, PairError
+from dflash_trt.errors import PairError
 
-_WEIGHT_DTYPES = ("BF16", "F16", "F32")
 _TOKENIZER_LIMIT = 256 << 20
 
 
@@ -81,28 +78,6 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path) -> None:
             f"{other_path}: token {show(token)} has id {others.get(token)}, but in {path} it has "
             f"{tokens.get(token)}; the drafter was trained with another tokenizer"
         )
-
-
-def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that the checkpoint holds exactly the expected tensors, of these shapes, in BF16, F16 or F32.
-
-    Raises:
-        CheckpointError: naming the first tensor that is missing, of another shape or dtype, or not expected.
-    """
-    for name, shape in expected.items():
-        tensor = checkpoint[name]
-        if tensor.shape != shape:
-            raise CheckpointError(
-                f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, "
-                f"but by config.json it has {list(shape)}"
-            )
-        if tensor.dtype not in _WEIGHT_DTYPES:
-            raise CheckpointError(
-                f"{tensor.file}: tensor {name!r} is {tensor.dtype}, supported are {', '.join(_WEIGHT_DTYPES)}"
-            )
-    for name, tensor in checkpoint.tensors.items():
-        if name not in expected:
-            raise CheckpointError(f"{tensor.file}: tensor {name!r} is not part of what config.json describes")
 
 
 def _vocabulary(path: Path) -> tuple[dict[str, int], dict[str, int]]:
