@@ -172,5 +172,8 @@ def _difference(llm: LLM, prompt_id: str, plain: Completion, drafted: Completion
     if one is not None and other is not None:
         logits = llm.logits([*plain.prompt_token_ids, *plain.token_ids[:position]])
         gap = float(logits[one]) - float(logits[other])
-    text = [None if token is None else llm.tokenizer.decode([token]) for token in (one, other)]
-    return Difference(prompt_id, position, one, other, *text, gap)
+    plain_text, drafted_text = (
+        None if token is None else llm.tokenizer.decode([token], skip_special_tokens=False)
+        for token in (one, other)
+    )
+    return Difference(prompt_id, position, one, other, plain_text, drafted_text, gap)

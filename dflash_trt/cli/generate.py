@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         for chunk in llm.stream(prompt, params, **drafting):
             print(chunk.text, end="", flush=True)
     print()
-    if args.stats:
+    if args.stats and chunk.statistics is not None:
         _print_statistics(chunk.statistics)
     return 0
 
