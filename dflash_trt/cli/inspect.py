@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_trt.cli.output import byte_count, print_json, print_table
@@ -28,23 +29,25 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found)
     else:
-        files = found.pop("files")
-        rows = [(name.replace("_", " "), _show(name, value)) for name, value in found.items()]
-        rows += [
-            ("" if i else "files", f"{name}  {byte_count(size)}")
-            for i, (name, size) in enumerate(files.items())
-        ]
-        print_table(rows)
+        print_table([row for name, value in found.items() for row in _rows(name, value)])
     return 0
 
 
+def _rows(name: str, value: object) -> Iterator[tuple[str, str]]:
+    label = name.replace("_", " ")
+    if not isinstance(value, dict):
+        yield label, _show(name, value)
+        return
+    for key, item in value.items():
+        yield label, f"{key}  {_show(key if name in ('target', 'drafter') else name, item)}"
+        label = ""
+
+
 def _show(name: str, value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_show(name, item)}" for key, item in value.items())
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    if isinstance(value, int) and name.startswith("weight_bytes"):
+    if isinstance(value, int) and name in ("files", "weight_bytes", "weight_bytes_by_dtype"):
         return byte_count(value)
     if isinstance(value, int) and name == "parameters":
         return f"{value:,}"
-    return str(value)
+    return "unknown" if value is None else str(value)
