@@ -54,7 +54,7 @@ def one_at_a_time(prompt: list[int], length: int, params: SamplingParams, seed: 
     st.integers(0, 2**64 - 1),
     st.data(),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_any_drafts_commit_the_same_tokens(
     prompt: list[int], params: SamplingParams, seed: int, data: st.DataObject
 ) -> None:

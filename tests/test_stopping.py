@@ -70,7 +70,7 @@ def runs(tokens: list[int], cuts: list[int]) -> list[list[int]]:
 
 
 @given(OUTPUTS, CUTS)
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 def test_pieces_add_up_to_the_whole_decode(tokens: list[int], cuts: list[int]) -> None:
     detokenizer = Detokenizer(byte_level())
     pieces = [detokenizer.push(run) for run in runs(tokens, cuts)]
@@ -149,7 +149,7 @@ STOPS = st.lists(st.one_of(COMMON_STOPS, st.text("stop 你", min_size=1, max_siz
 
 
 @given(OUTPUTS, CUTS, STOPS, st.integers(1, 50), st.lists(st.integers(0, 300), max_size=2), st.booleans())
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 def test_any_runs_stop_where_the_plain_reference_stops(
     tokens: list[int],
     cuts: list[int],
