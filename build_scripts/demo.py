@@ -17,7 +17,7 @@ REPEATS = 3
 
 
 def main() -> int:
-    build = ["build", "--target", "tiny", "--out", str(BUNDLE)]
+    build = ["build", "--target", "tiny", "--out", str(BUNDLE), "--force"]
     print("$ dflash-trt", *build, flush=True)
     subprocess.run([Path(sys.executable).with_name("dflash-trt"), *build], check=True)
 
