@@ -19,7 +19,7 @@ help:
 	@echo 'make clean   remove the environments, bundles and caches'
 
 demo: .venv/installed
-	@.venv/bin/python -m build_scripts.demo
+	@.venv/bin/python build_scripts/demo.py
 
 test: .venv-test/installed
 	@.venv-test/bin/python -m pytest
@@ -30,7 +30,7 @@ lint: .venv-test/installed
 	@.venv-test/bin/mypy
 
 bench: .venv-test/installed
-	@.venv-test/bin/python -m build_scripts.bench_decode
+	@.venv-test/bin/python build_scripts/bench_decode.py
 
 clean:
 	rm -rf .venv .venv-test bundles build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

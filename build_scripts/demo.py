@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from dflash_trt import LLM, Completion, SamplingParams
-from dflash_trt.verification import SHIPPED_PROMPTS, Prompt, read_prompts
+from dflash_trt.verification import SHIPPED_PROMPTS, read_prompts
 
 BUNDLE = Path("bundles/tiny")
 CATEGORIES = ("math", "code", "chat")
@@ -25,8 +25,9 @@ def main() -> int:
     with LLM(BUNDLE, max_batch_size=1) as llm:
         for category in CATEGORIES:
             prompt = read_prompts(SHIPPED_PROMPTS / f"{category}.jsonl", limit=1)[0]
-            plain, plain_seconds = timed(llm, prompt, speculate=False)
-            drafted, drafted_seconds = timed(llm, prompt, speculate=True)
+            assert not isinstance(prompt.content, str)  # the shipped prompts are chats
+            plain, plain_seconds = timed(llm, prompt.content, speculate=False)
+            drafted, drafted_seconds = timed(llm, prompt.content, speculate=True)
             rows.append((category, plain, plain_seconds, drafted, drafted_seconds))
             print(
                 f"\n== {category}: {prompt.id}\n{prompt.content[-1]['content']}\n--\n{drafted.text}",
@@ -51,13 +52,13 @@ def main() -> int:
     return 1
 
 
-def timed(llm: LLM, prompt: Prompt, *, speculate: bool) -> tuple[Completion, float]:
+def timed(llm: LLM, messages: list[dict[str, str]], *, speculate: bool) -> tuple[Completion, float]:
     """The completion and its time in seconds, prefill included: the best of a few, after a warm-up."""
     params = SamplingParams(max_tokens=MAX_TOKENS)
     times = []
     for _ in range(1 + REPEATS):
         began = time.perf_counter()
-        completion = llm.chat(prompt.content, params, speculate=speculate)
+        completion = llm.chat(messages, params, speculate=speculate)
         times.append(time.perf_counter() - began)
     return completion, min(times[1:])
 
