@@ -23,7 +23,7 @@ from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
 from dflash_trt.checkpoint.pairs import Source, resolve_pair
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import BuildError, BundleError
-from dflash_trt.graph.functions import onnxruntime_library
+from dflash_trt.graph.functions import OnnxRuntime
 from dflash_trt.models.drafter import build_drafter
 from dflash_trt.models.target import build_target
 
@@ -165,7 +165,7 @@ def _graphs(
             target,
             sides[0].checkpoint,
             drafter.target_layer_ids,
-            onnxruntime_library,
+            OnnxRuntime(),
             folder=sides[0].folder,
             metadata=metadata,
         ),
@@ -179,7 +179,7 @@ def _graphs(
             sides[1].checkpoint,
             target,
             sides[0].checkpoint,
-            onnxruntime_library,
+            OnnxRuntime(),
             folder=sides[1].folder,
             target_folder=sides[0].folder,
             metadata=metadata,

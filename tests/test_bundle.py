@@ -82,12 +82,10 @@ def test_graphs_pass_the_checker_and_name_their_nodes_as_paths(bundle: Path) -> 
         onnx.checker.check_model(str(bundle / graph), full_check=True)
         model = onnx.load(str(bundle / graph), load_external_data=False)
         assert name in {node.name for node in model.graph.node}
-        assert {f.name for f in model.functions} == {
-            "AttentionMask",
-            "CachedAttention",
-            "HiddenStateTap",
-            "BlockAcceptance",
-        }
+        operators = {"AttentionMask", "CachedAttention"}
+        if graph == "target.onnx":
+            operators |= {"HiddenStateTap", "BlockAcceptance"}
+        assert {f.name for f in model.functions} == operators
 
 
 def test_the_same_build_again_keeps_the_bundle(checkpoints: Path, built: Path) -> None:

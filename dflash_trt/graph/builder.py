@@ -38,6 +38,7 @@ class GraphBuilder:
     ) -> None:
         self.dtype = dtype
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET} | (opsets or {}), name=name)
+        self.functions: dict[str, ir.Function] = {}
         self._scopes = [name]
         self._used: dict[str, int] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
@@ -151,8 +152,17 @@ class GraphBuilder:
         zero, one = self.constant(0), self.constant(1)
         return self.op("Range", zero, self.op("Squeeze", length, name="scalar"), one, name="arange")
 
-    def function(self, name: str, attributes: Sequence[ir.Attr] = ()) -> ir.Function:
-        """The collected graph as a function of the `dflash` domain."""
+    def call(
+        self, function: ir.Function, *inputs: ir.Value | None, outputs: int = 1, name: str, **attributes: Any
+    ) -> tuple[ir.Value, ...]:
+        """Call a `dflash::` operator; its body becomes part of the model."""
+        self.functions.setdefault(function.name, function)
+        return self.multi(
+            function.name, *inputs, outputs=outputs, name=name, domain=function.domain, **attributes
+        )
+
+    def function(self, attributes: Sequence[ir.Attr] = ()) -> ir.Function:
+        """The collected graph as a function of the `dflash` domain, under the builder's name."""
         # A function has no initializers: its constants become Constant nodes.
         for initializer in list(self.graph.initializers.values()):
             node = ir.node("Constant", [], attributes={"value": initializer.const_value}, num_outputs=1)
@@ -160,10 +170,15 @@ class GraphBuilder:
             self.graph.insert_before(self.graph[0], node)
             initializer.replace_all_uses_with(node.outputs[0])
         self.graph.initializers.clear()
-        return ir.Function(DFLASH_DOMAIN, name, graph=self.graph, attributes=attributes)
+        return ir.Function(DFLASH_DOMAIN, self._scopes[0], graph=self.graph, attributes=attributes)
 
-    def model(self, functions: Sequence[ir.Function], metadata: dict[str, str]) -> ir.Model:
+    def model(self, metadata: dict[str, str]) -> ir.Model:
+        """The collected graph with the bodies of the operators it calls."""
         self.graph.opset_imports[DFLASH_DOMAIN] = DFLASH_VERSION
-        model = ir.Model(self.graph, ir_version=11, producer_name="dflash-trt", functions=functions)
+        for function in self.functions.values():
+            self.graph.opset_imports.update(function.opset_imports)
+        model = ir.Model(
+            self.graph, ir_version=11, producer_name="dflash-trt", functions=list(self.functions.values())
+        )
         model.metadata_props.update(metadata)
         return model

@@ -1,108 +1,180 @@
-"""The `dflash::` operators as ONNX functions: one signature, one body per engine.
+"""The `dflash::` operators as ONNX functions: one signature, one body per dialect.
 
-A graph calls these operators; which engine it runs on is decided by the library attached to it. A body is also
-the operator's executable specification. Shapes: B sequences, S rows this pass, H query heads, N key/value heads,
-d head size, C cache capacity, R rows that get logits, V vocabulary. Integers are int64.
+A graph calls these operators; which engine it is for is decided by the dialect whose bodies are attached. A body is
+also the operator's executable specification. Shapes: B sequences, S rows that ask, T rows that are written, H query
+heads, N key/value heads, d head size, C cache capacity, R rows that get logits, V vocabulary, E experts. Integers are
+int64. Slot j of a cache row holds position j.
 
-    AttentionMask(first [B,S], last [B,S], capacity [1]) -> mask
-        bool: query row i sees cache slots first[i] .. last[i], both included.
-    CachedAttention(q [B,H,S,d], k [B,N,T,d], v [B,N,T,d], k_cache [B,N,C,d], v_cache, start [B], mask, lengths [B])
-        -> y [B,H,S,d], k_cache', v_cache'
-        Writes the T new rows at slot `start`, then attends with scale d**-0.5 to the slots that `mask` shows.
-        `lengths` is the number of valid slots. The cache outputs alias the cache inputs.
-    HiddenStateTap(h_0 .. h_n-1 [B*S,D]) -> features [B*S, n*D]
-    BlockAcceptance(tokens [B,S], rows [B,R], logits [B,R,V]) -> accepted [B], next_token [B]
-        Greedy: the drafted token at rows[i+1] is accepted while it equals the argmax of logits[i].
+AttentionMask(first [B,S], last [B,S], capacity [1]) -> mask bool, origin [1]
+    Row i sees the cache slots first[i] .. last[i]. The mask starts at slot `origin`.
+SinkAttentionMask(first, last, sink [B], capacity) -> mask, origin
+    The same, and every row sees the slot `sink` too.
+CachedAttention(q [B,H,S,d], k [B,N,T,d], v [B,N,T,d], k_cache [B,N,C,d], v_cache [B,N,C,d], start [B], mask, origin,
+                lengths [B]) -> y [B,H,S,d], k_cache', v_cache'
+    Writes the new rows at slot `start`, then attends with scale d**-0.5 to what the mask shows. `lengths` is the number
+    of slots in use. The cache outputs alias the cache inputs.
+SinkAttention(the same, sinks [H]) -> the same
+    With a learnt logit per head that takes part in the softmax and has no value. k_cache is [B,N,C,d+SINK_PADDING].
+HiddenStateTap(h_0 .. h_n-1 [rows,D]) -> features [rows, n*D]
+BlockAcceptance(tokens [B,S], rows [B,R], logits [B,R,V]) -> accepted [B], next_token [B]
+    Greedy: the drafted token at rows[i+1] is accepted while it equals the argmax of logits[i].
+MoE: see experts.py.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import onnx_ir as ir
 
-from .builder import BOOL, DFLASH_DOMAIN, FLOAT, INT64, GraphBuilder
+from .builder import BOOL, FLOAT, INT64, GraphBuilder
+
+# Extra key columns that carry the sink; eight keep the rows aligned.
+SINK_PADDING = 8
 
 
-def onnxruntime_library(taps: int, dtype: ir.DataType = FLOAT) -> list[ir.Function]:
+class OnnxRuntime:
     """Bodies of standard operators, shaped for ONNX Runtime on a CPU.
 
-    The mask covers only the slots in use (the longest of the batch) and attention reads just those: attending over
-    the whole capacity costs many times more.
+    Mask and attention cover only the slots between the first and the last that any row of the batch sees: attending
+    over the whole capacity costs many times more.
     """
-    return [
-        _attention_mask_used(),
-        _cached_attention_sliced(dtype),
-        hidden_state_tap(taps, dtype),
-        block_acceptance(),
-    ]
+
+    name = "onnxruntime"
+
+    def __init__(self, dtype: ir.DataType = FLOAT) -> None:
+        self.dtype = dtype
+
+    def attention_mask(self) -> ir.Function:
+        g = GraphBuilder("AttentionMask")
+        first, last = g.input("first", INT64, ["B", "S"]), g.input("last", INT64, ["B", "S"])
+        g.input("capacity", INT64, [1])
+        _visible(g, first, last, last, None)
+        return g.function()
+
+    def sink_attention_mask(self) -> ir.Function:
+        g = GraphBuilder("SinkAttentionMask")
+        first, last = g.input("first", INT64, ["B", "S"]), g.input("last", INT64, ["B", "S"])
+        sink = g.input("sink", INT64, ["B"])
+        g.input("capacity", INT64, [1])
+        _visible(g, first, last, sink, sink)
+        return g.function()
+
+    def cached_attention(self) -> ir.Function:
+        g = GraphBuilder("CachedAttention")
+        q, (k, v), caches, start, mask, origin = _attention_inputs(g, self.dtype, "d")
+        _attend(g, q, (k, v), caches, start, mask, origin, self.dtype)
+        return g.function()
+
+    def sink_attention(self, head_dim: int) -> ir.Function:
+        """Exact: the slot behind the rows written gets the key (0 .. 0, 1, 0 ..) and the value 0, all other keys get
+        zeros there, and every query gets sink / scale in that column: its score is the sink, its share adds nothing.
+        """
+        g = GraphBuilder("SinkAttention")
+        q, (k, v), caches, start, mask, origin = _attention_inputs(
+            g, self.dtype, f"{head_dim}+{SINK_PADDING}"
+        )
+        sinks = g.input("sinks", self.dtype, ["H"])
+        scale = head_dim**-0.5
+        batch, heads = g.dim(k, 0, name="batch"), g.dim(k, 1, name="heads")
+        pads = g.constant([0, 0, 0, 0, 0, 0, 0, SINK_PADDING])
+        column = g.op("Div", sinks, g.constant(scale, np.float32), name="column")
+        column = g.op("Reshape", column, g.constant([1, -1, 1, 1]), name="per_head")
+        column = g.op("Expand", column, g.shape(batch, 1, g.dim(q, 2, name="rows"), 1), name="per_row")
+        tail = g.constant([0, 0, 0, 0, 0, 0, 0, SINK_PADDING - 1])
+        q = g.op("Concat", q, g.op("Pad", column, tail, name="tail"), name="q_with_sink", axis=-1)
+        sink_key = np.zeros((1, 1, 1, head_dim + SINK_PADDING), np.float32)
+        sink_key[..., head_dim] = 1
+        key = g.op("Expand", g.constant(sink_key, np.float32), g.shape(batch, heads, 1, 1), name="sink_key")
+        k = g.op("Concat", g.op("Pad", k, pads, name="padded"), key, name="k_with_sink", axis=2)
+        v = g.op("Pad", v, g.constant([0, 0, 0, 0, 0, 0, 1, 0]), name="v_with_sink")
+        _attend(g, q, (k, v), caches, start, mask, origin, self.dtype, scale=scale)
+        return g.function()
+
+    def hidden_state_tap(self, taps: int) -> ir.Function:
+        g = GraphBuilder("HiddenStateTap")
+        hidden = [g.input(f"h_{i}", self.dtype, ["rows", "D"]) for i in range(taps)]
+        g.output(g.op("Concat", *hidden, axis=-1), "features", self.dtype, ["rows", "nD"])
+        return g.function()
+
+    def block_acceptance(self) -> ir.Function:
+        g = GraphBuilder("BlockAcceptance")
+        tokens, rows = g.input("tokens", INT64, ["B", "S"]), g.input("rows", INT64, ["B", "R"])
+        logits = g.input("logits", FLOAT, ["B", "R", "V"])
+        chosen = g.op("ArgMax", logits, name="chosen", axis=-1, keepdims=0)
+        # Compare the choice of row i with the token of row i+1. The last row has no successor and never matches,
+        # so the first mismatch always exists, and its index is the number of accepted drafts.
+        count = g.dim(rows, 1, name="count")
+        index = g.arange(count)
+        final = g.op("Sub", count, g.constant(1), name="final")
+        successor = g.op("Min", g.op("Add", index, g.constant(1), name="next"), final, name="successor")
+        next_rows = g.op("Gather", rows, successor, name="next_rows", axis=1)
+        drafted = g.op("GatherElements", tokens, next_rows, name="drafted", axis=1)
+        differs = g.op("Not", g.op("Equal", drafted, chosen, name="equal"), name="differs")
+        mismatch = g.op("Or", differs, g.op("Equal", index, final, name="is_final"), name="mismatch")
+        mismatch = g.op("Cast", mismatch, name="as_number", to=int(ir.DataType.INT32))
+        accepted = g.op("ArgMax", mismatch, name="first", axis=1, keepdims=1)
+        next_token = g.op("GatherElements", chosen, accepted, name="next_token", axis=1)
+        g.output(g.op("Squeeze", accepted, g.constant([1])), "accepted", INT64, ["B"])
+        g.output(g.op("Squeeze", next_token, g.constant([1])), "next", INT64, ["B"])
+        return g.function()
 
 
-def _attention_mask_used() -> ir.Function:
-    g = GraphBuilder("AttentionMask")
-    first, last = g.input("first", INT64, ["B", "S"]), g.input("last", INT64, ["B", "S"])
-    g.input("capacity", INT64, [1])
-    used = g.op("Add", g.op("ReduceMax", last, name="furthest", keepdims=0), g.constant(1), name="used")
-    slots = g.op("Range", g.constant(0), used, g.constant(1), name="slots")
+def _visible(
+    g: GraphBuilder, first: ir.Value, last: ir.Value, furthest: ir.Value, sink: ir.Value | None
+) -> None:
+    lowest = g.op("ReduceMin", first, name="lowest", keepdims=0)
+    origin = g.op("Max", lowest, g.constant(0), name="origin_slot")
+    end = g.op("Add", g.op("ReduceMax", furthest, name="furthest", keepdims=0), g.constant(1), name="end")
+    slots = g.op("Range", origin, end, g.constant(1), name="slots")
     not_before = g.op("GreaterOrEqual", slots, g.unsqueeze(first, 1, 3), name="not_before")
     not_after = g.op("LessOrEqual", slots, g.unsqueeze(last, 1, 3), name="not_after")
-    g.output(g.op("And", not_before, not_after), "mask", BOOL, ["B", 1, "S", "L"])
-    return g.function("AttentionMask")
+    mask = g.op("And", not_before, not_after, name="in_range")
+    if sink is not None:
+        mask = g.op(
+            "Or", mask, g.op("Equal", slots, g.unsqueeze(sink, 1, 2, 3), name="is_sink"), name="or_sink"
+        )
+    g.output(mask, "mask", BOOL, ["B", 1, "S", "L"])
+    g.output(g.op("Reshape", origin, g.constant([1])), "origin", INT64, [1])
 
 
-def _cached_attention_sliced(dtype: ir.DataType) -> ir.Function:
-    g = GraphBuilder("CachedAttention")
+def _attention_inputs(
+    g: GraphBuilder, dtype: ir.DataType, key_size: str
+) -> tuple[ir.Value, tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value], ir.Value, ir.Value, ir.Value]:
     q = g.input("q", dtype, ["B", "H", "S", "d"])
-    rows = [g.input(n, dtype, ["B", "N", "T", "d"]) for n in ("k", "v")]
-    caches = [g.input(n, dtype, ["B", "N", "C", "d"]) for n in ("k_cache", "v_cache")]
+    rows = (g.input("k", dtype, ["B", "N", "T", "d"]), g.input("v", dtype, ["B", "N", "T", "d"]))
+    caches = (
+        g.input("k_cache", dtype, ["B", "N", "C", key_size]),
+        g.input("v_cache", dtype, ["B", "N", "C", "d"]),
+    )
     start = g.input("start", INT64, ["B"])
     mask = g.input("mask", BOOL, ["B", 1, "S", "L"])
+    origin = g.input("origin", INT64, [1])
     g.input("lengths", INT64, ["B"])
+    return q, rows, caches, start, mask, origin
+
+
+def _attend(
+    g: GraphBuilder,
+    q: ir.Value,
+    rows: tuple[ir.Value, ir.Value],
+    caches: tuple[ir.Value, ir.Value],
+    start: ir.Value,
+    mask: ir.Value,
+    origin: ir.Value,
+    dtype: ir.DataType,
+    scale: float | None = None,
+) -> None:
     updated = [
         g.op("TensorScatter", cache, new, start, name="write", axis=-2, mode="linear")
         for cache, new in zip(caches, rows, strict=True)
     ]
-    used = g.dim(mask, 3, name="used")
-    k, v = (g.op("Slice", u, g.constant([0]), used, g.constant([2]), name="in_use") for u in updated)
-    g.output(g.op("Attention", q, k, v, mask), "y", dtype, ["B", "H", "S", "d"])
-    for value, name in zip(updated, ("k_cache_out", "v_cache_out"), strict=True):
-        g.output(value, name, dtype, ["B", "N", "C", "d"])
-    return g.function("CachedAttention")
-
-
-def hidden_state_tap(taps: int, dtype: ir.DataType) -> ir.Function:
-    g = GraphBuilder("HiddenStateTap")
-    hidden = [g.input(f"h_{i}", dtype, ["rows", "D"]) for i in range(taps)]
-    g.output(g.op("Concat", *hidden, axis=-1), "features", dtype, ["rows", "nD"])
-    return g.function("HiddenStateTap")
-
-
-def block_acceptance() -> ir.Function:
-    g = GraphBuilder("BlockAcceptance")
-    tokens, rows = g.input("tokens", INT64, ["B", "S"]), g.input("rows", INT64, ["B", "R"])
-    logits = g.input("logits", FLOAT, ["B", "R", "V"])
-    chosen = g.op("ArgMax", logits, name="chosen", axis=-1, keepdims=0)
-    # Compare the choice of row i with the token of row i+1. The last row has no successor and never matches,
-    # so the first mismatch always exists, and its index is the number of accepted drafts.
-    count = g.dim(rows, 1, name="count")
-    index = g.arange(count)
-    final = g.op("Sub", count, g.constant(1), name="final")
-    successor = g.op("Min", g.op("Add", index, g.constant(1), name="next"), final, name="successor")
-    drafted = g.op(
-        "GatherElements", tokens, g.op("Gather", rows, successor, name="next_rows", axis=1), axis=1
-    )
-    differs = g.op("Not", g.op("Equal", drafted, chosen, name="equal"), name="differs")
-    mismatch = g.op("Or", differs, g.op("Equal", index, final, name="is_final"), name="mismatch")
-    accepted = g.op(
-        "ArgMax", g.op("Cast", mismatch, to=int(ir.DataType.INT32)), name="first", axis=1, keepdims=1
-    )
-    next_token = g.op("GatherElements", chosen, accepted, name="next_token", axis=1)
-    g.output(g.op("Squeeze", accepted, g.constant([1])), "accepted", INT64, ["B"])
-    g.output(g.op("Squeeze", next_token, g.constant([1])), "next", INT64, ["B"])
-    return g.function("BlockAcceptance")
-
-
-def attention_mask(
-    g: GraphBuilder, first: ir.Value, last: ir.Value, capacity: ir.Value, name: str
-) -> ir.Value:
-    mask = g.op("AttentionMask", first, last, capacity, name=name, domain=DFLASH_DOMAIN)
-    mask.type = ir.TensorType(BOOL)
-    return mask
+    end = g.op("Add", origin, g.dim(mask, 3, name="seen"), name="end")
+    k, v = (g.op("Slice", u, origin, end, g.constant([2]), name="in_use") for u in updated)
+    attributes: dict[str, Any] = {} if scale is None else {"scale": scale}
+    g.output(g.op("Attention", q, k, v, mask, **attributes), "y", dtype, ["B", "H", "S", "d"])
+    for value, cache in zip(updated, caches, strict=True):
+        g.output(
+            value, f"{cache.name}_out", dtype, ["B", "N", "C", str(cache.shape[3]) if cache.shape else "d"]
+        )

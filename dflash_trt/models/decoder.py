@@ -12,8 +12,8 @@ from dflash_trt.checkpoint.config import DecoderConfig, LayerAttention
 from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError
-from dflash_trt.graph.builder import DFLASH_DOMAIN, FLOAT, FLOAT_DTYPES, INT64, GraphBuilder
-from dflash_trt.graph.functions import attention_mask
+from dflash_trt.graph.builder import FLOAT, FLOAT_DTYPES, INT64, GraphBuilder
+from dflash_trt.graph.functions import SINK_PADDING, OnnxRuntime
 
 
 class Module:
@@ -113,30 +113,39 @@ class Rows:
 
 
 class CachedAttention:
-    """Everything the attention layers of one pass share: slots written, masks by kind of layer, cache bindings."""
+    """Everything the attention layers of one pass share: slots written, masks by kind of layer, caches."""
 
     def __init__(
         self,
         g: GraphBuilder,
+        dialect: OnnxRuntime,
         config: DecoderConfig,
-        batch: str,
         capacity: int | str,
         start: ir.Value,
         queries: Rows,
         written: Rows,
         lengths: ir.Value,
+        *,
+        sinks: bool = False,
     ) -> None:
-        self.g, self.config, self.start, self.queries, self.written = g, config, start, queries, written
-        self.lengths = lengths
-        self._cache_shape: list[int | str] = [batch, config.num_key_value_heads, capacity, config.head_dim]
+        self.g, self.dialect, self.config, self.sinks = g, dialect, config, sinks
+        self.start, self.queries, self.written, self.lengths = start, queries, written, lengths
+        size = config.head_dim
+        self._shapes: list[list[int | str]] = [
+            ["B", config.num_key_value_heads, capacity, size + SINK_PADDING if sinks else size],
+            ["B", config.num_key_value_heads, capacity, size],
+        ]
         self.caches = [
-            tuple(g.input(f"{side}_cache.{i}", g.dtype, self._cache_shape) for side in "kv")
+            tuple(
+                g.input(f"{side}_cache.{i}", g.dtype, shape)
+                for side, shape in zip("kv", self._shapes, strict=True)
+            )
             for i in range(config.num_hidden_layers)
         ]
         self._capacity = g.dim(self.caches[0][0], 2, name="capacity")
-        self._masks: dict[LayerAttention, ir.Value] = {}
+        self._masks: dict[LayerAttention, tuple[ir.Value, ...]] = {}
 
-    def _mask(self, kind: LayerAttention) -> ir.Value:
+    def _mask(self, kind: LayerAttention) -> tuple[ir.Value, ...]:
         """Slot j holds position j, so what a row sees is a range of slots: first .. last."""
         if kind not in self._masks:
             g, position = self.g, self.queries.positions
@@ -150,7 +159,13 @@ class CachedAttention:
             else:
                 first = g.op("Sub", position, g.constant(kind.window - 1), name="first")
             name = f"mask_{'causal' if kind.causal else 'block'}{kind.window or ''}"
-            self._masks[kind] = attention_mask(g, first, last, self._capacity, name)
+            slots = [first, last]
+            if self.sinks:
+                body = self.dialect.sink_attention_mask()
+                slots.append(self.lengths)
+            else:
+                body = self.dialect.attention_mask()
+            self._masks[kind] = g.call(body, *slots, self._capacity, outputs=2, name=name)
         return self._masks[kind]
 
     def layer(self, m: Module, i: int, x: ir.Value, kv_input: ir.Value, *, qk_norm: bool) -> ir.Value:
@@ -168,21 +183,22 @@ class CachedAttention:
         if qk_norm:
             q = m.rms_norm(q, "q_norm", size, c.rms_norm_eps)
             k = m.rms_norm(k, "k_norm", size, c.rms_norm_eps)
-        y, k_out, v_out = g.multi(
-            "CachedAttention",
+        body = self.dialect.sink_attention(size) if self.sinks else self.dialect.cached_attention()
+        y, *updated = g.call(
+            body,
             self.queries.rotate(q),
             self.written.rotate(k),
             g.op("Transpose", v, name="by_head", perm=[0, 2, 1, 3]),
             *self.caches[i],
             self.start,
-            self._mask(c.layers[i]),
+            *self._mask(c.layers[i]),
             self.lengths,
+            *([m.weight("sinks", n_q)] if self.sinks else []),
             outputs=3,
             name="cached",
-            domain=DFLASH_DOMAIN,
         )
-        g.output(k_out, f"k_cache_out.{i}", g.dtype, self._cache_shape)
-        g.output(v_out, f"v_cache_out.{i}", g.dtype, self._cache_shape)
+        for side, cache, shape in zip("kv", updated, self._shapes, strict=True):
+            g.output(cache, f"{side}_cache_out.{i}", g.dtype, shape)
         y = g.op("Transpose", y, name="by_row", perm=[0, 2, 1, 3])
         y = g.op("Reshape", y, g.constant([-1, n_q * size]), name="merge")
         return m.linear(y, "o_proj", n_q * size, c.hidden_size, bias=bias)

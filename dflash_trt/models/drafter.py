@@ -11,13 +11,12 @@ holds position j, and the next pass, which starts at the first block row, overwr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.functions import OnnxRuntime
 
 from .decoder import CachedAttention, Module, Rows, embed, gated_mlp, ints, positions_from
 from .target import lm_head
@@ -28,7 +27,7 @@ def build_drafter(
     checkpoint: Checkpoint,
     target: TargetConfig,
     target_checkpoint: Checkpoint,
-    library: Callable[[int], list[ir.Function]],
+    dialect: OnnxRuntime,
     *,
     folder: str,
     target_folder: str,
@@ -51,7 +50,7 @@ def build_drafter(
     asking = Rows(g, batch, n_block, positions_from(g, block_start, n_block, name="block_positions"), config)
     written = Rows(g, batch, n_written, positions_from(g, start, n_written, name="written_positions"), config)
     lengths = g.op("Add", block_start, n_block, name="lengths")
-    attention = CachedAttention(g, config, "B", capacity, start, asking, written, lengths)
+    attention = CachedAttention(g, dialect, config, capacity, start, asking, written, lengths)
     order = _block_after_valid_context(g, batch, n_context, n_written, n_features)
 
     m = Module(g, checkpoint, folder)
@@ -97,7 +96,7 @@ def build_drafter(
     logprobs = g.op("Sub", best, total, name="logprobs")
     g.output(g.op("Reshape", tokens, shape), "draft_tokens", INT64, ["B", "K-1"])
     g.output(g.op("Reshape", logprobs, shape), "draft_logprobs", FLOAT, ["B", "K-1"])
-    return g.model(library(taps), metadata or {})
+    return g.model(metadata or {})
 
 
 def _block_after_valid_context(

@@ -14,7 +14,8 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.config import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.graph.builder import DFLASH_DOMAIN, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.functions import OnnxRuntime
 
 from . import qwen3
 from .decoder import CachedAttention, Module, Rows, embed, ints, positions_from
@@ -28,7 +29,7 @@ def build_target(
     config: TargetConfig,
     checkpoint: Checkpoint,
     taps: Sequence[int],
-    library: Callable[[int], list[ir.Function]],
+    dialect: OnnxRuntime,
     *,
     folder: str,
     capacity: int | str = "C",
@@ -45,7 +46,7 @@ def build_target(
     batch, count = g.dim(tokens, 0, name="batch"), g.dim(tokens, 1, name="count")
     this_pass = Rows(g, batch, count, positions_from(g, start, count), config)
     lengths = g.op("Add", start, count, name="lengths")
-    attention = CachedAttention(g, config, "B", capacity, start, this_pass, this_pass, lengths)
+    attention = CachedAttention(g, dialect, config, capacity, start, this_pass, this_pass, lengths)
 
     root = Module(g, checkpoint, folder)
     m = root.at("model")
@@ -56,7 +57,9 @@ def build_target(
             x = FAMILIES[config.architecture](m.at(f"layers.{i}"), attention, i, x)
         tapped[i] = x
 
-    features = g.op("HiddenStateTap", *(tapped[i] for i in taps), name="features_flat", domain=DFLASH_DOMAIN)
+    (features,) = g.call(
+        dialect.hidden_state_tap(len(taps)), *(tapped[i] for i in taps), name="features_flat"
+    )
     features = g.op("Reshape", features, this_pass.shape(len(taps) * hidden), name="features")
     by_row = g.op("Reshape", x, this_pass.shape(hidden), name="by_row")
     chosen = g.op("GatherND", by_row, g.unsqueeze(rows, 2), name="rows_with_logits", batch_dims=1)
@@ -64,16 +67,15 @@ def build_target(
     logits = lm_head(m.rms_norm(chosen, "norm", hidden, config.rms_norm_eps), root, config)
     logits = g.cast(logits, FLOAT) if g.dtype != FLOAT else logits
     logits = g.op("Reshape", logits, g.shape(batch, g.dim(rows, 1), vocab), name="logits")
-    accepted, next_token = g.multi(
-        "BlockAcceptance", tokens, rows, logits, outputs=2, name="acceptance", domain=DFLASH_DOMAIN
-    )
+    acceptance = dialect.block_acceptance()
+    accepted, next_token = g.call(acceptance, tokens, rows, logits, outputs=2, name="acceptance")
     root.check_all_used(ignored=("lm_head.weight",) if config.tie_word_embeddings else ())
 
     g.output(features, "features", g.dtype, ["B", "S", len(taps) * hidden])
     g.output(logits, "logits", FLOAT, ["B", "R", vocab])
     g.output(accepted, "accepted", INT64, ["B"])
     g.output(next_token, "next_token", INT64, ["B"])
-    return g.model(library(len(taps)), metadata or {})
+    return g.model(metadata or {})
 
 
 def lm_head(x: ir.Value, root: Module, config: TargetConfig) -> ir.Value:
