@@ -1,0 +1,109 @@
+"""`dflash::MoE`: a layer of gated experts, of which every row uses the k that its router prefers.
+
+MoE(x [rows,D], router_logits [rows,E], gate_up, gate_up_scales, gate_up_bias [E,2I], down, down_scales,
+    down_bias [E,D]; k, alpha, beta, limit) -> y [rows,D]
+
+y = sum over the k best experts e of p_e * (down_e(act(gate_up_e(x))) + bias), p = softmax over the k best logits.
+gate_up holds gate and up in turns: row 2j is gate j, row 2j+1 is up j. act = (up + beta) * gate *
+sigmoid(alpha * gate), with gate cut at `limit` and up at -limit .. limit. Weights by kind of storage:
+    "float"  gate_up [E,2I,D], down [E,D,I] in BF16, FP16 or FP32; no scales
+    "mxfp4"  blocks uint8 [E,2I,D/32,16] and [E,D,I/32,16], two E2M1 numbers a byte, low half first;
+             scales uint8 [E,2I,D/32] and [E,D,I/32]: 2**(s-127) for 32 numbers (OCP Microscaling Formats v1.0)
+Biases may be absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from .builder import FLOAT, GraphBuilder
+
+MICROSOFT_DOMAIN = "com.microsoft"
+Storage = Literal["float", "mxfp4"]
+
+# The 16 numbers of E2M1: sign, two exponent bits, one mantissa bit.
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1 = np.concatenate([_E2M1, -_E2M1])
+# Two numbers a byte, and every power of two a scale can be; 255 is NaN.
+BYTE_TO_PAIR = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=-1)
+E8M0 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.nan).astype(np.float32)
+
+_ATTRIBUTES = ("k", "alpha", "beta", "limit")
+
+
+def onnxruntime_moe(
+    storage: Storage, weight_dtype: ir.DataType, *, biased: bool, resident: bool
+) -> ir.Function:
+    """The body for ONNX Runtime: its fused CPU operator, in float32, on weights widened in the graph (exactly).
+
+    `resident`: all experts are widened when the engine loads, which then holds them in float32. Otherwise each pass
+    widens just the experts that some row chose; what it reads follows their number.
+    """
+    g = GraphBuilder("MoE", opsets={MICROSOFT_DOMAIN: 1})
+    x, router = g.input("x", FLOAT, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
+    tensors: list[ir.Value | None] = []
+    for name, shape in (("gate_up", ["E", "2I", "D"]), ("down", ["E", "D", "I"])):
+        packed = storage == "mxfp4"
+        weight = g.input(
+            name, ir.DataType.UINT8 if packed else weight_dtype, ["E", "O", "G", 16] if packed else shape
+        )
+        scales = g.input(f"{name}_scales", ir.DataType.UINT8, ["E", "O", "G"])
+        bias = g.input(f"{name}_bias", FLOAT, ["E", "O"])
+        tensors += [weight, scales if packed else None, bias if biased else None]
+    if not resident:
+        k = ir.RefAttr("value_int", "k", ir.AttributeType.INT)
+        count = g.op("Reshape", g.op("Constant", name="k", value_int=k), g.constant([1]), name="count")
+        _, best = g.multi("TopK", router, count, outputs=2, name="best", axis=-1)
+        # Sorted, and only those in use: the operator sees a layer that has no other experts.
+        active = g.op("Unique", best, name="active", sorted=1)
+        router = g.op("Gather", router, active, name="router_active", axis=1)
+        tensors = [t and g.op("Gather", t, active, name=f"{t.name}_active", axis=0) for t in tensors]
+    gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias = tensors
+    assert gate_up is not None
+    assert down is not None
+    y = g.op(
+        "MoE",
+        x,
+        router,
+        _widen(g, gate_up, gate_up_scales),
+        gate_up_bias,
+        _widen(g, down, down_scales),
+        down_bias,
+        domain=MICROSOFT_DOMAIN,
+        activation_type="swiglu",
+        swiglu_fusion=1,
+        normalize_routing_weights=1,
+        k=ir.RefAttr("k", "k", ir.AttributeType.INT),
+        activation_alpha=ir.RefAttr("activation_alpha", "alpha", ir.AttributeType.FLOAT),
+        activation_beta=ir.RefAttr("activation_beta", "beta", ir.AttributeType.FLOAT),
+        swiglu_limit=ir.RefAttr("swiglu_limit", "limit", ir.AttributeType.FLOAT),
+    )
+    g.output(y, "y", FLOAT, ["rows", "D"])
+    return g.function(_declared(_ATTRIBUTES))
+
+
+def _widen(g: GraphBuilder, weight: ir.Value, scales: ir.Value | None) -> ir.Value:
+    """Stored weights to float32 [experts, out, in]; every E2M1 number times a power of two is a float32."""
+    if scales is None:
+        return g.op("Cast", weight, name="widen", to=int(FLOAT))
+    index = g.op("Cast", weight, name="byte", to=int(ir.DataType.INT32))
+    numbers = g.op("Gather", g.constant(BYTE_TO_PAIR, np.float32), index, name="numbers")  # [E,O,G,16,2]
+    numbers = g.op("Reshape", numbers, g.constant([0, 0, 0, 32]), name="blocks")
+    exponent = g.op("Cast", scales, name="exponent", to=int(ir.DataType.INT32))
+    scale = g.unsqueeze(g.op("Gather", g.constant(E8M0, np.float32), exponent, name="scale"), 3)
+    return g.op("Reshape", g.op("Mul", numbers, scale, name="scaled"), g.constant([0, 0, -1]), name="flat")
+
+
+def _declared(names: Sequence[str]) -> list[ir.Attr]:
+    """Attributes that a call must give."""
+    return [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in names]
+
+
+def unpack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """MXFP4 in NumPy: uint8 [..., G, 16] and [..., G] -> float32 [..., G*32]."""
+    numbers: np.ndarray = BYTE_TO_PAIR[blocks].reshape(*blocks.shape[:-1], 32) * E8M0[scales][..., None]
+    return numbers.reshape(*blocks.shape[:-2], -1)
