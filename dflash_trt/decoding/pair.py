@@ -72,10 +72,9 @@ class EnginePair:
 
         With `draft`, the drafter's cache takes in every chunk as well. `slot` must be the first free one.
         """
-        keep = np.zeros((1, *self._features.shape[1:]), np.float32)
-        self._features = np.concatenate(
-            [self._features[:slot], keep]
-        )  # this pass reuses the memory they lie in
+        # A copy of the others' features, since this pass reuses the memory they lie in, and an empty line for this one.
+        none = np.zeros((1, *self._features.shape[1:]), np.float32)
+        self._features = np.concatenate([self._features[:slot], none])
         for start in range(0, len(tokens), self.prefill_chunk):
             chunk = np.asarray(tokens[start : start + self.prefill_chunk], np.int64)[None]
             n = chunk.shape[1]
@@ -93,32 +92,34 @@ class EnginePair:
         return logits
 
     def propose(self, active: Sequence[InFlight], length: int) -> Array:
-        """One drafter pass: blocks [n, length] = [anchor, draft, ...] for the sequences in slots 0 .. n-1."""
-        begin = perf_counter()
+        """One drafter pass: blocks [n, length] = [anchor, draft, ...] for the sequences in slots 0 .. n-1.
+
+        The drafter also takes in what was committed since its last pass. At length 1 it does not run.
+        """
+        self.draft_time = 0.0
         block = np.full((len(active), length), self.mask_token_id, np.int64)
         block[:, 0] = [s.anchor for s in active]
         if length > 1:
             fresh = np.array([s.fresh for s in active])
             feeds = {
-                "features": self._features[:, : max(1, fresh.max())],
+                "features": self._features[: len(active), : max(1, fresh.max())],
                 "n_features": fresh,
                 "start": np.array([s.committed for s in active]) - fresh,
                 "block": block,
             }
+            begin = perf_counter()
             block[:, 1:] = self.drafter.run(feeds)["draft_tokens"]
-        self.draft_time = perf_counter() - begin
+            self.draft_time = perf_counter() - begin
         return block
 
     def verify(self, active: Sequence[InFlight], block: Array) -> dict[str, Array]:
-        """One target pass over the blocks: logits [n, S, V], and the graph's greedy `accepted`, `next_token`
-        [n].
-        """
-        begin = perf_counter()
+        """One target pass over the blocks: logits [n,S,V], and the graph's greedy accepted and next_token [n]."""
         rows = np.broadcast_to(np.arange(block.shape[1]), block.shape)
         feeds = {"tokens": block, "start": np.array([s.committed for s in active]), "rows": rows}
+        begin = perf_counter()
         out = self.target.run(feeds)
-        self._features = out["features"]
         self.verify_time = perf_counter() - begin
+        self._features = out["features"]
         return out
 
     def retire(self, active: list[InFlight], slot: int) -> None:
