@@ -88,9 +88,9 @@ class OnnxRuntimeEngine:
             )
         sizes: dict[str, int] = {}
         for name, array in feeds.items():
-            sizes |= {
-                d: n for d, n in zip(self._inputs[name].shape, array.shape, strict=True) if isinstance(d, str)
-            }
+            for axis, size in zip(self._inputs[name].shape, array.shape, strict=True):
+                if isinstance(axis, str) and sizes.setdefault(axis, size) != size:
+                    raise ValueError(f"{name} has {axis} = {size}, another input has {sizes[axis]}")
         sizes["K-1"] = sizes.get("K", 1) - 1
         inputs = {
             name: self._view(name, array.shape, _DTYPES[self._inputs[name].type])

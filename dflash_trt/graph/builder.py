@@ -18,12 +18,14 @@ DFLASH_VERSION = 1
 
 FLOAT, BOOL, INT64 = ir.DataType.FLOAT, ir.DataType.BOOL, ir.DataType.INT64
 
-_SAFETENSORS_TO_ONNX = {
+FLOAT_DTYPES = frozenset({"F32", "F16", "BF16"})
+# Names of safetensors
+ONNX_DTYPES = {
     "F32": ir.DataType.FLOAT,
     "F16": ir.DataType.FLOAT16,
     "BF16": ir.DataType.BFLOAT16,
+    "U8": ir.DataType.UINT8,
 }
-FLOAT_DTYPES = frozenset(_SAFETENSORS_TO_ONNX)
 
 
 class GraphBuilder:
@@ -121,7 +123,7 @@ class GraphBuilder:
                 str(PurePosixPath(folder) / info.file.name),
                 info.offset,
                 info.nbytes,
-                _SAFETENSORS_TO_ONNX[info.dtype],
+                ONNX_DTYPES[info.dtype],
                 shape=ir.Shape(info.shape),
                 name=f"{folder}/{info.name}",
             )

@@ -29,9 +29,12 @@ import numpy as np
 import onnx_ir as ir
 
 from .builder import BOOL, FLOAT, INT64, GraphBuilder
+from .experts import Storage, onnxruntime_moe
 
 # Extra key columns that carry the sink; eight keep the rows aligned.
 SINK_PADDING = 8
+# Up to this size all experts are widened to float32 as the engine loads; beyond it, those in use in every pass.
+RESIDENT_EXPERT_BYTES = 1 << 30
 
 
 class OnnxRuntime:
@@ -91,6 +94,13 @@ class OnnxRuntime:
         v = g.op("Pad", v, g.constant([0, 0, 0, 0, 0, 0, 1, 0]), name="v_with_sink")
         _attend(g, q, (k, v), caches, start, mask, origin, self.dtype, scale=scale)
         return g.function()
+
+    def moe(
+        self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
+    ) -> ir.Function:
+        """`widened_bytes`: what all experts of the model take in float32."""
+        resident = widened_bytes <= RESIDENT_EXPERT_BYTES
+        return onnxruntime_moe(storage, weight_dtype, biased=biased, resident=resident)
 
     def hidden_state_tap(self, taps: int) -> ir.Function:
         g = GraphBuilder("HiddenStateTap")

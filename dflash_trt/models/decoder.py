@@ -12,7 +12,7 @@ from dflash_trt.checkpoint.config import DecoderConfig, LayerAttention
 from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError
-from dflash_trt.graph.builder import FLOAT, FLOAT_DTYPES, INT64, GraphBuilder
+from dflash_trt.graph.builder import FLOAT, FLOAT_DTYPES, INT64, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.functions import SINK_PADDING, OnnxRuntime
 
 
@@ -34,14 +34,25 @@ class Module:
         return Module(self.g, self.checkpoint, self.folder, f"{self.prefix}{prefix}.", self.used)
 
     def raw(self, name: str, *shape: int) -> ir.Value:
+        """The tensor as stored, in a floating-point type."""
+        return self._stored(name, shape, FLOAT_DTYPES)
+
+    def packed(self, name: str, *shape: int) -> ir.Value:
+        """Quantized data or its scales: bytes."""
+        return self._stored(name, shape, frozenset({"U8"}))
+
+    def dtype_of(self, name: str) -> ir.DataType:
+        return ONNX_DTYPES[self.checkpoint[self.prefix + name].dtype]
+
+    def _stored(self, name: str, shape: tuple[int, ...], dtypes: frozenset[str]) -> ir.Value:
         info = self.checkpoint[self.prefix + name]
         if info.shape != shape:
             raise CheckpointError(
                 f"{info.file.name}: {info.name} has shape {list(info.shape)}, but config.json makes it {list(shape)}"
             )
-        if info.dtype not in FLOAT_DTYPES:
+        if info.dtype not in dtypes:
             raise CheckpointError(
-                f"{info.file.name}: {info.name} is {info.dtype}; supported are {', '.join(sorted(FLOAT_DTYPES))}"
+                f"{info.file.name}: {info.name} is {info.dtype}; supported are {', '.join(sorted(dtypes))}"
             )
         self.used.add(info.name)
         return self.g.raw_weight(info, self.folder)
@@ -125,14 +136,12 @@ class CachedAttention:
         queries: Rows,
         written: Rows,
         lengths: ir.Value,
-        *,
-        sinks: bool = False,
     ) -> None:
-        self.g, self.dialect, self.config, self.sinks = g, dialect, config, sinks
+        self.g, self.dialect, self.config, self.sinks = g, dialect, config, config.attention_sinks
         self.start, self.queries, self.written, self.lengths = start, queries, written, lengths
         size = config.head_dim
         self._shapes: list[list[int | str]] = [
-            ["B", config.num_key_value_heads, capacity, size + SINK_PADDING if sinks else size],
+            ["B", config.num_key_value_heads, capacity, size + SINK_PADDING if self.sinks else size],
             ["B", config.num_key_value_heads, capacity, size],
         ]
         self.caches = [
@@ -153,7 +162,12 @@ class CachedAttention:
                 last = position
             else:
                 final = g.op("Sub", g.unsqueeze(self.lengths, 1), g.constant(1), name="final_slot")
-                last = g.op("Expand", final, g.shape(self.queries.batch, self.queries.count), name="last")
+                if kind.window is None:
+                    last = g.op("Expand", final, g.shape(self.queries.batch, self.queries.count), name="last")
+                else:  # a window without direction reaches as far ahead as back
+                    last = g.op(
+                        "Min", g.op("Add", position, g.constant(kind.window - 1), name="ahead"), final
+                    )
             if kind.window is None:
                 first = g.op("Sub", position, position, name="first")
             else:
@@ -168,7 +182,7 @@ class CachedAttention:
             self._masks[kind] = g.call(body, *slots, self._capacity, outputs=2, name=name)
         return self._masks[kind]
 
-    def layer(self, m: Module, i: int, x: ir.Value, kv_input: ir.Value, *, qk_norm: bool) -> ir.Value:
+    def layer(self, m: Module, i: int, x: ir.Value, kv_input: ir.Value) -> ir.Value:
         """Self-attention of layer i. x [B*S, D]: the rows that ask; kv_input [B*T, D]: the rows that are written."""
         g, c = self.g, self.config
         size, bias = c.head_dim, c.attention_bias
@@ -180,7 +194,7 @@ class CachedAttention:
         v = self.written.heads(
             m.linear(kv_input, "v_proj", c.hidden_size, n_kv * size, bias=bias), n_kv, size
         )
-        if qk_norm:
+        if c.qk_norm:
             q = m.rms_norm(q, "q_norm", size, c.rms_norm_eps)
             k = m.rms_norm(k, "k_norm", size, c.rms_norm_eps)
         body = self.dialect.sink_attention(size) if self.sinks else self.dialect.cached_attention()
@@ -204,14 +218,20 @@ class CachedAttention:
         return m.linear(y, "o_proj", n_q * size, c.hidden_size, bias=bias)
 
 
-def gated_mlp(m: Module, x: ir.Value, hidden: int, intermediate: int) -> ir.Value:
+def attention_block(m: Module, attention: CachedAttention, i: int, x: ir.Value) -> ir.Value:
+    """The first half of a pre-norm layer: x + attention(norm(x)), x [B*S, D]."""
+    g, c = m.g, attention.config
+    with g.scope("attention"):
+        h = m.rms_norm(x, "input_layernorm", c.hidden_size, c.rms_norm_eps)
+        return g.op("Add", x, attention.layer(m.at("self_attn"), i, h, h), name="residual")
+
+
+def gated_mlp(m: Module, x: ir.Value, hidden: int, intermediate: int, *, bias: bool = False) -> ir.Value:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
-    g = m.g
-    gate = m.linear(x, "gate_proj", hidden, intermediate)
-    up = m.linear(x, "up_proj", hidden, intermediate)
-    return m.linear(
-        g.op("Mul", g.op("Swish", gate, name="silu"), up, name="gated"), "down_proj", intermediate, hidden
-    )
+    gate = m.linear(x, "gate_proj", hidden, intermediate, bias=bias)
+    up = m.linear(x, "up_proj", hidden, intermediate, bias=bias)
+    h = m.g.op("Mul", m.g.op("Swish", gate, name="silu"), up, name="gated")
+    return m.linear(h, "down_proj", intermediate, hidden, bias=bias)
 
 
 def embed(m: Module, tokens: ir.Value, vocab: int, hidden: int, name: str = "embed_tokens") -> ir.Value:

@@ -72,7 +72,7 @@ def build_drafter(
                 )
                 both = g.op("Reshape", both, g.constant([-1, hidden]), name="flat")
                 both = g.op("Gather", both, order, name="packed")
-                h = attention.layer(layer.at("self_attn"), i, h, both, qk_norm=True)
+                h = attention.layer(layer.at("self_attn"), i, h, both)
                 x = g.op("Add", x, h, name="residual")
             with g.scope("mlp"):
                 h = layer.rms_norm(x, "post_attention_layernorm", hidden, config.rms_norm_eps)

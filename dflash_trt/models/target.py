@@ -17,12 +17,17 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.functions import OnnxRuntime
 
-from . import qwen3
+from . import dense, gpt_oss, qwen3_moe
 from .decoder import CachedAttention, Module, Rows, embed, ints, positions_from
 
 # A family is one function: the residual stream through decoder layer i.
-Layer = Callable[[Module, CachedAttention, int, ir.Value], ir.Value]
-FAMILIES: dict[str, Layer] = {"Qwen3ForCausalLM": qwen3.layer}
+Layer = Callable[[Module, CachedAttention, TargetConfig, int, ir.Value], ir.Value]
+FAMILIES: dict[str, Layer] = {
+    "Qwen3ForCausalLM": dense.layer,
+    "LlamaForCausalLM": dense.layer,
+    "Qwen3MoeForCausalLM": qwen3_moe.layer,
+    "GptOssForCausalLM": gpt_oss.layer,
+}
 
 
 def build_target(
@@ -54,7 +59,7 @@ def build_target(
     tapped: dict[int, ir.Value] = {}
     for i in range(config.num_hidden_layers):
         with g.scope(f"layers.{i}"):
-            x = FAMILIES[config.architecture](m.at(f"layers.{i}"), attention, i, x)
+            x = FAMILIES[config.architecture](m.at(f"layers.{i}"), attention, config, i, x)
         tapped[i] = x
 
     (features,) = g.call(

@@ -1,0 +1,67 @@
+"""Expert layers: what the families that have them share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.schema import MoEConfig
+from dflash_trt.graph.builder import GraphBuilder
+from dflash_trt.graph.experts import Storage
+from dflash_trt.graph.functions import OnnxRuntime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The weights of one layer's experts, as `dflash::MoE` takes them (graph/experts.py)."""
+
+    storage: Storage
+    gate_up: ir.Value
+    down: ir.Value
+    gate_up_scales: ir.Value | None = None
+    gate_up_bias: ir.Value | None = None
+    down_scales: ir.Value | None = None
+    down_bias: ir.Value | None = None
+
+
+def experts(
+    g: GraphBuilder,
+    dialect: OnnxRuntime,
+    hidden: int,
+    moe: MoEConfig,
+    x: ir.Value,
+    logits: ir.Value,
+    e: Experts,
+) -> ir.Value:
+    """x [rows, D], router logits [rows, E] -> [rows, D]."""
+    widened = 4 * 3 * hidden * moe.intermediate_size * moe.num_experts * sum(moe.sparse_layers)
+    body = dialect.moe(e.storage, e.gate_up.dtype or g.dtype, biased=moe.expert_bias, widened_bytes=widened)
+    (y,) = g.call(
+        body,
+        x,
+        logits,
+        e.gate_up,
+        e.gate_up_scales,
+        e.gate_up_bias,
+        e.down,
+        e.down_scales,
+        e.down_bias,
+        name="experts",
+        k=moe.experts_per_token,
+        alpha=moe.alpha,
+        beta=1.0 if moe.activation == "gpt_oss" else 0.0,
+        limit=float(np.finfo(np.float32).max) if moe.limit is None else moe.limit,
+    )
+    return y if moe.normalize_weights else _times_chosen_share(g, y, logits, moe)
+
+
+def _times_chosen_share(g: GraphBuilder, y: ir.Value, logits: ir.Value, moe: MoEConfig) -> ir.Value:
+    """Weights from a softmax over all experts: the operator's, over the chosen ones, times their share of it."""
+    best, _ = g.multi("TopK", logits, g.constant([moe.experts_per_token]), outputs=2, name="chosen")
+    axis = g.constant([-1])
+    chosen, total = (g.op("ReduceLogSumExp", v, axis, name="log_total") for v in (best, logits))
+    return g.op(
+        "Mul", y, g.op("Exp", g.op("Sub", chosen, total, name="log_share"), name="share"), name="weighted"
+    )
