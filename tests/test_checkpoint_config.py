@@ -187,7 +187,7 @@ def test_rope_in_all_places(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 
 COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["LlamaForCausalLM"]}, "architectures is ['LlamaForCausalLM'], supported"),
+    ({"architectures": ["MistralForCausalLM"]}, "architectures is ['MistralForCausalLM'], supported"),
     ({"architectures": []}, "architectures is [], expected one name"),
     (
         {"architectures": "Qwen3ForCausalLM"},
@@ -271,7 +271,7 @@ DRAFTER_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"block_size": MISSING}, "block_size is missing, here and in dflash_config"),
     ({"block_size": 1}, "block_size is 1, expected an integer from 2"),
-    ({"dflash_config.block_size": 8}, "dflash_config.block_size is 8, but block_size at the top level is 16"),
+    ({"dflash_config.block_size": 8}, "dflash_config.block_size is 8, but block_size is 16"),
     (
         {"layer_types": ["sliding_attention"] * 5},
         "layer_types[0] is 'sliding_attention', but use_sliding_window is",

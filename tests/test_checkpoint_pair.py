@@ -42,9 +42,9 @@ def test_a_pair_that_fits(pair: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 4096}, "hidden_size is 4096, but {target} has hidden_size 2560"),
-        ({"vocab_size": 248320}, "vocab_size is 248320, but {target} has vocab_size 151936"),
-        ({"num_target_layers": 40}, "num_target_layers is 40, but {target} has num_hidden_layers 36"),
+        ({"hidden_size": 4096}, "hidden_size is 4096, but {target} has hidden_size 2560; {fix}"),
+        ({"vocab_size": 248320}, "vocab_size is 248320, but {target} has vocab_size 151936; {fix}"),
+        ({"num_target_layers": 40}, "num_target_layers is 40, but {target} has num_hidden_layers 36; {fix}"),
         (
             {"target_layer_ids": (1, 9, 17, 25, 40)},
             "dflash_config.target_layer_ids[4] is 40, but the target has 36 layers (0..35)",
@@ -59,7 +59,8 @@ def test_refuses_a_pair(pair: tuple[Path, Path], changes: dict[str, Any], messag
     target, drafter = read_target_config(pair[0]), read_drafter_config(pair[1])
     with pytest.raises(PairError) as error:
         check_pair(target, replace(drafter, **changes))
-    assert str(error.value) == f"{drafter.path}: {message.format(target=target.path)}"
+    message = message.format(target=target.path, fix="give the drafter that was trained for this target")
+    assert str(error.value) == f"{drafter.path}: {message}"
 
 
 def test_taps_keep_their_order(pair: tuple[Path, Path]) -> None:
@@ -113,7 +114,7 @@ def test_accepts_tokenizers(pair: tuple[Path, Path]) -> None:
 
 def test_the_table_claims_only_what_can_be_read() -> None:
     families = {model_type for model_type, _ in TARGET_ARCHITECTURES.values()}
-    assert {pair.family for pair in PAIRS if pair.supported} <= families
+    assert all(pair.supported == (pair.family in families) for pair in PAIRS)
     assert len({pair.name for pair in PAIRS}) == len(PAIRS)
     for pair in PAIRS:
         assert (pair.target_repo is None) == (pair.drafter_repo is None)
@@ -142,8 +143,7 @@ def test_shipped_pairs_come_from_the_package(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpt-oss-120b", "family 'gpt_oss' is not convertible by this version, which converts qwen3"),
-        ("openai/gpt-oss-20b", "family 'gpt_oss' is not convertible"),
+        ("tiny@main", "neither a directory"),
         ("nobody", "neither a directory, nor a hub repository .*, nor a known pair: tiny, qwen3-4b"),
         ("./a/b", "neither a directory"),
         ("../x", "neither a directory"),
@@ -187,7 +187,25 @@ def test_known_names_come_from_the_hub(tmp_path: Path, hub: list[tuple[str, str 
     assert hub[:2] == [("Qwen/Qwen3-4B", None, configs), ("Qwen/Qwen3-4B", "0123abc", everything)]
 
 
+def test_what_cannot_be_built_is_not_fetched(
+    hub: list[tuple[str, str | None, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = tuple(replace(pair, supported=pair.family != "gpt_oss") for pair in PAIRS)
+    monkeypatch.setattr(pairs, "PAIRS", changed)
+    for name in ("gpt-oss-120b", "openai/gpt-oss-20b"):
+        with pytest.raises(CheckpointError, match="family 'gpt_oss' is not convertible by this version"):
+            resolve(name, "target")
+    assert hub == []
+
+
 def test_a_revision_is_passed_on(hub: list[tuple[str, str | None, list[str]]]) -> None:
+    target, drafter = resolve_pair("qwen3-4b@v2")  # a pinned target keeps its drafter
+    assert (target.repo, drafter.repo) == ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16")
+    assert hub[0][:2] == ("Qwen/Qwen3-4B", "v2")
+    assert hub[2][:2] == ("z-lab/Qwen3-4B-DFlash-b16", None)
+    assert resolve_pair("Qwen/Qwen3-4B@v2", "z-lab/Qwen3-4B-DFlash-b16@v3")
+    assert hub[6][:2] == ("z-lab/Qwen3-4B-DFlash-b16", "v3")
+    hub.clear()
     assert resolve("someone/Qwen3-Fine@refs/pr/1", "target").repo == "someone/Qwen3-Fine"
     assert hub[0][:2] == ("someone/Qwen3-Fine", "refs/pr/1")
 

@@ -87,6 +87,25 @@ def test_reads_fp8(tmp_path: Path) -> None:
     np.testing.assert_array_equal(array.astype(np.float32), expected.to(torch.float32).numpy())
 
 
+def test_reads_mxfp4(tmp_path: Path) -> None:
+    """As published for gpt-oss, in bytes; and in the dtypes that safetensors has since been given."""
+    blocks = torch.arange(2 * 3 * 4 * 16, dtype=torch.uint8).reshape(2, 3, 4, 16)
+    scales = torch.arange(2 * 3 * 4, dtype=torch.uint8).reshape(2, 3, 4)
+    tensors = {"w_blocks": blocks, "w_scales": scales, "w_e8m0": scales.clone().view(torch.float8_e8m0fnu)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    np.testing.assert_array_equal(checkpoint.array("w_blocks"), blocks.numpy())
+    np.testing.assert_array_equal(checkpoint.array("w_scales"), scales.numpy())
+    assert checkpoint.array("w_e8m0").dtype == ml_dtypes.float8_e8m0fnu
+    np.testing.assert_array_equal(checkpoint.array("w_e8m0").view(np.uint8), scales.numpy())
+
+    packed = {"dtype": "F4", "shape": [2, 6], "data_offsets": [0, 6]}
+    write(tmp_path / "model.safetensors", {"w": packed}, bytes(range(6)))
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint["w"].shape == (2, 6)
+    np.testing.assert_array_equal(checkpoint.array("w"), np.arange(6, dtype=np.uint8).reshape(2, 3))
+
+
 def test_opening_reads_headers_only(tmp_path: Path) -> None:
     path = write(
         tmp_path / "model.safetensors", {"w": ENTRY | {"shape": [2**26], "data_offsets": [0, 2**28]}}, b""
@@ -113,7 +132,9 @@ HEADERS: list[tuple[object, str]] = [
     (b'{"w": 1, "w": 2}', "'w' appears more than once"),
     ({"w": 1}, 'header entry "w" is 1, expected an object'),
     ({"w": {}}, "w.dtype is missing"),
-    ({"w": ENTRY | {"dtype": "F4"}}, "w.dtype is 'F4', supported are"),
+    ({"w": ENTRY | {"dtype": "F3"}}, "w.dtype is 'F3', supported are"),
+    ({"w": ENTRY | {"dtype": "F4"}}, r"w.shape is \[2, 3\], but F4 needs a last axis of a multiple of 2"),
+    ({"w": ENTRY | {"dtype": "F4", "shape": [2, 4]}}, r"span 24 bytes, but F4 \[2, 4\] takes 4"),
     ({"w": ENTRY | {"shape": 6}}, "w.shape is 6, expected a list of integers"),
     ({"w": ENTRY | {"shape": [-2, -3]}}, r"w.shape\[0\] is -2"),
     ({"w": ENTRY | {"shape": [1] * 9}}, "w.shape has 9 entries, expected at most 8"),
@@ -124,7 +145,10 @@ HEADERS: list[tuple[object, str]] = [
     ({"w": ENTRY, "v": ENTRY}, "overlaps the tensor before it"),
     ({"w": ENTRY | {"shape": [5], "data_offsets": [4, 24]}}, "leaves a gap before it"),
     ({"w": ENTRY | {"shape": [5], "data_offsets": [0, 20]}}, "longer than its header says"),
-    ({"w": ENTRY | {"shape": [3, 3], "data_offsets": [0, 36]}}, "truncated"),
+    (
+        {"w": ENTRY | {"shape": [3, 3], "data_offsets": [0, 36]}},
+        "truncated, from tensor 'w' on; fetch it again",
+    ),
     ({}, "longer than its header says"),
     (b'{"a\\u001b[2J\\ud800": {}}', r"'a\\x1b\[2J\\ud800.dtype' is missing"),
 ]
@@ -229,7 +253,7 @@ def check_bounded(path: Path) -> None:
         ),
         (
             {"absent": "model-00001-of-00002.safetensors"},
-            r"'absent' should be in model-00001.*, but is in no shard",
+            r"'absent' should be in model-00001.*, but is in no shard; fetch the index and the shards again",
         ),
         ({"norm.weight": "../model.safetensors"}, "expected the name of a .safetensors file"),
         ({"norm.weight": "/tmp/model.safetensors"}, "expected the name of a .safetensors file"),

@@ -25,7 +25,10 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
     ):
         if mine is not None and mine != theirs:
             name = "num_hidden_layers" if field == "num_target_layers" else field
-            raise PairError(f"{drafter.path}: {field} is {mine}, but {target.path} has {name} {theirs}")
+            raise PairError(
+                f"{drafter.path}: {field} is {mine}, but {target.path} has {name} {theirs}; "
+                "give the drafter that was trained for this target"
+            )
     for index, tap in enumerate(drafter.target_layer_ids):
         if not 0 <= tap < layers:
             raise PairError(

@@ -13,6 +13,7 @@ from dflash_trt.errors import CheckpointError
 Role = Literal["target", "drafter"]
 
 _SHIPPED = Path(__file__).resolve().parent.parent / "shipped"
+_KNOWN_CONFIGS = Path(__file__).resolve().parent / "known"
 _REPOSITORY = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
 _CONFIGS = ["config.json", "generation_config.json"]
 # The hub matches patterns with fnmatch, whose * crosses slashes: subdirectories are excluded separately.
@@ -23,7 +24,10 @@ _FILES = ["*.safetensors", "*.json", "*.jinja"]
 class Pair:
     """A target and a drafter for it. Pairs without repositories come with the package.
 
-    `supported`: whether this version can build it, that is, whether its family (a model_type) can be read.
+    `thinking`: the mode of the target whose answers the drafter was trained on, and `warning` what another mode
+    costs; both may be empty. `supported`: whether this version can build it, that is, whether its family (a
+    model_type) can be read. `unverified`: fields of the drafter's config.json as known_configs gives it that
+    follow from the target, not from the published file.
     """
 
     name: str
@@ -33,6 +37,9 @@ class Pair:
     block_size: int
     note: str
     supported: bool
+    thinking: str = ""
+    warning: str = ""
+    unverified: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +53,92 @@ class Source:
 
 SUPPORTED_FAMILIES = tuple(dict.fromkeys(model_type for model_type, _ in TARGET_ARCHITECTURES.values()))
 
-_KNOWN: tuple[tuple[str, str | None, str | None, str, int, str], ...] = (
-    ("tiny", None, None, "qwen3", 8, "shipped: arithmetic, short Python, JSON tool calls, chat"),
-    ("qwen3-4b", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", "qwen3", 16, "for non-thinking mode"),
-    ("qwen3-8b", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", "qwen3", 16, "for non-thinking mode"),
-    (
+_THINKING = (
+    "the drafter was trained on answers without thinking: switch it off with "
+    'chat_template_kwargs={"enable_thinking": False}, or far fewer drafts are accepted'
+)
+_DERIVED = ("dflash_config.mask_token_id", "max_position_embeddings", "rms_norm_eps", "rope_theta")
+
+
+def _pair(
+    name: str,
+    target_repo: str | None,
+    drafter_repo: str | None,
+    family: str,
+    block_size: int,
+    note: str,
+    *,
+    thinking: str = "",
+    warning: str = "",
+    unverified: tuple[str, ...] = (),
+) -> Pair:
+    supported = family in SUPPORTED_FAMILIES
+    return Pair(
+        name, target_repo, drafter_repo, family, block_size, note, supported, thinking, warning, unverified
+    )
+
+
+PAIRS = (
+    _pair("tiny", None, None, "qwen3", 8, "shipped: arithmetic, short Python, JSON tool calls, chat"),
+    _pair(
+        "qwen3-4b",
+        "Qwen/Qwen3-4B",
+        "z-lab/Qwen3-4B-DFlash-b16",
+        "qwen3",
+        16,
+        "for non-thinking mode",
+        thinking="off",
+        warning=_THINKING,
+    ),
+    _pair(
+        "qwen3-8b",
+        "Qwen/Qwen3-8B",
+        "z-lab/Qwen3-8B-DFlash-b16",
+        "qwen3",
+        16,
+        "for non-thinking mode",
+        thinking="off",
+        warning=_THINKING,
+    ),
+    _pair(
         "qwen3-coder-30b-a3b",
         "Qwen/Qwen3-Coder-30B-A3B-Instruct",
         "z-lab/Qwen3-Coder-30B-A3B-DFlash",
         "qwen3_moe",
         16,
         "code; the target does not think",
+        unverified=_DERIVED,
     ),
-    (
+    _pair(
         "llama-3.1-8b",
         "meta-llama/Llama-3.1-8B-Instruct",
         "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
         "llama",
         10,
         "chat; the target's repository is gated",
+        unverified=_DERIVED,
     ),
-    ("gpt-oss-20b", "openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash", "gpt_oss", 8, "reasoning"),
-    ("gpt-oss-120b", "openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", "gpt_oss", 10, "reasoning"),
+    _pair(
+        "gpt-oss-20b",
+        "openai/gpt-oss-20b",
+        "z-lab/gpt-oss-20b-DFlash",
+        "gpt_oss",
+        8,
+        "reasoning",
+        thinking="on",
+        unverified=("rope_scaling",),
+    ),
+    _pair(
+        "gpt-oss-120b",
+        "openai/gpt-oss-120b",
+        "z-lab/gpt-oss-120b-DFlash",
+        "gpt_oss",
+        10,
+        "reasoning; published figures are for medium effort",
+        thinking="on",
+        unverified=("rope_scaling",),
+    ),
 )
-PAIRS = tuple(Pair(*known, supported=known[3] in SUPPORTED_FAMILIES) for known in _KNOWN)
 _BUILDABLE = ", ".join(pair.name for pair in PAIRS if pair.supported)
 
 
@@ -89,7 +158,8 @@ def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Sourc
 def resolve(name_or_path: str, role: Role) -> Source:
     """A checkpoint as a local directory.
 
-    `name_or_path` is, in this order: a directory, the name of a known pair, a hub repo `org/name[@rev]`.
+    `name_or_path` is, in this order: a directory, the name of a known pair, a hub repo `org/name`. The last two
+    may end in `@revision`: a branch, a tag or a commit.
     The hub's own environment variables hold (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE). Configurations are fetched
     and read before weights, so that what cannot be used is not downloaded.
 
@@ -107,11 +177,13 @@ def resolve(name_or_path: str, role: Role) -> Source:
             f"{', '.join(SUPPORTED_FAMILIES)}; known pairs that it builds: {_BUILDABLE}"
         )
     repo = name_or_path
-    if pair is not None and pair.name == name_or_path:
+    name, at, revision = name_or_path.partition("@")
+    if pair is not None and pair.name == name:
         known = pair.target_repo if role == "target" else pair.drafter_repo
-        if known is None:
+        if known is not None:
+            repo = known + at + revision
+        elif not at:
             return _shipped(pair, role)
-        repo = known
     match = _REPOSITORY.fullmatch(repo)
     if match is None:
         raise CheckpointError(
@@ -121,7 +193,23 @@ def resolve(name_or_path: str, role: Role) -> Source:
     return _snapshot(match["repo"], match["revision"], role)
 
 
+def known_configs(name: str) -> tuple[Path, Path]:
+    """Directories of a known pair's target and drafter with config.json and no weights, for what needs no weights.
+
+    Raises:
+        CheckpointError: no pair is known by that name.
+    """
+    pair = _known(name)
+    if pair is None:
+        raise CheckpointError(
+            f"{name}: no pair is known by that name; known are {', '.join(pair.name for pair in PAIRS)}"
+        )
+    root = (_SHIPPED if pair.target_repo is None else _KNOWN_CONFIGS) / pair.name
+    return root / "target", root / "drafter"
+
+
 def _known(name: str) -> Pair | None:
+    name = name.partition("@")[0]
     return next((pair for pair in PAIRS if name in (pair.name, pair.target_repo, pair.drafter_repo)), None)
 
 

@@ -37,7 +37,9 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F4": np.dtype(np.uint8),  # two values a byte, the first in the low half
 }
+_PACKED = {"F4": 2}  # dtype -> values in a byte
 _HEADER_LIMIT = 100_000_000  # the safetensors library's own limit
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -86,7 +88,8 @@ class Checkpoint:
             if name not in tensors or tensors[name].file.name != shard:
                 place = f"in {tensors[name].file.name}" if name in tensors else "in no shard"
                 raise CheckpointError(
-                    f"{directory / _INDEX}: tensor {name!r} should be in {shard}, but is {place}"
+                    f"{directory / _INDEX}: tensor {name!r} should be in {shard}, but is {place}; "
+                    "fetch the index and the shards again, from one revision"
                 )
         self.tensors: Mapping[str, TensorInfo] = tensors
         self._maps: dict[Path, mmap.mmap] = {}
@@ -99,18 +102,22 @@ class Checkpoint:
         return self.tensors[name]
 
     def array(self, name: str) -> NDArray[Any]:
-        """A read-only view of the mapped file, in the tensor's shape and dtype (ml_dtypes' for BF16, FP8)."""
+        """A read-only view of the mapped file, in the tensor's shape and dtype (ml_dtypes' for BF16, FP8).
+
+        F4 comes as bytes: its last axis is half as long.
+        """
         tensor = self[name]
         dtype = DTYPES[tensor.dtype]
+        shape = (*tensor.shape[:-1], tensor.shape[-1] // 2) if tensor.dtype in _PACKED else tensor.shape
         if tensor.nbytes == 0:
-            empty: NDArray[Any] = np.empty(tensor.shape, dtype)
+            empty: NDArray[Any] = np.empty(shape, dtype)
             empty.flags.writeable = False
             return empty
         if tensor.file not in self._maps:
             with tensor.file.open("rb") as file:
                 self._maps[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         count = tensor.nbytes // dtype.itemsize
-        return np.frombuffer(self._maps[tensor.file], dtype, count, tensor.offset).reshape(tensor.shape)
+        return np.frombuffer(self._maps[tensor.file], dtype, count, tensor.offset).reshape(shape)
 
 
 def read_header(file: Path) -> list[TensorInfo]:
@@ -143,7 +150,8 @@ def read_header(file: Path) -> list[TensorInfo]:
             )
         end += tensor.nbytes
     if end != size:
-        state = "truncated" if size < end else "longer than its header says"
+        cut = next((tensor.name for tensor in tensors if tensor.offset + tensor.nbytes > size), None)
+        state = "longer than its header says" if cut is None else f"truncated, from tensor {cut!r} on"
         raise CheckpointError(
             f"{file}: {size} bytes, but its header describes {end}: the file is {state}; fetch it again"
         )
@@ -164,7 +172,12 @@ def _read_entry(file: Path, name: str, entry: object, data: int) -> TensorInfo:
     offsets = fields.integers("data_offsets", maximum=2**63 - 1)
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise fields.error("data_offsets", f"is {list(offsets)}, expected a start and an end not before it")
-    expected, nbytes = math.prod(shape) * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
+    packed = _PACKED.get(dtype, 1)
+    if packed > 1 and (not shape or shape[-1] % packed):
+        raise fields.error(
+            "shape", f"is {list(shape)}, but {dtype} needs a last axis of a multiple of {packed}"
+        )
+    expected, nbytes = math.prod(shape) // packed * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
     if nbytes != expected:
         raise fields.error("data_offsets", f"span {nbytes} bytes, but {dtype} {list(shape)} takes {expected}")
     return TensorInfo(name, dtype, shape, file, data + offsets[0], nbytes)

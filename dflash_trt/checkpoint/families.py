@@ -1,0 +1,280 @@
+"""The target families: what each one's config.json means, by Transformers' configuration and modeling sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from dflash_trt.checkpoint.fields import Fields, read_object, show
+from dflash_trt.checkpoint.rope import read_rope
+from dflash_trt.checkpoint.schema import LayerAttention, MoEConfig, TargetConfig
+
+# What published gpt-oss checkpoints keep in BF16: everything but the experts' matrices.
+_MXFP4_KEPT = {"model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"}
+_MXFP4_GROUP = 32  # values that share a scale
+
+
+def _read_qwen3(fields: Fields) -> TargetConfig:
+    refuse(fields, {"quantization_config": ()})
+    # Qwen3Config's default of head_dim is 128, not hidden_size / num_attention_heads.
+    common = decoder(fields, head_dim=fields.integer("head_dim", default=128), qk_norm=True)
+    return _target(fields, common, windows(fields, common["num_hidden_layers"]))
+
+
+def _read_llama(fields: Fields) -> TargetConfig:
+    refuse(fields, {"quantization_config": (), "pretraining_tp": (1,)})
+    common = decoder(fields, mlp_bias=fields.boolean("mlp_bias", default=False))
+    return _target(fields, common, [None] * common["num_hidden_layers"])
+
+
+def _read_qwen3_moe(fields: Fields) -> TargetConfig:
+    # Qwen3MoeConfig knows no layer_types and no shared expert; some checkpoints say so.
+    refuse(
+        fields,
+        {
+            "quantization_config": (),
+            "layer_types": (),
+            "qkv_bias": (False,),
+            "shared_expert_intermediate_size": (0,),
+            "use_qk_norm": (True,),
+        },
+    )
+    common = decoder(fields, qk_norm=True)
+    layers = common["num_hidden_layers"]
+    step = fields.integer("decoder_sparse_step", default=1)
+    dense = fields.integers("mlp_only_layers") if fields.get("mlp_only_layers") is not None else ()
+    experts, chosen = _experts(fields, ("num_experts", "num_local_experts"), ("num_experts_per_tok",))
+    moe = MoEConfig(
+        num_experts=experts,
+        experts_per_token=chosen,
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        normalize_weights=fields.boolean("norm_topk_prob", default=False),
+        sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        activation="silu",
+        alpha=1.0,
+        limit=None,
+        router_bias=False,
+        expert_bias=False,
+        quantization=None,
+    )
+    # max_window_layers plays no part: where there is a window, every layer has it.
+    return _target(fields, common, [_window(fields)] * layers, moe)
+
+
+def _read_gpt_oss(fields: Fields) -> TargetConfig:
+    if not fields.get("rope_parameters") and not fields.get("rope_scaling"):
+        raise fields.error("rope_scaling", "is missing, expected the YaRN parameters of this checkpoint")
+    common = decoder(fields, head_dim=fields.integer("head_dim"), attention_bias=True, attention_sinks=True)
+    layers, window = common["num_hidden_layers"], None
+    if fields.get("sliding_window") is not None:
+        window = fields.integer("sliding_window")
+    types = fields.get("layer_types")
+    if types is None:
+        types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    experts, chosen = _experts(
+        fields, ("num_local_experts", "num_experts"), ("num_experts_per_tok", "experts_per_token")
+    )
+    moe = MoEConfig(
+        num_experts=experts,
+        experts_per_token=chosen,
+        intermediate_size=common["intermediate_size"],
+        normalize_weights=True,
+        sparse_layers=(True,) * layers,
+        activation="gpt_oss",
+        alpha=fields.number("swiglu_alpha", default=1.702),
+        limit=fields.number("swiglu_limit", default=7.0),
+        router_bias=True,
+        expert_bias=True,
+        quantization=_mxfp4(fields),
+    )
+    placed = Fields(fields.path, {**fields.values, "layer_types": types})
+    return _target(fields, common, place_window(placed, layers, window), moe)
+
+
+# Architecture -> (model_type, reader). The one list of what can be read; everything else derives from it.
+TARGET_ARCHITECTURES: Mapping[str, tuple[str, Callable[[Fields], TargetConfig]]] = {
+    "Qwen3ForCausalLM": ("qwen3", _read_qwen3),
+    "LlamaForCausalLM": ("llama", _read_llama),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", _read_qwen3_moe),
+    "GptOssForCausalLM": ("gpt_oss", _read_gpt_oss),
+}
+
+
+def open_config(fields: Fields, role: str, architectures: Mapping[str, tuple[Any, ...]]) -> str:
+    """The architecture that the file names, when it is one of these and the rest agrees with it."""
+    names, supported = fields.strings("architectures"), ", ".join(architectures)
+    if len(names) != 1:
+        raise fields.error("architectures", f"is {list(names)}, expected one name")
+    if names[0] not in architectures:
+        raise fields.error("architectures", f"is {list(names)}, supported as a {role}: {supported}")
+    model_type = architectures[names[0]][0]
+    if fields.string("model_type") != model_type:
+        raise fields.error(
+            "model_type", f"is {fields.get('model_type')!r}, but {names[0]} has {model_type!r}"
+        )
+    refuse(fields, {"partial_rotary_factor": (1,)})
+    if fields.string("hidden_act") != "silu":
+        raise fields.error("hidden_act", f"is {fields.get('hidden_act')!r}, only 'silu' is supported")
+    return names[0]
+
+
+def refuse(fields: Fields, neutral: Mapping[str, tuple[object, ...]]) -> None:
+    """Refuse every field of `neutral` that has another value than the ones that change nothing."""
+    for key, harmless in neutral.items():
+        value = fields.get(key)
+        if value is None or any(
+            value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless
+        ):
+            continue
+        raise fields.error(key, f"is {show(value)}, which this version does not implement")
+
+
+def decoder(
+    fields: Fields,
+    *,
+    head_dim: int | None = None,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    attention_sinks: bool = False,
+) -> dict[str, Any]:
+    """DecoderConfig's fields but `layers`. `head_dim` None: the file's, or hidden_size / num_attention_heads.
+
+    `attention_bias` is the family's default; the file may say otherwise.
+    """
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads")
+    if heads % kv_heads:
+        raise fields.error(
+            "num_attention_heads", f"is {heads}, not a multiple of num_key_value_heads, {kv_heads}"
+        )
+    head_dim = head_dim or fields.integer("head_dim", default=hidden // heads)
+    if head_dim % 2:
+        raise fields.error("head_dim", f"is {head_dim}, but RoPE needs an even one")
+    return {
+        "path": fields.path,
+        "model_type": fields.string("model_type"),
+        "architecture": fields.strings("architectures")[0],
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_hidden_layers": fields.integer("num_hidden_layers", maximum=10_000),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": fields.integer("vocab_size"),
+        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "attention_bias": fields.boolean("attention_bias", default=attention_bias),
+        "mlp_bias": mlp_bias,
+        "qk_norm": qk_norm,
+        "attention_sinks": attention_sinks,
+        "rope": read_rope(fields),
+    }
+
+
+def windows(fields: Fields, layers: int) -> list[int | None]:
+    """Each layer's window, by Qwen3Config's rule: `use_sliding_window` gates it, `layer_types` places it."""
+    window = _window(fields)
+    if fields.get("layer_types") is None and window is not None:
+        first = fields.integer("max_window_layers", minimum=0)
+        return [window if index >= first else None for index in range(layers)]
+    return place_window(fields, layers, window)
+
+
+def place_window(fields: Fields, layers: int, window: int | None) -> list[int | None]:
+    """The window of each layer that `layer_types` calls sliding."""
+    if fields.get("layer_types") is None:
+        return [None] * layers
+    types = fields.strings("layer_types")
+    if len(types) != layers:
+        raise fields.error("layer_types", f"has {len(types)} entries, but num_hidden_layers is {layers}")
+    for index, kind in enumerate(types):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise fields.error(
+                f"layer_types[{index}]",
+                f"is {kind!r}, supported are 'full_attention' and 'sliding_attention'",
+            )
+        if kind == "sliding_attention" and window is None:
+            raise fields.error(
+                f"layer_types[{index}]",
+                f"is 'sliding_attention', but use_sliding_window is {show(fields.get('use_sliding_window'))} "
+                f"and sliding_window is {show(fields.get('sliding_window'))}: such a layer needs a window",
+            )
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def agreed(places: Sequence[tuple[Fields, str]], *, minimum: int) -> int | None:
+    """An integer that may stand in several places, which must then agree; None where it stands in none."""
+    found = [(place, key) for place, key in places if place.get(key) is not None]
+    if not found:
+        return None
+    values = [place.integer(key, minimum=minimum) for place, key in found]
+    if len(set(values)) > 1:
+        other, name = found[-1]
+        raise found[0][0].error(found[0][1], f"is {values[0]}, but {other.prefix}{name} is {values[-1]}")
+    return values[0]
+
+
+def _window(fields: Fields) -> int | None:
+    if fields.boolean("use_sliding_window", default=False) and fields.get("sliding_window") is not None:
+        return fields.integer("sliding_window")
+    return None
+
+
+def _experts(fields: Fields, total: Sequence[str], chosen: Sequence[str]) -> tuple[int, int]:
+    """How many experts there are, and how many a token goes to; each under one of several names."""
+    counts = []
+    for names in (total, chosen):
+        count = agreed([(fields, name) for name in names], minimum=1)
+        if count is None:
+            raise fields.error(" or ".join(names), "is missing, expected an integer of at least 1")
+        counts.append(count)
+    if counts[1] > counts[0]:
+        raise fields.error(chosen[0], f"is {counts[1]}, but there are {counts[0]} experts")
+    return counts[0], counts[1]
+
+
+def _mxfp4(fields: Fields) -> Literal["mxfp4"] | None:
+    section = fields.section("quantization_config")
+    if section is None:
+        return None
+    method = section.string("quant_method")
+    if method != "mxfp4":
+        raise section.error("quant_method", f"is {method!r}, supported is 'mxfp4', as OpenAI publishes it")
+    refuse(
+        section, {key: () for key in section.values if key not in ("quant_method", "modules_to_not_convert")}
+    )
+    if section.get("modules_to_not_convert") is not None:
+        kept = section.strings("modules_to_not_convert")
+        if set(kept) != _MXFP4_KEPT:
+            raise section.error(
+                "modules_to_not_convert", f"is {show(list(kept))}, expected {', '.join(sorted(_MXFP4_KEPT))}"
+            )
+    for key in ("hidden_size", "intermediate_size"):
+        if fields.integer(key) % _MXFP4_GROUP:
+            raise fields.error(key, f"is {fields.get(key)}, but MXFP4 needs a multiple of {_MXFP4_GROUP}")
+    return "mxfp4"
+
+
+def _target(
+    fields: Fields, common: dict[str, Any], windows: Sequence[int | None], moe: MoEConfig | None = None
+) -> TargetConfig:
+    path, vocab_size = fields.path.with_name("generation_config.json"), common["vocab_size"]
+    generation = Fields(path, read_object(path)) if path.exists() else None
+    return TargetConfig(
+        **common,
+        layers=tuple(LayerAttention(True, window) for window in windows),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        eos_token_ids=_token_ids(generation, "eos_token_id", vocab_size)
+        or _token_ids(fields, "eos_token_id", vocab_size),
+        bos_token_id=next(iter(_token_ids(fields, "bos_token_id", vocab_size)), None),
+        moe=moe,
+    )
+
+
+def _token_ids(fields: Fields | None, key: str, vocab_size: int) -> tuple[int, ...]:
+    if fields is None or fields.get(key) is None:
+        return ()
+    if isinstance(fields.get(key), list):
+        return fields.integers(key, maximum=vocab_size - 1)
+    return (fields.integer(key, minimum=0, maximum=vocab_size - 1),)
