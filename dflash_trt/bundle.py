@@ -74,8 +74,8 @@ class Bundle:
 
     @property
     def capacity(self) -> int:
-        """Cache rows per slot: a pass may write a whole block (the drafter: context rows too) past the last token."""
-        return int(self.manifest["max_seq_len"]) + 2 * int(self.manifest["block_size"])
+        """Cache rows per sequence: passes write blocks past the last token, and attention sinks one row more."""
+        return int(self.manifest["max_seq_len"]) + 2 * int(self.manifest["block_size"]) + 1
 
 
 def graph_metadata(manifest: Mapping[str, Any]) -> dict[str, str]:
