@@ -1,0 +1,94 @@
+"""Tokenizer and packed token rows for the target's training."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from build_scripts.corpus import CATEGORIES, Example, example, library_documents
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>")
+# Qwen3's pattern: contractions, words, single digits, punctuation, newlines, spaces.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DOCUMENT_SHARES = {"math": 0.37, "code": 0.26, "tools": 0.13, "chat": 0.19, "library": 0.05}
+PROMPT_WEIGHT, ANSWER_WEIGHT, LIBRARY_WEIGHT = 0.1, 1.0, 0.3
+
+
+def train_tokenizer(vocab_size: int) -> Tokenizer:
+    """Byte-level BPE over every category and the library; digits stay single."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = [
+        made.prompt + made.answer for kind in CATEGORIES for made in (example(kind, i) for i in range(2500))
+    ]
+    texts += library_documents(1_500_000)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def encode_examples(tokenizer: Tokenizer, made: list[Example]) -> list[tuple[list[int], int]]:
+    """Token ids of each whole example, up to the newline after its end, and how many of them are the prompt."""
+    prompts = tokenizer.encode_batch_fast([item.prompt for item in made])
+    answers = tokenizer.encode_batch_fast([item.answer + "<|im_end|>\n" for item in made])
+    return [(p.ids + a.ids, len(p.ids)) for p, a in zip(prompts, answers, strict=True)]
+
+
+def documents(tokenizer: Tokenizer, seed: int) -> Iterator[tuple[list[int], list[float]]]:
+    """Endless training documents: token ids and the loss weight of each token."""
+    rng = random.Random(f"documents/{seed}")
+    library = [text.splitlines(keepends=True) for text in library_documents()]
+    counters = dict.fromkeys(CATEGORIES, seed * 10_000_000)
+    while True:
+        made: list[Example] = []
+        ready: list[tuple[list[int], list[float]]] = []
+        for kind in rng.choices(list(DOCUMENT_SHARES), list(DOCUMENT_SHARES.values()), k=512):
+            if kind == "library":
+                lines = rng.choice(library)
+                first = rng.randrange(max(1, len(lines) - 30))
+                ids = tokenizer.encode("".join(lines[first : first + 40]) + "<|endoftext|>").ids[-400:]
+                ready.append((ids, [LIBRARY_WEIGHT] * len(ids)))
+                continue
+            while (candidate := example(kind, counters[kind])).held_out:
+                counters[kind] += 1
+            counters[kind] += 1
+            made.append(candidate)
+        for ids, prompt_length in encode_examples(tokenizer, made):
+            answer_length = len(ids) - prompt_length
+            ready.append((ids, [PROMPT_WEIGHT] * prompt_length + [ANSWER_WEIGHT] * answer_length))
+        rng.shuffle(ready)
+        yield from ready
+
+
+def packed_rows(tokenizer: Tokenizer, length: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Rows of exactly length + 1 tokens and their weights; every row begins with the beginning of a document."""
+    ids: list[int] = []
+    weights: list[float] = []
+    for more_ids, more_weights in documents(tokenizer, seed):
+        ids += more_ids
+        weights += more_weights
+        if len(ids) > length:
+            yield np.array(ids[: length + 1]), np.array(weights[: length + 1], np.float32)
+            ids, weights = [], []

@@ -1,0 +1,184 @@
+"""The two networks of the pair `tiny`, in plain torch, with the tensor names of their published forms.
+
+`Target` is Qwen3 (Transformers' Qwen3ForCausalLM with tied embeddings); `Drafter` is DFlash's block-diffusion
+drafter (arXiv 2602.06036, section 4.1). Both compile to a few fused loops on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes that the target and the drafter share, and those of each."""
+
+    vocab_size: int = 2048
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 1024
+    target_layers: int = 10
+    drafter_layers: int = 2
+    block_size: int = 8
+    taps: int = 4
+
+    @property
+    def target_layer_ids(self) -> list[int]:
+        """Which layers are tapped: evenly from the second to the third-to-last (facts of z-lab's code)."""
+        start, end = 1, self.target_layers - 3
+        return [round(start + i * (end - start) / (self.taps - 1)) for i in range(self.taps)]
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+
+
+def rotary(positions: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """cos and sin, [..., 1, S, head_dim], of positions [..., S]."""
+    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device) / shape.head_dim
+    angles = positions.float()[..., None] * shape.rope_theta**-exponents
+    angles = torch.cat((angles, angles), -1).unsqueeze(-3)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        size, width = shape.hidden_size, shape.head_dim
+        self.q_proj = nn.Linear(size, shape.num_attention_heads * width, bias=False)
+        self.k_proj = nn.Linear(size, shape.num_key_value_heads * width, bias=False)
+        self.v_proj = nn.Linear(size, shape.num_key_value_heads * width, bias=False)
+        self.o_proj = nn.Linear(shape.num_attention_heads * width, size, bias=False)
+        self.q_norm = Norm(width, shape.rms_norm_eps)
+        self.k_norm = Norm(width, shape.rms_norm_eps)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(-3, -2)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, kv heads, S, head_dim] each, keys normed and rotated."""
+        return rotate(self.k_norm(self.heads(self.k_proj(x))), cos, sin), self.heads(self.v_proj(x))
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Rows of x attend to keys and values; without a mask, causally among themselves."""
+        q = rotate(self.q_norm(self.heads(self.q_proj(x))), cos, sin)
+        groups = self.shape.num_attention_heads // self.shape.num_key_value_heads
+        k, v = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o_proj(out.transpose(-3, -2).flatten(-2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = Mlp(shape)
+
+
+class Target(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.target_layers))
+        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        initialize(self, shape.target_layers)
+
+    @property
+    def fan_in(self) -> int:
+        """Width of a row of features."""
+        return self.shape.taps * self.shape.hidden_size
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of normed rows: the embedding is tied."""
+        return F.linear(hidden, self.embed_tokens.weight)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed hidden rows [B, S, D] and features [B, S, taps * D] of whole sequences [B, S] from position 0."""
+        x = self.embed_tokens(tokens)
+        cos, sin = rotary(torch.arange(tokens.shape[1], device=tokens.device), self.shape)
+        taps = []
+        for index, layer in enumerate(self.layers):
+            normed = layer.input_layernorm(x)
+            keys, values = layer.self_attn.keys_values(normed, cos, sin)
+            x = x + layer.self_attn(normed, cos, sin, keys, values, None)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            if index in self.shape.target_layer_ids:
+                taps.append(x)
+        return self.norm(x), torch.cat(taps, -1)
+
+
+class Drafter(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(shape.taps * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.drafter_layers))
+        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        initialize(self, shape.drafter_layers)
+
+    def forward(
+        self, features: Tensor, context_positions: Tensor, block: Tensor, positions: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Normed rows [B, Q, D] of embedded block rows.
+
+        features: [B, S, taps * D] of context rows at context_positions [B, S]; block: [B, Q, D] embedded anchors and
+        masks at positions [B, Q]; mask: [B, 1, Q, S + Q], True where a block row may look.
+        """
+        context = self.hidden_norm(self.fc(features))
+        context_cos, context_sin = rotary(context_positions, self.shape)
+        cos, sin = rotary(positions, self.shape)
+        x = block
+        for layer in self.layers:
+            normed = layer.input_layernorm(x)
+            old_keys, old_values = layer.self_attn.keys_values(context, context_cos, context_sin)
+            new_keys, new_values = layer.self_attn.keys_values(normed, cos, sin)
+            keys, values = torch.cat((old_keys, new_keys), 2), torch.cat((old_values, new_values), 2)
+            x = x + layer.self_attn(normed, cos, sin, keys, values, mask)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x)
+
+
+def initialize(module: nn.Module, depth: int) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 2:
+            scale = (2 * depth) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            nn.init.normal_(parameter, std=0.02 * scale)

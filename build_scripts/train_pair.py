@@ -1,0 +1,195 @@
+"""Make the shipped pair `tiny` from nothing: tokenizer, target, the target's answers, drafter, measurement.
+
+    python -m build_scripts.train_pair --out DIR                  everything; a stopped run continues where it was
+    python -m build_scripts.train_pair --out DIR --evaluate       only measure the pair in DIR
+
+`DIR/target` and `DIR/drafter` are the checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from build_scripts.corpus import CATEGORIES, examples
+from build_scripts.train_data import load_tokenizer, packed_rows, train_tokenizer
+from build_scripts.train_drafter import Batch, batches, drafter_loss, pack
+from build_scripts.train_export import write_drafter, write_target
+from build_scripts.train_generate import Response, measure, respond
+from build_scripts.train_loop import Budget, join_workers, optimizers_of, rank, run_workers, train
+from build_scripts.train_model import Drafter, Shape, Target
+
+SEQUENCE = 512
+ANCHORS = 48
+RESPONSE_SHARES = {"math": 0.36, "code": 0.32, "tools": 0.16, "chat": 0.16}
+WARM_TEMPERATURES = (0.7, 1.0)
+GREEDY_SHARE = 0.7
+
+
+def train_target(out: Path, shape: Shape, budget: Budget, rows: int, device: str) -> None:
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(out)
+    target = Target(shape).to(device)
+    source = packed_rows(tokenizer, SEQUENCE, rank())
+
+    def token_batches() -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            ids, weights = zip(*(next(source) for _ in range(rows)), strict=True)
+            yield torch.from_numpy(np.stack(ids)).to(device), torch.from_numpy(np.stack(weights)).to(device)
+
+    @torch.compile
+    def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, weights = batch
+        with torch.autocast(device, torch.bfloat16):
+            hidden, _ = target(tokens[:, :-1])
+            logits = target.head(hidden)
+        losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        scale = weights[:, 1:].flatten()
+        return (losses * scale).sum() / scale.sum()
+
+    loss = train(
+        target, optimizers_of(target, 3e-3, 0.02), loss_of, token_batches(), budget, out / "target_training"
+    )
+    if rank() == 0:
+        print(f"target: loss {loss:.4f}", flush=True)
+        write_target(target, out / "tokenizer.json", out / "target")
+
+
+def load_target(out: Path, shape: Shape, device: str) -> Target:
+    """The target exactly as its BF16 file has it, computed in float32."""
+    target = Target(shape)
+    weights = load_file(out / "target" / "model.safetensors")
+    target.load_state_dict(
+        {name.removeprefix("model."): w.float() for name, w in weights.items() if "lm_head" not in name}
+    )
+    return target.to(device).requires_grad_(False)
+
+
+def write_responses(out: Path, shape: Shape, count: int, workers: int, device: str) -> None:
+    """This worker's share of the target's answers to training prompts; prompts of one length are decoded together."""
+    target, tokenizer = load_target(out, shape, device), load_tokenizer(out)
+    by_length: dict[int, list[list[int]]] = defaultdict(list)
+    for kind in CATEGORIES:
+        source = examples(kind, held_out=False, start=500_000_000 + rank())
+        asked = islice(source, round(count * RESPONSE_SHARES[kind]))
+        for number, example in enumerate(asked):
+            if number % workers == rank():
+                ids = tokenizer.encode(example.prompt).ids
+                by_length[len(ids)].append(ids)
+    rng = random.Random(rank())
+    tokens: list[list[int]] = []
+    prompt_lengths: list[int] = []
+    features: list[Tensor] = []
+    for length, prompts in sorted(by_length.items()):
+        for first in range(0, len(prompts), 128):
+            group = prompts[first : first + 128]
+            heat = [0.0 if rng.random() < GREEDY_SHARE else rng.choice(WARM_TEMPERATURES) for _ in group]
+            for response in respond(target, group, heat, min(SEQUENCE, length + 256), seed=length):
+                tokens.append(response.tokens)
+                prompt_lengths.append(response.prompt_length)
+                features.append(response.features)
+    torch.save((tokens, prompt_lengths, features), out / f"responses-{rank()}.pt")
+    print(f"responses: {len(tokens)} by worker {rank()}", flush=True)
+
+
+def train_drafter(out: Path, shape: Shape, budget: Budget, rows: int, device: str) -> None:
+    torch.manual_seed(0)
+    target, drafter = load_target(out, shape, device), Drafter(shape).to(device)
+    saved = torch.load(out / f"responses-{rank()}.pt", weights_only=True)
+    responses = [Response(*parts) for parts in zip(*saved, strict=True)]
+    random.Random(rank()).shuffle(responses)
+    packed = pack(responses, SEQUENCE)
+    del saved, responses
+
+    @torch.compile
+    def loss_of(batch: Batch) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return drafter_loss(target, drafter, batch)
+
+    source = batches(packed, rows, ANCHORS, shape.block_size, rank(), device)
+    loss = train(
+        drafter, optimizers_of(drafter, 3e-3, 0.02), loss_of, source, budget, out / "drafter_training"
+    )
+    if rank() == 0:
+        print(f"drafter: loss {loss:.4f}", flush=True)
+        write_drafter(drafter, out / "drafter")
+
+
+def evaluate(out: Path, shape: Shape, count: int, device: str) -> dict[str, dict[str, float]]:
+    """What `measure` finds on `count` held-out prompts of each category; the first 32 are the shipped ones."""
+    target, drafter = load_target(out, shape, device), Drafter(shape)
+    weights = load_file(out / "drafter" / "model.safetensors")
+    drafter.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    drafter.to(device)
+    found = {}
+    for kind in CATEGORIES:
+        asked = list(islice(examples(kind, held_out=True), count))
+        found[kind] = measure(target, drafter, load_tokenizer(out), asked)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--minutes-target", type=float, default=45, help="wall time of the target's training")
+    parser.add_argument(
+        "--minutes-drafter", type=float, default=25, help="wall time of the drafter's training"
+    )
+    parser.add_argument("--steps", type=int, nargs=2, default=(0, 0), help="steps of each instead of minutes")
+    parser.add_argument(
+        "--responses", type=int, default=16000, help="training prompts that the target answers"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="processes on a CPU, one thread each")
+    parser.add_argument("--evaluate", action="store_true", help="only measure the pair that is there")
+    parser.add_argument("--stage", choices=("target", "responses", "drafter"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    out, device = arguments.out, arguments.device
+    workers = arguments.workers if device == "cpu" else 1
+    out.mkdir(parents=True, exist_ok=True)
+    shape = Shape()
+    if arguments.stage:
+        join_workers()
+        if arguments.stage == "target":
+            train_target(
+                out, shape, Budget(arguments.minutes_target, arguments.steps[0]), 8 // workers, device
+            )
+        elif arguments.stage == "responses":
+            write_responses(out, shape, arguments.responses, workers, device)
+        else:
+            train_drafter(
+                out, shape, Budget(arguments.minutes_drafter, arguments.steps[1]), 8 // workers, device
+            )
+        return
+    made = {
+        "target": out / "target" / "tokenizer_config.json",
+        "responses": out / f"responses-{workers - 1}.pt",
+        "drafter": out / "drafter" / "config.json",
+    }
+    if not arguments.evaluate:
+        if not (out / "tokenizer.json").exists():
+            train_tokenizer(shape.vocab_size).save(str(out / "tokenizer.json"))
+        for stage, result in made.items():
+            if not result.exists():
+                command = ["-m", "build_scripts.train_pair", *sys.argv[1:], "--stage", stage]
+                run_workers(command, workers, out / "meeting")
+    torch.set_num_threads(2)
+    print(json.dumps(evaluate(out, shape, 64, device), indent=2))
+
+
+if __name__ == "__main__":
+    main()
