@@ -10,12 +10,14 @@ import pytest
 from transformers import Qwen3Config
 
 from dflash_trt.checkpoint.config import (
+    TARGET_ARCHITECTURES,
     LayerAttention,
     RopeConfig,
     read_drafter_config,
     read_target_config,
 )
 from dflash_trt.errors import CheckpointError
+from dflash_trt.models.target import FAMILIES
 
 MISSING = object()
 TARGET: dict[str, Any] = {
@@ -323,6 +325,10 @@ def test_neutral_values_of_other_kinds_are_accepted(tmp_path: Path) -> None:
         "quantization_config": None,
     }
     read_drafter_config(write(tmp_path, changed(DRAFTER, neutral)))
+
+
+def test_every_family_that_can_be_read_has_a_graph() -> None:
+    assert set(TARGET_ARCHITECTURES) == set(FAMILIES)
 
 
 @pytest.mark.parametrize(

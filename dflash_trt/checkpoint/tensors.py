@@ -98,7 +98,10 @@ class Checkpoint:
         if name not in self.tensors:
             near = difflib.get_close_matches(name, self.tensors, n=3)
             hint = f"; near names: {', '.join(near)}" if near else ""
-            raise CheckpointError(f"{self.directory}: has no tensor {name!r}{hint}")
+            raise CheckpointError(
+                f"{self.directory}: has no tensor {name!r}{hint}; "
+                "config.json and the safetensors must come from one checkpoint, whole"
+            )
         return self.tensors[name]
 
     def array(self, name: str) -> NDArray[Any]:
