@@ -80,8 +80,8 @@ def test_wrong_usage_exits_with_2(bundle: Path, capsys: pytest.CaptureFixture[st
     usage_error()
     usage_error("build")
     usage_error("build", "--target", "x", "--engine", "abacus")
-    usage_error("generate", str(bundle), "one", "--prompt", "two")
-    usage_error("generate", str(bundle), "one", "--system", "two")
+    usage_error("generate", str(bundle), "one")
+    usage_error("generate", str(bundle), "--prompt", "one", "--system", "two")
     usage_error("verify", str(bundle), "--batch-sizes", "0")
     capsys.readouterr()
     usage_error("verify", str(bundle), "--temperatures", "0,warm")
@@ -128,25 +128,23 @@ def test_generate_gives_the_same_text_by_every_way(
     bundle: Path, chat: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = [*chat, "--max-tokens", "24", "--temperature", "0.8", "--top-p", "0.9", "--seed", "5"]
-    plain = Output(capsys, "generate", bundle, "12 + 7", "--no-draft", *options)
+    plain = Output(capsys, "generate", bundle, "-p", "12 + 7", "--no-draft", *options)
     assert plain.code == 0
     assert plain.err == ""
-    as_option = Output(capsys, "generate", bundle, "--prompt", "12 + 7", *options)
-    as_json = Output(capsys, "generate", bundle, "12 + 7", "--json", "--block-length", "3", *options)
+    drafted = Output(capsys, "generate", bundle, "--prompt", "12 + 7", *options)
+    as_json = Output(capsys, "generate", bundle, "-p", "12 + 7", "--json", "--block-length", "3", *options)
     monkeypatch.setattr("sys.stdin", io.StringIO("12 + 7"))
-    from_stdin = Output(capsys, "generate", bundle, "-", *options)
+    from_stdin = Output(capsys, "generate", bundle, "--prompt", "-", *options)
     monkeypatch.setattr("sys.stdin", io.StringIO("12 + 7"))
     from_pipe = Output(capsys, "generate", bundle, *options)
-    assert {plain.out, as_option.out, as_json.json["text"] + "\n", from_stdin.out, from_pipe.out} == {
-        plain.out
-    }
+    assert {plain.out, drafted.out, as_json.json["text"] + "\n", from_stdin.out, from_pipe.out} == {plain.out}
     assert as_json.json["seed"] == 5
     assert len(as_json.json["token_ids"]) <= 24
     assert as_json.json["finish_reason"] in ("stop", "length")
 
 
 def test_generate_stats_go_to_stderr(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = Output(capsys, "generate", bundle, "12 + 7", "--stats", "--max-tokens", "16", "--ignore-eos")
+    done = Output(capsys, "generate", bundle, "-p", "12 + 7", "--stats", "--max-tokens", "16", "--ignore-eos")
     assert done.code == 0
     assert "16 tokens" in done.err
     assert "acceptance length" in done.err
@@ -154,7 +152,7 @@ def test_generate_stats_go_to_stderr(bundle: Path, capsys: pytest.CaptureFixture
 
 
 def test_generate_stop_string(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("generate", bundle, "12 + 7", "--max-tokens", "32", "--ignore-eos")
+    options = ("generate", bundle, "-p", "12 + 7", "--max-tokens", "32", "--ignore-eos")
     text = Output(capsys, *options).out
     stop = text[8:11]
     assert Output(capsys, *options, "--stop", stop).out == text[: text.index(stop)] + "\n"
@@ -163,12 +161,12 @@ def test_generate_stop_string(bundle: Path, capsys: pytest.CaptureFixture[str]) 
 def test_generate_names_the_wrong_field(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = Output(capsys, "generate", bundle, "12", "--top-p", "1.5")
+    wrong = Output(capsys, "generate", bundle, "-p", "12", "--top-p", "1.5")
     assert (wrong.code, wrong.out) == (1, "")
     assert wrong.err.startswith("dflash-trt: error: ")
     assert "top_p" in wrong.err
     assert "1.5" in wrong.err
-    absent = Output(capsys, "generate", tmp_path / "none", "12")
+    absent = Output(capsys, "generate", tmp_path / "none", "-p", "12")
     assert absent.code == 1
     assert str(tmp_path / "none") in absent.err
 
@@ -277,7 +275,7 @@ def test_interrupt_is_tidy(
 def test_closed_pipe_is_quiet(bundle: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [*RUN, "generate", str(bundle), "12 + 7", "--max-tokens", "4"]
+    command = [*RUN, "generate", str(bundle), "-p", "12 + 7", "--max-tokens", "4"]
     with os.fdopen(writer, "w") as closed:
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (141, "")

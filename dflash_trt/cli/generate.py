@@ -19,10 +19,10 @@ at every block length: only the speed differs.
 """
 EXAMPLES = """\
 examples:
-  dflash-trt generate bundles/tiny --chat "What is 17 + 25?" --stats
-  dflash-trt generate bundles/tiny "def add(a, b):" --max-tokens 64
-  dflash-trt generate bundles/tiny --temperature 0.7 --top-p 0.95 --seed 1 - < prompt.txt
-  dflash-trt generate bundles/tiny --chat "Hello" --no-draft --json
+  dflash-trt generate bundles/tiny --chat --prompt "What is 17 + 25?" --stats
+  dflash-trt generate bundles/tiny --prompt "def add(a, b):" --max-tokens 64
+  dflash-trt generate bundles/tiny --temperature 0.7 --top-p 0.95 --seed 1 < prompt.txt
+  dflash-trt generate bundles/tiny --chat -p "Hello" --no-draft --json
 """
 
 # The fields of SamplingParams that are options here: type, metavar, help.
@@ -41,11 +41,7 @@ SAMPLING: dict[str, tuple[type, str, str]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="the prompt; - or none reads standard input"
-    )
-    prompt.add_argument("--prompt", dest="prompt_option", metavar="TEXT", help="the same, as an option")
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - or none reads standard input")
     parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user message, through the chat template"
     )
@@ -73,17 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         args.usage_error("--system needs --chat")
-    prompt = args.prompt if args.prompt_option is None else args.prompt_option
-    if prompt is None and sys.stdin.isatty():
-        args.usage_error("no prompt: give it as an argument, with --prompt, or on standard input")
+    if args.prompt is None and sys.stdin.isatty():
+        args.usage_error("no prompt: give it with --prompt, or on standard input")
 
     from dflash_trt import LLM, SamplingParams
 
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     params = SamplingParams(**given, stop=tuple(args.stop or ()), ignore_eos=args.ignore_eos)
     drafting: dict[str, Any] = {"speculate": not args.no_draft, "block_length": args.block_length}
-    if prompt is None or prompt == "-":
-        prompt = sys.stdin.read()
+    prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
     with LLM(args.bundle, max_batch_size=1) as llm:
         if args.chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]
