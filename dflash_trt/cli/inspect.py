@@ -44,6 +44,8 @@ def _rows(name: str, value: object) -> Iterator[tuple[str, str]]:
 
 
 def _show(name: str, value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_show(name, item)}" for key, item in value.items())
     if isinstance(value, list):
         return ", ".join(map(str, value))
     if isinstance(value, int) and name in ("files", "weight_bytes", "weight_bytes_by_dtype"):
