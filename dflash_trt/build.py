@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import onnx_ir as ir
 
@@ -20,10 +20,12 @@ from dflash_trt import bundle
 from dflash_trt.bundle import Bundle
 from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig, read_drafter_config, read_target_config
 from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
-from dflash_trt.checkpoint.pairs import Source, resolve_pair
-from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.pairs import Source, known_configs, resolve_pair
+from dflash_trt.checkpoint.roles import parameters_of, role_of
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import BuildError, BundleError
 from dflash_trt.graph.functions import OnnxRuntime
+from dflash_trt.models.decoder import cache_bytes_per_token
 from dflash_trt.models.drafter import build_drafter
 from dflash_trt.models.target import build_target
 
@@ -37,6 +39,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+
+# "checkpoint": the checkpoints' own files.  "none": graphs only.
+Weights = Literal["checkpoint", "none"]
 
 # Called as progress(step, done, total); units are files or bytes, whatever the step counts.
 Progress = Callable[[str, int, int], None]
@@ -52,20 +57,24 @@ class _Side:
 
     source: Source
     config: TargetConfig | DrafterConfig
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | Outline
     folder: str  # of its weights, inside the bundle
 
     def describe(self) -> dict[str, Any]:
         c = self.config
-        parameters = sum(_elements(t.shape) for t in self.checkpoint.tensors.values())
+        weights: dict[str, dict[str, int]] = {}
+        for tensor in self.checkpoint.tensors.values():
+            by_dtype = weights.setdefault(role_of(tensor.name), {})
+            by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.nbytes
         return {
             "name": self.source.repo or self.source.directory.resolve().name,
             "revision": self.source.revision,
             "config_sha256": bundle.digest(c.path),
             "architecture": c.architecture,
             "num_hidden_layers": c.num_hidden_layers,
-            "parameters": parameters,
+            "parameters": sum(parameters_of(t) for t in self.checkpoint.tensors.values()),
             "weights": self.folder,
+            "weight_bytes": {role: dict(sorted(weights[role].items())) for role in sorted(weights)},
         }
 
 
@@ -77,6 +86,7 @@ def build(
     max_seq_len: int | None = None,
     block_size: int | None = None,
     engine: str = "onnxruntime",
+    weights: Weights = "checkpoint",
     force: bool = False,
     progress: Progress | None = None,
 ) -> Bundle:
@@ -84,6 +94,8 @@ def build(
 
     `target` and `drafter` are names of known pairs, hub repositories or directories; a known pair brings its drafter.
     `max_seq_len` is in tokens, prompt and output together. `block_size` may be smaller than the drafter's.
+    With `weights="none"` the full-size graphs are made from the configurations alone (those of known pairs come with
+    the package): nothing is fetched, and the bundle can be inspected but not run.
     Work happens in a sibling directory that is renamed at the end, so an interrupted build never looks finished;
     the next one continues with what is whole. A bundle of the same inputs that is already there is kept as it is.
 
@@ -95,44 +107,54 @@ def build(
     out = Path(out)
     if engine not in ENGINES:
         raise BuildError(f"--engine is {engine!r}, this version builds for: {', '.join(ENGINES)}")
-    _check_out(out, force)
+    if weights not in get_args(Weights):
+        raise BuildError(f"--weights is {weights!r}, expected one of: {', '.join(get_args(Weights))}")
+    _check_out(out)
 
     progress("read checkpoints", 0, 1)
-    sources = resolve_pair(target, drafter)
+    sources = _sources(target, drafter, weights)
     target_config = read_target_config(sources[0].directory)
     drafter_config = read_drafter_config(sources[1].directory)
     check_pair(target_config, drafter_config)
-    check_tokenizers(sources[0].directory, sources[1].directory)
+    if weights != "none":
+        check_tokenizers(sources[0].directory, sources[1].directory)
+    open_checkpoint = Outline if weights == "none" else Checkpoint
     sides = (
-        _Side(sources[0], target_config, Checkpoint(sources[0].directory), "weights/target"),
-        _Side(sources[1], drafter_config, Checkpoint(sources[1].directory), "weights/drafter"),
+        _Side(sources[0], target_config, open_checkpoint(sources[0].directory), "weights/target"),
+        _Side(sources[1], drafter_config, open_checkpoint(sources[1].directory), "weights/drafter"),
     )
+    size, length = (
+        _block_size(block_size, drafter_config),
+        _max_seq_len(max_seq_len, target_config, drafter_config),
+    )
+    progress("read checkpoints", 1, 1)
+
+    models = _export(sides, target_config, drafter_config, progress)
     manifest: dict[str, Any] = {
         "format_version": bundle.FORMAT_VERSION,
         "key": "",
         "engine": engine,
         "dialect": engine,
         "precision": {"target": "float32", "drafter": "float32"},
+        "weights": weights,
         "target": sides[0].describe(),
         "drafter": sides[1].describe(),
-        "block_size": _block_size(block_size, drafter_config),
+        "block_size": size,
         "mask_token_id": drafter_config.mask_token_id,
         "target_layer_ids": list(drafter_config.target_layer_ids),
         "hidden_size": target_config.hidden_size,
         "vocab_size": target_config.vocab_size,
-        "max_seq_len": _max_seq_len(max_seq_len, target_config, drafter_config),
+        "max_seq_len": length,
+        "cache_bytes_per_token": {name: cache_bytes_per_token(model) for name, model in models.items()},
         "eos_token_ids": list(target_config.eos_token_ids),
         "versions": {name: version(name) for name in ("dflash-trt", "onnx-ir")},
     }
-    progress("read checkpoints", 1, 1)
 
     with _workspace(out) as work:
         files = {name: work / name for name in _gather(sides, work, progress)}
         digests = _digests(files, work, progress)
-        described = {name: digests[name]["sha256"] for name in sorted(files)}
-        manifest["key"] = hashlib.sha256(
-            json.dumps([manifest, described], sort_keys=True).encode()
-        ).hexdigest()
+        inputs = {name: digests[name]["sha256"] for name in sorted(files)}
+        manifest["key"] = hashlib.sha256(json.dumps([manifest, inputs], sort_keys=True).encode()).hexdigest()
         existing = _existing(out)
         if existing is not None and existing.manifest["key"] == manifest["key"]:
             shutil.rmtree(work)
@@ -142,50 +164,45 @@ def build(
                 f"{out}: holds a bundle of other inputs or options (key {existing.manifest['key'][:12]}); "
                 "choose another --out, or replace it with --force"
             )
-        for name, model in _graphs(sides, target_config, drafter_config, manifest, progress):
-            ir.save(model, work / name)
-            digests[name] = _describe_file(work / name)
+        for i, (name, model) in enumerate(models.items()):
+            progress("write graphs", i, len(models))
+            model.metadata_props.update(bundle.graph_metadata(manifest))
+            ir.save(model, work / f"{name}.onnx")
+            digests[f"{name}.onnx"] = _describe_file(work / f"{name}.onnx")
+        progress("write graphs", len(models), len(models))
         manifest["files"] = {name: digests[name] for name in sorted(digests)}
         _finish(work, out, manifest)
     return Bundle.open(out)
 
 
-def _graphs(
-    sides: tuple[_Side, _Side],
-    target: TargetConfig,
-    drafter: DrafterConfig,
-    manifest: dict[str, Any],
-    progress: Progress,
-) -> Iterator[tuple[str, ir.Model]]:
-    metadata = bundle.graph_metadata(manifest)
+def _sources(target: str, drafter: str | None, weights: Weights) -> tuple[Source, Source]:
+    if weights == "none" and drafter is None and not Path(target).is_dir():
+        directories = known_configs(target)
+        return Source(directories[0], target), Source(directories[1], target)
+    return resolve_pair(target, drafter)
+
+
+def _export(
+    sides: tuple[_Side, _Side], target: TargetConfig, drafter: DrafterConfig, progress: Progress
+) -> dict[str, ir.Model]:
+    """Both graphs. Nothing of the weights is read; shapes and dtypes are checked against the configurations."""
     progress("export target", 0, 1)
-    yield (
-        "target.onnx",
-        build_target(
-            target,
-            sides[0].checkpoint,
-            drafter.target_layer_ids,
-            OnnxRuntime(),
-            folder=sides[0].folder,
-            metadata=metadata,
-        ),
+    first = build_target(
+        target, sides[0].checkpoint, drafter.target_layer_ids, OnnxRuntime(), folder=sides[0].folder
     )
     progress("export target", 1, 1)
     progress("export drafter", 0, 1)
-    yield (
-        "drafter.onnx",
-        build_drafter(
-            drafter,
-            sides[1].checkpoint,
-            target,
-            sides[0].checkpoint,
-            OnnxRuntime(),
-            folder=sides[1].folder,
-            target_folder=sides[0].folder,
-            metadata=metadata,
-        ),
+    second = build_drafter(
+        drafter,
+        sides[1].checkpoint,
+        target,
+        sides[0].checkpoint,
+        OnnxRuntime(),
+        folder=sides[1].folder,
+        target_folder=sides[0].folder,
     )
     progress("export drafter", 1, 1)
+    return {"target": first, "drafter": second}
 
 
 def _block_size(asked: int | None, drafter: DrafterConfig) -> int:
@@ -211,7 +228,7 @@ def _max_seq_len(asked: int | None, target: TargetConfig, drafter: DrafterConfig
     return asked
 
 
-def _check_out(out: Path, force: bool) -> None:
+def _check_out(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise BuildError(f"{out}: is a file; choose another --out")
     if out.is_dir() and any(out.iterdir()) and not (out / bundle.MANIFEST).is_file():
@@ -256,7 +273,7 @@ def _gather(sides: tuple[_Side, _Side], work: Path, progress: Progress) -> list[
         wanted[f"configs/{role}.json"] = side.config.path
     directory = sides[0].source.directory
     wanted |= {name: directory / name for name in TOKENIZER_FILES if (directory / name).is_file()}
-    if "tokenizer.json" not in wanted:
+    if "tokenizer.json" not in wanted and isinstance(sides[0].checkpoint, Checkpoint):
         raise BuildError(
             f"{directory}: no tokenizer.json; save the tokenizer in the fast (tokenizers) format there"
         )
@@ -338,10 +355,3 @@ def _finish(work: Path, out: Path, manifest: dict[str, Any]) -> None:
         shutil.rmtree(old)
     else:
         work.rename(out)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    n = 1
-    for d in shape:
-        n *= d
-    return n

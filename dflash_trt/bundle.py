@@ -26,6 +26,7 @@ _FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "engine": str,
     "dialect": str,
     "precision": dict,
+    "weights": str,
     "target": dict,
     "drafter": dict,
     "block_size": int,

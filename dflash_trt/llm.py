@@ -22,7 +22,7 @@ from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.decoding.stopping import StopChecker
 from dflash_trt.decoding.text import Detokenizer
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
-from dflash_trt.errors import DFlashError, RequestError
+from dflash_trt.errors import BundleError, DFlashError, RequestError
 from dflash_trt.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -53,6 +53,10 @@ class LLM:
             if value < 1:
                 raise DFlashError(f"{name} is {value}, expected 1 or more")
         self.bundle = Bundle.open(bundle, check)
+        if self.bundle.manifest["weights"] == "none":
+            raise BundleError(
+                f"{bundle}: was built with --weights none and cannot run; build it with its weights"
+            )
         self.tokenizer = Tokenizer(self.bundle.path)
         manifest = self.bundle.manifest
         self.max_seq_len: int = manifest["max_seq_len"]

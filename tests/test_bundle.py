@@ -15,6 +15,7 @@ from typing import Any
 import onnx
 import pytest
 
+from dflash_trt import LLM
 from dflash_trt.build import build
 from dflash_trt.bundle import MANIFEST, Bundle
 from dflash_trt.errors import BuildError, BundleError, DFlashError
@@ -153,7 +154,7 @@ def test_a_failed_build_leaves_nothing_that_looks_finished(checkpoints: Path, tm
     config = json.loads((target / "config.json").read_text())
     config["intermediate_size"] += 8
     (target / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DFlashError, match=r"mlp\.\w+_proj\.weight has shape"):
+    with pytest.raises(DFlashError, match=r"mlp\.\w+_proj\.weight' has shape"):
         build(str(target), str(checkpoints / "drafter"), tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
 
@@ -161,6 +162,7 @@ def test_a_failed_build_leaves_nothing_that_looks_finished(checkpoints: Path, tm
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
+from dflash_trt import LLM
 from dflash_trt.build import build
 step, count = sys.argv[4], int(sys.argv[5])
 def progress(name, done, total):
@@ -172,7 +174,7 @@ build(sys.argv[1], sys.argv[2], Path(sys.argv[3]), progress=progress)
 
 @pytest.mark.parametrize(
     ("step", "count"),
-    [("link weights", 1), ("digest", 1), ("export target", 0), ("export target", 1), ("export drafter", 1)],
+    [("export target", 1), ("link weights", 1), ("digest", 1), ("write graphs", 0), ("write graphs", 2)],
 )
 def test_a_killed_build_never_looks_finished_and_can_be_continued(
     checkpoints: Path, tmp_path: Path, step: str, count: int
@@ -192,7 +194,7 @@ def test_a_killed_build_never_looks_finished_and_can_be_continued(
 def test_a_continued_build_does_not_digest_twice(checkpoints: Path, tmp_path: Path) -> None:
     out = tmp_path / "bundle"
     pair = [str(checkpoints / "target"), str(checkpoints / "drafter")]
-    subprocess.run([sys.executable, "-c", _KILLED, *pair, str(out), "export target", "0"], check=False)
+    subprocess.run([sys.executable, "-c", _KILLED, *pair, str(out), "write graphs", "0"], check=False)
     digests = tmp_path / ".bundle.building" / "digests.json"
     known = json.loads(digests.read_text())
     # A wrong digest, which only the interrupted build can have noted, ends up in the manifest and is noticed.
@@ -208,7 +210,7 @@ def test_two_builds_of_one_bundle_do_not_mix(checkpoints: Path, tmp_path: Path) 
     reached, go_on = threading.Event(), threading.Event()
 
     def wait(step: str, done: int, total: int) -> None:
-        if step == "export target":
+        if step == "write graphs":
             reached.set()
             assert go_on.wait(30)
 
@@ -287,6 +289,30 @@ def test_a_manifest_that_is_no_manifest(bundle: Path, text: str) -> None:
     (bundle / MANIFEST).write_text(text)
     with pytest.raises(BundleError, match=MANIFEST):
         Bundle.open(bundle)
+
+
+def test_graphs_alone_can_be_built_and_not_run(tmp_path: Path, checkpoints: Path) -> None:
+    """Without weights: the same graphs, from the configurations alone."""
+    for role in ("target", "drafter"):
+        (tmp_path / role).mkdir()
+        shutil.copy(checkpoints / role / "config.json", tmp_path / role)
+    pair = str(tmp_path / "target"), str(tmp_path / "drafter")
+    bundle = build(*pair, tmp_path / "bundle", weights="none")
+    assert not list(bundle.path.rglob("*.safetensors"))
+    whole = build_pair(checkpoints, checkpoints / "bundle").manifest
+    for role in ("target", "drafter"):
+        assert bundle.manifest[role]["parameters"] == whole[role]["parameters"]
+        assert bundle.manifest[role]["weight_bytes"] == whole[role]["weight_bytes"]
+        graphs = [
+            onnx.load(str(p / f"{role}.onnx"), load_external_data=False).graph
+            for p in (bundle.path, built_at(checkpoints))
+        ]
+        assert [n.name for n in graphs[0].node] == [n.name for n in graphs[1].node]
+        assert [(t.name, list(t.dims)) for t in graphs[0].initializer] == [
+            (t.name, list(t.dims)) for t in graphs[1].initializer
+        ]
+    with pytest.raises(BundleError, match="--weights none"):
+        LLM(bundle.path)
 
 
 def test_places_without_a_bundle_say_what_to_do(tmp_path: Path) -> None:

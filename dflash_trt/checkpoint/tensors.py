@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,20 @@ class Checkpoint:
             )
         return self.tensors[name]
 
+    def expect(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> TensorInfo:
+        """The tensor, which must have this shape and one of these dtypes."""
+        tensor = self[name]
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, but by config.json it has "
+                f"{list(shape)}; the files are of different models"
+            )
+        if tensor.dtype not in dtypes:
+            raise CheckpointError(
+                f"{tensor.file}: tensor {name!r} is {tensor.dtype}, supported are {', '.join(dtypes)}"
+            )
+        return tensor
+
     def array(self, name: str) -> NDArray[Any]:
         """A read-only view of the mapped file, in the tensor's shape and dtype (ml_dtypes' for BF16, FP8).
 
@@ -121,6 +135,26 @@ class Checkpoint:
                 self._maps[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         count = tensor.nbytes // dtype.itemsize
         return np.frombuffer(self._maps[tensor.file], dtype, count, tensor.offset).reshape(shape)
+
+
+class Outline:
+    """A checkpoint known by its configuration only: it has whatever tensor is expected of it, and no bytes.
+
+    Tensors get the first of the dtypes they may have, and places in one imagined file, in the order of asking.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.files: tuple[Path, ...] = ()
+        self.tensors: dict[str, TensorInfo] = {}
+        self._end = 0
+
+    def expect(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> TensorInfo:
+        if name not in self.tensors:
+            size = math.prod(shape) * DTYPES[dtypes[0]].itemsize
+            self.tensors[name] = TensorInfo(name, dtypes[0], shape, self.directory / _SINGLE, self._end, size)
+            self._end += size
+        return self.tensors[name]
 
 
 def read_header(file: Path) -> list[TensorInfo]:

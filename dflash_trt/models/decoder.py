@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.config import DecoderConfig, LayerAttention
 from dflash_trt.checkpoint.rope import inverse_frequencies
-from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import CheckpointError
 from dflash_trt.graph.builder import FLOAT, FLOAT_DTYPES, INT64, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.functions import SINK_PADDING, OnnxRuntime
@@ -22,7 +22,7 @@ class Module:
     def __init__(
         self,
         g: GraphBuilder,
-        checkpoint: Checkpoint,
+        checkpoint: Checkpoint | Outline,
         folder: str,
         prefix: str = "",
         used: set[str] | None = None,
@@ -39,21 +39,14 @@ class Module:
 
     def packed(self, name: str, *shape: int) -> ir.Value:
         """Quantized data or its scales: bytes."""
-        return self._stored(name, shape, frozenset({"U8"}))
+        return self._stored(name, shape, ("U8",))
 
     def dtype_of(self, name: str) -> ir.DataType:
-        return ONNX_DTYPES[self.checkpoint[self.prefix + name].dtype]
+        """Of a tensor that was used before."""
+        return ONNX_DTYPES[self.checkpoint.tensors[self.prefix + name].dtype]
 
-    def _stored(self, name: str, shape: tuple[int, ...], dtypes: frozenset[str]) -> ir.Value:
-        info = self.checkpoint[self.prefix + name]
-        if info.shape != shape:
-            raise CheckpointError(
-                f"{info.file.name}: {info.name} has shape {list(info.shape)}, but config.json makes it {list(shape)}"
-            )
-        if info.dtype not in dtypes:
-            raise CheckpointError(
-                f"{info.file.name}: {info.name} is {info.dtype}; supported are {', '.join(sorted(dtypes))}"
-            )
+    def _stored(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> ir.Value:
+        info = self.checkpoint.expect(self.prefix + name, shape, dtypes)
         self.used.add(info.name)
         return self.g.raw_weight(info, self.folder)
 
@@ -249,3 +242,13 @@ def positions_from(g: GraphBuilder, start: ir.Value, count: ir.Value, name: str 
 
 def ints(g: GraphBuilder, name: str, *shape: int | str) -> ir.Value:
     return g.input(name, INT64, shape)
+
+
+def cache_bytes_per_token(model: ir.Model) -> int:
+    """What one token takes in all caches of a graph."""
+    total = 0
+    for value in model.graph.inputs:
+        if value.name and "_cache." in value.name and value.shape is not None and value.dtype is not None:
+            _, heads, _, size = value.shape
+            total += int(str(heads)) * int(str(size)) * round(value.dtype.itemsize)
+    return total

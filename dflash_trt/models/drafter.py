@@ -14,7 +14,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig
-from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.functions import OnnxRuntime
 
@@ -24,9 +24,9 @@ from .target import lm_head
 
 def build_drafter(
     config: DrafterConfig,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | Outline,
     target: TargetConfig,
-    target_checkpoint: Checkpoint,
+    target_checkpoint: Checkpoint | Outline,
     dialect: OnnxRuntime,
     *,
     folder: str,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.config import TargetConfig
-from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.functions import OnnxRuntime
 
@@ -32,7 +32,7 @@ FAMILIES: dict[str, Layer] = {
 
 def build_target(
     config: TargetConfig,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | Outline,
     taps: Sequence[int],
     dialect: OnnxRuntime,
     *,
