@@ -145,7 +145,7 @@ _BUILDABLE = ", ".join(pair.name for pair in PAIRS if pair.supported)
 def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Source]:
     """Both checkpoints of a pair. Without a drafter, `target` must be a known pair, by name or repository."""
     if drafter is None:
-        pair = None if Path(target).is_dir() else _known(target)
+        pair = None if Path(target).is_dir() else known_pair(target)
         if pair is None:
             raise CheckpointError(
                 f"--target {target}: no drafter is known for it; give one with --drafter, "
@@ -170,7 +170,7 @@ def resolve(name_or_path: str, role: Role) -> Source:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return Source(path)
-    pair = _known(name_or_path)
+    pair = known_pair(name_or_path)
     if pair is not None and not pair.supported:
         raise CheckpointError(
             f"{name_or_path}: family {pair.family!r} is not convertible by this version, which converts "
@@ -199,7 +199,7 @@ def known_configs(name: str) -> tuple[Path, Path]:
     Raises:
         CheckpointError: no pair is known by that name.
     """
-    pair = _known(name)
+    pair = known_pair(name)
     if pair is None:
         raise CheckpointError(
             f"{name}: no pair is known by that name; known are {', '.join(pair.name for pair in PAIRS)}"
@@ -208,7 +208,8 @@ def known_configs(name: str) -> tuple[Path, Path]:
     return root / "target", root / "drafter"
 
 
-def _known(name: str) -> Pair | None:
+def known_pair(name: str) -> Pair | None:
+    """The pair that a name or a repository, with or without @revision, stands for."""
     name = name.partition("@")[0]
     return next((pair for pair in PAIRS if name in (pair.name, pair.target_repo, pair.drafter_repo)), None)
 

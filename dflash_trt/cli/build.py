@@ -25,6 +25,7 @@ EXAMPLES = """\
 examples:
   dflash-trt build --target tiny
   dflash-trt build --target Qwen/Qwen3-8B --max-seq-len 8192
+  dflash-trt build --target gpt-oss-120b --weights none
   dflash-trt build --target checkpoints/target --drafter checkpoints/drafter --out bundles/mine
 """
 
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-seq-len",
         type=int,
         metavar="N",
-        help="longest prompt and output together (default: the target's limit)",
+        help="longest prompt and output together (default: both models' limit, at most 8192)",
     )
     parser.add_argument(
         "--block-size",
@@ -59,16 +60,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="onnxruntime",
         help="what runs the graphs (default: onnxruntime)",
     )
+    parser.add_argument(
+        "--weights",
+        choices=["checkpoint", "none"],
+        default="checkpoint",
+        help="none: full-size graphs from the configurations alone, to inspect and not to run; nothing is fetched",
+    )
     parser.add_argument("--force", action="store_true", help="replace a bundle of other inputs or options")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.build import build
+    from dflash_trt.checkpoint.pairs import known_pair
     from dflash_trt.inspection import inspect
 
     out = args.out or Path("bundles") / Path(args.target).resolve().name
     began = time.perf_counter()
+    pair = known_pair(args.target)
+    if pair is not None and pair.warning:
+        print(f"note: {pair.warning}", file=sys.stderr)
     with _progress() as progress:
         bundle = build(
             args.target,
@@ -77,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
             max_seq_len=args.max_seq_len,
             block_size=args.block_size,
             engine=args.engine,
+            weights=args.weights,
             force=args.force,
             progress=progress,
         )
