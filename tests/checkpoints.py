@@ -75,7 +75,7 @@ def make_tokenizer(directory: Path) -> None:
         "pad_token": SPECIAL_TOKENS[ENDOFTEXT],
         "tokenizer_class": "Qwen2Tokenizer",
     }
-    _write_json(directory / "tokenizer_config.json", settings)
+    write_json(directory / "tokenizer_config.json", settings)
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
@@ -134,14 +134,8 @@ def make_target(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            parameter.copy_(_draw(name, parameter.shape, generator))
-        head = model.lm_head.weight
-        head *= 3.0 * hidden**-0.5
-        if favourites:
-            head *= 0.2
-            rows = head[: 8 * favourites : 8]
-            rows *= 8.0
-            rows[1::2] = -rows[: favourites // 2 * 2 : 2]
+            parameter.copy_(draw(name, parameter.shape, generator))
+        scale_head(model.lm_head.weight, favourites)
     model = model.to(DTYPES[dtype])
     model.config.dtype = DTYPES[dtype]
     model.generation_config = GenerationConfig(
@@ -155,7 +149,7 @@ def make_target(
         written["rope_theta"] = parameters["rope_theta"]
         written["rope_scaling"] = None if rope_scaling is None else rope_scaling
         written["torch_dtype"] = written.pop("dtype")
-    _write_json(directory / "config.json", written)
+    write_json(directory / "config.json", written)
     make_tokenizer(directory)
     return directory
 
@@ -235,7 +229,7 @@ def make_drafter(
             "rope_parameters": {"rope_type": "default", **(rope_scaling or {}), "rope_theta": rope_theta},
             "dtype": dtype,
         }
-    _write_json(directory / "config.json", config)
+    write_json(directory / "config.json", config)
 
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, len(taps) * hidden),
@@ -259,14 +253,12 @@ def make_drafter(
         shapes[f"layers.{i}.mlp.up_proj.weight"] = (intermediate, hidden)
         shapes[f"layers.{i}.mlp.down_proj.weight"] = (hidden, intermediate)
     generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: _draw(name, shape, generator).to(DTYPES[dtype]) for name, shape in sorted(shapes.items())
-    }
+    tensors = {name: draw(name, shape, generator).to(DTYPES[dtype]) for name, shape in sorted(shapes.items())}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
-def _draw(name: str, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+def draw(name: str, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
     """Norms near 1 (k_norm larger, for contrasts), biases of 0.3, matrices that keep the scale."""
     noise = torch.randn(tuple(shape), generator=generator)
     if name.endswith("k_norm.weight"):
@@ -284,5 +276,15 @@ def _draw(name: str, shape: Sequence[int], generator: torch.Generator) -> torch.
     return noise * shape[-1] ** -0.5
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def scale_head(head: torch.Tensor, favourites: int) -> None:
+    """Scale a drawn head [V, D] in place: logits of order 10, or a few rows that nearly always win."""
+    head *= 3.0 * head.shape[1] ** -0.5
+    if favourites:
+        head *= 0.2
+        rows = head[: 8 * favourites : 8]
+        rows *= 8.0
+        rows[1::2] = -rows[: favourites // 2 * 2 : 2]
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
