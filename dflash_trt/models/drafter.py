@@ -91,11 +91,10 @@ def build_drafter(
     n_drafts = g.op("Sub", n_block, g.constant([1]), name="n_drafts")
     shape = g.shape(batch, n_drafts)
     tokens = g.op("ArgMax", logits, name="best", axis=-1, keepdims=0)
-    best = g.op("ReduceMax", logits, g.constant([-1]), name="best_logit", keepdims=0)
-    total = g.op("ReduceLogSumExp", logits, g.constant([-1]), name="log_total", keepdims=0)
-    logprobs = g.op("Sub", best, total, name="logprobs")
+    logprobs = g.op("LogSoftmax", logits, name="logprobs", axis=-1)
+    best = g.op("ReduceMax", logprobs, g.constant([-1]), name="best_logprob", keepdims=0)
     g.output(g.op("Reshape", tokens, shape), "draft_tokens", INT64, ["B", "K-1"])
-    g.output(g.op("Reshape", logprobs, shape), "draft_logprobs", FLOAT, ["B", "K-1"])
+    g.output(g.op("Reshape", best, shape), "draft_logprobs", FLOAT, ["B", "K-1"])
     return g.model(metadata or {})
 
 
