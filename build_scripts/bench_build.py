@@ -1,8 +1,10 @@
 """Time and peak memory of `dflash-trt build` on a generated Qwen3-shaped BF16 pair.
 
-    python build_scripts/bench_build.py [--gigabytes 1.2] [--dir DIR]
+    python build_scripts/bench_build.py [--gigabytes 1.2] [--dir DIR] [--genai]
 
-The last line is one JSON document. Peak memory is the build process's own ru_maxrss.
+With --genai (needs onnxruntime-genai, torch and transformers) its model builder converts the same target in the same
+run, to float32 for the CPU: what it does there is not the same work, since it writes the weights anew and its graph
+has no taps. The last line is one JSON document. Peak memory is the largest ru_maxrss of the process.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 from generated import write_pair
@@ -26,39 +28,71 @@ def main() -> None:
     )
     parser.add_argument("--gigabytes", type=float, default=1.2, help="weights of the pair, about")
     parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
+    parser.add_argument("--genai", action="store_true", help="run onnxruntime-genai's model builder too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         work = Path(folder)
         hidden, intermediate, vocab = 1024, 4096, 65536
-        per_layer = 2 * (4 * hidden * hidden + 3 * hidden * intermediate)  # q, k, v, o (grouped) and the MLP
+        per_layer = 2 * (3 * hidden * hidden + 3 * hidden * intermediate)  # q, k, v, o (grouped) and the MLP
         layers = max(8, round((args.gigabytes * 1e9 - 4 * hidden * vocab) / per_layer) - 5)
         size = write_pair(work, hidden=hidden, layers=layers, intermediate=intermediate, vocab=vocab)
         largest = 2 * hidden * vocab
+        limit = 1.2 * largest + 400e6
+        print(f"weights {size / 1e9:.2f} GB, {layers} layers, largest tensor {largest / 1e6:.0f} MB")
         command = [sys.executable, "-m", "dflash_trt", "build", "--target", str(work / "target")]
         command += ["--drafter", str(work / "drafter"), "--out", str(work / "bundle")]
-        begin = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        seconds = time.perf_counter() - begin
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        seconds, peak = measure(command)
         linked = (work / "target/model.safetensors").samefile(
             work / "bundle/weights/target/model.safetensors"
         )
-        written = sum(f.stat().st_size for f in (work / "bundle").rglob("*") if f.suffix != ".safetensors")
-    limit = 1.2 * largest + 400e6
-    print(f"weights {size / 1e9:.2f} GB, {layers} layers, largest tensor {largest / 1e6:.0f} MB")
-    print(f"build {seconds:.2f} s, peak RSS {peak / 1e6:.0f} MB (bound: {limit / 1e6:.0f} MB)")
-    print(f"weights {'hard-linked' if linked else 'copied'}, {written / 1e6:.2f} MB written beside them")
-    result = {
-        "weight_bytes": size,
-        "largest_tensor_bytes": largest,
-        "seconds": round(seconds, 3),
-        "peak_rss_bytes": peak,
-        "bound_bytes": round(limit),
-        "hard_linked": linked,
-        "cores": len(os.sched_getaffinity(0)),
-    }
+        written = sum(
+            f.stat().st_size for f in (work / "bundle").rglob("*") if f.suffix in (".onnx", ".json")
+        )
+        print(
+            f"dflash-trt build: {seconds:.2f} s, peak RSS {peak / 1e6:.0f} MB (bound: {limit / 1e6:.0f} MB)"
+        )
+        print(
+            f"  weights {'hard-linked' if linked else 'copied'}, {written / 1e6:.2f} MB written beside them"
+        )
+        result = {
+            "weight_bytes": size,
+            "largest_tensor_bytes": largest,
+            "seconds": round(seconds, 3),
+            "peak_rss_bytes": peak,
+            "bound_bytes": round(limit),
+            "hard_linked": linked,
+            "written_bytes": written,
+            "cores": len(os.sched_getaffinity(0)),
+        }
+        if args.genai:
+            command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(work / "target")]
+            command += ["-o", str(work / "genai"), "-p", "fp32", "-e", "cpu", "-c", str(work / "cache")]
+            other, other_peak = measure(command)
+            other_written = sum(f.stat().st_size for f in (work / "genai").rglob("*") if f.is_file())
+            print(f"onnxruntime-genai builder: {other:.2f} s, peak RSS {other_peak / 1e6:.0f} MB")
+            print(f"  {other_written / 1e6:.0f} MB written")
+            result["genai"] = {
+                "version": version("onnxruntime-genai"),
+                "seconds": round(other, 3),
+                "peak_rss_bytes": other_peak,
+                "written_bytes": other_written,
+            }
     print(json.dumps(result))
     sys.exit(peak > limit)
+
+
+def measure(command: list[str]) -> tuple[float, int]:
+    """Seconds and peak resident bytes of one process."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = time.perf_counter() - begin
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{errors.decode()[-2000:]}")
+    return seconds, usage.ru_maxrss * 1024
 
 
 if __name__ == "__main__":
