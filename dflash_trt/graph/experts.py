@@ -57,10 +57,14 @@ def onnxruntime_moe(
     if not resident:
         k = ir.RefAttr("value_int", "k", ir.AttributeType.INT)
         count = g.op("Reshape", g.op("Constant", name="k", value_int=k), g.constant([1]), name="count")
-        _, best = g.multi("TopK", router, count, outputs=2, name="best", axis=-1)
+        logits, best = g.multi("TopK", router, count, outputs=2, name="best", axis=-1)
+        # Where logits tie, the operator would choose otherwise, and by what other rows brought in: leave it no choice.
+        lowest = g.constant(np.finfo(np.float32).min, np.float32)
+        none = g.op("Expand", lowest, g.op("Shape", router, name="all"), name="none")
+        chosen = g.op("ScatterElements", none, best, logits, name="chosen", axis=1)
         # Sorted, and only those in use: the operator sees a layer that has no other experts.
         active = g.op("Unique", best, name="active", sorted=1)
-        router = g.op("Gather", router, active, name="router_active", axis=1)
+        router = g.op("Gather", chosen, active, name="router_active", axis=1)
         tensors = [t and g.op("Gather", t, active, name=f"{t.name}_active", axis=0) for t in tensors]
     gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias = tensors
     assert gate_up is not None
@@ -87,7 +91,7 @@ def onnxruntime_moe(
 
 
 def _widen(g: GraphBuilder, weight: ir.Value, scales: ir.Value | None) -> ir.Value:
-    """Stored weights to float32 [experts, out, in]; every E2M1 number times a power of two is a float32."""
+    """Stored weights to float32 [experts, out, in]: exactly, or infinity where a product reaches 2**128."""
     if scales is None:
         return g.op("Cast", weight, name="widen", to=int(FLOAT))
     index = g.op("Cast", weight, name="byte", to=int(ir.DataType.INT32))
