@@ -309,13 +309,20 @@ def test_the_target_s_graph_folds(
     layers = [node for node in graph.node if node.op_type == "MoE"]
     assert len(layers) == sum(config.moe.sparse_layers)
     assert not any(node.domain == "dflash" for node in graph.node)
+    kinds = {onnx.TensorProto.UINT8 if family == "gpt-oss" else onnx.TensorProto.BFLOAT16}
     for node in layers:
         for name in (node.input[2], node.input[4]):
             if resident:
                 assert stored[name] == onnx.TensorProto.FLOAT
-                continue
-            while producers[name].op_type != "Gather" or "_active" not in producers[name].name:
-                producer = producers[name]
-                name = producer.input[1 if producer.op_type == "Gather" else 0]
-            source = stored[producers[name].input[0]]
-            assert source == (onnx.TensorProto.UINT8 if family == "gpt-oss" else onnx.TensorProto.BFLOAT16)
+            else:
+                assert {stored[source] for source in gathered(name, producers)} == kinds
+
+
+def gathered(name: str, producers: Mapping[str, onnx.NodeProto]) -> set[str]:
+    """Of what the value `name` is made: the names of the tensors from which experts in use are gathered."""
+    node = producers.get(name)
+    if node is None:
+        return set()
+    if node.op_type == "Gather" and "_active" in node.name:
+        return {node.input[0]}
+    return {source for each in node.input for source in gathered(each, producers)}

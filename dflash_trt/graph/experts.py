@@ -94,12 +94,23 @@ def _widen(g: GraphBuilder, weight: ir.Value, scales: ir.Value | None) -> ir.Val
     """Stored weights to float32 [experts, out, in]: exactly, or infinity where a product reaches 2**128."""
     if scales is None:
         return g.op("Cast", weight, name="widen", to=int(FLOAT))
-    index = g.op("Cast", weight, name="byte", to=int(ir.DataType.INT32))
-    numbers = g.op("Gather", g.constant(BYTE_TO_PAIR, np.float32), index, name="numbers")  # [E,O,G,16,2]
-    numbers = g.op("Reshape", numbers, g.constant([0, 0, 0, 32]), name="blocks")
-    exponent = g.op("Cast", scales, name="exponent", to=int(ir.DataType.INT32))
-    scale = g.unsqueeze(g.op("Gather", g.constant(E8M0, np.float32), exponent, name="scale"), 3)
-    return g.op("Reshape", g.op("Mul", numbers, scale, name="scaled"), g.constant([0, 0, -1]), name="flat")
+
+    # Lookups by GatherElements in one dimension: Gather is ten times slower on entries this small.
+    def lookup(table: np.ndarray, indices: ir.Value, name: str) -> ir.Value:
+        flat = g.op("Reshape", indices, g.constant([-1]), name="flat")
+        flat = g.op("Cast", flat, name="index", to=int(ir.DataType.INT32))
+        found = g.op("GatherElements", g.constant(table, np.float32), flat, name=name, axis=0)
+        return g.op("Reshape", found, g.constant([-1, 1]), name="column")
+
+    halves = [lookup(BYTE_TO_PAIR[:, i], weight, name) for i, name in enumerate(("low", "high"))]
+    numbers = g.op(
+        "Reshape", g.op("Concat", *halves, name="pairs", axis=1), g.constant([-1, 32]), name="blocks"
+    )
+    scaled = g.op("Mul", numbers, lookup(E8M0, scales, "scale"), name="scaled")
+    rows = g.op("Shape", weight, name="rows", start=0, end=2)
+    return g.op(
+        "Reshape", scaled, g.op("Concat", rows, g.constant([-1]), name="shape", axis=0), name="widened"
+    )
 
 
 def _declared(names: Sequence[str]) -> list[ir.Attr]:
