@@ -73,9 +73,9 @@ def onnxruntime_moe(
         "MoE",
         x,
         router,
-        _widen(g, gate_up, gate_up_scales),
+        _widen(g, gate_up, gate_up_scales, resident),
         gate_up_bias,
-        _widen(g, down, down_scales),
+        _widen(g, down, down_scales, resident),
         down_bias,
         domain=MICROSOFT_DOMAIN,
         activation_type="swiglu",
@@ -90,27 +90,26 @@ def onnxruntime_moe(
     return g.function(_declared(_ATTRIBUTES))
 
 
-def _widen(g: GraphBuilder, weight: ir.Value, scales: ir.Value | None) -> ir.Value:
+def _widen(g: GraphBuilder, weight: ir.Value, scales: ir.Value | None, resident: bool) -> ir.Value:
     """Stored weights to float32 [experts, out, in]: exactly, or infinity where a product reaches 2**128."""
     if scales is None:
         return g.op("Cast", weight, name="widen", to=int(FLOAT))
+    index, exponent = (g.op("Cast", t, name="index", to=int(ir.DataType.INT32)) for t in (weight, scales))
+    if resident:  # in few steps: until it has folded the whole graph, the engine holds what each step made
+        numbers = g.op("Gather", g.constant(BYTE_TO_PAIR, np.float32), index, name="numbers")
+        scale = g.op("Gather", g.constant(E8M0, np.float32), exponent, name="scale")
+    else:  # in quick ones: on entries this small, Gather takes ten times as long as GatherElements on one axis
+        halves = [_lookup(g, BYTE_TO_PAIR[:, i], index, name) for i, name in enumerate(("low", "high"))]
+        numbers = g.op("Concat", *(g.unsqueeze(half, 4) for half in halves), name="numbers", axis=4)
+        scale = _lookup(g, E8M0, exponent, "scale")
+    scaled = g.op("Mul", numbers, g.unsqueeze(scale, 3, 4), name="scaled")  # [E,O,G,16,2]
+    return g.op("Reshape", scaled, g.constant([0, 0, -1]), name="widened")
 
-    # Lookups by GatherElements in one dimension: Gather is ten times slower on entries this small.
-    def lookup(table: np.ndarray, indices: ir.Value, name: str) -> ir.Value:
-        flat = g.op("Reshape", indices, g.constant([-1]), name="flat")
-        flat = g.op("Cast", flat, name="index", to=int(ir.DataType.INT32))
-        found = g.op("GatherElements", g.constant(table, np.float32), flat, name=name, axis=0)
-        return g.op("Reshape", found, g.constant([-1, 1]), name="column")
 
-    halves = [lookup(BYTE_TO_PAIR[:, i], weight, name) for i, name in enumerate(("low", "high"))]
-    numbers = g.op(
-        "Reshape", g.op("Concat", *halves, name="pairs", axis=1), g.constant([-1, 32]), name="blocks"
-    )
-    scaled = g.op("Mul", numbers, lookup(E8M0, scales, "scale"), name="scaled")
-    rows = g.op("Shape", weight, name="rows", start=0, end=2)
-    return g.op(
-        "Reshape", scaled, g.op("Concat", rows, g.constant([-1]), name="shape", axis=0), name="widened"
-    )
+def _lookup(g: GraphBuilder, table: np.ndarray, index: ir.Value, name: str) -> ir.Value:
+    flat = g.op("Reshape", index, g.constant([-1]), name="flat")
+    found = g.op("GatherElements", g.constant(table, np.float32), flat, name=name, axis=0)
+    return g.op("Reshape", found, g.op("Shape", index, name="shape"), name="as_index")
 
 
 def _declared(names: Sequence[str]) -> list[ir.Attr]:
