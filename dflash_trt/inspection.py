@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dflash_trt.bundle import Bundle
-from dflash_trt.checkpoint.config import DecoderConfig, DrafterConfig, read_drafter_config, read_target_config
+from dflash_trt.checkpoint.config import (
+    DecoderConfig,
+    DrafterConfig,
+    TargetConfig,
+    read_drafter_config,
+    read_target_config,
+)
 from dflash_trt.checkpoint.fields import read_object
-from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo, read_header
+from dflash_trt.checkpoint.roles import parameters_of
+from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError
 
 # What of a manifest is shown as it stands; the files are shown by name and size.
 _SHOWN = (
     *("target", "drafter", "block_size", "mask_token_id", "target_layer_ids", "hidden_size", "vocab_size"),
-    *("eos_token_ids", "max_seq_len", "engine", "precision", "key", "versions"),
+    *("eos_token_ids", "max_seq_len", "engine", "precision", "weights", "key", "versions"),
 )
 
 
@@ -38,11 +43,14 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     drafter = "dflash_config" in read_object(path / "config.json")
     config = read_drafter_config(path) if drafter else read_target_config(path)
     checkpoint = Checkpoint(path)
+    by_dtype = Counter[str]()
+    for tensor in checkpoint.tensors.values():
+        by_dtype[tensor.dtype] += tensor.nbytes
     return {
         "kind": "drafter" if drafter else "target",
         "path": str(path),
         **_describe(config),
-        **_weights(checkpoint.tensors.values()),
+        **_weights(sum(map(parameters_of, checkpoint.tensors.values())), by_dtype),
         "files": {file.name: file.stat().st_size for file in checkpoint.files},
     }
 
@@ -50,26 +58,22 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 def _bundle(path: Path) -> dict[str, Any]:
     bundle = Bundle.open(path)
     manifest = bundle.manifest
-    files = {name: entry["size"] for name, entry in manifest["files"].items()}
-    weights = [
-        tensor for name in files if name.endswith(".safetensors") for tensor in read_header(path / name)
-    ]
+    sides = (manifest["target"], manifest["drafter"])
+    by_dtype = Counter[str]()
+    for role in (role for side in sides for role in side["weight_bytes"].values()):
+        by_dtype.update(role)
     return {
         "kind": "bundle",
         "path": str(path),
         "format_version": manifest["format_version"],
         **{field: manifest[field] for field in _SHOWN},
         "cache_rows": bundle.capacity,
-        **_weights(weights),
-        "files": files,
+        **_weights(sum(side["parameters"] for side in sides), by_dtype),
+        "files": {name: entry["size"] for name, entry in manifest["files"].items()},
     }
 
 
-def _weights(tensors: Iterable[TensorInfo]) -> dict[str, Any]:
-    parameters, by_dtype = 0, Counter[str]()
-    for tensor in tensors:
-        parameters += math.prod(tensor.shape)
-        by_dtype[tensor.dtype] += tensor.nbytes
+def _weights(parameters: int, by_dtype: Counter[str]) -> dict[str, Any]:
     return {
         "parameters": parameters,
         "weight_bytes": by_dtype.total(),
@@ -91,6 +95,8 @@ def _describe(config: DecoderConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
     }
+    if isinstance(config, TargetConfig) and config.moe is not None:
+        found |= {"experts": config.moe.num_experts, "experts_per_token": config.moe.experts_per_token}
     if isinstance(config, DrafterConfig):
         found |= {
             "block_size": config.block_size,
