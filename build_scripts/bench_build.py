@@ -1,6 +1,6 @@
 """Time and peak memory of `dflash-trt build` on a generated Qwen3-shaped BF16 pair.
 
-    python build_scripts/bench_build.py [--gigabytes 1.2] [--dir DIR] [--genai]
+    python -m build_scripts.bench_build [--gigabytes 1.2] [--dir DIR] [--genai]
 
 With --genai (needs onnxruntime-genai, torch and transformers) its model builder converts the same target in the same
 run, to float32 for the CPU: what it does there is not the same work, since it writes the weights anew and its graph
@@ -19,7 +19,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from generated import write_pair
+from build_scripts.generated import write_pair
 
 
 def main() -> None:
