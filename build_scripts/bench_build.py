@@ -18,6 +18,7 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from build_scripts.generated import write_pair
 
@@ -54,7 +55,7 @@ def main() -> None:
         print(
             f"  weights {'hard-linked' if linked else 'copied'}, {written / 1e6:.2f} MB written beside them"
         )
-        result = {
+        result: dict[str, Any] = {
             "weight_bytes": size,
             "largest_tensor_bytes": largest,
             "seconds": round(seconds, 3),
