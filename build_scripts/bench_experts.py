@@ -180,7 +180,7 @@ def open_bundle(path: Path, directory: Path) -> None:
     directory.mkdir(parents=True)
     shutil.copy(bundle.path / "configs" / "target.json", directory / "config.json")
     for file in (bundle.path / "weights" / "target").iterdir():
-        (directory / file.name).symlink_to(file.resolve())
+        shutil.copy(file, directory)  # ONNX Runtime reads no link that leads out of the graph's directory
 
 
 def sequences(bundle: Path | None, config: TargetConfig, count: int) -> list[Array]:
