@@ -33,8 +33,9 @@ from .experts import Storage, onnxruntime_moe
 
 # Extra key columns that carry the sink; eight keep the rows aligned.
 SINK_PADDING = 8
-# Up to this size all experts are widened to float32 as the engine loads; beyond it, those in use in every pass.
-RESIDENT_EXPERT_BYTES = 1 << 30
+# Up to this size all experts are widened to float32 as the engine loads (its peak then is four times that); beyond it,
+# those in use are, in every pass.
+RESIDENT_EXPERT_BYTES = 256 << 20
 
 
 class OnnxRuntime:
