@@ -80,10 +80,16 @@ def transformers_method(
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.generation.streamers import BaseStreamer
+    from transformers.utils.quantization_config import Mxfp4Config
 
     torch.set_num_threads(args.threads)
     source = resolve_pair(args.target)[0].directory
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    packed = "quantization_config" in json.loads((source / "config.json").read_text())
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source,
+        dtype=torch.float32,
+        **({"quantization_config": Mxfp4Config(dequantize=True)} if packed else {}),
+    )
 
     class Clock(BaseStreamer):
         """Notes when the first token came. `put` is called with the prompt first."""
