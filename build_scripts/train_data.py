@@ -17,7 +17,7 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-DOCUMENT_SHARES = {"math": 0.37, "code": 0.26, "tools": 0.13, "chat": 0.19, "library": 0.05}
+DOCUMENT_SHARES = {"math": 0.40, "code": 0.20, "tools": 0.23, "chat": 0.13, "library": 0.04}
 PROMPT_WEIGHT, ANSWER_WEIGHT, LIBRARY_WEIGHT = 0.1, 1.0, 0.3
 
 
@@ -82,13 +82,17 @@ def documents(tokenizer: Tokenizer, seed: int) -> Iterator[tuple[list[int], list
         yield from ready
 
 
-def packed_rows(tokenizer: Tokenizer, length: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Rows of exactly length + 1 tokens and their weights; every row begins with the beginning of a document."""
-    ids: list[int] = []
-    weights: list[float] = []
-    for more_ids, more_weights in documents(tokenizer, seed):
-        ids += more_ids
-        weights += more_weights
-        if len(ids) > length:
-            yield np.array(ids[: length + 1]), np.array(weights[: length + 1], np.float32)
-            ids, weights = [], []
+def packed_rows(tokenizer: Tokenizer, length: int, seed: int) -> Iterator[tuple[np.ndarray, ...]]:
+    """Endless rows of documents: tokens and loss weights, both length + 1, and each token's document and position.
+
+    A row begins with the beginning of a document and cuts the last one off where it ends. The first token of a
+    document weighs nothing, since nothing before it foretells it.
+    """
+    rows: list[tuple[int, float, int, int]] = []
+    for number, (ids, weights) in enumerate(documents(tokenizer, seed)):
+        weights[0] = 0.0
+        rows += zip(ids, weights, [number] * len(ids), range(len(ids)), strict=True)
+        if len(rows) > length:
+            tokens, scales, document, position = zip(*rows[: length + 1], strict=True)
+            yield np.array(tokens), np.array(scales, np.float32), np.array(document), np.array(position)
+            rows = []

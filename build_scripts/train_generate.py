@@ -26,14 +26,23 @@ class Cache:
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
 
 
-def target_pass(target: Target, tokens: Tensor, start: int, cache: Cache) -> tuple[Tensor, Tensor]:
-    """Normed hidden rows [B, S, D] and features [B, S, taps * D] of tokens [B, S] at positions start, start + 1, ..."""
+def target_pass(
+    target: Target, tokens: Tensor, start: int, cache: Cache, padding: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Normed hidden rows [B, S, D] and features [B, S, taps * D] of tokens [B, S] at positions start, start + 1, ...
+
+    The first padding[b] positions of row b hold nothing and are not looked at. That the others are then shifted
+    changes nothing: rotary attention knows only differences of positions.
+    """
     shape = target.shape
     batch, length = tokens.shape
     end = start + length
     positions = torch.arange(start, end, device=tokens.device)
     cos, sin = rotary(positions, shape)
-    hidden_from = torch.arange(end, device=tokens.device) > positions[:, None]
+    columns = torch.arange(end, device=tokens.device)
+    unseen = (columns > positions[:, None])[None]
+    if padding is not None:
+        unseen = unseen | ((columns < padding[:, None, None]) & (columns != positions[:, None]))
     groups = shape.num_attention_heads // shape.num_key_value_heads
     x = target.embed_tokens(tokens)
     taps = []
@@ -49,8 +58,7 @@ def target_pass(target: Target, tokens: Tensor, start: int, cache: Cache) -> tup
             * shape.head_dim**-0.5
         )
         scores = q @ cache.keys[index][:, :, :end].mT
-        if length > 1:
-            scores.masked_fill_(hidden_from.repeat(groups, 1), float("-inf"))
+        scores.masked_fill_(unseen.repeat(1, groups, 1)[:, None], float("-inf"))
         mixed = scores.softmax(-1) @ cache.values[index][:, :, :end]
         mixed = mixed.view(batch, shape.num_attention_heads, length, shape.head_dim)
         x = x + attention.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -73,17 +81,23 @@ class Response:
 def respond(
     target: Target, prompts: list[list[int]], temperatures: list[float], limit: int, seed: int
 ) -> Iterator[Response]:
-    """Answers to prompts of one length, decoded together; temperature 0 is greedy. Unfinished answers are dropped."""
+    """Answers to prompts of similar lengths, decoded together; temperature 0 is greedy.
+
+    limit is the longest prompt with its answer; answers that do not end by then are dropped.
+    """
     device = target.norm.weight.device
     noise = torch.Generator(device).manual_seed(seed)
-    length = len(prompts[0])
-    tokens = torch.tensor(prompts, device=device)
+    length = max(len(prompt) for prompt in prompts)
+    tokens = torch.tensor(
+        [[END_OF_TEXT] * (length - len(prompt)) + prompt for prompt in prompts], device=device
+    )
+    padding = torch.tensor([length - len(prompt) for prompt in prompts], device=device)
     heat = torch.tensor(temperatures, device=device)[:, None]
     cache = Cache(target.shape, len(prompts), limit, device)
     features = torch.zeros(len(prompts), limit, target.fan_in, dtype=torch.bfloat16, device=device)
     position, fed = 0, tokens
     while len(tokens) and position + fed.shape[1] < limit:
-        hidden, tapped = target_pass(target, fed, position, cache)
+        hidden, tapped = target_pass(target, fed, position, cache, padding)
         features[:, position : position + fed.shape[1]] = tapped
         position += fed.shape[1]
         logits = target.head(hidden[:, -1])
@@ -93,9 +107,12 @@ def respond(
         ended = (fed == END) | (fed == END_OF_TEXT)
         if ended.any():
             for row in ended.squeeze(1).nonzero().flatten().tolist():
-                yield Response(tokens[row].tolist(), length, features[row, :position].cpu().clone())
+                first = int(padding[row])
+                taps = features[row, first:position].cpu().clone()
+                yield Response(tokens[row, first:].tolist(), length - first, taps)
             rest = (~ended).squeeze(1).nonzero().flatten()
-            tokens, heat, fed, features = tokens[rest], heat[rest], fed[rest], features[rest]
+            tokens, heat, fed = tokens[rest], heat[rest], fed[rest]
+            padding, features = padding[rest], features[rest]
             cache.keep(rest)
 
 

@@ -196,7 +196,7 @@ def train(
             line = {
                 "step": step,
                 "seconds": round(spent + now - began),
-                "loss": round(sum(recent[-20:]) / 20, 4),
+                "loss": round(sum(recent[-20:]) / len(recent[-20:]), 4),
             }
             with (directory / "log.jsonl").open("a") as log:
                 log.write(json.dumps(line) + "\n")

@@ -82,14 +82,14 @@ class Attention(nn.Module):
         return rotate(self.k_norm(self.heads(self.k_proj(x))), cos, sin), self.heads(self.v_proj(x))
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     ) -> Tensor:
-        """Rows of x attend to keys and values; without a mask, causally among themselves."""
+        """Rows of x attend to the keys and values where mask, [B, 1, rows, keys], is True."""
         q = rotate(self.q_norm(self.heads(self.q_proj(x))), cos, sin)
         groups = self.shape.num_attention_heads // self.shape.num_key_value_heads
         k, v = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.o_proj(out.transpose(-3, -2).flatten(-2))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.o_proj(out.transpose(-3, -2).flatten(-2))  # type: ignore[no-any-return]
 
 
 class Mlp(nn.Module):
@@ -130,19 +130,18 @@ class Target(nn.Module):
         """Logits [..., V] of normed rows: the embedding is tied."""
         return F.linear(hidden, self.embed_tokens.weight)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed hidden rows [B, S, D] and features [B, S, taps * D] of whole sequences [B, S] from position 0."""
+    def forward(self, tokens: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
+        """Normed hidden rows [B, S, D] of packed documents; a token sees its own document only. All are [B, S]."""
         x = self.embed_tokens(tokens)
-        cos, sin = rotary(torch.arange(tokens.shape[1], device=tokens.device), self.shape)
-        taps = []
-        for index, layer in enumerate(self.layers):
+        cos, sin = rotary(positions, self.shape)
+        order = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = ((documents[:, :, None] == documents[:, None]) & (order[:, None] >= order))[:, None]
+        for layer in self.layers:
             normed = layer.input_layernorm(x)
             keys, values = layer.self_attn.keys_values(normed, cos, sin)
-            x = x + layer.self_attn(normed, cos, sin, keys, values, None)
+            x = x + layer.self_attn(normed, cos, sin, keys, values, mask)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-            if index in self.shape.target_layer_ids:
-                taps.append(x)
-        return self.norm(x), torch.cat(taps, -1)
+        return self.norm(x)  # type: ignore[no-any-return]
 
 
 class Drafter(nn.Module):
