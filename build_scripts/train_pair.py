@@ -8,9 +8,10 @@
 The pair in dflash_trt/shipped/tiny was made on a machine with 2 CPU cores that other jobs used at the same time:
 
     target    4.33 M parameters: 10 layers of 192, vocabulary 2048; 8.7 MB in BF16
-              74 minutes, 1750 steps of 4096 tokens (7 M tokens), in stretches: the first 1380 steps on one cosine, whose
-              length was extended while it ran, the rest on a second one from half the rate. The shares of the kinds of
-              text moved from chat to math and tools on the way, and up to step 800 packed documents saw each other.
+              74 minutes, 1750 steps of 4096 tokens (7 M tokens), in stretches: the first 1380 steps on one cosine,
+              whose length was extended while it ran, the rest on a second one from half the rate. The shares of the
+              kinds of text moved from chat to math and tools on the way; up to step 800 packed documents saw each
+              other.
               Last loss 0.18 (answers weigh 1, prompts 0.1, library text 0.3).
     answers   to 5000 training prompts, 70 % greedy, 8 minutes
     drafter   0.94 M parameters: 2 layers, 4 taps, block 8; 1.9 MB in BF16
