@@ -31,34 +31,6 @@ class _Bound:
         self.binding, self.inputs, self.outputs = binding, inputs, outputs
 
 
-# Threads of ONNX Runtime's process-wide pool, once it exists; 0 if it is not ours.
-_pool_threads: int | None = None
-
-
-def _options(threads: int) -> Any:
-    """Target and drafter take turns, and share one pool of threads that wait for work spinning.
-
-    With a pool each, the waiting threads of one would hold the cores that the other needs; without spinning, waking
-    them takes as long as a small pass. The pool's size is fixed by the first engine of the process: engines with
-    another number of threads get a pool of their own, which does not spin.
-    """
-    global _pool_threads
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    if _pool_threads is None:
-        try:
-            ort.set_global_thread_pool_sizes(threads, 1)
-            _pool_threads = threads
-        except Exception:  # the process made one before; ONNX Runtime's error types are undocumented
-            _pool_threads = 0
-    if threads == _pool_threads:
-        options.use_per_session_threads = False
-    else:
-        options.intra_op_num_threads = threads
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return options
-
-
 class OnnxRuntimeEngine:
     """Runs one graph on the CPU over a pool of cache slots.
 
@@ -67,7 +39,12 @@ class OnnxRuntimeEngine:
     """
 
     def __init__(self, path: Path, *, slots: int, capacity: int, threads: int | None = None) -> None:
-        options = _options(threads or len(os.sched_getaffinity(0)))
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
+        options.log_severity_level = 3
+        # Target and drafter take turns. Threads wait for work spinning, since waking them takes as long as a small
+        # pass, but only until the pass ends: then the other one needs the cores.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         try:
             self._session: Any = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime raises its own, undocumented hierarchy
