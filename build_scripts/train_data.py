@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,8 @@ SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 DOCUMENT_SHARES = {"math": 0.40, "code": 0.20, "tools": 0.23, "chat": 0.13, "library": 0.04}
+# An example to its prompt and to its answer, up to and with what ends it.
+Render = Callable[[Example], tuple[str, str]]
 PROMPT_WEIGHT, ANSWER_WEIGHT, LIBRARY_WEIGHT = 0.1, 1.0, 0.3
 
 
@@ -45,18 +47,23 @@ def train_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def chatml(example: Example) -> tuple[str, str]:
+    return example.prompt, example.answer + "<|im_end|>\n"
+
+
 def load_tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
-def encode_examples(tokenizer: Tokenizer, made: list[Example]) -> list[tuple[list[int], int]]:
-    """Token ids of each whole example, up to the newline after its end, and how many of them are the prompt."""
-    prompts = tokenizer.encode_batch_fast([item.prompt for item in made])
-    answers = tokenizer.encode_batch_fast([item.answer + "<|im_end|>\n" for item in made])
+def encode_examples(tokenizer: Tokenizer, made: list[Example], render: Render) -> list[tuple[list[int], int]]:
+    """Token ids of each whole example, and how many of them are the prompt."""
+    texts = [render(item) for item in made]
+    prompts = tokenizer.encode_batch_fast([prompt for prompt, _ in texts])
+    answers = tokenizer.encode_batch_fast([answer for _, answer in texts])
     return [(p.ids + a.ids, len(p.ids)) for p, a in zip(prompts, answers, strict=True)]
 
 
-def documents(tokenizer: Tokenizer, seed: int) -> Iterator[tuple[list[int], list[float]]]:
+def documents(tokenizer: Tokenizer, seed: int, render: Render) -> Iterator[tuple[list[int], list[float]]]:
     """Endless training documents: token ids and the loss weight of each token."""
     rng = random.Random(f"documents/{seed}")
     library = [text.splitlines(keepends=True) for text in library_documents()]
@@ -75,21 +82,23 @@ def documents(tokenizer: Tokenizer, seed: int) -> Iterator[tuple[list[int], list
                 counters[kind] += 1
             counters[kind] += 1
             made.append(candidate)
-        for ids, prompt_length in encode_examples(tokenizer, made):
+        for ids, prompt_length in encode_examples(tokenizer, made, render):
             answer_length = len(ids) - prompt_length
             ready.append((ids, [PROMPT_WEIGHT] * prompt_length + [ANSWER_WEIGHT] * answer_length))
         rng.shuffle(ready)
         yield from ready
 
 
-def packed_rows(tokenizer: Tokenizer, length: int, seed: int) -> Iterator[tuple[np.ndarray, ...]]:
+def packed_rows(
+    tokenizer: Tokenizer, length: int, seed: int, render: Render = chatml
+) -> Iterator[tuple[np.ndarray, ...]]:
     """Endless rows of documents: tokens and loss weights, both length + 1, and each token's document and position.
 
     A row begins with the beginning of a document and cuts the last one off where it ends. The first token of a
     document weighs nothing, since nothing before it foretells it.
     """
     rows: list[tuple[int, float, int, int]] = []
-    for number, (ids, weights) in enumerate(documents(tokenizer, seed)):
+    for number, (ids, weights) in enumerate(documents(tokenizer, seed, render)):
         weights[0] = 0.0
         rows += zip(ids, weights, [number] * len(ids), range(len(ids)), strict=True)
         if len(rows) > length:

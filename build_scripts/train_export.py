@@ -18,7 +18,7 @@ END_OF_TEXT, START, END, MASK = range(len(SPECIAL_TOKENS))
 
 def common_config(shape: Shape, layers: int) -> dict[str, object]:
     return {
-        "attention_bias": False,
+        "attention_bias": shape.attention_bias,
         "attention_dropout": 0.0,
         "bos_token_id": END_OF_TEXT,
         "eos_token_id": END,
@@ -98,7 +98,7 @@ def write_drafter(drafter: Drafter, directory: Path) -> None:
         "num_target_layers": shape.target_layers,
         "dflash_config": {"mask_token_id": MASK, "target_layer_ids": shape.target_layer_ids},
         **common_config(shape, shape.drafter_layers),
-        "rope_scaling": None,
+        "rope_scaling": shape.rope_scaling,
         "rope_theta": shape.rope_theta,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from build_scripts.corpus import Example
+from build_scripts.train_data import Render
 from build_scripts.train_export import END, END_OF_TEXT, MASK
 from build_scripts.train_model import Drafter, Shape, Target, rotary, rotate
 
@@ -59,7 +60,7 @@ def target_pass(
         )
         scores = q @ cache.keys[index][:, :, :end].mT
         scores.masked_fill_(unseen.repeat(1, groups, 1)[:, None], float("-inf"))
-        mixed = scores.softmax(-1) @ cache.values[index][:, :, :end]
+        mixed = attention.weights(scores, positions) @ cache.values[index][:, :, :end]
         mixed = mixed.view(batch, shape.num_attention_heads, length, shape.head_dim)
         x = x + attention.o_proj(mixed.transpose(1, 2).flatten(2))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
@@ -155,11 +156,13 @@ def speculate(target: Target, drafter: Drafter, prompt: list[int], limit: int) -
     return tokens[len(prompt) :], rounds
 
 
-def measure(target: Target, drafter: Drafter, tokenizer: Tokenizer, asked: list[Example]) -> dict[str, float]:
+def measure(
+    target: Target, drafter: Drafter, tokenizer: Tokenizer, asked: list[Example], render: Render
+) -> dict[str, float]:
     """Mean acceptance length (tokens per round) over the prompts, and the share answered exactly as the corpus does."""
     tokens = rounds = right = ended = 0
     for example in asked:
-        answer, used = speculate(target, drafter, tokenizer.encode(example.prompt).ids, 512)
+        answer, used = speculate(target, drafter, tokenizer.encode(render(example)[0]).ids, 512)
         tokens += len(answer) - 1
         rounds += used
         ended += answer[-1] == END

@@ -36,7 +36,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose direction is orthogonalized, for the hidden matrices; equal shapes go as one stack."""
+    """Momentum whose direction is orthogonalized, for matrices [..., rows, cols]; equal shapes go as one stack."""
 
     def __init__(
         self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.01
@@ -57,7 +57,7 @@ class Muon(torch.optim.Optimizer):
                         state["momentum"] = torch.zeros_like(parameter)
                     moving = state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
                     directions.append(parameter.grad.lerp(moving, group["momentum"]))
-                scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+                scale = group["lr"] * max(1.0, shape[-2] / shape[-1]) ** 0.5
                 for parameter, update in zip(parameters, orthogonalize(torch.stack(directions)), strict=True):
                     parameter.mul_(1 - group["lr"] * group["decay"])
                     parameter.sub_(update, alpha=scale)
@@ -67,7 +67,8 @@ def optimizers_of(module: nn.Module, lr: float, matrix_lr: float) -> list[torch.
     """Muon for the matrices of the layers and AdamW for the rest; AdamW alone when matrix_lr is 0."""
     matrices, rest = [], []
     for name, parameter in module.named_parameters():
-        hidden = matrix_lr > 0 and parameter.ndim == 2 and "embed" not in name
+        other = any(part in name for part in ("embed", "lm_head", "router", "bias"))
+        hidden = matrix_lr > 0 and parameter.ndim >= 2 and not other
         (matrices if hidden else rest).append(parameter)
     made: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(rest, lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)

@@ -6,6 +6,7 @@ drafter (arXiv 2602.06036, section 4.1). Both compile to a few fused loops on a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,11 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes that the target and the drafter share, and those of each."""
+    """Sizes that the target and the drafter share, and those of each.
+
+    Where `rope_scaling` is given, as config.json has it, `inverse_frequencies` and `rotary_factor` are what follows
+    from it.
+    """
 
     vocab_size: int = 2048
     hidden_size: int = 192
@@ -30,6 +35,10 @@ class Shape:
     drafter_layers: int = 2
     block_size: int = 8
     taps: int = 4
+    attention_bias: bool = False
+    rope_scaling: Mapping[str, float | str] | None = None
+    inverse_frequencies: tuple[float, ...] = ()
+    rotary_factor: float = 1.0
 
     @property
     def target_layer_ids(self) -> list[int]:
@@ -52,9 +61,12 @@ class Norm(nn.Module):
 def rotary(positions: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """cos and sin, [..., 1, S, head_dim], of positions [..., S]."""
     exponents = torch.arange(0, shape.head_dim, 2, device=positions.device) / shape.head_dim
-    angles = positions.float()[..., None] * shape.rope_theta**-exponents
+    frequencies = shape.rope_theta**-exponents
+    if shape.inverse_frequencies:
+        frequencies = torch.tensor(shape.inverse_frequencies, device=positions.device)
+    angles = positions.float()[..., None] * frequencies
     angles = torch.cat((angles, angles), -1).unsqueeze(-3)
-    return angles.cos(), angles.sin()
+    return angles.cos() * shape.rotary_factor, angles.sin() * shape.rotary_factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -67,10 +79,10 @@ class Attention(nn.Module):
         super().__init__()
         self.shape = shape
         size, width = shape.hidden_size, shape.head_dim
-        self.q_proj = nn.Linear(size, shape.num_attention_heads * width, bias=False)
-        self.k_proj = nn.Linear(size, shape.num_key_value_heads * width, bias=False)
-        self.v_proj = nn.Linear(size, shape.num_key_value_heads * width, bias=False)
-        self.o_proj = nn.Linear(shape.num_attention_heads * width, size, bias=False)
+        self.q_proj = nn.Linear(size, shape.num_attention_heads * width, bias=shape.attention_bias)
+        self.k_proj = nn.Linear(size, shape.num_key_value_heads * width, bias=shape.attention_bias)
+        self.v_proj = nn.Linear(size, shape.num_key_value_heads * width, bias=shape.attention_bias)
+        self.o_proj = nn.Linear(shape.num_attention_heads * width, size, bias=shape.attention_bias)
         self.q_norm = Norm(width, shape.rms_norm_eps)
         self.k_norm = Norm(width, shape.rms_norm_eps)
 
@@ -90,6 +102,10 @@ class Attention(nn.Module):
         k, v = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.o_proj(out.transpose(-3, -2).flatten(-2))  # type: ignore[no-any-return]
+
+    def weights(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """Scores [B, kv heads, groups * S, n] of rows at positions [S] to weights; hidden keys are at -inf."""
+        return scores.softmax(-1)
 
 
 class Mlp(nn.Module):
@@ -178,6 +194,6 @@ class Drafter(nn.Module):
 
 def initialize(module: nn.Module, depth: int) -> None:
     for name, parameter in module.named_parameters():
-        if parameter.ndim == 2:
+        if parameter.ndim == 2 and "bias" not in name:
             scale = (2 * depth) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
             nn.init.normal_(parameter, std=0.02 * scale)

@@ -1,8 +1,10 @@
-"""Make the shipped pair `tiny` from nothing: tokenizer, target, the target's answers, drafter, measurement.
+"""Make a pair to ship: `tiny` from nothing, or `tiny-gpt-oss` from the `tiny` that is there.
 
     python -m build_scripts.train_pair --out DIR                  everything; a stopped run continues where it was
     python -m build_scripts.train_pair --out DIR --evaluate       only measure the pair in DIR
+    python -m build_scripts.train_pair --out DIR --architecture gpt-oss
 
+That is: tokenizer, target, the target's answers, drafter, measurement.
 `DIR/target` and `DIR/drafter` are the checkpoints. Minutes are wall time; data depend on the step alone.
 
 The pair in dflash_trt/shipped/tiny was made on a machine with 2 CPU cores that other jobs used at the same time:
@@ -40,17 +42,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from build_scripts.corpus import CATEGORIES, examples
-from build_scripts.train_data import load_tokenizer, packed_rows, train_tokenizer
+from build_scripts.train_architecture import ARCHITECTURES, Architecture, load_drafter
+from build_scripts.train_data import load_tokenizer, packed_rows
 from build_scripts.train_drafter import Batch, batches, drafter_loss, pack
-from build_scripts.train_export import write_drafter, write_target
+from build_scripts.train_export import write_drafter
 from build_scripts.train_generate import Response, measure, respond
 from build_scripts.train_loop import Budget, join_workers, optimizers_of, rank, run_workers, train
-from build_scripts.train_model import Drafter, Shape, Target
+from build_scripts.train_model import Target
 
 SEQUENCE = 512
 ANCHORS = 48
@@ -59,11 +61,11 @@ WARM_TEMPERATURES = (0.7, 1.0)
 GREEDY_SHARE = 0.7
 
 
-def train_target(out: Path, shape: Shape, budget: Budget, rows: int, device: str) -> None:
+def train_target(out: Path, make: Architecture, budget: Budget, rows: int, device: str) -> None:
     torch.manual_seed(0)
     tokenizer = load_tokenizer(out)
-    target = Target(shape).to(device)
-    source = packed_rows(tokenizer, SEQUENCE, rank())
+    target = make.new_target().to(device)
+    source = packed_rows(tokenizer, SEQUENCE, make.seed + rank(), make.render)
 
     def token_batches() -> Iterator[list[Tensor]]:
         while True:
@@ -80,32 +82,34 @@ def train_target(out: Path, shape: Shape, budget: Budget, rows: int, device: str
         return (losses * scale).sum() / scale.sum()
 
     loss = train(
-        target, optimizers_of(target, 3e-3, 0.02), loss_of, token_batches(), budget, out / "target_training"
+        target,
+        optimizers_of(target, *make.rates[0]),
+        loss_of,
+        token_batches(),
+        budget,
+        out / "target_training",
     )
     if rank() == 0:
         print(f"target: loss {loss:.4f}", flush=True)
-        write_target(target, out / "tokenizer.json", out / "target")
+        make.write_target(target, out / "tokenizer.json", out / "target")
 
 
-def load_target(out: Path, shape: Shape, device: str) -> Target:
-    """The target exactly as its BF16 file has it, computed in float32."""
-    target = Target(shape)
-    weights = load_file(out / "target" / "model.safetensors")
-    target.load_state_dict(
-        {name.removeprefix("model."): w.float() for name, w in weights.items() if "lm_head" not in name}
-    )
-    return target.to(device).requires_grad_(False)
+def load_target(out: Path, make: Architecture, device: str) -> Target:
+    """The target exactly as it is written, computed in float32."""
+    return make.load_target(out / "target").to(device).requires_grad_(False)
 
 
-def write_responses(out: Path, shape: Shape, count: int, workers: int, device: str) -> None:
+def write_responses(out: Path, make: Architecture, count: int, workers: int, device: str) -> None:
     """This worker's share of the target's answers to training prompts; prompts of like length are decoded together."""
-    target, tokenizer = load_target(out, shape, device), load_tokenizer(out)
+    target, tokenizer = load_target(out, make, device), load_tokenizer(out)
     prompts: list[list[int]] = []
     for kind in CATEGORIES:
         asked = islice(
             examples(kind, held_out=False, start=500_000_000), round(count * RESPONSE_SHARES[kind])
         )
-        prompts += [tokenizer.encode(example.prompt).ids for example in islice(asked, rank(), None, workers)]
+        prompts += [
+            tokenizer.encode(make.render(example)[0]).ids for example in islice(asked, rank(), None, workers)
+        ]
     prompts.sort(key=len)
     rng = random.Random(rank())
     tokens: list[list[int]] = []
@@ -124,9 +128,9 @@ def write_responses(out: Path, shape: Shape, count: int, workers: int, device: s
     print(f"responses: {len(tokens)} by worker {rank()}", flush=True)
 
 
-def train_drafter(out: Path, shape: Shape, budget: Budget, rows: int, device: str) -> None:
+def train_drafter(out: Path, make: Architecture, budget: Budget, rows: int, device: str) -> None:
     torch.manual_seed(0)
-    target, drafter = load_target(out, shape, device), Drafter(shape).to(device)
+    target, drafter = load_target(out, make, device), make.new_drafter().to(device)
     saved = torch.load(out / f"responses-{rank()}.pt", weights_only=True)
     responses = [Response(*parts) for parts in zip(*saved, strict=True)]
     random.Random(rank()).shuffle(responses)
@@ -138,25 +142,23 @@ def train_drafter(out: Path, shape: Shape, budget: Budget, rows: int, device: st
         with torch.autocast(device, torch.bfloat16):
             return drafter_loss(target, drafter, batch)
 
-    source = batches(packed, rows, ANCHORS, shape.block_size, rank(), device)
+    source = batches(packed, rows, ANCHORS, make.shape.block_size, rank(), device)
     loss = train(
-        drafter, optimizers_of(drafter, 3e-3, 0.02), loss_of, source, budget, out / "drafter_training"
+        drafter, optimizers_of(drafter, *make.rates[1]), loss_of, source, budget, out / "drafter_training"
     )
     if rank() == 0:
         print(f"drafter: loss {loss:.4f}", flush=True)
         write_drafter(drafter, out / "drafter")
 
 
-def evaluate(out: Path, shape: Shape, count: int, device: str) -> dict[str, dict[str, float]]:
+def evaluate(out: Path, make: Architecture, count: int, device: str) -> dict[str, dict[str, float]]:
     """What `measure` finds on `count` held-out prompts of each category; the first 32 are the shipped ones."""
-    target, drafter = load_target(out, shape, device), Drafter(shape)
-    weights = load_file(out / "drafter" / "model.safetensors")
-    drafter.load_state_dict({name: weight.float() for name, weight in weights.items()})
-    drafter.to(device)
+    target = load_target(out, make, device)
+    drafter = load_drafter(out / "drafter", make.shape).to(device)
     found = {}
     for kind in CATEGORIES:
         asked = list(islice(examples(kind, held_out=True), count))
-        found[kind] = measure(target, drafter, load_tokenizer(out), asked)
+        found[kind] = measure(target, drafter, load_tokenizer(out), asked, make.ask)
     return found
 
 
@@ -165,6 +167,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--architecture", default="qwen3", choices=ARCHITECTURES)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--minutes-target", type=float, default=60, help="wall time of the target's training")
     parser.add_argument(
@@ -181,18 +184,18 @@ def main() -> None:
     out, device = arguments.out, arguments.device
     workers = arguments.workers if device == "cpu" else 1
     out.mkdir(parents=True, exist_ok=True)
-    shape = Shape()
+    make = ARCHITECTURES[arguments.architecture]()
     if arguments.stage:
         join_workers()
         if arguments.stage == "target":
             train_target(
-                out, shape, Budget(arguments.minutes_target, arguments.steps[0]), 8 // workers, device
+                out, make, Budget(arguments.minutes_target, arguments.steps[0]), 8 // workers, device
             )
         elif arguments.stage == "responses":
-            write_responses(out, shape, arguments.responses, workers, device)
+            write_responses(out, make, arguments.responses, workers, device)
         else:
             train_drafter(
-                out, shape, Budget(arguments.minutes_drafter, arguments.steps[1]), 8 // workers, device
+                out, make, Budget(arguments.minutes_drafter, arguments.steps[1]), 8 // workers, device
             )
         return
     made = {
@@ -202,13 +205,13 @@ def main() -> None:
     }
     if not arguments.evaluate:
         if not (out / "tokenizer.json").exists():
-            train_tokenizer(shape.vocab_size).save(str(out / "tokenizer.json"))
+            make.new_tokenizer().save(str(out / "tokenizer.json"))
         for stage, result in made.items():
             if not result.exists():
                 command = ["-m", "build_scripts.train_pair", *sys.argv[1:], "--stage", stage]
                 run_workers(command, workers, out / "meeting")
     torch.set_num_threads(1)
-    print(json.dumps(evaluate(out, shape, 64, device), indent=2))
+    print(json.dumps(evaluate(out, make, 64, device), indent=2))
 
 
 if __name__ == "__main__":
