@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 from dflash_trt.errors import DFlashError
 
 if TYPE_CHECKING:
+    from dflash_trt.async_llm import AsyncLLM
     from dflash_trt.decoding.request import Chunk, Completion, SamplingParams
     from dflash_trt.decoding.statistics import Statistics
     from dflash_trt.llm import LLM
 
-__all__ = ["LLM", "Chunk", "Completion", "DFlashError", "SamplingParams", "Statistics"]
+__all__ = ["LLM", "AsyncLLM", "Chunk", "Completion", "DFlashError", "SamplingParams", "Statistics"]
 
 _HOME = {
     "LLM": "dflash_trt.llm",
+    "AsyncLLM": "dflash_trt.async_llm",
     "Chunk": "dflash_trt.decoding.request",
     "Completion": "dflash_trt.decoding.request",
     "SamplingParams": "dflash_trt.decoding.request",

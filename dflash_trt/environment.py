@@ -47,13 +47,22 @@ def describe() -> dict[str, Any]:
         "optional": {name: versions[name] for name in OPTIONAL},
         "system": platform.platform(),
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": _cores(),
         "memory_bytes": _memory(),
         "gpus": _gpus(),
         "onnxruntime_providers": _providers() if versions["onnxruntime"] else [],
         "missing": missing,
         "engines": _engines(missing),
     }
+
+
+def processor() -> str:
+    """The processor's name and how many of its cores this process may use."""
+    return f"{_cpu_model()}, {_cores()} cores"
+
+
+def _cores() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _engines(missing: list[str]) -> list[dict[str, Any]]:

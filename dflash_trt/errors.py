@@ -25,3 +25,7 @@ class BundleError(DFlashError):
 
 class RequestError(DFlashError):
     """A request asks for something impossible; the message names the field."""
+
+
+class BusyError(RequestError):
+    """Too many requests wait already; the same request may be taken later."""

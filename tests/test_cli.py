@@ -82,6 +82,7 @@ def test_wrong_usage_exits_with_2(bundle: Path, capsys: pytest.CaptureFixture[st
     usage_error("build", "--target", "x", "--engine", "abacus")
     usage_error("generate", str(bundle), "one")
     usage_error("generate", str(bundle), "--prompt", "one", "--system", "two")
+    usage_error("generate", str(bundle), "--prompt", "one", "--block-length", "long")
     usage_error("verify", str(bundle), "--batch-sizes", "0")
     capsys.readouterr()
     usage_error("verify", str(bundle), "--temperatures", "0,warm")
@@ -149,6 +150,8 @@ def test_generate_stats_go_to_stderr(bundle: Path, capsys: pytest.CaptureFixture
     assert "16 tokens" in done.err
     assert "acceptance length" in done.err
     assert "acceptance length" not in done.out
+    options = ("--max-tokens", "16", "--ignore-eos", "--stats", "--block-length")
+    assert "verified per round: 1 x 15\n" in Output(capsys, "generate", bundle, "-p", "1", *options, "1").err
 
 
 def test_generate_stop_string(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,18 +124,25 @@ def chooser(params: SamplingParams, prompt: list[int]) -> Choose:
 
 
 def watch_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[list[int]]]:
-    """Fills, as generation goes on, with the drafts of each request, by its index."""
+    """Fills, as generation goes on, with the drafts of each request, by its place in the call."""
     drafts: dict[int, list[list[int]]] = defaultdict(list)
-    propose = pair.llm._pair.propose
+    runtime, numbers = pair.llm._runtime, dict[Any, int]()
+    propose, make = runtime.pair.propose, runtime.request
+
+    def numbered(*args: Any, **kwargs: Any) -> Any:
+        request = make(*args, **kwargs)
+        numbers[request] = len(numbers)
+        return request
 
     def watched(active: Any, length: int) -> Any:
-        block = propose(active, length)
+        block, logprobs = propose(active, length)
         for request, row in zip(active, block[:, 1:].tolist(), strict=True):
             if row:
-                drafts[request.index].append(row)
-        return block
+                drafts[numbers[request]].append(row)
+        return block, logprobs
 
-    monkeypatch.setattr(pair.llm._pair, "propose", watched)
+    monkeypatch.setattr(runtime, "request", numbered)
+    monkeypatch.setattr(runtime.pair, "propose", watched)
     return drafts
 
 
@@ -170,7 +177,7 @@ def test_prompt_lengths_around_chunk_boundaries(oracle, length) -> None:
     prompt = pair.prompt(length, seed=length)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     expected = decode_drafting(target, drafter, prompt, 12)
-    completion = pair.llm.generate(prompt, params)
+    completion = pair.llm.generate(prompt, params, block_length=8)
     assert completion.token_ids == expected.tokens == pair.plain(prompt, params).token_ids
     assert completion.statistics.num_accepted_tokens == sum(expected.accepted)
     assert completion.prompt_token_ids == prompt
@@ -244,20 +251,21 @@ def test_any_batch_equals_its_requests_alone(pairs, requests, block_length) -> N
 def test_a_request_that_ends_with_its_first_token_leaves_the_others_alone(lucky: Pair) -> None:
     prompts = [lucky.prompt(n, seed=n) for n in (9, 30, 12)]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 20, 1)]
-    alone = [lucky.llm.generate(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    alone = [lucky.llm.generate(prompt, p, block_length=8) for prompt, p in zip(prompts, params, strict=True)]
     for chosen in ([0, 1, 2], [0, 2], [2, 0, 1], [2, 2, 0]):
         batch = lucky.llm.generate([prompts[i] for i in chosen], [params[i] for i in chosen])
         assert [c.token_ids for c in batch] == [alone[i].token_ids for i in chosen]
-    pair = lucky.llm.generate([prompts[0], prompts[2]], [params[0], params[2]])
+    pair = lucky.llm.generate([prompts[0], prompts[2]], [params[0], params[2]], block_length=8)
     assert pair[0].statistics.acceptance_histogram == alone[0].statistics.acceptance_histogram
 
 
 def test_no_draft_is_accepted_by_the_unlucky_pair_and_some_by_the_lucky(pairs) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    lengths = {
-        name: pairs[name].llm.generate(pairs[name].prompt(21), params).statistics.mean_acceptance_length
+    found = {
+        name: pairs[name].llm.generate(pairs[name].prompt(21), params, block_length=8).statistics
         for name in ("lucky", "unlucky")
     }
+    lengths = {name: statistics.mean_acceptance_length for name, statistics in found.items()}
     assert lengths["unlucky"] < 1.3 < 1.8 < lengths["lucky"]
 
 
@@ -436,7 +444,7 @@ def test_a_bundle_for_smaller_blocks_drafts_smaller_blocks(lucky: Pair, tmp_path
     expected = decode_drafting(load_target(lucky.target), Drafter(lucky.drafter), prompt, 30, block_length=5)
     bundle = build(str(lucky.target), str(lucky.drafter), tmp_path / "bundle", max_seq_len=64, block_size=5)
     with LLM(bundle.path, threads=1) as llm:
-        chunks = list(llm.stream(prompt, params))
+        chunks = list(llm.stream(prompt, params, block_length=5))
     assert [token for chunk in chunks for token in chunk.token_ids] == expected.tokens
     assert [len(chunk.token_ids) - 1 for chunk in chunks[1:]][: len(expected.accepted)] == expected.accepted
 

@@ -10,7 +10,7 @@ from dflash_trt.decoding.statistics import Statistics
 def drafted(*rounds: tuple[int, int]) -> Statistics:
     statistics = Statistics()
     for length, accepted in rounds:
-        statistics.record_draft(length, accepted)
+        statistics.record_round(length, accepted)
     return statistics
 
 

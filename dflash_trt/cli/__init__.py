@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dflash_trt.cli import build, doctor, generate, inspect, pairs, verify
+from dflash_trt.cli import bench, build, doctor, generate, inspect, pairs, verify
 from dflash_trt.errors import DFlashError
 
 COMMANDS = {
     "build": build,
     "generate": generate,
     "verify": verify,
+    "bench": bench,
     "inspect": inspect,
     "pairs": pairs,
     "doctor": doctor,
@@ -24,6 +25,7 @@ examples:
   dflash-trt build --target tiny
   dflash-trt generate bundles/tiny --chat --prompt "What is 17 + 25?" --stats
   dflash-trt verify bundles/tiny
+  dflash-trt bench bundles/tiny
 
 `dflash-trt COMMAND --help` shows the options and examples of one command.
 """

@@ -49,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafting = parser.add_argument_group("drafting")
     drafting.add_argument("--no-draft", action="store_true", help="the target alone, one token per pass")
     drafting.add_argument(
-        "--block-length", type=int, metavar="N", help="tokens verified per pass (default: the block size)"
+        "--block-length",
+        type=int,
+        metavar="N",
+        help="tokens verified per pass (default: the block size)",
     )
     sampling = parser.add_argument_group("sampling")
     for name, (kind, metavar, text) in SAMPLING.items():
@@ -102,7 +105,13 @@ def _print_statistics(statistics: Statistics) -> None:
         f"first token after {s.time_to_first_token * 1e3:.0f} ms, {s.num_prompt_tokens} prompt tokens",
         f"acceptance length {s.mean_acceptance_length:.2f} in {s.num_drafts} drafts, "
         f"acceptance rate {s.draft_acceptance_rate:.0%}",
+        f"tokens verified per round: {_histogram(s.block_length_histogram)}",
         f"seconds: prefill {s.prefill_time:.3f}, draft {s.draft_time:.3f}, verify {s.verify_time:.3f}, "
         f"host {s.host_time:.3f}",
     ]
     print("\n".join(lines), file=sys.stderr)
+
+
+def _histogram(counts: list[int]) -> str:
+    """How many rounds had which length: 1 x 3, 8 x 12."""
+    return ", ".join(f"{length} x {count}" for length, count in enumerate(counts) if count) or "no round"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from dflash_trt.cli.options import at_least, each
 from dflash_trt.cli.output import print_json
 
 if TYPE_CHECKING:
     from dflash_trt.verification import Case
-
-T = TypeVar("T")
 
 SUMMARY = "check that drafting does not change the tokens"
 DESCRIPTION = """\
@@ -33,22 +31,6 @@ A prompt file has one JSON object per line, with "id" and "category" if you like
 COLUMNS = "{:>11}  {:>12}  {:>10}  {:>5}  {:>9}  {:>17}"
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if (value := int(text)) < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
-        return value
-
-    return number
-
-
-def _each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
-    def numbers(text: str) -> list[T]:
-        return [kind(item) for item in text.split(",")]
-
-    return numbers
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
     parser.add_argument(
@@ -56,26 +38,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--limit",
-        type=_at_least(0),
+        type=at_least(0),
         default=12,
         metavar="N",
         help="only N prompts, from every category in turn; 0: all (default: 12)",
     )
     parser.add_argument(
         "--temperatures",
-        type=_each(float),
+        type=each(float),
         default=[0.0, 0.7, 1.0],
         metavar="T,...",
         help="default: 0,0.7,1",
     )
     parser.add_argument(
-        "--block-lengths", type=_each(_at_least(1)), metavar="N,...", help="default: 2, half and whole block"
+        "--block-lengths", type=each(at_least(1)), metavar="N,...", help="default: 2, half and whole block"
     )
     parser.add_argument(
-        "--batch-sizes", type=_each(_at_least(1)), default=[1, 4], metavar="N,...", help="default: 1,4"
+        "--batch-sizes", type=each(at_least(1)), default=[1, 4], metavar="N,...", help="default: 1,4"
     )
     parser.add_argument(
-        "--max-tokens", type=_at_least(1), default=64, metavar="N", help="tokens per prompt (default: 64)"
+        "--max-tokens", type=at_least(1), default=64, metavar="N", help="tokens per prompt (default: 64)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

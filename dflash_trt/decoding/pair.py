@@ -1,23 +1,18 @@
 """A target and its drafter over one pool of cache slots.
 
-Slots 0 .. n-1 belong to the n sequences being decoded, in order, so that a pass over all of them is a view of
-the pool. Slot j of a cache row holds position j; what lies at or beyond a sequence's `committed` rows is
-garbage and is overwritten by the next pass.
+A pass over n sequences works on consecutive slots, as a view of the pool. Slot row j holds position j; what lies at or
+beyond a sequence's `committed` rows is garbage and is overwritten by the next pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
 
-from dflash_trt.decoding.request import SamplingParams
-from dflash_trt.decoding.sampling import TokenCounts
-from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.decoding.stopping import StopChecker
+from dflash_trt.decoding.inflight import InFlight
 
 Array = np.ndarray[Any, Any]
 
@@ -30,26 +25,11 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass
-class InFlight:
-    """One request in flight."""
-
-    index: int
-    prompt: Sequence[int]
-    params: SamplingParams
-    seed: int
-    stop: StopChecker
-    counts: TokenCounts | None
-    started: float  # perf_counter at arrival
-    statistics: Statistics = field(default_factory=Statistics)
-    first_token_at: float = 0.0
-    anchor: int = 0  # the newest token: decided, in no cache yet
-    committed: int = 0  # rows of this sequence that the target's cache holds; the anchor's position
-    fresh: int = 0  # how many of them the drafter has not seen
-
-
 class EnginePair:
-    """Runs passes; knows slots, positions and features, and nothing of sampling or stopping."""
+    """Runs passes; knows slots, positions and features, and nothing of sampling, stopping or scheduling.
+
+    `draft_time` and `verify_time` are the seconds that the engines took in the last `propose` and `verify`.
+    """
 
     def __init__(
         self,
@@ -57,77 +37,103 @@ class EnginePair:
         drafter: Engine,
         *,
         slots: int,
+        capacity: int,
         mask_token_id: int,
         feature_size: int,
         prefill_chunk: int,
     ) -> None:
-        self.target, self.drafter, self.slots = target, drafter, slots
-        self.mask_token_id, self.prefill_chunk = mask_token_id, prefill_chunk
+        self.target, self.drafter, self.slots, self.capacity = target, drafter, slots, capacity
+        self.mask_token_id, self.feature_size, self.prefill_chunk = mask_token_id, feature_size, prefill_chunk
         self.draft_time = self.verify_time = 0.0
-        # Feature rows of the last verification, one line per slot: the drafter reads the first `fresh` of each.
-        self._features: Array = np.zeros((0, 1, feature_size), np.float32)
 
-    def prefill(self, tokens: Sequence[int], slot: int, *, draft: bool) -> Array:
-        """Fill one slot from position 0 with whole chunks; returns the logits [V] of the last row.
+    def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> Array:
+        """Write the rows of `tokens`, which stand at positions start, start+1, ...; at most `prefill_chunk` of them.
 
-        With `draft`, the drafter's cache takes in every chunk as well. `slot` must be the first free one.
+        With `draft`, the drafter takes them in as well. Returns the logits [V] of the last row, a view.
         """
-        # A copy of the others' features, since this pass reuses the memory they lie in, and an empty line for this one.
-        none = np.zeros((1, *self._features.shape[1:]), np.float32)
-        self._features = np.concatenate([self._features[:slot], none])
-        for start in range(0, len(tokens), self.prefill_chunk):
-            chunk = np.asarray(tokens[start : start + self.prefill_chunk], np.int64)[None]
-            n = chunk.shape[1]
-            feeds = {"tokens": chunk, "start": np.array([start]), "rows": np.array([[n - 1]])}
-            out = self.target.run(feeds, first_slot=slot)
-            if draft:
-                feeds = {
-                    "features": out["features"],
-                    "n_features": np.array([n]),
-                    "start": np.array([start]),
-                    "block": np.full((1, 2), self.mask_token_id, np.int64),
-                }
-                self.drafter.run(feeds, first_slot=slot)
+        n = len(tokens)
+        chunk = np.asarray(tokens, np.int64)[None]
+        feeds = {"tokens": chunk, "start": np.array([start]), "rows": np.array([[n - 1]])}
+        out = self.target.run(feeds, first_slot=slot)
+        if draft:
+            self._take_in(out["features"], start, slot)
         logits: Array = out["logits"][0, 0]
         return logits
 
-    def propose(self, active: Sequence[InFlight], length: int) -> Array:
-        """One drafter pass: blocks [n, length] = [anchor, draft, ...] for the sequences in slots 0 .. n-1.
+    def propose(self, active: Sequence[InFlight], length: int) -> tuple[Array, Array]:
+        """One drafter pass over slots 0 .. n-1: blocks [n,length] = [anchor, draft, ...] and log-probs [n,length-1].
 
-        The drafter also takes in what was committed since its last pass. At length 1 it does not run.
+        The drafter also takes in what was committed since its last pass. At length 1 it does not run, unless more than
+        a chunk of that has piled up.
         """
-        self.draft_time = 0.0
         block = np.full((len(active), length), self.mask_token_id, np.int64)
-        block[:, 0] = [s.anchor for s in active]
-        if length > 1:
-            fresh = np.array([s.fresh for s in active])
-            feeds = {
-                "features": self._features[: len(active), : max(1, fresh.max())],
-                "n_features": fresh,
-                "start": np.array([s.committed for s in active]) - fresh,
-                "block": block,
-            }
-            begin = perf_counter()
-            block[:, 1:] = self.drafter.run(feeds)["draft_tokens"]
-            self.draft_time = perf_counter() - begin
-        return block
+        block[:, 0] = [request.anchor for request in active]
+        self.draft_time = 0.0
+        # A pass writes as many rows for each sequence as for the one that is furthest behind: they must fit for all.
+        room = self.capacity - 1 - length - max(request.committed for request in active)
+        self._catch_up(active, self.prefill_chunk if length == 1 else room)
+        if length == 1:
+            return block, np.zeros((len(active), 0), np.float32)
+        fresh = [request.behind for request in active]
+        features = np.zeros((len(active), max(1, *fresh), self.feature_size), np.float32)
+        for i, request in enumerate(active):
+            at = 0
+            for rows in request.features:
+                features[i, at : at + len(rows)] = rows
+                at += len(rows)
+            request.features.clear()
+            request.behind = 0
+        feeds = {
+            "features": features,
+            "n_features": np.array(fresh),
+            "start": np.array([request.committed for request in active]) - fresh,
+            "block": block,
+        }
+        begin = perf_counter()
+        out = self.drafter.run(feeds)
+        self.draft_time += perf_counter() - begin
+        block[:, 1:] = out["draft_tokens"]
+        return block, out["draft_logprobs"]
 
     def verify(self, active: Sequence[InFlight], block: Array) -> dict[str, Array]:
-        """One target pass over the blocks: logits [n,S,V], and the graph's greedy accepted and next_token [n]."""
+        """One target pass over the blocks of slots 0 .. n-1: logits [n,S,V], features [n,S,F], and the graph's greedy
+        accepted and next_token [n]; views.
+        """
         rows = np.broadcast_to(np.arange(block.shape[1]), block.shape)
-        feeds = {"tokens": block, "start": np.array([s.committed for s in active]), "rows": rows}
+        feeds = {"tokens": block, "start": np.array([r.committed for r in active]), "rows": rows}
         begin = perf_counter()
         out = self.target.run(feeds)
         self.verify_time = perf_counter() - begin
-        self._features = out["features"]
         return out
 
-    def retire(self, active: list[InFlight], slot: int) -> None:
-        """Take a sequence out; the last one moves into its slot."""
-        last = active.pop()
-        if slot < len(active):
-            for engine in (self.target, self.drafter):
-                engine.move_slot(len(active), slot, last.committed)
-            self._features[slot] = self._features[len(active)]
-            active[slot] = last
-        self._features = self._features[: len(active)]
+    def move(self, source: int, target: int, rows: int) -> None:
+        """Copy the first `rows` rows of one slot over another's, in both models' caches."""
+        for engine in (self.target, self.drafter):
+            engine.move_slot(source, target, rows)
+
+    def close(self) -> None:
+        self.target.close()
+        self.drafter.close()
+
+    def _catch_up(self, active: Sequence[InFlight], most: int) -> None:
+        """Let the drafter take in what piled up, while it was off, of requests that are behind by more than `most`."""
+        begin = perf_counter()
+        for slot, request in enumerate(active):
+            if (behind := request.behind) > most:
+                rows = np.concatenate(request.features)
+                for at in range(0, behind, self.prefill_chunk):
+                    part = rows[None, at : at + self.prefill_chunk]
+                    self._take_in(part, request.committed - behind + at, slot)
+                request.features.clear()
+                request.behind = 0
+                self.draft_time = perf_counter() - begin
+
+    def _take_in(self, features: Array, start: int, slot: int) -> None:
+        """Context rows [1, n, F] into the drafter's cache; the two block rows behind them are of no use."""
+        feeds = {
+            "features": features,
+            "n_features": np.array([features.shape[1]]),
+            "start": np.array([start]),
+            "block": np.full((1, 2), self.mask_token_id, np.int64),
+        }
+        self.drafter.run(feeds, first_slot=slot)

@@ -10,7 +10,8 @@ from typing import Literal
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import RequestError
 
-FinishReason = Literal["stop", "length"]
+# "cancelled" and "timeout" come from outside, of requests that can be cancelled and have a deadline.
+FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 
 
 @dataclass(frozen=True)

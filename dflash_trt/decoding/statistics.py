@@ -13,17 +13,22 @@ class Statistics:
 
     num_drafts: verification passes that had at least one drafted token (vLLM counts the same).
     acceptance_histogram[k]: how many of them accepted exactly k drafted tokens.
+    block_length_histogram[n]: rounds that verified n tokens, the anchor included; 1 is a round without a draft.
     prefill_time, draft_time, verify_time, host_time: time in passes that served this request (a batched pass
-    counts
-        in full for each of its requests) and in host code between them.
+        counts in full for each of its requests) and in host code between them.
+    num_cached_tokens: prompt tokens whose cache rows were taken over from another request.
+    queue_time: from arrival to the first prefill pass.  time_to_first_token: from arrival.
     generation_time: from the first generated token to the last.
     """
 
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_generation_tokens: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
+    block_length_histogram: list[int] = field(default_factory=list)
+    queue_time: float = 0.0
     time_to_first_token: float = 0.0
     generation_time: float = 0.0
     prefill_time: float = 0.0
@@ -32,14 +37,14 @@ class Statistics:
     host_time: float = 0.0
     num_requests: int = 1
 
-    def record_draft(self, drafted: int, accepted: int) -> None:
-        """One verification of `drafted` > 0 tokens, of which the first `accepted` were right."""
-        histogram = self.acceptance_histogram
-        if len(histogram) <= drafted:
-            histogram.extend([0] * (drafted + 1 - len(histogram)))
-        histogram[accepted] += 1
-        self.num_drafts += 1
-        self.num_draft_tokens += drafted
+    def record_round(self, drafted: int, accepted: int) -> None:
+        """One verification of the anchor and `drafted` tokens, of which the first `accepted` were right."""
+        add_at(self.block_length_histogram, drafted + 1, 1)
+        if drafted:
+            add_at(self.acceptance_histogram, drafted, 0)  # as long as the longest block
+            add_at(self.acceptance_histogram, accepted, 1)
+            self.num_drafts += 1
+            self.num_draft_tokens += drafted
 
     @property
     def num_accepted_tokens(self) -> int:
@@ -74,10 +79,9 @@ class Statistics:
         total = cls(num_requests=0)
         for part in parts:
             total.time_to_first_token += part.time_to_first_token * part.num_requests
-            short = len(part.acceptance_histogram) - len(total.acceptance_histogram)
-            total.acceptance_histogram.extend([0] * short)
-            for k, n in enumerate(part.acceptance_histogram):
-                total.acceptance_histogram[k] += n
+            for name in _HISTOGRAMS:
+                for k, n in enumerate(getattr(part, name)):
+                    add_at(getattr(total, name), k, n)
             for name in _SUMMED:
                 setattr(total, name, getattr(total, name) + getattr(part, name))
         total.time_to_first_token /= max(total.num_requests, 1)
@@ -87,9 +91,15 @@ class Statistics:
         """Every field and derived figure, ready for JSON."""
         derived = [name for name, value in vars(Statistics).items() if isinstance(value, property)]
         values = {name: getattr(self, name) for name in [f.name for f in fields(self)] + derived}
-        values["acceptance_histogram"] = list(self.acceptance_histogram)
-        return values
+        return {k: list(v) if k in _HISTOGRAMS else v for k, v in values.items()}
 
 
-_NOT_SUMMED = ("time_to_first_token", "acceptance_histogram")
-_SUMMED = [f.name for f in fields(Statistics) if f.name not in _NOT_SUMMED]
+def add_at(histogram: list[int], index: int, count: int) -> None:
+    """Add to one place of a histogram, which grows to hold it."""
+    if len(histogram) <= index:
+        histogram.extend([0] * (index + 1 - len(histogram)))
+    histogram[index] += count
+
+
+_HISTOGRAMS = ("acceptance_histogram", "block_length_histogram")
+_SUMMED = [f.name for f in fields(Statistics) if f.name not in ("time_to_first_token", *_HISTOGRAMS)]

@@ -58,6 +58,13 @@ class StopChecker:
         self.finish_reason = reason
         return Emission(kept, text, reason)
 
+    def abandon(self, reason: FinishReason) -> str:
+        """End from outside; returns the text that was held back."""
+        if self.finish_reason:
+            return ""
+        self.finish_reason = reason
+        return self._held + self._detokenizer.flush()
+
     def _match(self, tokens: Sequence[int], last: bool) -> tuple[str, int | None]:
         """The text to show, and after how many tokens a stop string was complete; 0: only by the flush at the
         end.

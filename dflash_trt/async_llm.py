@@ -1,0 +1,220 @@
+"""`AsyncLLM`: many requests at once, from asyncio. One thread runs the engine; requests come and go between rounds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Self
+
+from dflash_trt.bundle import Check
+from dflash_trt.decoding.inflight import Emission, InFlight, chunk, completion
+from dflash_trt.decoding.metrics import Metrics
+from dflash_trt.decoding.request import Chunk, Completion, SamplingParams
+from dflash_trt.errors import BusyError, DFlashError
+from dflash_trt.runtime import Messages, Prompt, Runtime
+
+# What the engine thread hands to a stream: a chunk, or why there will be no more.
+_Item = Chunk | DFlashError
+
+
+class AsyncLLM:
+    """A bundle that serves many requests at a time. Arguments as `LLM`'s, and:
+
+    max_queue: requests that may wait beyond the `max_batch_size` being decoded; further ones get BusyError at once.
+    block_length: tokens verified per round, 1..block_size (default: the block size).
+
+    A request's tokens do not depend on what else is served. Use it as an async context manager, or `await close()`.
+    """
+
+    def __init__(
+        self,
+        bundle: str | Path,
+        *,
+        max_batch_size: int = 8,
+        max_queue: int = 256,
+        block_length: int | None = None,
+        prefill_chunk: int = 512,
+        prefix_cache_bytes: int = 256 << 20,
+        threads: int | None = None,
+        check: Check = "size",
+    ) -> None:
+        if max_queue < 0:
+            raise DFlashError(f"max_queue is {max_queue}, expected 0 or more")
+        self._runtime = Runtime(
+            bundle,
+            max_batch_size=max_batch_size,
+            prefill_chunk=prefill_chunk,
+            prefix_cache_bytes=prefix_cache_bytes,
+            threads=threads,
+            check=check,
+        )
+        self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
+        self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
+        self._lengths = self._runtime.lengths(True, block_length)
+        self._limit = max_batch_size + max_queue
+        self._streams: dict[InFlight, tuple[asyncio.AbstractEventLoop, asyncio.Queue[_Item]]] = {}
+        self._arrivals: list[InFlight] = []
+        self._wake = threading.Condition()
+        self._closing = False
+        self._failure: DFlashError | None = None
+        self._thread = threading.Thread(target=self._serve, name="dflash-trt engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def metrics(self) -> Metrics:
+        """What was served so far."""
+        return self._runtime.scheduler.metrics
+
+    @property
+    def in_flight(self) -> int:
+        """Requests being decoded or waiting."""
+        return len(self._streams)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculate: bool = True,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Complete one prompt, as chunks: runs of tokens, as each round commits them.
+
+        A consumer that leaves (`aclose`, a cancelled task) frees the slot before the next round. After `timeout`
+        seconds the request ends with finish_reason "timeout".
+
+        Raises:
+            RequestError: the request cannot be met.  BusyError: too many requests wait already.
+            DFlashError: this object is closed, or its engine failed.
+        """
+        deadline = None if timeout is None else perf_counter() + timeout
+        params = sampling_params or SamplingParams()
+        request = self._runtime.request(prompt, params, draft=speculate, deadline=deadline)
+        async with contextlib.aclosing(self._follow(request)) as items:
+            async for item in items:
+                yield item
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculate: bool = True,
+        timeout: float | None = None,
+    ) -> Completion:
+        """Complete one prompt. See `stream`."""
+        deadline = None if timeout is None else perf_counter() + timeout
+        params = sampling_params or SamplingParams()
+        request = self._runtime.request(prompt, params, draft=speculate, deadline=deadline)
+        text: list[str] = []
+        tokens: list[int] = []
+        async with contextlib.aclosing(self._follow(request)) as items:
+            async for item in items:
+                text.append(item.text)
+                tokens += item.token_ids
+        return completion(request, "".join(text), tokens)
+
+    def chat_prompt(
+        self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of the rendered chat, ready for `stream` and `generate`."""
+        return self._runtime.chat_prompt(messages, chat_template_kwargs)
+
+    async def close(self, *, finish: bool = True) -> None:
+        """Take no more requests; finish those in flight, or cancel them; then free the engines."""
+        with self._wake:
+            self._closing = True
+            if not finish:
+                for request in self._streams:
+                    request.cancelled = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+        self._runtime.pair.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close(finish=error[0] is None)
+
+    async def _follow(self, request: InFlight) -> AsyncGenerator[Chunk, None]:
+        queue: asyncio.Queue[_Item] = asyncio.Queue()
+        with self._wake:
+            if self._failure is not None or self._closing:
+                raise self._failure or DFlashError("this AsyncLLM is closed; open the bundle again")
+            if len(self._streams) >= self._limit:
+                raise BusyError(
+                    f"{len(self._streams)} requests are in flight, the most taken at a time; try again later"
+                )
+            self._streams[request] = asyncio.get_running_loop(), queue
+            self._arrivals.append(request)
+            self._wake.notify()
+        try:
+            while True:
+                item = await queue.get()
+                if isinstance(item, DFlashError):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            request.cancelled = True  # of no effect on one that has ended
+            with self._wake:
+                self._streams.pop(request, None)
+                self._wake.notify()
+
+    def _serve(self) -> None:
+        """The engine thread."""
+        scheduler = self._runtime.scheduler
+        try:
+            while True:
+                with self._wake:
+                    while scheduler.idle and not self._arrivals and not self._closing:
+                        self._wake.wait()
+                    if self._closing and scheduler.idle and not self._arrivals:
+                        return
+                    arrivals, self._arrivals = self._arrivals, []
+                for request in arrivals:
+                    scheduler.submit(request)
+                self._deliver(scheduler.step(self._lengths))
+        except Exception as error:
+            self._fail(error)
+
+    def _deliver(self, emissions: list[Emission]) -> None:
+        """Hand a step's results to their streams, with one wake-up per event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[_Item], _Item]]] = {}
+        for emission in emissions:
+            stream = self._streams.get(emission.request)
+            if stream is not None:
+                by_loop.setdefault(stream[0], []).append((stream[1], chunk(emission)))
+        for loop, items in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put, items)
+            except RuntimeError:
+                self._forget(loop)
+
+    def _forget(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A closed loop runs nothing any more, not even the end of its streams."""
+        with self._wake:
+            for request in [r for r, stream in self._streams.items() if stream[0] is loop]:
+                request.cancelled = True
+                del self._streams[request]
+
+    def _fail(self, error: Exception) -> None:
+        """The engine is in an unknown state: end every stream with the error, and take no more requests."""
+        with self._wake:
+            self._failure = DFlashError(f"the engine failed: {type(error).__name__}: {error}")
+            self._failure.__cause__ = error
+            streams = list(self._streams.values())
+        for loop, queue in streams:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(queue.put_nowait, self._failure)
+
+
+def _put(items: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:
+    for queue, item in items:
+        queue.put_nowait(item)

@@ -1,0 +1,29 @@
+"""Types of options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """An integer, `minimum` or more."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
+        return value
+
+    return number
+
+
+def each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Values separated by commas."""
+
+    def numbers(text: str) -> list[T]:
+        return [kind(item) for item in text.split(",")]
+
+    return numbers

@@ -1,0 +1,98 @@
+"""A request on its way through the scheduler, and what each step gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.decoding.request import Chunk, Completion, FinishReason, SamplingParams
+from dflash_trt.decoding.sampling import TokenCounts
+from dflash_trt.decoding.statistics import Statistics
+from dflash_trt.decoding.stopping import StopChecker
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Rows:
+    """What a slot holds: rows of `tokens` in the target's cache, the first `drafted` of them also in the drafter's."""
+
+    tokens: Sequence[int]
+    drafted: int
+    last_used: int = 0
+
+    def shared(self, prompt: Sequence[int], *, draft: bool) -> int:
+        """How many rows a prompt can take over: a common prefix, for target and, if it drafts, drafter both."""
+        limit = min(len(self.tokens) if draft is False else self.drafted, len(self.tokens), len(prompt) - 1)
+        # Prompts that share anything usually share much: compare slices, then find the place.
+        low, high = 0, max(limit, 0)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.tokens[low:middle] == prompt[low:middle]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def covers(self, other: Rows) -> bool:
+        """Whether these rows hold all that the others do."""
+        return other.drafted <= self.drafted and other.tokens == self.tokens[: len(other.tokens)]
+
+
+@dataclass(eq=False)
+class InFlight:
+    """One request. `arrived` and `deadline` are times of perf_counter."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int
+    stop: StopChecker
+    counts: TokenCounts | None
+    arrived: float
+    draft: bool = True  # whether this request takes drafts
+    deadline: float | None = None
+    statistics: Statistics = field(default_factory=Statistics)
+    cancelled: bool = False
+
+    output: list[int] = field(default_factory=list)  # every token decided so far; the last one is the anchor
+    committed: int = 0  # rows in the target's cache; the position of the anchor, once there is one
+    features: list[Array] = field(default_factory=list)  # of the last of them, which the drafter has not seen
+    behind: int = 0  # how many these are
+    first_token_at: float = 0.0
+
+    @property
+    def anchor(self) -> int:
+        """The newest token: decided, in no cache yet."""
+        return self.output[-1]
+
+    def rows(self) -> Rows:
+        """What this request's slot holds."""
+        tokens = [*self.prompt, *self.output][: self.committed]
+        return Rows(tokens, self.committed - self.behind if self.draft else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What a step gave one request: the tokens kept, the text that is certain now, and whether and how it ended."""
+
+    request: InFlight
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None
+
+
+def chunk(emission: Emission) -> Chunk:
+    """What a stream yields; the last chunk has the statistics."""
+    ended = emission.finish_reason is not None
+    statistics = emission.request.statistics if ended else None
+    return Chunk(emission.text, emission.token_ids, emission.finish_reason, statistics)
+
+
+def completion(request: InFlight, text: str, token_ids: list[int]) -> Completion:
+    """The whole of a request that has ended."""
+    reason = request.stop.finish_reason
+    assert reason is not None
+    return Completion(text, token_ids, reason, request.statistics, request.seed, list(request.prompt))

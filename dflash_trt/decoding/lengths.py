@@ -1,0 +1,49 @@
+"""How many tokens a round drafts and verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+class Lengths(Protocol):
+    """Chooses how many tokens a round drafts and verifies per request, the anchor included; 1 is no drafting.
+
+    It is told what became of each round, and may learn from it. `logprobs` [n, drafted-1] and `accepted` are of the n
+    requests of the batch that take drafts. The choice never changes what is committed, only when (see
+    `acceptance.accept`).
+    """
+
+    def draft(self, batch: int) -> int: ...
+    def verify(self, logprobs: Array) -> int: ...
+    def observe(
+        self,
+        *,
+        batch: int,
+        drafted: int,
+        verified: int,
+        accepted: Sequence[int],
+        logprobs: Array | None,
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None: ...
+
+
+class FixedLength:
+    """The same length in every round."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def draft(self, batch: int) -> int:
+        return self.length
+
+    def verify(self, logprobs: Array) -> int:
+        return int(logprobs.shape[1]) + 1
+
+    def observe(self, **round_: object) -> None:
+        pass

@@ -1,0 +1,196 @@
+"""Continuous batching: requests come and go between rounds. A round drafts a block, verifies it, keeps what is right.
+
+Policy: each step decodes one round for every active request, then spends at most one chunk of prompt tokens on those
+that wait, first come first served. So a long prompt holds the others up for one chunk a round, and no longer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.decoding.acceptance import accept
+from dflash_trt.decoding.inflight import Emission, InFlight
+from dflash_trt.decoding.lengths import Lengths
+from dflash_trt.decoding.metrics import Metrics
+from dflash_trt.decoding.pair import EnginePair
+from dflash_trt.decoding.request import FinishReason
+from dflash_trt.decoding.sampling import sample
+from dflash_trt.decoding.slots import Slots
+
+Array = np.ndarray[Any, Any]
+
+
+class Scheduler:
+    """Requests go in by `submit`, what they get comes out of `step`. Not thread-safe.
+
+    Slots 0 .. n-1 belong to the active requests, in order, and slot n to the one being prefilled, if any.
+    """
+
+    def __init__(self, pair: EnginePair, max_batch_size: int) -> None:
+        self.pair, self.max_batch_size, self.slots = pair, max_batch_size, Slots(pair)
+        self.waiting: deque[InFlight] = deque()
+        self.active: list[InFlight] = []
+        self.filling: InFlight | None = None
+        self.metrics = Metrics()
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.active or self.filling)
+
+    def submit(self, request: InFlight) -> None:
+        self.waiting.append(request)
+
+    def logits(self, ids: list[int]) -> Array:
+        """The target's logits after these tokens, float32 [V]. Only when idle."""
+        self.slots.occupy(0, [], {}, draft=False)
+        for at in range(0, len(ids), self.pair.prefill_chunk):
+            logits = self.pair.prefill(ids[at : at + self.pair.prefill_chunk], at, 0, draft=False)
+        return logits.copy()
+
+    def clear(self) -> None:
+        """Drop every request, wherever it is."""
+        for request in [*self.waiting, *self.active, *([self.filling] if self.filling else [])]:
+            request.cancelled = True
+        self._give_up()
+
+    def step(self, lengths: Lengths) -> list[Emission]:
+        emissions = self._give_up()
+        if self.active:
+            emissions += self._round(lengths)
+        budget = self.pair.prefill_chunk
+        while budget > 0 and (self.filling or (self.waiting and len(self.active) < self.max_batch_size)):
+            budget -= self._prefill(budget, emissions)
+        running = len(self.active) + (self.filling is not None)
+        self.metrics.observe_step(emissions, running, len(self.waiting))
+        return emissions
+
+    def _round(self, lengths: Lengths) -> list[Emission]:
+        """One decode round for every active request."""
+        begin, active, pair = perf_counter(), list(self.active), self.pair
+        room = max(request.stop.remaining for request in active)
+        drafting = [slot for slot, request in enumerate(active) if request.draft]
+        block, logprobs = pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
+        drafted = block.shape[1]
+        if drafted > 1:
+            logprobs = logprobs[drafting]
+            block = block[:, : lengths.verify(logprobs)]
+        out = pair.verify(active, block)
+        counts, emissions = [], []
+        for slot, request in enumerate(active):
+            accepted, emission = _commit(request, block[slot], out, slot)
+            counts.append(accepted)
+            emissions.append(emission)
+        for slot in reversed(range(len(active))):
+            if emissions[slot].finish_reason is not None:
+                self._retire(slot)
+        lengths.observe(
+            batch=len(active),
+            drafted=drafted,
+            verified=block.shape[1],
+            accepted=[counts[slot] for slot in drafting],
+            logprobs=logprobs if drafted > 1 else None,
+            draft_seconds=pair.draft_time,
+            verify_seconds=pair.verify_time,
+        )
+        self.metrics.observe_round(block.shape[1])
+        host = perf_counter() - begin - pair.draft_time - pair.verify_time
+        for request in active:
+            request.statistics.draft_time += pair.draft_time
+            request.statistics.verify_time += pair.verify_time
+            request.statistics.host_time += host
+        return emissions
+
+    def _prefill(self, budget: int, emissions: list[Emission]) -> int:
+        """One chunk of the request being prefilled, or of the next one; returns the tokens spent."""
+        begin, slot = perf_counter(), len(self.active)
+        request = self.filling
+        if request is None:
+            request = self.filling = self.waiting.popleft()
+            request.statistics.queue_time = begin - request.arrived
+            live = {i: r.rows() for i, r in enumerate(self.active)}
+            request.committed = self.slots.occupy(slot, request.prompt, live, draft=request.draft)
+            request.statistics.num_cached_tokens = request.committed
+        chunk = request.prompt[request.committed : request.committed + budget]
+        logits = self.pair.prefill(chunk, request.committed, slot, draft=request.draft)
+        request.committed += len(chunk)
+        if request.committed == len(request.prompt):
+            self.filling = None
+            emission = _first_token(request, logits)
+            if emission.finish_reason is None:
+                self.active.append(request)
+            else:
+                self.slots.keep(slot, request.rows(), slot)
+            emissions.append(emission)
+        request.statistics.prefill_time += perf_counter() - begin
+        return len(chunk)
+
+    def _give_up(self) -> list[Emission]:
+        """Take out what was cancelled or has run out of time."""
+        now, emissions = perf_counter(), []
+        for request in [*self.active, *([self.filling] if self.filling else []), *self.waiting]:
+            late = request.deadline is not None and now >= request.deadline
+            if not (request.cancelled or late):
+                continue
+            reason: FinishReason = "cancelled" if request.cancelled else "timeout"
+            if request.output:
+                request.statistics.generation_time = now - request.first_token_at
+            emissions.append(Emission(request, [], request.stop.abandon(reason), reason))
+            if request in self.active:
+                self._retire(self.active.index(request))
+            elif request is self.filling:
+                self.filling = None
+                self.slots.keep(len(self.active), request.rows(), len(self.active))
+            else:
+                self.waiting.remove(request)
+        return emissions
+
+    def _retire(self, slot: int) -> None:
+        """Take an active request out of its slot: the last active one moves there, the one in prefill closes up."""
+        ended, last = self.active[slot], len(self.active) - 1
+        stays = slot == last and self.filling is None
+        self.slots.keep(slot, ended.rows(), last if stays else last + 1 + (self.filling is not None))
+        moved = self.active.pop()
+        if slot != last:
+            self.pair.move(last, slot, moved.committed)
+            self.active[slot] = moved
+        if self.filling is not None:
+            self.pair.move(last + 1, last, self.filling.committed)
+
+
+def _first_token(request: InFlight, logits: Array) -> Emission:
+    token = sample(logits, request.params, request.seed, request.committed, request.counts)
+    if request.counts is not None:
+        request.counts.add(token)
+    request.first_token_at = perf_counter()
+    request.statistics.time_to_first_token = request.first_token_at - request.arrived
+    return _emit(request, [token])
+
+
+def _commit(request: InFlight, block: Array, out: dict[str, Array], slot: int) -> tuple[int, Emission]:
+    """The tokens of one verified block that are the target's own: the accepted drafts, and the one after them."""
+    tokens = block.tolist() if request.draft else block[:1].tolist()
+    if request.params.greedy and len(tokens) == len(block):
+        accepted, token = int(out["accepted"][slot]), int(out["next_token"][slot])
+    else:
+        position, logits = request.committed + 1, out["logits"][slot]
+        accepted, token = accept(tokens, logits, request.params, request.seed, position, request.counts)
+    request.statistics.record_round(len(tokens) - 1, accepted)
+    if request.draft:
+        rows = out["features"][slot, : accepted + 1]
+        request.features.append(rows.copy())  # the next pass reuses the memory
+        request.behind += accepted + 1
+    request.committed += accepted + 1
+    return accepted, _emit(request, [*tokens[1 : accepted + 1], token])
+
+
+def _emit(request: InFlight, tokens: list[int]) -> Emission:
+    request.output += tokens
+    kept, text, reason = request.stop.push(tokens)
+    request.statistics.num_generation_tokens += kept
+    if reason is not None:
+        request.statistics.generation_time = perf_counter() - request.first_token_at
+    return Emission(request, tokens[:kept], text, reason)

@@ -1,0 +1,126 @@
+"""What `LLM` and `AsyncLLM` share: a loaded bundle, its scheduler, and requests made for it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from dflash_trt.bundle import Bundle, Check
+from dflash_trt.decoding.inflight import InFlight
+from dflash_trt.decoding.lengths import FixedLength, Lengths
+from dflash_trt.decoding.pair import EnginePair
+from dflash_trt.decoding.request import SamplingParams
+from dflash_trt.decoding.sampling import TokenCounts
+from dflash_trt.decoding.scheduler import Scheduler
+from dflash_trt.decoding.statistics import Statistics
+from dflash_trt.decoding.stopping import StopChecker
+from dflash_trt.decoding.text import Detokenizer
+from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.errors import BundleError, DFlashError, RequestError
+from dflash_trt.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Runtime:
+    """A bundle, loaded. See `LLM` for the arguments."""
+
+    def __init__(
+        self,
+        bundle: str | Path,
+        *,
+        max_batch_size: int,
+        prefill_chunk: int,
+        prefix_cache_bytes: int,
+        threads: int | None,
+        check: Check,
+    ) -> None:
+        limits = {"max_batch_size": (max_batch_size, 1), "prefill_chunk": (prefill_chunk, 1)}
+        limits["prefix_cache_bytes"] = (prefix_cache_bytes, 0)
+        for name, (value, least) in limits.items():
+            if value < least:
+                raise DFlashError(f"{name} is {value}, expected {least} or more")
+        self.bundle = Bundle.open(bundle, check)
+        manifest = self.bundle.manifest
+        if manifest["weights"] == "none":
+            raise BundleError(
+                f"{bundle}: was built with --weights none and cannot run; build it with its weights"
+            )
+        self.tokenizer = Tokenizer(self.bundle.path)
+        self.max_seq_len: int = manifest["max_seq_len"]
+        self.block_size: int = manifest["block_size"]
+        per_slot = sum(manifest["cache_bytes_per_token"].values()) * self.bundle.capacity
+        slots = max_batch_size + prefix_cache_bytes // per_slot
+        target, drafter = (
+            OnnxRuntimeEngine(
+                self.bundle.path / f"{role}.onnx", slots=slots, capacity=self.bundle.capacity, threads=threads
+            )
+            for role in ("target", "drafter")
+        )
+        self.pair = EnginePair(
+            target,
+            drafter,
+            slots=slots,
+            capacity=self.bundle.capacity,
+            mask_token_id=manifest["mask_token_id"],
+            feature_size=len(manifest["target_layer_ids"]) * manifest["hidden_size"],
+            prefill_chunk=prefill_chunk,
+        )
+        self.scheduler = Scheduler(self.pair, max_batch_size)
+
+    def lengths(self, speculate: bool, block_length: int | None) -> Lengths:
+        """The policy for a block length, None being the whole block."""
+        if block_length is not None and not 1 <= block_length <= self.block_size:
+            raise RequestError(
+                f"block_length is {block_length}, expected 1..{self.block_size} (this bundle's block size)"
+            )
+        return FixedLength((block_length or self.block_size) if speculate else 1)
+
+    def chat_prompt(
+        self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of the rendered chat."""
+        text = self.tokenizer.apply_chat_template(messages, **(chat_template_kwargs or {}))
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams, *, draft: bool, deadline: float | None = None
+    ) -> InFlight:
+        """A request that can be met. `deadline` is a time of perf_counter."""
+        ids = self.prompt_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        if len(ids) + params.max_tokens > self.max_seq_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}, together "
+                f"{len(ids) + params.max_tokens}, but this bundle holds {self.max_seq_len}: lower max_tokens, shorten "
+                "the prompt, or build with a larger --max-seq-len"
+            )
+        eos = () if params.ignore_eos else tuple(self.bundle.manifest["eos_token_ids"])
+        return InFlight(
+            prompt=ids,
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            stop=StopChecker(params, eos, Detokenizer(self.tokenizer.backend)),
+            counts=TokenCounts(ids) if params.penalized else None,
+            arrived=perf_counter(),
+            draft=draft,
+            deadline=deadline,
+            statistics=Statistics(num_prompt_tokens=len(ids)),
+        )
+
+    def prompt_ids(self, ids: Sequence[int]) -> list[int]:
+        """Token ids that this target can take."""
+        vocab = self.bundle.manifest["vocab_size"]
+        if not len(ids):
+            raise RequestError("the prompt is empty: give at least one token")
+        if wrong := [t for t in ids if not 0 <= t < vocab]:
+            raise RequestError(f"the prompt has token id {wrong[0]}, expected 0..{vocab - 1}")
+        if len(ids) > self.max_seq_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, but this bundle holds {self.max_seq_len}: shorten it, or build "
+                "with a larger --max-seq-len"
+            )
+        return [int(t) for t in ids]

@@ -1,0 +1,190 @@
+"""Engines that make every fault visible: a cache row depends on all rows before it, and a token on all rows.
+
+A target row holds a number made from the sum of all rows before it, its token and its position; that number is also
+the row's feature, and decides the logits. The drafter continues the same sum over its own cache, so its drafts are
+right, but for one row in five, only while its context is complete. What the real engines leave undefined is poison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.decoding.inflight import InFlight
+from dflash_trt.decoding.pair import EnginePair
+from dflash_trt.decoding.request import SamplingParams
+from dflash_trt.decoding.sampling import TokenCounts, sample
+from dflash_trt.decoding.scheduler import Scheduler
+from dflash_trt.decoding.stopping import StopChecker
+
+Array = np.ndarray[Any, Any]
+
+VOCAB, MASK, BLOCK, POISON = 16, 15, 6, -7_000_001
+TABLE = 2 * np.random.default_rng(0).standard_normal((997, VOCAB)).astype(np.float32)
+
+
+def row(total: int, token: int, position: int) -> int:
+    """The row of a token at a position, whose rows before it sum up to `total`."""
+    return (31 * total + 7919 * token + 104729 * position + 17) % 999983
+
+
+def rows_of(tokens: Sequence[int]) -> list[int]:
+    rows: list[int] = []
+    total = 0
+    for position, token in enumerate(tokens):
+        rows.append(row(total, token, position))
+        total += rows[-1]
+    return rows
+
+
+def expected(prompt: Sequence[int], params: SamplingParams, seed: int) -> list[int]:
+    """What the target alone decodes, one token at a time."""
+    tokens, total = list(prompt), sum(rows_of(prompt[:-1]))
+    counts = TokenCounts(prompt) if params.penalized else None
+    for _ in range(params.max_tokens):
+        newest = row(total, tokens[-1], len(tokens) - 1)
+        total += newest
+        tokens.append(sample(TABLE[newest % len(TABLE)], params, seed, len(tokens), counts))
+        if counts is not None:
+            counts.add(tokens[-1])
+    return tokens[len(prompt) :]
+
+
+class FakeEngine:
+    def __init__(self, slots: int, capacity: int) -> None:
+        self.cache = np.full((slots, capacity), POISON)
+        self.passes = 0
+
+    def move_slot(self, source: int, target: int, rows: int) -> None:
+        assert source != target
+        kept = self.cache[source, :rows].copy()
+        self.cache[target] = POISON
+        self.cache[target, :rows] = kept
+
+    def close(self) -> None:
+        pass
+
+    def room(self, first: int, starts: Array, width: int) -> None:
+        self.passes += 1
+        assert first + len(starts) <= len(self.cache)
+        assert max(starts) + width <= self.cache.shape[1], "rows beyond the capacity"
+
+
+class FakeTarget(FakeEngine):
+    def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]:
+        tokens, starts = feeds["tokens"], feeds["start"]
+        n, width = tokens.shape
+        self.room(first_slot, starts, width)
+        features = np.zeros((n, width, 1), np.float32)
+        for i, start in enumerate(starts):
+            cache = self.cache[first_slot + i]
+            total = int(cache[:start].sum())
+            for j in range(width):
+                cache[start + j] = row(total, int(tokens[i, j]), start + j)
+                total += int(cache[start + j])
+                features[i, j, 0] = cache[start + j]
+            cache[start + width :] = POISON
+        logits = TABLE[features[..., 0].astype(int) % len(TABLE)]
+        chosen = logits.argmax(-1)
+        wrong = np.ones((n, width), bool)
+        wrong[:, :-1] = tokens[:, 1:] != chosen[:, :-1]
+        accepted = wrong.argmax(1)
+        logits = np.take_along_axis(logits, feeds["rows"][..., None], 1)
+        next_token = chosen[np.arange(n), accepted]
+        return {"logits": logits, "features": features, "accepted": accepted, "next_token": next_token}
+
+
+class FakeDrafter(FakeEngine):
+    def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]:
+        features, valid, starts, block = (feeds[k] for k in ("features", "n_features", "start", "block"))
+        n, width = block.shape
+        self.room(first_slot, starts, features.shape[1] + width)
+        tokens = np.zeros((n, width - 1), int)
+        for i, (start, count) in enumerate(zip(starts, valid, strict=True)):
+            cache = self.cache[first_slot + i]
+            cache[start:] = POISON
+            cache[start : start + count] = features[i, :count, 0]
+            total, token, at = int(cache[: start + count].sum()), int(block[i, 0]), int(start + count)
+            for j in range(width - 1):
+                newest = row(total, token, at + j)
+                total += newest
+                token = int(TABLE[newest % len(TABLE)].argmax())
+                if newest % 5 == 0:
+                    token = (token + 1) % VOCAB
+                tokens[i, j] = token
+        logprobs = np.full(tokens.shape, -0.2, np.float32)
+        return {"draft_tokens": tokens, "draft_logprobs": logprobs}
+
+
+class Letters:
+    """A detokenizer: one letter for each token."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(65 + token) for token in tokens)
+
+    def flush(self) -> str:
+        return ""
+
+
+def request(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    arrived: float = 0.0,
+    draft: bool = True,
+    deadline: float | None = None,
+) -> InFlight:
+    made = InFlight(
+        prompt=list(prompt),
+        params=params,
+        seed=params.seed or 0,
+        stop=StopChecker(params, (), Letters()),  # type: ignore[arg-type]
+        counts=TokenCounts(prompt) if params.penalized else None,
+        arrived=arrived,
+        draft=draft,
+        deadline=deadline,
+    )
+    made.statistics.num_prompt_tokens = len(prompt)
+    return made
+
+
+class Pool:
+    """A scheduler over fake engines, and what must hold of it between two steps."""
+
+    def __init__(self, batch: int, slots: int, *, chunk: int = 8, max_seq_len: int = 120) -> None:
+        capacity = max_seq_len + 2 * BLOCK + 1
+        self.target, self.drafter = FakeTarget(slots, capacity), FakeDrafter(slots, capacity)
+        self.pair = EnginePair(
+            self.target,
+            self.drafter,
+            slots=slots,
+            capacity=capacity,
+            mask_token_id=MASK,
+            feature_size=1,
+            prefill_chunk=chunk,
+        )
+        self.scheduler = Scheduler(self.pair, batch)
+
+    def check(self) -> None:
+        s = self.scheduler
+        live = [*s.active, *([s.filling] if s.filling else [])]
+        assert len(s.active) <= s.max_batch_size
+        for slot, flight in enumerate(live):
+            history = rows_of([*flight.prompt, *flight.output][: flight.committed])
+            assert self.target.cache[slot, : flight.committed].tolist() == history
+            if flight.draft:
+                behind = [int(x) for part in flight.features for x in part[:, 0]]
+                seen = flight.committed - len(behind)
+                assert self.drafter.cache[slot, :seen].tolist() + behind == history
+                assert len(behind) == flight.behind <= self.pair.prefill_chunk + BLOCK
+            else:
+                assert not flight.features
+        for flight in s.active:
+            assert flight.committed == len(flight.prompt) + len(flight.output) - 1
+        assert all(len(live) <= slot < self.pair.slots for slot in s.slots.kept)
+        for slot, kept in s.slots.kept.items():
+            history = rows_of(kept.tokens)
+            assert self.target.cache[slot, : len(history)].tolist() == history
+            assert self.drafter.cache[slot, : kept.drafted].tolist() == history[: kept.drafted]
