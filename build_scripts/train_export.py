@@ -46,7 +46,7 @@ def write_target(target: Target, tokenizer_file: Path, directory: Path) -> None:
     """config.json, generation_config.json, model.safetensors (BF16) and the tokenizer's files."""
     shape = target.shape
     config = Qwen3Config(
-        **common_config(shape, shape.target_layers),
+        **common_config(shape, shape.target_layers),  # type: ignore[arg-type]
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         tie_word_embeddings=True,
     )

@@ -65,7 +65,8 @@ class Muon(torch.optim.Optimizer):
 
 def optimizers_of(module: nn.Module, lr: float, matrix_lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers and AdamW for the rest; AdamW alone when matrix_lr is 0."""
-    matrices, rest = [], []
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         other = any(part in name for part in ("embed", "lm_head", "router", "bias"))
         hidden = matrix_lr > 0 and parameter.ndim >= 2 and not other
@@ -160,7 +161,8 @@ def train(
     """
     directory.mkdir(parents=True, exist_ok=True)
     state_file = directory / "state.pt"
-    step, spent, recent = 0, 0.0, []
+    step, spent = 0, 0.0
+    recent: list[float] = []
     if state_file.exists():
         state = torch.load(state_file, weights_only=True)
         module.load_state_dict(state["module"])

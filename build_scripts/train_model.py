@@ -101,7 +101,7 @@ class Attention(nn.Module):
         groups = self.shape.num_attention_heads // self.shape.num_key_value_heads
         k, v = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.o_proj(out.transpose(-3, -2).flatten(-2))  # type: ignore[no-any-return]
+        return self.o_proj(out.transpose(-3, -2).flatten(-2))
 
     def weights(self, scores: Tensor, positions: Tensor) -> Tensor:
         """Scores [B, kv heads, groups * S, n] of rows at positions [S] to weights; hidden keys are at -inf."""
@@ -157,7 +157,7 @@ class Target(nn.Module):
             keys, values = layer.self_attn.keys_values(normed, cos, sin)
             x = x + layer.self_attn(normed, cos, sin, keys, values, mask)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x)  # type: ignore[no-any-return]
+        return self.norm(x)
 
 
 class Drafter(nn.Module):
