@@ -22,7 +22,7 @@ def main() -> int:
     subprocess.run([Path(sys.executable).with_name("dflash-trt"), *build], check=True)
 
     rows = []
-    with LLM(BUNDLE, max_batch_size=1) as llm:
+    with LLM(BUNDLE, max_batch_size=1, prefix_cache_bytes=0) as llm:
         for category in CATEGORIES:
             prompt = read_prompts(SHIPPED_PROMPTS / f"{category}.jsonl", limit=1)[0]
             assert not isinstance(prompt.content, str)  # the shipped prompts are chats

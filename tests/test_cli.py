@@ -154,6 +154,23 @@ def test_generate_stats_go_to_stderr(bundle: Path, capsys: pytest.CaptureFixture
     assert "verified per round: 1 x 15\n" in Output(capsys, "generate", bundle, "-p", "1", *options, "1").err
 
 
+def test_generate_passes_variables_to_the_template(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("generate", bundle, "--chat", "-p", "12 + 7", "--max-tokens", "2", "--json")
+    with_prompt = Output(capsys, *options).json["prompt_token_ids"]
+    variables = '{"add_generation_prompt": false}'
+    without = Output(capsys, *options, "--chat-template-kwargs", variables).json["prompt_token_ids"]
+    assert with_prompt[: len(without)] == without
+    assert len(with_prompt) > len(without)
+    for wrong in (
+        [*options, "--chat-template-kwargs", "[1]"],
+        [*options, "--chat-template-kwargs", "{"],
+        ["generate", bundle, "-p", "1", "--chat-template-kwargs", variables],
+    ):
+        with pytest.raises(SystemExit) as raised:
+            Output(capsys, *wrong)
+        assert raised.value.code == 2
+
+
 def test_generate_stop_string(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("generate", bundle, "-p", "12 + 7", "--max-tokens", "32", "--ignore-eos")
     text = Output(capsys, *options).out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="send the prompt as a user message, through the chat template"
     )
     parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="with --chat: variables of the template, such as '{\"enable_thinking\": false}'",
+    )
     drafting = parser.add_argument_group("drafting")
     drafting.add_argument("--no-draft", action="store_true", help="the target alone, one token per pass")
     drafting.add_argument(
@@ -69,9 +77,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         args.usage_error("--system needs --chat")
+    if args.chat_template_kwargs and not args.chat:
+        args.usage_error("--chat-template-kwargs needs --chat")
     if args.prompt is None and sys.stdin.isatty():
         args.usage_error("no prompt: give it with --prompt, or on standard input")
 
@@ -84,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
     with LLM(args.bundle, max_batch_size=1) as llm:
         if args.chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]
-            prompt = llm.chat_prompt([*system, {"role": "user", "content": prompt}])
+            prompt = llm.chat_prompt(
+                [*system, {"role": "user", "content": prompt}], args.chat_template_kwargs
+            )
         if args.json:
             completion = llm.generate(prompt, params, **drafting)
             print_json({**vars(completion), "statistics": completion.statistics.to_dict()})
