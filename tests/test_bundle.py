@@ -14,12 +14,13 @@ from typing import Any
 
 import onnx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dflash_trt import LLM
 from dflash_trt.build import build
 from dflash_trt.bundle import MANIFEST, Bundle
 from dflash_trt.checkpoint.pairs import PAIRS
-from dflash_trt.errors import BuildError, BundleError, DFlashError
+from dflash_trt.errors import BuildError, BundleError, CheckpointError, DFlashError
 from tests.checkpoints import make_drafter, make_target
 
 
@@ -158,6 +159,19 @@ def test_a_failed_build_leaves_nothing_that_looks_finished(checkpoints: Path, tm
     with pytest.raises(DFlashError, match=r"mlp\.\w+_proj\.weight' has shape"):
         build(str(target), str(checkpoints / "drafter"), tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
+
+
+def test_a_tied_head_that_is_stored_must_be_the_embedding(checkpoints: Path, tmp_path: Path) -> None:
+    make_target(tmp_path / "target", tie=True)
+    weights = tmp_path / "target" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, weights)
+    build(str(tmp_path / "target"), str(checkpoints / "drafter"), tmp_path / "same")
+    tensors["lm_head.weight"][3, 4] += 1
+    save_file(tensors, weights)
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true.*lm_head\.weight that differs"):
+        build(str(tmp_path / "target"), str(checkpoints / "drafter"), tmp_path / "other")
 
 
 _KILLED = """

@@ -41,6 +41,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 }
 _PACKED = {"F4": 2}  # dtype -> values in a byte
 _HEADER_LIMIT = 100_000_000  # the safetensors library's own limit
+_PIECE = 8 << 20
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -135,6 +136,20 @@ class Checkpoint:
                 self._maps[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         count = tensor.nbytes // dtype.itemsize
         return np.frombuffer(self._maps[tensor.file], dtype, count, tensor.offset).reshape(shape)
+
+
+def same_bytes(first: TensorInfo, second: TensorInfo) -> bool:
+    """Whether two tensors are stored alike. Read in pieces: they may be large."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    with first.file.open("rb") as one, second.file.open("rb") as other:
+        one.seek(first.offset)
+        other.seek(second.offset)
+        for done in range(0, first.nbytes, _PIECE):
+            size = min(_PIECE, first.nbytes - done)
+            if one.read(size) != other.read(size):
+                return False
+    return True
 
 
 class Outline:

@@ -59,10 +59,6 @@ class OnnxRuntimeEngine:
         self._memory: dict[str, Array] = {}
         self._bound: dict[tuple[Any, ...], _Bound] = {}
 
-    @property
-    def cache_bytes_per_slot(self) -> int:
-        return sum(cache[0].nbytes for cache in self._caches.values())
-
     def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]:
         """One pass. The outputs are views that the next pass overwrites."""
         key = (first_slot, *[a.shape for a in feeds.values()])

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.config import TargetConfig
-from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline, same_bytes
+from dflash_trt.errors import CheckpointError
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.functions import OnnxRuntime
 
@@ -74,13 +75,26 @@ def build_target(
     logits = g.op("Reshape", logits, g.shape(batch, g.dim(rows, 1), vocab), name="logits")
     acceptance = dialect.block_acceptance()
     accepted, next_token = g.call(acceptance, tokens, rows, logits, outputs=2, name="acceptance")
-    root.check_all_used(ignored=("lm_head.weight",) if config.tie_word_embeddings else ())
+    root.check_all_used(ignored=_tied_copy(config, checkpoint))
 
     g.output(features, "features", g.dtype, ["B", "S", len(taps) * hidden])
     g.output(logits, "logits", FLOAT, ["B", "R", vocab])
     g.output(accepted, "accepted", INT64, ["B"])
     g.output(next_token, "next_token", INT64, ["B"])
     return g.model(metadata or {})
+
+
+def _tied_copy(config: TargetConfig, checkpoint: Checkpoint | Outline) -> tuple[str, ...]:
+    """With tied embeddings some checkpoints store the head too. It must be the same: Transformers would use it."""
+    if not config.tie_word_embeddings or "lm_head.weight" not in checkpoint.tensors:
+        return ()
+    head, table = (checkpoint.tensors[name] for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    if not same_bytes(head, table):
+        raise CheckpointError(
+            f"{config.path}: tie_word_embeddings is true, but {head.file.name} has an lm_head.weight that differs from "
+            "model.embed_tokens.weight; set it to false if the head is meant"
+        )
+    return ("lm_head.weight",)
 
 
 def lm_head(x: ir.Value, root: Module, config: TargetConfig) -> ir.Value:
