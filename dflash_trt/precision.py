@@ -1,0 +1,60 @@
+"""`--precision target=...,drafter=...,head=...`: what a build computes in, and what its weights are kept in."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+
+from dflash_trt.errors import BuildError
+
+# What activations, caches and unquantized weights are computed in.
+COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
+# How the weights of linear layers are stored; the rest stays in the compute dtype.
+SCHEMES = ("fp8", "nvfp4", "mxfp4", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """A compute dtype or a quantization scheme for the target, the drafter, and the drafter's copy of the LM head.
+
+    None: as the checkpoint is stored, in the engine's compute dtype. A drafter's head may be quantized harder than
+    the target's, which stays as the checkpoint has it: drafts need not be exact.
+    """
+
+    target: str | None = None
+    drafter: str | None = None
+    head: str | None = None
+
+    def scheme(self, role: str) -> str | None:
+        """The scheme to quantize the weights of "target", "drafter" or "head" with, if one was asked for."""
+        value: str | None = getattr(self, role)
+        return value if value in SCHEMES else None
+
+    def compute(self, role: str, default: str) -> str:
+        """The compute dtype of "target" or "drafter": one of COMPUTE_DTYPES."""
+        value: str | None = getattr(self, role)
+        return value if value in COMPUTE_DTYPES else default
+
+
+def parse_precision(text: str | None) -> Precision:
+    """Parse `role=value[,role=value]`; None is the default precision.
+
+    Raises BuildError naming the part that cannot be read and what it may be.
+    """
+    found: dict[str, str] = {}
+    roles = [field.name for field in fields(Precision)]
+    for part in [] if text is None else text.split(","):
+        role, equals, value = part.strip().partition("=")
+        if role not in roles or not equals:
+            raise BuildError(
+                f"--precision has {part!r}, expected ROLE=VALUE with a role of: {', '.join(roles)}"
+            )
+        allowed = SCHEMES if role == "head" else COMPUTE_DTYPES + SCHEMES
+        if value not in allowed:
+            near = difflib.get_close_matches(value, allowed, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise BuildError(f"--precision has {role}={value}, expected one of: {', '.join(allowed)}{hint}")
+        if role in found:
+            raise BuildError(f"--precision names {role} twice: {found[role]} and {value}")
+        found[role] = value
+    return Precision(**found)
