@@ -25,8 +25,9 @@ from dflash_trt.build import build
 from dflash_trt.checkpoint.config import read_target_config
 from dflash_trt.graph import functions
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.dialect import SINK_PADDING
 from dflash_trt.graph.experts import unpack_mxfp4
-from dflash_trt.graph.functions import SINK_PADDING, OnnxRuntime
+from dflash_trt.graph.functions import OnnxRuntime
 from tests.checkpoints import VOCAB, make_drafter
 from tests.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
 from tests.reference import Drafter, decode, decode_drafting, target_outputs

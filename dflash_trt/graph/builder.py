@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.tensors import TensorInfo
@@ -99,7 +100,7 @@ class GraphBuilder:
         self.graph.append(node)
         return tuple(node.outputs)
 
-    def constant(self, value: Any, dtype: type[np.generic] = np.int64) -> ir.Value:
+    def constant(self, value: Any, dtype: npt.DTypeLike = np.int64) -> ir.Value:
         """A small constant as an initializer; equal constants are stored once."""
         array = np.asarray(value, dtype=dtype)
         key = (array.dtype.name, array.shape, array.tobytes())
@@ -114,6 +115,10 @@ class GraphBuilder:
             self.graph.register_initializer(initializer)
             self._constants[key] = initializer
         return self._constants[key]
+
+    def scalar(self, value: float, dtype: ir.DataType | None = None) -> ir.Value:
+        """A number in `dtype`, by default the graph's."""
+        return self.constant(value, (dtype or self.dtype).numpy())
 
     def raw_weight(self, info: TensorInfo, folder: str) -> ir.Value:
         """The tensor as it lies in its safetensors file (`folder/` in the bundle): external data, no copy."""
@@ -136,6 +141,14 @@ class GraphBuilder:
 
     def cast(self, value: ir.Value, dtype: ir.DataType, name: str = "cast") -> ir.Value:
         return value if value.dtype == dtype else self.op("Cast", value, name=name, to=int(dtype))
+
+    def to_dtype(self, value: ir.Value, dtype: ir.DataType, name: str = "to_dtype") -> ir.Value:
+        """A computed value that has `dtype`, in the graph's."""
+        return value if dtype == self.dtype else self.op("Cast", value, name=name, to=int(self.dtype))
+
+    def to_float(self, value: ir.Value, name: str = "to_float") -> ir.Value:
+        """A computed value that has the graph's dtype, in float32."""
+        return value if self.dtype == FLOAT else self.op("Cast", value, name=name, to=int(FLOAT))
 
     def dim(self, value: ir.Value, axis: int, name: str = "dim") -> ir.Value:
         """Length of one axis, int64 [1]."""

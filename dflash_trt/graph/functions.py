@@ -28,17 +28,16 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from .builder import BOOL, FLOAT, INT64, GraphBuilder
+from .builder import BOOL, INT64, GraphBuilder
+from .dialect import SINK_PADDING, Dialect
 from .experts import Storage, onnxruntime_moe
 
-# Extra key columns that carry the sink; eight keep the rows aligned.
-SINK_PADDING = 8
 # Up to this size all experts are widened to float32 as the engine loads (its peak then is four times that); beyond it,
 # those in use are, in every pass.
 RESIDENT_EXPERT_BYTES = 256 << 20
 
 
-class OnnxRuntime:
+class OnnxRuntime(Dialect):
     """Bodies of standard operators, shaped for ONNX Runtime on a CPU.
 
     Mask and attention cover only the slots between the first and the last that any row of the batch sees: attending
@@ -46,9 +45,6 @@ class OnnxRuntime:
     """
 
     name = "onnxruntime"
-
-    def __init__(self, dtype: ir.DataType = FLOAT) -> None:
-        self.dtype = dtype
 
     def attention_mask(self) -> ir.Function:
         g = GraphBuilder("AttentionMask")
@@ -65,7 +61,7 @@ class OnnxRuntime:
         _visible(g, first, last, sink, sink)
         return g.function()
 
-    def cached_attention(self) -> ir.Function:
+    def cached_attention(self, head_dim: int) -> ir.Function:
         g = GraphBuilder("CachedAttention")
         q, (k, v), caches, start, mask, origin = _attention_inputs(g, self.dtype, "d")
         _attend(g, q, (k, v), caches, start, mask, origin, self.dtype)
@@ -99,37 +95,8 @@ class OnnxRuntime:
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
     ) -> ir.Function:
-        """`widened_bytes`: what all experts of the model take in float32."""
         resident = widened_bytes <= RESIDENT_EXPERT_BYTES
         return onnxruntime_moe(storage, weight_dtype, biased=biased, resident=resident)
-
-    def hidden_state_tap(self, taps: int) -> ir.Function:
-        g = GraphBuilder("HiddenStateTap")
-        hidden = [g.input(f"h_{i}", self.dtype, ["rows", "D"]) for i in range(taps)]
-        g.output(g.op("Concat", *hidden, axis=-1), "features", self.dtype, ["rows", "nD"])
-        return g.function()
-
-    def block_acceptance(self) -> ir.Function:
-        g = GraphBuilder("BlockAcceptance")
-        tokens, rows = g.input("tokens", INT64, ["B", "S"]), g.input("rows", INT64, ["B", "R"])
-        logits = g.input("logits", FLOAT, ["B", "R", "V"])
-        chosen = g.op("ArgMax", logits, name="chosen", axis=-1, keepdims=0)
-        # Compare the choice of row i with the token of row i+1. The last row has no successor and never matches,
-        # so the first mismatch always exists, and its index is the number of accepted drafts.
-        count = g.dim(rows, 1, name="count")
-        index = g.arange(count)
-        final = g.op("Sub", count, g.constant(1), name="final")
-        successor = g.op("Min", g.op("Add", index, g.constant(1), name="next"), final, name="successor")
-        next_rows = g.op("Gather", rows, successor, name="next_rows", axis=1)
-        drafted = g.op("GatherElements", tokens, next_rows, name="drafted", axis=1)
-        differs = g.op("Not", g.op("Equal", drafted, chosen, name="equal"), name="differs")
-        mismatch = g.op("Or", differs, g.op("Equal", index, final, name="is_final"), name="mismatch")
-        mismatch = g.op("Cast", mismatch, name="as_number", to=int(ir.DataType.INT32))
-        accepted = g.op("ArgMax", mismatch, name="first", axis=1, keepdims=1)
-        next_token = g.op("GatherElements", chosen, accepted, name="next_token", axis=1)
-        g.output(g.op("Squeeze", accepted, g.constant([1])), "accepted", INT64, ["B"])
-        g.output(g.op("Squeeze", next_token, g.constant([1])), "next", INT64, ["B"])
-        return g.function()
 
 
 def _visible(

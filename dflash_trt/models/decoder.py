@@ -13,7 +13,7 @@ from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import CheckpointError
 from dflash_trt.graph.builder import FLOAT, FLOAT_DTYPES, INT64, ONNX_DTYPES, GraphBuilder
-from dflash_trt.graph.functions import SINK_PADDING, OnnxRuntime
+from dflash_trt.graph.dialect import Dialect
 
 
 class Module:
@@ -50,15 +50,24 @@ class Module:
         self.used.add(info.name)
         return self.g.raw_weight(info, self.folder)
 
-    def weight(self, name: str, *shape: int) -> ir.Value:
-        """The tensor in the graph's dtype."""
-        return self.g.cast(self.raw(name, *shape), self.g.dtype, name=f"{name}/cast")
+    def weight(self, name: str, *shape: int, dtype: ir.DataType | None = None) -> ir.Value:
+        """The tensor in `dtype`, by default the graph's: as it lies on disk, if it has that dtype already."""
+        return self.g.cast(self.raw(name, *shape), dtype or self.g.dtype, name=f"{name}/cast")
 
-    def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool = False) -> ir.Value:
-        """x [rows, inputs] -> [rows, outputs]."""
-        parameters = [self.weight(f"{name}.weight", outputs, inputs)]
+    def linear(
+        self,
+        x: ir.Value,
+        name: str,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        dtype: ir.DataType | None = None,
+    ) -> ir.Value:
+        """x [rows, inputs] -> [rows, outputs], x being in `dtype`, by default the graph's."""
+        parameters = [self.weight(f"{name}.weight", outputs, inputs, dtype=dtype)]
         if bias:
-            parameters.append(self.weight(f"{name}.bias", outputs))
+            parameters.append(self.weight(f"{name}.bias", outputs, dtype=dtype))
         return self.g.op("Gemm", x, *parameters, name=name, transB=1)
 
     def rms_norm(self, x: ir.Value, name: str, size: int, epsilon: float) -> ir.Value:
@@ -98,7 +107,7 @@ class Rows:
         rotations = [g.op(kind, angles, name=kind.lower()) for kind in ("Cos", "Sin")]
         if factor != 1.0:
             rotations = [g.op("Mul", r, g.constant(factor, np.float32), name="scaled") for r in rotations]
-        self.cos, self.sin = (g.op("Cast", r, to=int(g.dtype)) if g.dtype != FLOAT else r for r in rotations)
+        self.cos, self.sin = (g.to_dtype(r, FLOAT) for r in rotations)
 
     def shape(self, *tail: int) -> ir.Value:
         """The shape [B, S, *tail] as a tensor."""
@@ -122,7 +131,7 @@ class CachedAttention:
     def __init__(
         self,
         g: GraphBuilder,
-        dialect: OnnxRuntime,
+        dialect: Dialect,
         config: DecoderConfig,
         capacity: int | str,
         start: ir.Value,
@@ -132,10 +141,9 @@ class CachedAttention:
     ) -> None:
         self.g, self.dialect, self.config, self.sinks = g, dialect, config, config.attention_sinks
         self.start, self.queries, self.written, self.lengths = start, queries, written, lengths
-        size = config.head_dim
         self._shapes: list[list[int | str]] = [
-            ["B", config.num_key_value_heads, capacity, size + SINK_PADDING if self.sinks else size],
-            ["B", config.num_key_value_heads, capacity, size],
+            ["B", config.num_key_value_heads, capacity, size]
+            for size in dialect.cache_sizes(config.head_dim, sinks=self.sinks)
         ]
         self.caches = [
             tuple(
@@ -190,7 +198,7 @@ class CachedAttention:
         if c.qk_norm:
             q = m.rms_norm(q, "q_norm", size, c.rms_norm_eps)
             k = m.rms_norm(k, "k_norm", size, c.rms_norm_eps)
-        body = self.dialect.sink_attention(size) if self.sinks else self.dialect.cached_attention()
+        body = self.dialect.sink_attention(size) if self.sinks else self.dialect.cached_attention(size)
         y, *updated = g.call(
             body,
             self.queries.rotate(q),
@@ -232,7 +240,7 @@ def embed(m: Module, tokens: ir.Value, vocab: int, hidden: int, name: str = "emb
     g = m.g
     flat = g.op("Reshape", tokens, g.constant([-1]), name="flat_tokens")
     rows = g.op("Gather", m.raw(f"{name}.weight", vocab, hidden), flat, name=name)
-    return g.op("Cast", rows, name=f"{name}/cast", to=int(g.dtype))
+    return g.to_dtype(rows, m.dtype_of(f"{name}.weight"), name=f"{name}/cast")
 
 
 def positions_from(g: GraphBuilder, start: ir.Value, count: ir.Value, name: str = "positions") -> ir.Value:

@@ -16,10 +16,14 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.functions import OnnxRuntime
+from dflash_trt.graph.dialect import Dialect
 
 from .decoder import CachedAttention, Module, Rows, embed, gated_mlp, ints, positions_from
 from .target import lm_head
+
+# Tapped states pass 2e4, their sums through fc would pass 65504. What comes out is normed, so a power of two before
+# and its square on the norm's epsilon change nothing but the range.
+FP16_FEATURE_SCALE = 2.0**-6
 
 
 def build_drafter(
@@ -27,20 +31,23 @@ def build_drafter(
     checkpoint: Checkpoint | Outline,
     target: TargetConfig,
     target_checkpoint: Checkpoint | Outline,
-    dialect: OnnxRuntime,
+    dialect: Dialect,
     *,
     folder: str,
     target_folder: str,
     capacity: int | str = "C",
+    features_dtype: ir.DataType | None = None,
     metadata: dict[str, str] | None = None,
 ) -> ir.Model:
     """The drafter as an ONNX model. Embedding and head are the target's own tensors, in `target_folder`.
 
+    `features_dtype` is what the target computes in, by default what the drafter does.
+
     Raises CheckpointError where a tensor is missing, has another shape than the config says, or is left over.
     """
-    g = GraphBuilder("drafter")
+    g = GraphBuilder("drafter", dtype=dialect.dtype)
     hidden, taps = config.hidden_size, len(config.target_layer_ids)
-    features = g.input("features", g.dtype, ["B", "S", taps * hidden])
+    features = g.input("features", features_dtype or g.dtype, ["B", "S", taps * hidden])
     n_features, start, block = ints(g, "n_features", "B"), ints(g, "start", "B"), ints(g, "block", "B", "K")
     batch = g.dim(block, 0, name="batch")
     n_context, n_block = g.dim(features, 1, name="n_context"), g.dim(block, 1, name="n_block")
@@ -56,8 +63,12 @@ def build_drafter(
     m = Module(g, checkpoint, folder)
     target_root = Module(g, target_checkpoint, target_folder)
     context = g.op("Reshape", features, g.constant([-1, taps * hidden]), name="flat_features")
-    context = m.linear(context, "fc", taps * hidden, hidden)
-    context = m.rms_norm(context, "hidden_norm", hidden, config.rms_norm_eps)
+    epsilon = config.rms_norm_eps
+    if g.dtype == ir.DataType.FLOAT16:
+        context = g.op("Mul", context, g.scalar(FP16_FEATURE_SCALE, features.dtype), name="into_range")
+        epsilon *= FP16_FEATURE_SCALE**2
+    context = m.linear(g.to_dtype(context, features.dtype or g.dtype), "fc", taps * hidden, hidden)
+    context = m.rms_norm(context, "hidden_norm", hidden, epsilon)
     by_sequence = g.shape(batch, -1, hidden)
     context = g.op("Reshape", context, by_sequence, name="context")
 
@@ -85,7 +96,7 @@ def build_drafter(
     )
     drafted = g.op("Reshape", drafted, g.constant([-1, hidden]), name="drafted")
     logits = lm_head(m.rms_norm(drafted, "norm", hidden, config.rms_norm_eps), target_root, target)
-    logits = g.cast(logits, FLOAT) if g.dtype != FLOAT else logits
+    logits = g.to_float(logits)
     m.check_all_used()
 
     n_drafts = g.op("Sub", n_block, g.constant([1]), name="n_drafts")

@@ -8,9 +8,9 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import MoEConfig
-from dflash_trt.graph.builder import GraphBuilder
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.experts import Storage
-from dflash_trt.graph.functions import OnnxRuntime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class Experts:
 
 def experts(
     g: GraphBuilder,
-    dialect: OnnxRuntime,
+    dialect: Dialect,
     hidden: int,
     moe: MoEConfig,
     x: ir.Value,
     logits: ir.Value,
     e: Experts,
 ) -> ir.Value:
-    """x [rows, D], router logits [rows, E] -> [rows, D]."""
+    """x [rows, D], router logits [rows, E] in float32 -> [rows, D]."""
     widened = 4 * 3 * hidden * moe.intermediate_size * moe.num_experts * sum(moe.sparse_layers)
     body = dialect.moe(e.storage, e.gate_up.dtype or g.dtype, biased=moe.expert_bias, widened_bytes=widened)
     (y,) = g.call(
@@ -62,6 +62,5 @@ def _times_chosen_share(g: GraphBuilder, y: ir.Value, logits: ir.Value, moe: MoE
     best, _ = g.multi("TopK", logits, g.constant([moe.experts_per_token]), outputs=2, name="chosen")
     axis = g.constant([-1])
     chosen, total = (g.op("ReduceLogSumExp", v, axis, name="log_total") for v in (best, logits))
-    return g.op(
-        "Mul", y, g.op("Exp", g.op("Sub", chosen, total, name="log_share"), name="share"), name="weighted"
-    )
+    share = g.op("Exp", g.op("Sub", chosen, total, name="log_share"), name="share")
+    return g.op("Mul", y, g.to_dtype(share, FLOAT), name="weighted")

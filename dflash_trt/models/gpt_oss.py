@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.config import TargetConfig
 from dflash_trt.checkpoint.schema import MoEConfig
+from dflash_trt.graph.builder import FLOAT
 
 from .decoder import CachedAttention, Module, attention_block
 from .experts import Experts, experts
@@ -21,7 +22,9 @@ def layer(m: Module, attention: CachedAttention, c: TargetConfig, i: int, x: ir.
     with g.scope("mlp"):
         mlp = m.at("mlp")
         h = m.rms_norm(x, "post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
-        logits = mlp.linear(h, "router", c.hidden_size, moe.num_experts, bias=moe.router_bias)
+        logits = mlp.linear(
+            g.to_float(h), "router", c.hidden_size, moe.num_experts, bias=moe.router_bias, dtype=FLOAT
+        )
         h = experts(
             g,
             attention.dialect,

@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.config import TargetConfig
 from dflash_trt.checkpoint.schema import MoEConfig
+from dflash_trt.graph.builder import FLOAT
 
 from . import dense
 from .decoder import CachedAttention, Module, attention_block
@@ -21,7 +22,7 @@ def layer(m: Module, attention: CachedAttention, c: TargetConfig, i: int, x: ir.
     with g.scope("mlp"):
         mlp = m.at("mlp")
         h = m.rms_norm(x, "post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
-        logits = mlp.linear(h, "gate", c.hidden_size, moe.num_experts)
+        logits = mlp.linear(g.to_float(h), "gate", c.hidden_size, moe.num_experts, dtype=FLOAT)
         h = experts(g, attention.dialect, c.hidden_size, moe, h, logits, _stack(mlp, c.hidden_size, moe))
         return g.op("Add", x, h, name="residual")
 

@@ -16,7 +16,7 @@ from dflash_trt.checkpoint.config import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, same_bytes
 from dflash_trt.errors import CheckpointError
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.functions import OnnxRuntime
+from dflash_trt.graph.dialect import Dialect
 
 from . import dense, gpt_oss, qwen3_moe
 from .decoder import CachedAttention, Module, Rows, embed, ints, positions_from
@@ -35,7 +35,7 @@ def build_target(
     config: TargetConfig,
     checkpoint: Checkpoint | Outline,
     taps: Sequence[int],
-    dialect: OnnxRuntime,
+    dialect: Dialect,
     *,
     folder: str,
     capacity: int | str = "C",
@@ -46,7 +46,7 @@ def build_target(
     `taps` are 0-based layer indices: tap i is the residual stream after decoder layer i, before the final norm.
     Raises CheckpointError where a tensor is missing, has another shape than the config says, or is left over.
     """
-    g = GraphBuilder("target")
+    g = GraphBuilder("target", dtype=dialect.dtype)
     hidden, vocab = config.hidden_size, config.vocab_size
     tokens, start, rows = ints(g, "tokens", "B", "S"), ints(g, "start", "B"), ints(g, "rows", "B", "R")
     batch, count = g.dim(tokens, 0, name="batch"), g.dim(tokens, 1, name="count")
@@ -71,7 +71,7 @@ def build_target(
     chosen = g.op("GatherND", by_row, g.unsqueeze(rows, 2), name="rows_with_logits", batch_dims=1)
     chosen = g.op("Reshape", chosen, g.constant([-1, hidden]), name="flat_rows")
     logits = lm_head(m.rms_norm(chosen, "norm", hidden, config.rms_norm_eps), root, config)
-    logits = g.cast(logits, FLOAT) if g.dtype != FLOAT else logits
+    logits = g.to_float(logits)
     logits = g.op("Reshape", logits, g.shape(batch, g.dim(rows, 1), vocab), name="logits")
     acceptance = dialect.block_acceptance()
     accepted, next_token = g.call(acceptance, tokens, rows, logits, outputs=2, name="acceptance")

@@ -1,0 +1,75 @@
+"""What models/ know of an engine: a dtype to compute in, and the bodies of the `dflash::` operators.
+
+Signatures are at the top of functions.py and experts.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import onnx_ir as ir
+
+from .builder import FLOAT, INT64, GraphBuilder
+from .experts import Storage
+
+# Extra key columns that carry the sink; eight keep the rows aligned.
+SINK_PADDING = 8
+
+
+class Dialect(ABC):
+    """`dtype` is that of hidden states, caches and linears; norms, rotations, routers and logits are float32."""
+
+    name: str
+
+    def __init__(self, dtype: ir.DataType = FLOAT) -> None:
+        self.dtype = dtype
+
+    def cache_sizes(self, head_dim: int, *, sinks: bool) -> tuple[int, int]:
+        """Row sizes of a head's key and value cache."""
+        return (head_dim + SINK_PADDING if sinks else head_dim), head_dim
+
+    @abstractmethod
+    def attention_mask(self) -> ir.Function: ...
+
+    @abstractmethod
+    def sink_attention_mask(self) -> ir.Function: ...
+
+    @abstractmethod
+    def cached_attention(self, head_dim: int) -> ir.Function: ...
+
+    @abstractmethod
+    def sink_attention(self, head_dim: int) -> ir.Function: ...
+
+    @abstractmethod
+    def moe(
+        self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
+    ) -> ir.Function:
+        """`widened_bytes`: what all experts of the model take in float32."""
+
+    def hidden_state_tap(self, taps: int) -> ir.Function:
+        g = GraphBuilder("HiddenStateTap")
+        hidden = [g.input(f"h_{i}", self.dtype, ["rows", "D"]) for i in range(taps)]
+        g.output(g.op("Concat", *hidden, axis=-1), "features", self.dtype, ["rows", "nD"])
+        return g.function()
+
+    def block_acceptance(self) -> ir.Function:
+        g = GraphBuilder("BlockAcceptance")
+        tokens, rows = g.input("tokens", INT64, ["B", "S"]), g.input("rows", INT64, ["B", "R"])
+        logits = g.input("logits", FLOAT, ["B", "R", "V"])
+        chosen = g.op("ArgMax", logits, name="chosen", axis=-1, keepdims=0)
+        # Compare the choice of row i with the token of row i+1. The last row has no successor and never matches,
+        # so the first mismatch always exists, and its index is the number of accepted drafts.
+        count = g.dim(rows, 1, name="count")
+        index = g.arange(count)
+        final = g.op("Sub", count, g.constant(1), name="final")
+        successor = g.op("Min", g.op("Add", index, g.constant(1), name="next"), final, name="successor")
+        next_rows = g.op("Gather", rows, successor, name="next_rows", axis=1)
+        drafted = g.op("GatherElements", tokens, next_rows, name="drafted", axis=1)
+        differs = g.op("Not", g.op("Equal", drafted, chosen, name="equal"), name="differs")
+        mismatch = g.op("Or", differs, g.op("Equal", index, final, name="is_final"), name="mismatch")
+        mismatch = g.op("Cast", mismatch, name="as_number", to=int(ir.DataType.INT32))
+        accepted = g.op("ArgMax", mismatch, name="first", axis=1, keepdims=1)
+        next_token = g.op("GatherElements", chosen, accepted, name="next_token", axis=1)
+        g.output(g.op("Squeeze", accepted, g.constant([1])), "accepted", INT64, ["B"])
+        g.output(g.op("Squeeze", next_token, g.constant([1])), "next", INT64, ["B"])
+        return g.function()
