@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,11 +17,23 @@ from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
 from dflash_trt.checkpoint.pairs import Source, known_configs, resolve_pair
 from dflash_trt.checkpoint.roles import parameters_of, role_of
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
-from dflash_trt.errors import BuildError, BundleError
+from dflash_trt.errors import BuildError
 from dflash_trt.graph.functions import OnnxRuntime
 from dflash_trt.models.decoder import cache_bytes_per_token
 from dflash_trt.models.drafter import build_drafter
 from dflash_trt.models.target import build_target
+from dflash_trt.workspace import (
+    Progress,
+    check_out,
+    describe_file,
+    digest_files,
+    existing_bundle,
+    finish,
+    gather,
+    key_of,
+    silent,
+    workspace,
+)
 
 ENGINES = ("onnxruntime",)
 # Without --max-seq-len: what both models were made for, but no more than this (cache memory grows with it).
@@ -42,13 +48,6 @@ TOKENIZER_FILES = (
 
 # "checkpoint": the checkpoints' own files.  "none": graphs only.
 Weights = Literal["checkpoint", "none"]
-
-# Called as progress(step, done, total); units are files or bytes, whatever the step counts.
-Progress = Callable[[str, int, int], None]
-
-
-def _silent(step: str, done: int, total: int) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -103,13 +102,13 @@ def build(
         CheckpointError, PairError: the checkpoints cannot be read or do not fit.
         BuildError: an argument is impossible, or `out` holds something else (`force` replaces a bundle).
     """
-    progress = progress or _silent
+    progress = progress or silent
     out = Path(out)
     if engine not in ENGINES:
         raise BuildError(f"--engine is {engine!r}, this version builds for: {', '.join(ENGINES)}")
     if weights not in get_args(Weights):
         raise BuildError(f"--weights is {weights!r}, expected one of: {', '.join(get_args(Weights))}")
-    _check_out(out)
+    check_out(out)
 
     progress("read checkpoints", 0, 1)
     sources = _sources(target, drafter, weights)
@@ -150,28 +149,21 @@ def build(
         "versions": {name: version(name) for name in ("dflash-trt", "onnx-ir")},
     }
 
-    with _workspace(out) as work:
-        files = {name: work / name for name in _gather(sides, work, progress)}
-        digests = _digests(files, work, progress)
-        inputs = {name: digests[name]["sha256"] for name in sorted(files)}
-        manifest["key"] = hashlib.sha256(json.dumps([manifest, inputs], sort_keys=True).encode()).hexdigest()
-        existing = _existing(out)
-        if existing is not None and existing.manifest["key"] == manifest["key"]:
+    with workspace(out) as work:
+        digests = digest_files(gather(_wanted(sides), work, progress), work, progress)
+        manifest["key"] = key_of(manifest, digests)
+        existing = existing_bundle(out, manifest["key"], force=force)
+        if existing is not None:
             shutil.rmtree(work)
             return existing
-        if existing is not None and not force:
-            raise BuildError(
-                f"{out}: holds a bundle of other inputs or options (key {existing.manifest['key'][:12]}); "
-                "choose another --out, or replace it with --force"
-            )
         for i, (name, model) in enumerate(models.items()):
             progress("write graphs", i, len(models))
             model.metadata_props.update(bundle.graph_metadata(manifest))
             ir.save(model, work / f"{name}.onnx")
-            digests[f"{name}.onnx"] = _describe_file(work / f"{name}.onnx")
+            digests[f"{name}.onnx"] = describe_file(work / f"{name}.onnx")
         progress("write graphs", len(models), len(models))
         manifest["files"] = {name: digests[name] for name in sorted(digests)}
-        _finish(work, out, manifest)
+        finish(work, out, manifest)
     return Bundle.open(out)
 
 
@@ -228,45 +220,8 @@ def _max_seq_len(asked: int | None, target: TargetConfig, drafter: DrafterConfig
     return asked
 
 
-def _check_out(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise BuildError(f"{out}: is a file; choose another --out")
-    if out.is_dir() and any(out.iterdir()) and not (out / bundle.MANIFEST).is_file():
-        raise BuildError(f"{out}: exists, is not empty and is not a bundle; choose another --out")
-
-
-def _existing(out: Path) -> Bundle | None:
-    """The bundle in `out`, if it is whole; a damaged one is simply built again."""
-    if not (out / bundle.MANIFEST).is_file():
-        return None
-    try:
-        return Bundle.open(out)
-    except BundleError:
-        return None
-
-
-@contextmanager
-def _workspace(out: Path) -> Iterator[Path]:
-    """`.NAME.building` beside the bundle, held by one build at a time, kept when the build is interrupted."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = out.parent / f".{out.name}.building"
-    lock = out.parent / f".{out.name}.lock"
-    with lock.open("w") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BuildError(
-                f"{out}: another build is writing this bundle; wait for it, or choose another --out"
-            ) from None
-        try:
-            work.mkdir(exist_ok=True)
-            yield work
-        finally:
-            lock.unlink(missing_ok=True)
-
-
-def _gather(sides: tuple[_Side, _Side], work: Path, progress: Progress) -> list[str]:
-    """Bring weights, tokenizer and configs into the workspace; returns their names there."""
+def _wanted(sides: tuple[_Side, _Side]) -> dict[str, Path]:
+    """Weights, tokenizer and configs: their names in the bundle, and where they are now."""
     wanted: dict[str, Path] = {}
     for side, role in zip(sides, ("target", "drafter"), strict=True):
         wanted |= {f"{side.folder}/{file.name}": file for file in side.checkpoint.files}
@@ -277,81 +232,4 @@ def _gather(sides: tuple[_Side, _Side], work: Path, progress: Progress) -> list[
         raise BuildError(
             f"{directory}: no tokenizer.json; save the tokenizer in the fast (tokenizers) format there"
         )
-    for i, (name, source) in enumerate(wanted.items()):
-        progress("link weights", i, len(wanted))
-        _bring(source.resolve(), work / name)
-    progress("link weights", len(wanted), len(wanted))
-    for stale in {p for p in work.rglob("*") if p.is_file()} - {work / name for name in [*wanted, _DIGESTS]}:
-        stale.unlink()
-    return list(wanted)
-
-
-def _bring(source: Path, destination: Path) -> None:
-    """Weights are hard-linked where that is possible, and copied where it is not."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    if destination.exists():
-        same = destination.stat()
-        origin = source.stat()
-        if same.st_ino == origin.st_ino or (same.st_size, same.st_mtime_ns) == (
-            origin.st_size,
-            origin.st_mtime_ns,
-        ):
-            return
-        destination.unlink()
-    if source.suffix == ".safetensors":
-        try:
-            os.link(source, destination)
-        except OSError:
-            pass  # another file system, or one without links
-        else:
-            return
-    partial = destination.with_name(destination.name + ".part")
-    shutil.copyfile(source, partial)
-    shutil.copystat(source, partial)
-    partial.rename(destination)
-
-
-_DIGESTS = "digests.json"
-
-
-def _digests(files: dict[str, Path], work: Path, progress: Progress) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of each file; those that an interrupted build already worked out are taken over."""
-    memo_file = work / _DIGESTS
-    try:
-        memo = json.loads(memo_file.read_text())
-    except (OSError, ValueError):
-        memo = {}
-    total = sum(path.stat().st_size for path in files.values())
-    done, found = 0, {}
-    for name, path in files.items():
-        progress("digest", done, total)
-        stat = path.stat()
-        stamp = f"{name}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
-        if stamp not in memo:
-            memo[stamp] = _describe_file(path)
-            memo_file.write_text(json.dumps(memo))
-        found[name] = memo[stamp]
-        done += stat.st_size
-    progress("digest", total, total)
-    return found
-
-
-def _describe_file(path: Path) -> dict[str, Any]:
-    return {"size": path.stat().st_size, "sha256": bundle.digest(path)}
-
-
-def _finish(work: Path, out: Path, manifest: dict[str, Any]) -> None:
-    (work / _DIGESTS).unlink(missing_ok=True)
-    with (work / bundle.MANIFEST).open("w") as file:
-        json.dump(manifest, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    if out.exists():
-        old = out.parent / f".{out.name}.replaced"
-        shutil.rmtree(old, ignore_errors=True)
-        out.rename(old)
-        work.rename(out)
-        shutil.rmtree(old)
-    else:
-        work.rename(out)
+    return wanted

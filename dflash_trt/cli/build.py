@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dflash_trt.cli.output import byte_count, print_json
 
 if TYPE_CHECKING:
-    from dflash_trt.build import Progress
+    from dflash_trt.workspace import Progress
 
 SUMMARY = "build a bundle from a target and a drafter checkpoint"
 DESCRIPTION = """\
