@@ -70,7 +70,7 @@ class Layer:
     def model(self, *, resident: bool, k: int, settings: Mapping[str, float]) -> ir.Model:
         g = GraphBuilder("layer")
         x, router = g.input("x", FLOAT, ["rows", HIDDEN]), g.input("router", FLOAT, ["rows", EXPERTS])
-        weights = [None if t is None else g.constant(t, t.dtype.type) for t in self.tensors.values()]
+        weights = [g.constant(t, t.dtype.type) for t in self.tensors.values() if t is not None]
         body = onnxruntime_moe(
             "mxfp4" if self.storage == "mxfp4" else "float",
             weights[0].dtype,

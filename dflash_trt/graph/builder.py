@@ -139,6 +139,16 @@ class GraphBuilder:
             self._weights[key] = value
         return self._weights[key]
 
+    def reinterpret(self, weight: ir.Value, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
+        """A raw weight's bytes taken for another type and shape."""
+        tensor = weight.const_value
+        assert isinstance(tensor, ir.ExternalTensor)
+        weight.const_value = ir.ExternalTensor(
+            *(tensor.location, tensor.offset, tensor.length, dtype), shape=ir.Shape(shape), name=tensor.name
+        )
+        weight.type, weight.shape = ir.TensorType(dtype), ir.Shape(shape)
+        return weight
+
     def cast(self, value: ir.Value, dtype: ir.DataType, name: str = "cast") -> ir.Value:
         return value if value.dtype == dtype else self.op("Cast", value, name=name, to=int(dtype))
 

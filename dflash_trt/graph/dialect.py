@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 
 import onnx_ir as ir
 
-from .builder import FLOAT, INT64, GraphBuilder
+from .builder import BOOL, FLOAT, INT64, GraphBuilder
 from .experts import Storage
 
 # Extra key columns that carry the sink; eight keep the rows aligned.
@@ -39,6 +39,12 @@ class Dialect(ABC):
 
     @abstractmethod
     def sink_attention(self, head_dim: int) -> ir.Function: ...
+
+    def mxfp4_experts(
+        self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
+    ) -> tuple[Storage, ir.Value, ir.Value | None]:
+        """What `moe` takes for matrices stored as blocks [E,O,G,16] and scales [E,O,G], bytes both."""
+        return "mxfp4", blocks, scales
 
     @abstractmethod
     def moe(
@@ -73,3 +79,26 @@ class Dialect(ABC):
         g.output(g.op("Squeeze", accepted, g.constant([1])), "accepted", INT64, ["B"])
         g.output(g.op("Squeeze", next_token, g.constant([1])), "next", INT64, ["B"])
         return g.function()
+
+
+class AttentionInputs:
+    """What `CachedAttention` and `SinkAttention` take, declared as inputs of `g`, and their outputs."""
+
+    def __init__(self, g: GraphBuilder, *, key_size: str, value_size: str) -> None:
+        self.g, self._sizes = g, (key_size, value_size)
+        self.q = g.input("q", g.dtype, ["B", "H", "S", "d"])
+        self.k, self.v = (g.input(name, g.dtype, ["B", "N", "T", "d"]) for name in "kv")
+        self.caches = tuple(
+            g.input(f"{name}_cache", g.dtype, ["B", "N", "C", size])
+            for name, size in zip("kv", self._sizes, strict=True)
+        )
+        self.start = g.input("start", INT64, ["B"])
+        self.mask = g.input("mask", BOOL, ["B", 1, "S", "L"])
+        self.origin = g.input("origin", INT64, [1])
+        self.lengths = g.input("lengths", INT64, ["B"])
+
+    def output(self, y: ir.Value, k_cache: ir.Value, v_cache: ir.Value) -> None:
+        g = self.g
+        g.output(y, "y", g.dtype, ["B", "H", "S", "d"])
+        for name, cache, size in zip("kv", (k_cache, v_cache), self._sizes, strict=True):
+            g.output(cache, f"{name}_cache_out", g.dtype, ["B", "N", "C", size])

@@ -6,15 +6,14 @@ MoE(x [rows,D], router_logits [rows,E], gate_up, gate_up_scales, gate_up_bias [E
 y = sum over the k best experts e of p_e * (down_e(act(gate_up_e(x))) + bias), p = softmax over the k best logits.
 gate_up holds gate and up in turns: row 2j is gate j, row 2j+1 is up j. act = (up + beta) * gate *
 sigmoid(alpha * gate), with gate cut at `limit` and up at -limit .. limit. Weights by kind of storage:
-    "float"  gate_up [E,2I,D], down [E,D,I] in BF16, FP16 or FP32; no scales
+    "float"  gate_up [E,2I,D], down [E,D,I] in BF16, FP16 or FP32
     "mxfp4"  blocks uint8 [E,2I,D/32,16] and [E,D,I/32,16], two E2M1 numbers a byte, low half first;
              scales uint8 [E,2I,D/32] and [E,D,I/32]: 2**(s-127) for 32 numbers (OCP Microscaling Formats v1.0)
-Biases may be absent.
+A signature has only what is there: no scales for "float", and biases may be absent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -24,6 +23,7 @@ from .builder import FLOAT, GraphBuilder
 
 MICROSOFT_DOMAIN = "com.microsoft"
 Storage = Literal["float", "mxfp4"]
+MXFP4_BLOCK = 32
 
 # The 16 numbers of E2M1: sign, two exponent bits, one mantissa bit.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -31,8 +31,6 @@ E2M1 = np.concatenate([_E2M1, -_E2M1])
 # Two numbers a byte, and every power of two a scale can be; 255 is NaN.
 BYTE_TO_PAIR = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=-1)
 E8M0 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.nan).astype(np.float32)
-
-_ATTRIBUTES = ("k", "alpha", "beta", "limit")
 
 
 def onnxruntime_moe(
@@ -51,9 +49,8 @@ def onnxruntime_moe(
         weight = g.input(
             name, ir.DataType.UINT8 if packed else weight_dtype, ["E", "O", "G", 16] if packed else shape
         )
-        scales = g.input(f"{name}_scales", ir.DataType.UINT8, ["E", "O", "G"])
-        bias = g.input(f"{name}_bias", FLOAT, ["E", "O"])
-        tensors += [weight, scales if packed else None, bias if biased else None]
+        scales = g.input(f"{name}_scales", ir.DataType.UINT8, ["E", "O", "G"]) if packed else None
+        tensors += [weight, scales, g.input(f"{name}_bias", FLOAT, ["E", "O"]) if biased else None]
     if not resident:
         k = ir.RefAttr("value_int", "k", ir.AttributeType.INT)
         count = g.op("Reshape", g.op("Constant", name="k", value_int=k), g.constant([1]), name="count")
@@ -87,7 +84,7 @@ def onnxruntime_moe(
         swiglu_limit=ir.RefAttr("swiglu_limit", "limit", ir.AttributeType.FLOAT),
     )
     g.output(y, "y", FLOAT, ["rows", "D"])
-    return g.function(_declared(_ATTRIBUTES))
+    return g.function(declared())
 
 
 def _widen(g: GraphBuilder, weight: ir.Value, scales: ir.Value | None, resident: bool) -> ir.Value:
@@ -112,9 +109,9 @@ def _lookup(g: GraphBuilder, table: np.ndarray, index: ir.Value, name: str) -> i
     return g.op("Reshape", found, g.op("Shape", index, name="shape"), name="as_index")
 
 
-def _declared(names: Sequence[str]) -> list[ir.Attr]:
-    """Attributes that a call must give."""
-    return [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in names]
+def declared() -> list[ir.Attr]:
+    """The attributes that a call must give."""
+    return [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in ("k", "alpha", "beta", "limit")]
 
 
 def unpack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .builder import BOOL, INT64, GraphBuilder
-from .dialect import SINK_PADDING, Dialect
+from .dialect import SINK_PADDING, AttentionInputs, Dialect
 from .experts import Storage, onnxruntime_moe
 
 # Up to this size all experts are widened to float32 as the engine loads (its peak then is four times that); beyond it,
@@ -63,8 +63,8 @@ class OnnxRuntime(Dialect):
 
     def cached_attention(self, head_dim: int) -> ir.Function:
         g = GraphBuilder("CachedAttention")
-        q, (k, v), caches, start, mask, origin = _attention_inputs(g, self.dtype, "d")
-        _attend(g, q, (k, v), caches, start, mask, origin, self.dtype)
+        a = AttentionInputs(g, key_size="d", value_size="d")
+        _attend(g, a, a.q, (a.k, a.v))
         return g.function()
 
     def sink_attention(self, head_dim: int) -> ir.Function:
@@ -72,24 +72,22 @@ class OnnxRuntime(Dialect):
         zeros there, and every query gets sink / scale in that column: its score is the sink, its share adds nothing.
         """
         g = GraphBuilder("SinkAttention")
-        q, (k, v), caches, start, mask, origin = _attention_inputs(
-            g, self.dtype, f"{head_dim}+{SINK_PADDING}"
-        )
+        a = AttentionInputs(g, key_size=f"{head_dim}+{SINK_PADDING}", value_size="d")
         sinks = g.input("sinks", self.dtype, ["H"])
         scale = head_dim**-0.5
-        batch, heads = g.dim(k, 0, name="batch"), g.dim(k, 1, name="heads")
+        batch, heads = g.dim(a.k, 0, name="batch"), g.dim(a.k, 1, name="heads")
         pads = g.constant([0, 0, 0, 0, 0, 0, 0, SINK_PADDING])
         column = g.op("Div", sinks, g.constant(scale, np.float32), name="column")
         column = g.op("Reshape", column, g.constant([1, -1, 1, 1]), name="per_head")
-        column = g.op("Expand", column, g.shape(batch, 1, g.dim(q, 2, name="rows"), 1), name="per_row")
+        column = g.op("Expand", column, g.shape(batch, 1, g.dim(a.q, 2, name="rows"), 1), name="per_row")
         tail = g.constant([0, 0, 0, 0, 0, 0, 0, SINK_PADDING - 1])
-        q = g.op("Concat", q, g.op("Pad", column, tail, name="tail"), name="q_with_sink", axis=-1)
+        q = g.op("Concat", a.q, g.op("Pad", column, tail, name="tail"), name="q_with_sink", axis=-1)
         sink_key = np.zeros((1, 1, 1, head_dim + SINK_PADDING), np.float32)
         sink_key[..., head_dim] = 1
         key = g.op("Expand", g.constant(sink_key, np.float32), g.shape(batch, heads, 1, 1), name="sink_key")
-        k = g.op("Concat", g.op("Pad", k, pads, name="padded"), key, name="k_with_sink", axis=2)
-        v = g.op("Pad", v, g.constant([0, 0, 0, 0, 0, 0, 1, 0]), name="v_with_sink")
-        _attend(g, q, (k, v), caches, start, mask, origin, self.dtype, scale=scale)
+        k = g.op("Concat", g.op("Pad", a.k, pads, name="padded"), key, name="k_with_sink", axis=2)
+        v = g.op("Pad", a.v, g.constant([0, 0, 0, 0, 0, 0, 1, 0]), name="v_with_sink")
+        _attend(g, a, q, (k, v), scale=scale)
         return g.function()
 
     def moe(
@@ -117,42 +115,18 @@ def _visible(
     g.output(g.op("Reshape", origin, g.constant([1])), "origin", INT64, [1])
 
 
-def _attention_inputs(
-    g: GraphBuilder, dtype: ir.DataType, key_size: str
-) -> tuple[ir.Value, tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value], ir.Value, ir.Value, ir.Value]:
-    q = g.input("q", dtype, ["B", "H", "S", "d"])
-    rows = (g.input("k", dtype, ["B", "N", "T", "d"]), g.input("v", dtype, ["B", "N", "T", "d"]))
-    caches = (
-        g.input("k_cache", dtype, ["B", "N", "C", key_size]),
-        g.input("v_cache", dtype, ["B", "N", "C", "d"]),
-    )
-    start = g.input("start", INT64, ["B"])
-    mask = g.input("mask", BOOL, ["B", 1, "S", "L"])
-    origin = g.input("origin", INT64, [1])
-    g.input("lengths", INT64, ["B"])
-    return q, rows, caches, start, mask, origin
-
-
 def _attend(
     g: GraphBuilder,
+    a: AttentionInputs,
     q: ir.Value,
     rows: tuple[ir.Value, ir.Value],
-    caches: tuple[ir.Value, ir.Value],
-    start: ir.Value,
-    mask: ir.Value,
-    origin: ir.Value,
-    dtype: ir.DataType,
     scale: float | None = None,
 ) -> None:
     updated = [
-        g.op("TensorScatter", cache, new, start, name="write", axis=-2, mode="linear")
-        for cache, new in zip(caches, rows, strict=True)
+        g.op("TensorScatter", cache, new, a.start, name="write", axis=-2, mode="linear")
+        for cache, new in zip(a.caches, rows, strict=True)
     ]
-    end = g.op("Add", origin, g.dim(mask, 3, name="seen"), name="end")
-    k, v = (g.op("Slice", u, origin, end, g.constant([2]), name="in_use") for u in updated)
+    end = g.op("Add", a.origin, g.dim(a.mask, 3, name="seen"), name="end")
+    k, v = (g.op("Slice", u, a.origin, end, g.constant([2]), name="in_use") for u in updated)
     attributes: dict[str, Any] = {} if scale is None else {"scale": scale}
-    g.output(g.op("Attention", q, k, v, mask, **attributes), "y", dtype, ["B", "H", "S", "d"])
-    for value, cache in zip(updated, caches, strict=True):
-        g.output(
-            value, f"{cache.name}_out", dtype, ["B", "N", "C", str(cache.shape[3]) if cache.shape else "d"]
-        )
+    a.output(g.op("Attention", q, k, v, a.mask, **attributes), *updated)

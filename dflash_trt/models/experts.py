@@ -38,16 +38,10 @@ def experts(
     """x [rows, D], router logits [rows, E] in float32 -> [rows, D]."""
     widened = 4 * 3 * hidden * moe.intermediate_size * moe.num_experts * sum(moe.sparse_layers)
     body = dialect.moe(e.storage, e.gate_up.dtype or g.dtype, biased=moe.expert_bias, widened_bytes=widened)
+    tensors = (e.gate_up, e.gate_up_scales, e.gate_up_bias, e.down, e.down_scales, e.down_bias)
     (y,) = g.call(
         body,
-        x,
-        logits,
-        e.gate_up,
-        e.gate_up_scales,
-        e.gate_up_bias,
-        e.down,
-        e.down_scales,
-        e.down_bias,
+        *(x, logits, *(tensor for tensor in tensors if tensor is not None)),
         name="experts",
         k=moe.experts_per_token,
         alpha=moe.alpha,

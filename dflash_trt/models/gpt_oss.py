@@ -7,11 +7,11 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.config import TargetConfig
 from dflash_trt.checkpoint.schema import MoEConfig
 from dflash_trt.graph.builder import FLOAT
+from dflash_trt.graph.dialect import Dialect
+from dflash_trt.graph.experts import MXFP4_BLOCK, Storage
 
 from .decoder import CachedAttention, Module, attention_block
 from .experts import Experts, experts
-
-MXFP4_BLOCK = 32
 
 
 def layer(m: Module, attention: CachedAttention, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:
@@ -32,12 +32,12 @@ def layer(m: Module, attention: CachedAttention, c: TargetConfig, i: int, x: ir.
             moe,
             h,
             logits,
-            _weights(mlp.at("experts"), c.hidden_size, moe),
+            _weights(mlp.at("experts"), c.hidden_size, moe, attention.dialect),
         )
         return g.op("Add", x, h, name="residual")
 
 
-def _weights(m: Module, hidden: int, moe: MoEConfig) -> Experts:
+def _weights(m: Module, hidden: int, moe: MoEConfig, dialect: Dialect) -> Experts:
     n, inner = moe.num_experts, moe.intermediate_size
     biases = {
         "gate_up_bias": m.weight("gate_up_proj_bias", n, 2 * inner),
@@ -45,15 +45,17 @@ def _weights(m: Module, hidden: int, moe: MoEConfig) -> Experts:
     }
     if moe.quantization == "mxfp4":
 
-        def packed(name: str, rows: int, columns: int) -> tuple[ir.Value, ir.Value]:
+        def packed(name: str, rows: int, columns: int) -> tuple[Storage, ir.Value, ir.Value | None]:
             groups = columns // MXFP4_BLOCK
             blocks = m.packed(f"{name}_blocks", n, rows, groups, MXFP4_BLOCK // 2)
-            return blocks, m.packed(f"{name}_scales", n, rows, groups)
+            scales = m.packed(f"{name}_scales", n, rows, groups)
+            with m.g.scope(name):
+                return dialect.mxfp4_experts(m.g, blocks, scales)
 
-        gate_up, gate_up_scales = packed("gate_up_proj", 2 * inner, hidden)
-        down, down_scales = packed("down_proj", hidden, inner)
+        storage, gate_up, gate_up_scales = packed("gate_up_proj", 2 * inner, hidden)
+        _, down, down_scales = packed("down_proj", hidden, inner)
         return Experts(
-            storage="mxfp4",
+            storage=storage,
             gate_up=gate_up,
             gate_up_scales=gate_up_scales,
             down=down,

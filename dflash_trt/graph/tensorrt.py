@@ -1,0 +1,205 @@
+"""The bodies for TensorRT and TensorRT-RTX, in BF16 or FP16 (in FP32 to compare numbers with).
+
+Caches have a static capacity C, and attention goes over all of it, under a mask and up to each sequence's length.
+`trt::` operators are the ONNX parser's own (github.com/onnx/onnx-tensorrt, docs/TRT_custom_ops.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from .builder import BOOL, FLOAT, INT64, GraphBuilder
+from .dialect import SINK_PADDING, AttentionInputs, Dialect
+from .experts import MXFP4_BLOCK, Storage, declared
+
+TRT_DOMAIN = "trt"
+
+
+class TensorRT(Dialect):
+    """`trt_operators`: whether the parser has `trt::TRT_Attention` and `trt::TRT_KVCacheUpdate`, from TensorRT 11 on.
+
+    Without them, and in FP32, for which there is no fused kernel, standard operators say the same, except that
+    attention cannot stop at each sequence's length: the mask alone hides what lies beyond.
+    """
+
+    name = "tensorrt"
+
+    def __init__(self, dtype: ir.DataType, *, trt_operators: bool = True) -> None:
+        super().__init__(dtype)
+        self.fused = trt_operators and dtype != FLOAT
+
+    def cache_sizes(self, head_dim: int, *, sinks: bool) -> tuple[int, int]:
+        """Keys and values must be of one size."""
+        size = head_dim + SINK_PADDING if sinks else head_dim
+        return size, size
+
+    def attention_mask(self) -> ir.Function:
+        return _mask("AttentionMask", sinks=False)
+
+    def sink_attention_mask(self) -> ir.Function:
+        return _mask("SinkAttentionMask", sinks=True)
+
+    def cached_attention(self, head_dim: int) -> ir.Function:
+        g = self._builder("CachedAttention")
+        a = AttentionInputs(g, key_size="d", value_size="d")
+        a.output(*self._attend(g, a, self._scaled(g, a.q, head_dim), (a.k, a.v), a.lengths))
+        return g.function()
+
+    def sink_attention(self, head_dim: int) -> ir.Function:
+        """As on ONNX Runtime (functions.py), except that there is no scale, so that the column is the sink itself."""
+        g = self._builder("SinkAttention")
+        size = f"{head_dim}+{SINK_PADDING}"
+        a = AttentionInputs(g, key_size=size, value_size=size)
+        sinks = g.input("sinks", self.dtype, ["H"])
+        batch, heads = g.dim(a.k, 0, name="batch"), g.dim(a.k, 1, name="heads")
+        asking = (batch, g.dim(a.q, 1, name="query_heads"), g.dim(a.q, 2, name="rows"))
+        column = g.op("Reshape", sinks, g.constant([1, -1, 1, 1]), name="per_head")
+        column = g.op("Expand", column, g.shape(*asking, 1), name="column")
+        tail = self._constant(g, np.zeros(SINK_PADDING - 1), *asking)
+        q = g.op("Concat", self._scaled(g, a.q, head_dim), column, tail, name="q_with_sink", axis=-1)
+        rows = []
+        for name, value in (("k", a.k), ("v", a.v)):
+            pad = self._constant(g, np.zeros(SINK_PADDING), batch, heads, g.dim(value, 2))
+            sink_row = np.zeros(head_dim + SINK_PADDING)
+            sink_row[head_dim] = name == "k"
+            padded = g.op("Concat", value, pad, name=f"{name}_padded", axis=-1)
+            sink = self._constant(g, sink_row, batch, heads, 1)
+            rows.append(g.op("Concat", padded, sink, name=f"{name}_with_sink", axis=2))
+        lengths = g.op("Add", a.lengths, g.constant(1), name="with_sink")
+        y, *caches = self._attend(g, a, q, (rows[0], rows[1]), lengths)
+        a.output(g.op("Slice", y, *map(g.constant, ([0], [head_dim], [3])), name="without_sink"), *caches)
+        return g.function()
+
+    def mxfp4_experts(
+        self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
+    ) -> tuple[Storage, ir.Value, ir.Value | None]:
+        """Dequantized in the main graph: inside a function the parser takes the scales' exponents for numbers.
+
+        The blocks are FLOAT4E2M1 as they lie; the plan keeps the four bits.
+        """
+        experts, rows, groups, _ = (int(str(n)) for n in blocks.shape or ())
+        fp4 = g.reinterpret(blocks, ir.DataType.FLOAT4E2M1, (experts, rows, groups * MXFP4_BLOCK))
+        weight = g.op(
+            "TRT_MXFP8DequantizeLinear",
+            *(fp4, scales),
+            domain=TRT_DOMAIN,
+            name="dequantize",
+            axis=-1,
+            block_size=MXFP4_BLOCK,
+            output_dtype=int(self.dtype),
+        )
+        weight.type = ir.TensorType(self.dtype)
+        return "float", weight, None
+
+    def moe(
+        self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
+    ) -> ir.Function:
+        """Each row takes its experts' matrices by Gather. TensorRT-RTX fuses dequantization, Gather and product where
+        a profile has enough rows (engines/profiles.py). The sum over experts is in float32.
+        """
+        g = self._builder("MoE")
+        x, router = g.input("x", self.dtype, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
+        weights: dict[str, tuple[ir.Value, ir.Value | None]] = {}
+        for name in ("gate_up", "down"):
+            weight = g.input(name, weight_dtype, ["E", "O", "I"])
+            weights[name] = weight, g.input(f"{name}_bias", self.dtype, ["E", "O"]) if biased else None
+        k = g.op("Constant", name="k", value_int=ir.RefAttr("value_int", "k", ir.AttributeType.INT))
+        k = g.op("Reshape", k, g.constant([1]), name="count")
+        logits, best = g.multi("TopK", router, k, outputs=2, name="best", axis=-1)
+        shares = g.unsqueeze(g.op("Softmax", logits, name="shares", axis=-1), 2)
+
+        def linear(name: str, value: ir.Value) -> ir.Value:
+            """[rows, 1 or k, I] -> [rows, k, O] by the matrices of each row's experts."""
+            weight, bias = weights[name]
+            weight = g.op("Gather", g.cast(weight, self.dtype), best, name=f"{name}/experts", axis=0)
+            weight = g.op("Transpose", weight, name=f"{name}/transposed", perm=[0, 1, 3, 2])
+            value = g.op("MatMul", g.unsqueeze(value, 2), weight, name=name)
+            value = g.op("Squeeze", value, g.constant([2]), name=f"{name}/rows")
+            if bias is None:
+                return value
+            return g.op("Add", value, g.op("Gather", bias, best, name=f"{name}/bias", axis=0))
+
+        y = linear("down", self._swiglu(g, linear("gate_up", g.unsqueeze(x, 1))))
+        y = g.op("ReduceSum", g.op("Mul", g.to_float(y), shares, name="shared"), g.constant([1]), keepdims=0)
+        g.output(g.to_dtype(y, FLOAT), "y", self.dtype, ["rows", "D"])
+        return g.function(declared())
+
+    def _builder(self, name: str) -> GraphBuilder:
+        return GraphBuilder(name, dtype=self.dtype, opsets={TRT_DOMAIN: 1})
+
+    def _constant(self, g: GraphBuilder, row: np.ndarray, *dims: ir.Value | int) -> ir.Value:
+        """`row`, repeated to [*dims, len(row)]."""
+        constant = g.constant(row.reshape(1, 1, 1, -1), self.dtype.numpy())
+        return g.op("Expand", constant, g.shape(*dims, len(row)), name="repeated")
+
+    def _scaled(self, g: GraphBuilder, q: ir.Value, head_dim: int) -> ir.Value:
+        """In float32: rounded to BF16, most scales would be wrong by a part in a thousand, for every score alike."""
+        scaled = g.op("Mul", g.to_float(q), g.scalar(head_dim**-0.5, FLOAT), name="scaled")
+        return g.to_dtype(scaled, FLOAT)
+
+    def _attend(
+        self,
+        g: GraphBuilder,
+        a: AttentionInputs,
+        q: ir.Value,
+        rows: tuple[ir.Value, ir.Value],
+        lengths: ir.Value,
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Writes the rows, attends; returns y and both caches."""
+        if not self.fused:
+            k, v = (
+                g.op("TensorScatter", cache, new, a.start, name="write", axis=-2, mode="linear")
+                for cache, new in zip(a.caches, rows, strict=True)
+            )
+            decomposable: dict[str, Any] = {"TRT_decomposable": 1} if self.dtype == FLOAT else {}
+            return g.op("Attention", q, k, v, a.mask, name="attention", scale=1.0, **decomposable), k, v
+        start, ends = (
+            g.op("Cast", n, name="as_int32", to=int(ir.DataType.INT32)) for n in (a.start, lengths)
+        )
+        k, v = (
+            g.op("TRT_KVCacheUpdate", cache, new, start, domain=TRT_DOMAIN, name="write", cache_mode="linear")
+            for cache, new in zip(a.caches, rows, strict=True)
+        )
+        return g.op("TRT_Attention", q, k, v, a.mask, None, ends, domain=TRT_DOMAIN, name="attention"), k, v
+
+    def _swiglu(self, g: GraphBuilder, x: ir.Value) -> ir.Value:
+        """[rows, k, 2I], gate and up in turns -> [rows, k, I]; in float32, where no limit overflows."""
+
+        def attribute(name: str) -> ir.Value:
+            reference = ir.RefAttr("value_float", name, ir.AttributeType.FLOAT)
+            return g.op("Constant", name=name, value_float=reference)
+
+        limit = attribute("limit")
+        gate, up = (
+            g.op("Slice", g.to_float(x), *map(g.constant, ([i], [2**31], [2], [2])), name=name)
+            for i, name in enumerate(("gate", "up"))
+        )
+        gate = g.op("Min", gate, limit, name="gate_cut")
+        up = g.op(
+            "Max", g.op("Min", up, limit, name="up_cut"), g.op("Neg", limit, name="least"), name="up_clamped"
+        )
+        share = g.op("Sigmoid", g.op("Mul", gate, attribute("alpha"), name="scaled_gate"), name="share")
+        up = g.op("Add", up, attribute("beta"), name="shifted")
+        return g.to_dtype(g.op("Mul", g.op("Mul", gate, share, name="activated"), up, name="gated"), FLOAT)
+
+
+def _mask(name: str, *, sinks: bool) -> ir.Function:
+    """[B,1,S,C], from slot 0 on."""
+    g = GraphBuilder(name)
+    first, last = (g.unsqueeze(g.input(n, INT64, ["B", "S"]), 1, 3) for n in ("first", "last"))
+    sink = g.unsqueeze(g.input("sink", INT64, ["B"]), 1, 2, 3) if sinks else None
+    slots = g.arange(g.input("capacity", INT64, [1]))
+    mask = g.op(
+        "And",
+        g.op("GreaterOrEqual", slots, first, name="not_before"),
+        g.op("LessOrEqual", slots, last, name="not_after"),
+        name="in_range",
+    )
+    if sink is not None:
+        mask = g.op("Or", mask, g.op("Equal", slots, sink, name="is_sink"), name="or_sink")
+    g.output(mask, "mask", BOOL, ["B", 1, "S", "C"])
+    g.output(g.op("Identity", g.constant([0])), "origin", INT64, [1])
+    return g.function()
