@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import onnx_ir as ir
 
@@ -35,7 +35,10 @@ from dflash_trt.workspace import (
     workspace,
 )
 
-ENGINES = ("onnxruntime",)
+if TYPE_CHECKING:
+    from dflash_trt.trtllm.configuration import Deployment
+
+ENGINES = ("onnxruntime", "tensorrt-llm")
 # Without --max-seq-len: what both models were made for, but no more than this (cache memory grows with it).
 DEFAULT_MAX_SEQ_LEN = 8192
 TOKENIZER_FILES = (
@@ -51,7 +54,7 @@ Weights = Literal["checkpoint", "none"]
 
 
 @dataclass(frozen=True)
-class _Side:
+class Side:
     """One checkpoint of the pair, as found."""
 
     source: Source
@@ -86,6 +89,7 @@ def build(
     block_size: int | None = None,
     engine: str = "onnxruntime",
     weights: Weights = "checkpoint",
+    deployment: Deployment | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Bundle:
@@ -95,6 +99,7 @@ def build(
     `max_seq_len` is in tokens, prompt and output together. `block_size` may be smaller than the drafter's.
     With `weights="none"` the full-size graphs are made from the configurations alone (those of known pairs come with
     the package): nothing is fetched, and the bundle can be inspected but not run.
+    `deployment` is for `engine="tensorrt-llm"` only, which needs one: GPUs, parallelism, version.
     Work happens in a sibling directory that is renamed at the end, so an interrupted build never looks finished;
     the next one continues with what is whole. A bundle of the same inputs that is already there is kept as it is.
 
@@ -109,9 +114,25 @@ def build(
     if weights not in get_args(Weights):
         raise BuildError(f"--weights is {weights!r}, expected one of: {', '.join(get_args(Weights))}")
     check_out(out)
+    if (engine == "tensorrt-llm") != (deployment is not None):
+        state = "is missing" if deployment is None else "is of no use"
+        raise BuildError(f"--engine is {engine}, and --gpu {state}: it is for tensorrt-llm, which needs it")
+    if deployment is not None:
+        from dflash_trt.trtllm.build import build_deployment
+
+        return build_deployment(
+            find_sources(target, drafter, weights),
+            out,
+            deployment,
+            max_seq_len=max_seq_len,
+            block_size=block_size,
+            weights=weights,
+            force=force,
+            progress=progress,
+        )
 
     progress("read checkpoints", 0, 1)
-    sources = _sources(target, drafter, weights)
+    sources = find_sources(target, drafter, weights)
     target_config = read_target_config(sources[0].directory)
     drafter_config = read_drafter_config(sources[1].directory)
     check_pair(target_config, drafter_config)
@@ -119,12 +140,12 @@ def build(
         check_tokenizers(sources[0].directory, sources[1].directory)
     open_checkpoint = Outline if weights == "none" else Checkpoint
     sides = (
-        _Side(sources[0], target_config, open_checkpoint(sources[0].directory), "weights/target"),
-        _Side(sources[1], drafter_config, open_checkpoint(sources[1].directory), "weights/drafter"),
+        Side(sources[0], target_config, open_checkpoint(sources[0].directory), "weights/target"),
+        Side(sources[1], drafter_config, open_checkpoint(sources[1].directory), "weights/drafter"),
     )
     size, length = (
-        _block_size(block_size, drafter_config),
-        _max_seq_len(max_seq_len, target_config, drafter_config),
+        choose_block_size(block_size, drafter_config),
+        choose_max_seq_len(max_seq_len, target_config, drafter_config),
     )
     progress("read checkpoints", 1, 1)
 
@@ -167,7 +188,7 @@ def build(
     return Bundle.open(out)
 
 
-def _sources(target: str, drafter: str | None, weights: Weights) -> tuple[Source, Source]:
+def find_sources(target: str, drafter: str | None, weights: Weights) -> tuple[Source, Source]:
     if weights == "none" and drafter is None and not Path(target).is_dir():
         directories = known_configs(target)
         return Source(directories[0], target), Source(directories[1], target)
@@ -175,7 +196,7 @@ def _sources(target: str, drafter: str | None, weights: Weights) -> tuple[Source
 
 
 def _export(
-    sides: tuple[_Side, _Side], target: TargetConfig, drafter: DrafterConfig, progress: Progress
+    sides: tuple[Side, Side], target: TargetConfig, drafter: DrafterConfig, progress: Progress
 ) -> dict[str, ir.Model]:
     """Both graphs. Nothing of the weights is read; shapes and dtypes are checked against the configurations."""
     progress("export target", 0, 1)
@@ -197,7 +218,7 @@ def _export(
     return {"target": first, "drafter": second}
 
 
-def _block_size(asked: int | None, drafter: DrafterConfig) -> int:
+def choose_block_size(asked: int | None, drafter: DrafterConfig) -> int:
     if asked is None:
         return drafter.block_size
     if not 2 <= asked <= drafter.block_size:
@@ -208,7 +229,7 @@ def _block_size(asked: int | None, drafter: DrafterConfig) -> int:
     return asked
 
 
-def _max_seq_len(asked: int | None, target: TargetConfig, drafter: DrafterConfig) -> int:
+def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: DrafterConfig) -> int:
     limit = min(target.max_position_embeddings, drafter.max_position_embeddings)
     if asked is None:
         return min(limit, DEFAULT_MAX_SEQ_LEN)
@@ -220,7 +241,7 @@ def _max_seq_len(asked: int | None, target: TargetConfig, drafter: DrafterConfig
     return asked
 
 
-def _wanted(sides: tuple[_Side, _Side]) -> dict[str, Path]:
+def _wanted(sides: tuple[Side, Side]) -> dict[str, Path]:
     """Weights, tokenizer and configs: their names in the bundle, and where they are now."""
     wanted: dict[str, Path] = {}
     for side, role in zip(sides, ("target", "drafter"), strict=True):

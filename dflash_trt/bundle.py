@@ -67,7 +67,8 @@ class Bundle:
         manifest = _read_manifest(path)
         for name, entry in manifest["files"].items():
             _check_file(path, name, entry, full=check == "full")
-        for graph in ("target.onnx", "drafter.onnx"):
+        graphs = () if manifest["engine"] == "tensorrt-llm" else ("target.onnx", "drafter.onnx")
+        for graph in graphs:
             if graph not in manifest["files"]:
                 raise BundleError(f"{path / MANIFEST}: files does not list {graph}; build the bundle again")
             _check_graph(path / graph, manifest)

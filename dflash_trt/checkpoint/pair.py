@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig, read_drafter_config, read_target_config
+from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig, read_drafter_config
 from dflash_trt.checkpoint.fields import Fields, read_object, show
 from dflash_trt.errors import PairError
 
@@ -56,7 +56,8 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path) -> None:
     path = target_dir / "tokenizer.json"
     ordinary, added = _vocabulary(path)
     tokens = ordinary | added
-    vocab_size = read_target_config(target_dir).vocab_size
+    config = target_dir / "config.json"
+    vocab_size = Fields(config, read_object(config)).integer("vocab_size")
     token, largest = max(tokens.items(), key=lambda item: item[1], default=("", -1))
     if largest >= vocab_size:
         raise PairError(f"{path}: token {show(token)} has id {largest}, but vocab_size is {vocab_size}")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dflash_trt.cli import deployment
 from dflash_trt.cli.output import byte_count, print_json
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ examples:
   dflash-trt build --target tiny
   dflash-trt build --target Qwen/Qwen3-8B --max-seq-len 8192
   dflash-trt build --target gpt-oss-120b --weights none
+  dflash-trt build --target gpt-oss-120b --engine tensorrt-llm --gpu b200 --tp 8 --ep 8
   dflash-trt build --target checkpoints/target --drafter checkpoints/drafter --out bundles/mine
 """
 
@@ -56,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine",
-        choices=["onnxruntime"],
+        choices=["onnxruntime", "tensorrt-llm"],
         default="onnxruntime",
         help="what runs the graphs (default: onnxruntime)",
     )
@@ -66,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="checkpoint",
         help="none: full-size graphs from the configurations alone, to inspect and not to run; nothing is fetched",
     )
+    deployment.add_arguments(parser)
     parser.add_argument("--force", action="store_true", help="replace a bundle of other inputs or options")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -89,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
             block_size=args.block_size,
             engine=args.engine,
             weights=args.weights,
+            deployment=deployment.from_arguments(args),
             force=args.force,
             progress=progress,
         )

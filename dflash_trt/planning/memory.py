@@ -1,0 +1,291 @@
+"""What a pair takes of one GPU's memory, and the longest context and the largest batch that fit beside it.
+
+Everything but activations and the runtime's own memory follows exactly from the configurations. Those two are:
+TensorRT-LLM's own allowances (4 GiB and 6 GiB, from its config-time check of DFlash's context buffers), or an
+estimate from shapes for the other engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dflash_trt.checkpoint.config import DrafterConfig
+from dflash_trt.errors import BuildError
+from dflash_trt.planning.gpus import Gpu
+from dflash_trt.planning.inventory import WEIGHT_BYTES, Inventory
+from dflash_trt.precision import Precision
+
+ENGINES = ("onnxruntime", "tensorrt", "tensorrt-rtx", "tensorrt-llm")
+GIB = 1 << 30
+# TensorRT-LLM 1.4: _DFLASH_BUDGET_RUNTIME_OVERHEAD_BYTES, _ACTIVATION_RESERVE_BYTES and _SAFETY_FACTOR.
+TRTLLM_RUNTIME_BYTES, TRTLLM_ACTIVATION_BYTES, TRTLLM_ARENA_SAFETY = 4 * GIB, 6 * GIB, 0.70
+# CUDA context, libraries and workspace of an engine of ours on a GPU: an allowance, not a measurement.
+RUNTIME_BYTES = GIB
+PREFILL_CHUNK = 512
+KV_FRACTION = 0.9  # TensorRT-LLM's default
+_PAGE = 32  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is planned for. `cache`: precision of the caches, by default the compute dtype.
+
+    `drafter_attention`, of TensorRT-LLM: VANILLA and FA4 keep the drafter's context in a dense arena, TRTLLM in
+    pages of the KV pool. `draft_pool`: whether pages are set aside for the drafter beside an arena.
+    `max_num_tokens`: tokens of one pass, by default what the engine uses.
+    """
+
+    engine: str
+    gpu: Gpu
+    max_seq_len: int
+    max_batch_size: int
+    block_size: int
+    tensor_parallel: int = 1
+    precision: Precision = field(default_factory=Precision)
+    cache: str | None = None
+    drafter_attention: str = "VANILLA"
+    draft_pool: bool = False
+    max_num_tokens: int | None = None
+
+    @property
+    def compute(self) -> str:
+        return "fp32" if self.engine == "onnxruntime" else "bf16"
+
+    @property
+    def arena(self) -> bool:
+        """Whether the drafter's context lies in a dense buffer of its own."""
+        return self.engine == "tensorrt-llm" and self.drafter_attention != "TRTLLM"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes on one GPU. `kv_bytes` and `drafter_bytes` are of `max_batch_size` sequences of `max_seq_len` tokens.
+
+    `kv_fraction`, `kv_pool_bytes`: of TensorRT-LLM, the share of free memory that its KV pool may take, and the pool.
+    `longest_context` is at batch 1, `largest_batch` at `max_seq_len`; 0 where not even one fits.
+    `pass_seconds`: reading once what a verification pass at batch 1 needs, over the bandwidth; no pass is faster.
+    """
+
+    engine: str
+    gpu: str
+    tensor_parallel: int
+    max_seq_len: int
+    max_batch_size: int
+    memory_bytes: int
+    weights: dict[str, dict[str, dict[str, int]]]
+    weight_bytes: int
+    runtime_bytes: int
+    activation_bytes: int
+    kv_bytes_per_token: int
+    drafter_bytes_per_token: int
+    kv_bytes: int
+    drafter_bytes: int
+    total_bytes: int
+    left_bytes: int
+    kv_fraction: float | None
+    kv_pool_bytes: int | None
+    longest_context: int
+    largest_batch: int
+    pass_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def fits(self) -> bool:
+        return self.largest_batch >= self.max_batch_size
+
+    def arithmetic(self) -> str:
+        """The sum, in GiB, as one line."""
+        parts = {
+            "weights": self.weight_bytes,
+            "runtime": self.runtime_bytes,
+            "activations": self.activation_bytes,
+            f"KV cache of {self.max_batch_size} x {self.max_seq_len} tokens": self.kv_bytes,
+            "drafter context": self.drafter_bytes,
+        }
+        line = " + ".join(f"{name} {gib(value)}" for name, value in parts.items())
+        return f"{line} = {gib(self.total_bytes)} of {gib(self.memory_bytes)} GiB"
+
+    def refuse(self) -> BuildError:
+        """Why this does not fit, and what would."""
+        if self.longest_context == 0:
+            advice = "not one sequence fits: use more GPUs (--tp) or GPUs with more memory"
+        elif self.largest_batch == 0:
+            advice = f"lower --max-seq-len: at most {self.longest_context} tokens fit, at batch 1"
+        else:
+            advice = f"lower --max-batch-size to {self.largest_batch}, or lower --max-seq-len"
+        where = f"{self.tensor_parallel} x {self.gpu}" if self.tensor_parallel > 1 else self.gpu
+        return BuildError(f"does not fit on {where}, per GPU: {self.arithmetic()}; {advice}")
+
+
+def arena_bytes(
+    drafter: DrafterConfig,
+    *,
+    max_batch_size: int,
+    max_seq_len: int,
+    draft_len: int,
+    tensor_parallel: int = 1,
+    paged: bool = False,
+    dtype_bytes: int = 2,
+) -> int:
+    """TensorRT-LLM's context buffer of a DFlash drafter, per GPU; one slot more than sequences, for padding.
+
+    K and V of every layer, dense in the context: 2 * slots * layers * (context + block) * kv heads * head size.
+    `paged`: as the TRTLLM attention backend falls back to where it gets no managed pool, in pages of 32 tokens.
+    """
+    rows = min(max_seq_len, drafter.max_position_embeddings) + draft_len + 1
+    if paged:
+        rows = -(-rows // _PAGE) * _PAGE
+    heads = max(1, drafter.num_key_value_heads // tensor_parallel)
+    per_row = 2 * drafter.num_hidden_layers * heads * drafter.head_dim * dtype_bytes
+    return (max_batch_size + 1) * rows * per_row
+
+
+def plan(inventory: Inventory, settings: Settings) -> Plan:
+    """Lay the pair out on one of `tensor_parallel` GPUs."""
+    s = settings
+    weights = {side: _weights(inventory, s, side) for side in ("target", "drafter")}
+    weight_bytes = sum(n for side in weights.values() for role in side.values() for n in role.values())
+    ours = _Layout(inventory, s, weight_bytes)
+    total = ours.total(s.max_batch_size, s.max_seq_len)
+    limit = min(inventory.target.max_position_embeddings, inventory.drafter.max_position_embeddings)
+    fraction, pool = ours.pool(s.max_batch_size, s.max_seq_len)
+    return Plan(
+        engine=s.engine,
+        gpu=s.gpu.name,
+        tensor_parallel=s.tensor_parallel,
+        max_seq_len=s.max_seq_len,
+        max_batch_size=s.max_batch_size,
+        memory_bytes=s.gpu.memory_bytes,
+        weights=weights,
+        weight_bytes=weight_bytes,
+        runtime_bytes=ours.runtime,
+        activation_bytes=ours.activations(s.max_batch_size, s.max_seq_len),
+        kv_bytes_per_token=ours.kv_per_token,
+        drafter_bytes_per_token=ours.drafter_per_token,
+        kv_bytes=ours.kv(s.max_batch_size, s.max_seq_len),
+        drafter_bytes=ours.drafter(s.max_batch_size, s.max_seq_len),
+        total_bytes=total,
+        left_bytes=s.gpu.memory_bytes - total,
+        kv_fraction=fraction,
+        kv_pool_bytes=pool,
+        longest_context=_largest(lambda n: ours.fits(1, n), limit),
+        largest_batch=_largest(lambda n: ours.fits(n, s.max_seq_len), 4096),
+        pass_seconds=_bytes_read(inventory, s, weights) / s.gpu.bandwidth,
+    )
+
+
+def gib(count: float) -> str:
+    return f"{count / GIB:.2f}"
+
+
+class _Layout:
+    """Sizes on one GPU as functions of batch and context."""
+
+    def __init__(self, inventory: Inventory, settings: Settings, weight_bytes: int) -> None:
+        self.inventory, self.s, self.weight_bytes = inventory, settings, weight_bytes
+        self.ours = settings.engine != "tensorrt-llm"
+        cache = WEIGHT_BYTES[settings.cache or settings.compute]
+        self.kv_per_token = self._per_token("target", cache)
+        self.drafter_per_token = self._per_token("drafter", WEIGHT_BYTES[settings.compute])
+        if settings.engine == "onnxruntime":
+            self.runtime = 0
+        else:
+            self.runtime = RUNTIME_BYTES if self.ours else TRTLLM_RUNTIME_BYTES
+
+    def _per_token(self, side: str, element: float) -> int:
+        c = self.inventory.config(side)
+        heads = max(1, c.num_key_value_heads // self.s.tensor_parallel)
+        return round(2 * c.num_hidden_layers * heads * c.head_dim * element)
+
+    def rows(self, length: int) -> int:
+        """Cache rows of one sequence: passes of ours write blocks past the last token; TensorRT-LLM has pages."""
+        block = self.s.block_size
+        return length + 2 * block + 1 if self.ours else -(-(length + block) // _PAGE) * _PAGE
+
+    def kv(self, batch: int, length: int) -> int:
+        per_token = self.kv_per_token
+        if self.s.draft_pool and self.s.arena:
+            per_token += self.drafter_per_token
+        return batch * self.rows(length) * per_token
+
+    def drafter(self, batch: int, length: int) -> int:
+        if not self.s.arena:
+            return batch * self.rows(length) * self.drafter_per_token
+        return arena_bytes(
+            self.inventory.drafter,
+            max_batch_size=batch,
+            max_seq_len=length,
+            draft_len=self.s.block_size - 1,
+            tensor_parallel=self.s.tensor_parallel,
+        )
+
+    def activations(self, batch: int, length: int) -> int:
+        """Taps, logits, and two passes' worth of the widest rows."""
+        s, c = self.s, self.inventory.target
+        verified = batch * s.block_size
+        rows = s.max_num_tokens or max(verified, length if not self.ours else min(length, PREFILL_CHUNK))
+        element = WEIGHT_BYTES[s.compute]
+        widest = max(c.intermediate_size // s.tensor_parallel, c.num_attention_heads * c.head_dim)
+        working = rows * (4 * c.hidden_size + 2 * widest) * element
+        taps = rows * len(self.inventory.drafter.target_layer_ids) * c.hidden_size * element
+        estimate = round(working + taps + verified * c.vocab_size * 4)
+        return estimate if self.ours else max(estimate, TRTLLM_ACTIVATION_BYTES)
+
+    def total(self, batch: int, length: int) -> int:
+        fixed = self.weight_bytes + self.runtime + self.activations(batch, length)
+        return fixed + self.kv(batch, length) + self.drafter(batch, length)
+
+    def pool(self, batch: int, length: int) -> tuple[float | None, int | None]:
+        """TensorRT-LLM's `free_gpu_memory_fraction`, and the KV pool that it makes.
+
+        A dense arena is outside of the pool. Releases differ in which of the two is allocated first: the fraction
+        leaves the arena room in both orders, with the safety factor of TensorRT-LLM's own check.
+        """
+        if self.ours:
+            return None, None
+        free = self.s.gpu.memory_bytes - self.weight_bytes - self.runtime
+        arena = self.drafter(batch, length) if self.s.arena else 0
+        fraction = KV_FRACTION
+        if arena:
+            fraction = min(fraction, 1 - arena / (TRTLLM_ARENA_SAFETY * free)) if free > 0 else 0.0
+        fraction = max(0.0, int(fraction * 100) / 100)
+        return fraction, max(0, int((free - self.activations(batch, length) - arena) * fraction))
+
+    def fits(self, batch: int, length: int) -> bool:
+        if self.total(batch, length) > self.s.gpu.memory_bytes:
+            return False
+        _, pool = self.pool(batch, length)
+        if pool is None:
+            return True
+        paged = 0 if self.s.arena else self.drafter(batch, length)
+        return self.kv(batch, length) + paged <= pool
+
+
+def _weights(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str, int]]:
+    dense = s.precision.compute(side, s.compute)
+    scheme = s.precision.scheme(side)
+    return inventory.weights(side, dense, scheme, None, s.tensor_parallel)
+
+
+def _bytes_read(inventory: Inventory, s: Settings, weights: dict[str, dict[str, dict[str, int]]]) -> float:
+    """Of the target, by one GPU, in a pass that verifies one block: embeddings hardly, experts at most those chosen."""
+    moe, total = inventory.target.moe, 0.0
+    for role, by_precision in weights["target"].items():
+        share = 0.0 if role == "embedding" and not inventory.target.tie_word_embeddings else 1.0
+        if role == "experts" and moe is not None:
+            share = min(1.0, s.block_size * moe.experts_per_token / moe.num_experts)
+        total += share * sum(by_precision.values())
+    return total
+
+
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` for which `fits` holds, which holds for all smaller ones; 0 where for none."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,177 @@
+"""`dflash-trt build --engine tensorrt-llm`: the checkpoints, linked, and what TensorRT-LLM needs to run them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from dflash_trt import bundle
+from dflash_trt.build import TOKENIZER_FILES, Side, Weights, choose_block_size, choose_max_seq_len
+from dflash_trt.bundle import Bundle
+from dflash_trt.checkpoint.config import read_drafter_config
+from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
+from dflash_trt.checkpoint.pairs import Source
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.errors import BuildError, CheckpointError
+from dflash_trt.planning.inventory import Inventory, take_inventory
+from dflash_trt.trtllm.configuration import Configuration, Deployment, configure, describe
+from dflash_trt.trtllm.drafter import as_it_is, check_tensors, drafter_config, write_weights
+from dflash_trt.trtllm.launch import launch_files
+from dflash_trt.trtllm.quantization import Quantization, check_drafter, read_target
+from dflash_trt.workspace import (
+    Progress,
+    describe_file,
+    digest_files,
+    existing_bundle,
+    finish,
+    gather,
+    key_of,
+    silent,
+    workspace,
+)
+
+_FLOATS = ("BF16", "F16", "F32")
+_INDEX = "model.safetensors.index.json"
+_TARGET_FILES = (*TOKENIZER_FILES, "config.json", "hf_quant_config.json", _INDEX)
+
+
+def build_deployment(
+    sources: tuple[Source, Source],
+    out: Path,
+    deployment: Deployment,
+    *,
+    max_seq_len: int | None,
+    block_size: int | None,
+    weights: Weights,
+    force: bool,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Write a bundle for TensorRT-LLM; arguments and errors as `dflash_trt.build.build`.
+
+    The target's files are linked as they are; so are the drafter's weights where their form is TensorRT-LLM's.
+    """
+    progress = progress or silent
+    progress("read checkpoints", 0, 1)
+    target, quantization = read_target(sources[0].directory)
+    check_drafter(sources[1].directory)
+    drafter = read_drafter_config(sources[1].directory)
+    check_pair(target, drafter)
+    inventory = take_inventory(target, drafter)
+    if weights == "none":
+        checkpoints: tuple[Checkpoint | Outline, Checkpoint | Outline] = _outlines(inventory)
+    else:
+        check_tokenizers(sources[0].directory, sources[1].directory)
+        opened = Checkpoint(sources[0].directory), Checkpoint(sources[1].directory)
+        check_target_tensors(inventory, opened[0], quantization)
+        check_tensors(inventory, opened[1])
+        inventory, checkpoints = inventory.with_stored(opened[0].tensors), opened
+    sides = (
+        Side(sources[0], target, checkpoints[0], "target"),
+        Side(sources[1], drafter, checkpoints[1], "drafter"),
+    )
+    size = choose_block_size(block_size, drafter)
+    length = choose_max_seq_len(max_seq_len, target, drafter)
+    configuration = configure(
+        inventory, deployment, block_size=size, max_seq_len=length, quantization=quantization
+    )
+    progress("read checkpoints", 1, 1)
+    manifest: dict[str, Any] = {
+        "format_version": bundle.FORMAT_VERSION,
+        "key": "",
+        "engine": "tensorrt-llm",
+        "dialect": "tensorrt-llm",
+        "precision": {"target": quantization.scheme or "bfloat16", "drafter": "bfloat16"},
+        "weights": weights,
+        "target": sides[0].describe(),
+        "drafter": sides[1].describe(),
+        "block_size": size,
+        "mask_token_id": drafter.mask_token_id,
+        "target_layer_ids": sorted(drafter.target_layer_ids),
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "max_seq_len": length,
+        "cache_bytes_per_token": {
+            "target": configuration.plan.kv_bytes_per_token,
+            "drafter": configuration.plan.drafter_bytes_per_token,
+        },
+        "eos_token_ids": list(target.eos_token_ids),
+        "versions": {"dflash-trt": version("dflash-trt"), "tensorrt-llm": configuration.release.version},
+        "tensorrt_llm": describe(configuration),
+    }
+    with workspace(out) as work:
+        files = gather(_linked(sides), work, progress)
+        if weights != "none" and "drafter/model.safetensors" not in files:
+            assert isinstance(sides[1].checkpoint, Checkpoint)
+            progress("write drafter", 0, 1)
+            files["drafter/model.safetensors"] = work / "drafter" / "model.safetensors"
+            files["drafter/model.safetensors"].parent.mkdir(exist_ok=True)
+            write_weights(drafter, sides[1].checkpoint, files["drafter/model.safetensors"])
+            progress("write drafter", 1, 1)
+        digests = digest_files(files, work, progress)
+        manifest["key"] = key_of(manifest, digests)
+        existing = existing_bundle(out, manifest["key"], force=force)
+        if existing is not None:
+            shutil.rmtree(work)
+            return existing
+        for name, text in _generated(sides, configuration).items():
+            path = work / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            path.chmod(0o755 if text.startswith("#!") else 0o644)
+            digests[name] = describe_file(path)
+        manifest["files"] = {name: digests[name] for name in sorted(digests)}
+        finish(work, out, manifest)
+    return Bundle.open(out)
+
+
+def check_target_tensors(inventory: Inventory, checkpoint: Checkpoint, quantization: Quantization) -> None:
+    """Every tensor that the target's configuration asks for, and the scales of those that ModelOpt quantized.
+
+    Raises CheckpointError naming the tensor.
+    """
+    quantized = quantization.scheme in ("fp8", "nvfp4")
+    for tensor in inventory.tensors["target"]:
+        found = checkpoint[tensor.name]
+        if found.dtype in _FLOATS or not quantized:
+            checkpoint.expect(tensor.name, tensor.shape, ("U8",) if tensor.dtype == "U8" else _FLOATS)
+            continue
+        scales = ("_scale", "_scale_2") if quantization.scheme == "nvfp4" else ("_scale",)
+        for suffix in scales:
+            if tensor.name + suffix not in checkpoint.tensors:
+                raise CheckpointError(
+                    f"{found.file}: tensor {tensor.name!r} is {found.dtype}, but there is no "
+                    f"{tensor.name + suffix!r}; the checkpoint must be whole, as ModelOpt exports it"
+                )
+
+
+def _outlines(inventory: Inventory) -> tuple[Outline, Outline]:
+    found = Outline(inventory.target.path.parent), Outline(inventory.drafter.path.parent)
+    for outline, side in zip(found, ("target", "drafter"), strict=True):
+        outline.tensors = {tensor.name: tensor for tensor in inventory.tensors[side]}
+    return found
+
+
+def _linked(sides: tuple[Side, Side]) -> dict[str, Path]:
+    """Files that go into the bundle as they are: their names there, and where they are now."""
+    directory, drafter = sides[0].source.directory, sides[1]
+    wanted = {f"target/{name}": directory / name for name in _TARGET_FILES if (directory / name).is_file()}
+    if isinstance(sides[0].checkpoint, Checkpoint):
+        if "target/tokenizer.json" not in wanted:
+            raise BuildError(
+                f"{directory}: no tokenizer.json; save the tokenizer in the fast (tokenizers) format there"
+            )
+        wanted |= {f"target/{file.name}": file for file in sides[0].checkpoint.files}
+    if isinstance(drafter.checkpoint, Checkpoint):
+        config = read_drafter_config(drafter.source.directory)
+        if as_it_is(config, drafter.checkpoint):
+            wanted["drafter/model.safetensors"] = drafter.checkpoint.files[0]
+    return wanted
+
+
+def _generated(sides: tuple[Side, Side], configuration: Configuration) -> dict[str, str]:
+    drafter = read_drafter_config(sides[1].source.directory)
+    text = json.dumps(drafter_config(drafter), indent=2, sort_keys=True) + "\n"
+    return {"drafter/config.json": text, **launch_files(configuration)}

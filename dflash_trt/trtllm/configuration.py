@@ -1,0 +1,375 @@
+"""`llm_args.yaml` for a pair: every choice computed, with its reason, or refused.
+
+Rules and their sources are in docs/tensorrt_llm.md. Nothing here imports tensorrt_llm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dflash_trt.errors import BuildError
+from dflash_trt.planning.gpus import Gpu, find_gpu
+from dflash_trt.planning.inventory import Inventory
+from dflash_trt.planning.memory import Plan, Settings, arena_bytes, gib, plan
+from dflash_trt.precision import Precision
+from dflash_trt.trtllm.quantization import Quantization
+from dflash_trt.trtllm.releases import Release, find_release
+
+DRAFTER_BACKENDS = ("VANILLA", "TRTLLM", "FA4")
+# Paths inside the bundle; the launch scripts change to its directory first.
+TARGET, DRAFTER = "target", "./drafter"
+_LARGEST_DEFAULT_BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """What the user asks for. None: computed.
+
+    `tensor_parallel` GPUs, over `expert_parallel` of which the experts are spread. `draft_len_schedule`: the number
+    of active requests up to which so many tokens are drafted.
+    """
+
+    gpu: str
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    gpus_per_node: int | None = None
+    version: str | None = None
+    max_batch_size: int | None = None
+    drafter_attention: str | None = None
+    moe_backend: str | None = None
+    draft_len_schedule: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One setting, and why it is so."""
+
+    name: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """`llm_args` as TensorRT-LLM reads it, the choices behind it, and the memory that it takes."""
+
+    release: Release
+    gpu: Gpu
+    llm_args: dict[str, Any]
+    choices: tuple[Choice, ...]
+    plan: Plan
+    nodes: int
+    gpus_per_node: int
+
+
+def configure(
+    inventory: Inventory,
+    deployment: Deployment,
+    *,
+    block_size: int,
+    max_seq_len: int,
+    quantization: Quantization,
+) -> Configuration:
+    """Everything that TensorRT-LLM is told about a pair.
+
+    Raises BuildError for what it cannot load or run, with the reason, and for what does not fit, with the arithmetic.
+    """
+    release, gpu = find_release(deployment.version), find_gpu(deployment.gpu)
+    check_quantization(inventory, gpu, quantization)
+    gpus_per_node, nodes = _nodes(deployment, gpu)
+    _check_parallel(inventory, deployment, gpu)
+    attention = _drafter_attention(deployment, gpu)
+    moe = _moe_backend(inventory, deployment, gpu, release, quantization)
+    draft_len = block_size - 1
+    settings = Settings(
+        engine="tensorrt-llm",
+        gpu=gpu,
+        max_seq_len=max_seq_len,
+        max_batch_size=1,
+        block_size=block_size,
+        tensor_parallel=deployment.tensor_parallel,
+        precision=Precision(target=None if quantization.scheme == "mxfp4" else quantization.scheme),
+        cache=quantization.kv_cache,
+        drafter_attention=attention.value,
+        draft_pool=release.draft_pool_beside_arena,
+    )
+    memory, batch = _batch(inventory, settings, deployment)
+    tokens = max(max_seq_len, batch.value * block_size)
+    schedule = _schedule(deployment, draft_len)
+    sizes = _graph_sizes(batch.value, schedule)
+    drafter_bytes = arena_bytes(
+        inventory.drafter,
+        max_batch_size=batch.value,
+        max_seq_len=max_seq_len,
+        draft_len=draft_len,
+        tensor_parallel=deployment.tensor_parallel,
+        paged=not settings.arena,
+    )
+    choices = [
+        Choice("tensor_parallel_size", deployment.tensor_parallel, "as asked (--tp)"),
+        Choice("nodes", nodes, f"{gpus_per_node} GPUs a node"),
+        Choice("max_draft_len", draft_len, f"block of {block_size}, of which the first token is the anchor"),
+        attention,
+        Choice(
+            "max_seq_len",
+            max_seq_len,
+            "prompt and output together; always set, for the drafter's context buffer grows with it",
+        ),
+        batch,
+        Choice(
+            "max_num_tokens",
+            tokens,
+            "a whole prompt in one pass (chunked prefill is hardly tested with DFlash), and "
+            f"{block_size} tokens of every sequence",
+        ),
+        Choice("drafter_context_bytes", drafter_bytes, _arena_reason(settings)),
+        Choice("free_gpu_memory_fraction", memory.kv_fraction, _fraction_reason(settings)),
+        Choice(
+            "enable_block_reuse",
+            False,
+            "reused prompt tokens give the drafter no hidden states (NVIDIA/TensorRT-LLM#16005)",
+        ),
+        Choice(
+            "cuda_graph_batch_sizes",
+            sizes,
+            "batches are padded to the next of them; one graph of each is captured",
+        ),
+    ]
+    args: dict[str, Any] = {
+        "tensor_parallel_size": deployment.tensor_parallel,
+        "pipeline_parallel_size": 1,
+        "gpus_per_node": gpus_per_node,
+        "max_batch_size": batch.value,
+        "max_num_tokens": tokens,
+        "max_seq_len": max_seq_len,
+        "enable_chunked_prefill": False,
+        "trust_remote_code": False,
+        "stream_interval": 1,
+        "kv_cache_config": {
+            "enable_block_reuse": False,
+            "free_gpu_memory_fraction": memory.kv_fraction,
+            "dtype": quantization.kv_cache or "auto",
+        },
+        "cuda_graph_config": {"enable_padding": True, "batch_sizes": sizes},
+        "speculative_config": {
+            "decoding_type": "DFlash",
+            "max_draft_len": draft_len,
+            "speculative_model": DRAFTER,
+            "mask_token_id": inventory.drafter.mask_token_id,
+            "target_layer_ids": sorted(inventory.drafter.target_layer_ids),
+            "attention_backend": attention.value,
+        },
+    }
+    if moe is not None:
+        choices.append(moe)
+        choices.append(Choice("moe_expert_parallel_size", deployment.expert_parallel, "as asked (--ep)"))
+        args["moe_expert_parallel_size"] = deployment.expert_parallel
+        args["moe_config"] = {"backend": moe.value}
+    if schedule:
+        args["speculative_config"]["draft_len_schedule"] = schedule
+        choices.append(Choice("draft_len_schedule", schedule, "as asked"))
+    choices += _warnings(inventory, gpu, schedule)
+    release.check(args)
+    return Configuration(release, gpu, args, tuple(choices), memory, nodes, gpus_per_node)
+
+
+def check_quantization(inventory: Inventory, gpu: Gpu, quantization: Quantization) -> None:
+    """Whether TensorRT-LLM loads a target in this form on this GPU (its hardware and quantization matrix)."""
+    scheme, model = quantization.scheme, inventory.target
+    if model.architecture == "GptOssForCausalLM" and scheme in ("fp8", "nvfp4"):
+        raise BuildError(
+            f"{model.path.parent}: gpt-oss in {scheme.upper()}, but TensorRT-LLM's matrix has gpt-oss in MXFP4 only; "
+            "give OpenAI's checkpoint as it is"
+        )
+    if scheme == "nvfp4" and gpu.sm < 100:
+        raise BuildError(
+            f"{model.path.parent}: the target is in NVFP4, which TensorRT-LLM runs on SM100 and newer, and "
+            f"{gpu.product} is SM{gpu.sm}; give a checkpoint in FP8 or BF16"
+        )
+
+
+def _nodes(deployment: Deployment, gpu: Gpu) -> tuple[int, int]:
+    per_node = deployment.gpus_per_node or gpu.gpus_per_node
+    world = deployment.tensor_parallel
+    if world > per_node and world % per_node:
+        raise BuildError(
+            f"--tp is {world}, but a node has {per_node} GPUs: whole nodes are needed, so a multiple of {per_node} "
+            "(--gpus-per-node says otherwise)"
+        )
+    return min(per_node, world), max(1, world // per_node)
+
+
+def _check_parallel(inventory: Inventory, deployment: Deployment, gpu: Gpu) -> None:
+    tp, ep, moe = deployment.tensor_parallel, deployment.expert_parallel, inventory.target.moe
+    if tp < 1 or ep < 1:
+        raise BuildError(f"--tp is {tp} and --ep is {ep}, expected 1 or more")
+    for config in (inventory.target, inventory.drafter):
+        heads, kv = config.num_attention_heads, config.num_key_value_heads
+        if heads % tp or (kv % tp and tp % kv):
+            raise BuildError(
+                f"--tp is {tp}, but {config.path} has {heads} attention heads and {kv} key-value heads: "
+                "they cannot be divided so"
+            )
+    if ep == 1:
+        return
+    if moe is None:
+        raise BuildError(f"--ep is {ep}, but {inventory.target.path} has no experts; leave it out")
+    if tp % ep or moe.num_experts % ep:
+        raise BuildError(
+            f"--ep is {ep}, but it must divide --tp ({tp}) and the number of experts ({moe.num_experts})"
+        )
+    if gpu.sm >= 120:
+        raise BuildError(
+            f"--ep is {ep}, but TensorRT-LLM has no expert-parallel path on SM{gpu.sm} ({gpu.product}; "
+            "NVIDIA/TensorRT-LLM discussion 16360); leave it out"
+        )
+
+
+def _drafter_attention(deployment: Deployment, gpu: Gpu) -> Choice:
+    if gpu.sm in (100, 103):
+        best, reason = "TRTLLM", f"SM{gpu.sm}: context in pages of the KV pool, with generated kernels"
+    elif gpu.sm == 90:
+        best, reason = "FA4", "SM90: FlashAttention 4 over a dense buffer"
+    else:
+        best = "VANILLA"
+        reason = f"SM{gpu.sm}: TRTLLM is for SM100 and SM103, FA4 for SM90; needs the flash-attn package"
+    asked = deployment.drafter_attention
+    if asked is None or asked == best:
+        return Choice("attention_backend", best, reason)
+    if asked not in DRAFTER_BACKENDS:
+        raise BuildError(f"--drafter-attention is {asked!r}, expected one of: {', '.join(DRAFTER_BACKENDS)}")
+    if asked != "VANILLA":
+        raise BuildError(
+            f"--drafter-attention is {asked}, but {gpu.product} is SM{gpu.sm}: TRTLLM runs on SM100 and SM103 only, "
+            "FA4 on SM90 only; leave it out"
+        )
+    return Choice("attention_backend", asked, "as asked (--drafter-attention); needs the flash-attn package")
+
+
+def _moe_backend(
+    inventory: Inventory, deployment: Deployment, gpu: Gpu, release: Release, quantization: Quantization
+) -> Choice | None:
+    if inventory.target.moe is None:
+        if deployment.moe_backend is not None:
+            raise BuildError(f"--moe-backend: {inventory.target.path} has no experts; leave it out")
+        return None
+    blackwell = gpu.sm in (100, 103)
+    if quantization.scheme == "mxfp4":
+        if blackwell:
+            best, reason = "TRTLLM", "MXFP4 experts on SM100 and SM103 (gpt-oss deployment guide)"
+        elif gpu.sm == 90:
+            best, reason = (
+                release.hopper_mxfp4_moe_backend,
+                "MXFP4 experts on SM90; TRITON until 1.3, deprecated since",
+            )
+        else:
+            best, reason = (
+                "CUTLASS",
+                f"MXFP4 experts on SM{gpu.sm}: what users report to run, not in NVIDIA's guide",
+            )
+    elif quantization.scheme == "nvfp4" and blackwell:
+        best, reason = "TRTLLM", "NVFP4 experts on SM100 and SM103"
+    else:
+        best, reason = "CUTLASS", "experts that are not MXFP4"
+    asked = deployment.moe_backend
+    if asked is None or asked == best:
+        return Choice("moe_backend", best, reason)
+    if asked == "TRTLLM" and not blackwell:
+        raise BuildError(
+            f"--moe-backend is TRTLLM, which runs on SM100 and SM103, but {gpu.product} is SM{gpu.sm}; "
+            f"use {best}, or leave it out"
+        )
+    if asked == "TRTLLM" and quantization.scheme is None:
+        raise BuildError(f"--moe-backend is TRTLLM, which takes quantized experts, not BF16; use {best}")
+    return Choice("moe_backend", asked, "as asked (--moe-backend)")
+
+
+def _batch(inventory: Inventory, settings: Settings, deployment: Deployment) -> tuple[Plan, Choice]:
+    """The batch, and the plan for it. What was asked for may exceed what the KV pool holds at full length."""
+    single = plan(inventory, settings)
+    if single.largest_batch < 1:
+        raise single.refuse()
+    asked = deployment.max_batch_size
+    if asked is None:
+        fitting = 1 << (single.largest_batch.bit_length() - 1)
+        batch = min(_LARGEST_DEFAULT_BATCH, fitting)
+        reason = f"at most {single.largest_batch} sequences of {settings.max_seq_len} tokens fit"
+        return plan(inventory, replace(settings, max_batch_size=batch)), Choice(
+            "max_batch_size", batch, reason
+        )
+    if asked < 1:
+        raise BuildError(f"--max-batch-size is {asked}, expected 1 or more")
+    found = plan(inventory, replace(settings, max_batch_size=asked))
+    if not found.fits:
+        raise found.refuse()
+    return found, Choice("max_batch_size", asked, "as asked (--max-batch-size)")
+
+
+def _schedule(deployment: Deployment, draft_len: int) -> dict[int, int]:
+    schedule = dict(sorted(deployment.draft_len_schedule.items()))
+    for batch, length in schedule.items():
+        if batch < 1 or not 0 <= length <= draft_len:
+            raise BuildError(
+                f"--draft-len-schedule has {batch}:{length}, expected a batch of 1 or more and 0..{draft_len} tokens"
+            )
+    if schedule and next(iter(schedule.values())) != draft_len:
+        first = next(iter(schedule))
+        raise BuildError(
+            f"--draft-len-schedule begins with {first}:{schedule[first]}, but TensorRT-LLM wants the smallest batch "
+            f"to draft max_draft_len tokens: {first}:{draft_len}"
+        )
+    return schedule
+
+
+def _graph_sizes(batch: int, schedule: dict[int, int]) -> list[int]:
+    sizes = {1, 2, 4, *range(8, batch + 1, 8), batch, *schedule}
+    return sorted(size for size in sizes if size <= batch)
+
+
+def _arena_reason(settings: Settings) -> str:
+    if settings.arena:
+        return (
+            "2 * (batch + 1) * layers * (context + block) * kv heads per GPU * head size * 2 bytes, per GPU"
+        )
+    return "per GPU, should the drafter get no pages of the KV pool; normally it does, and takes none of this"
+
+
+def _fraction_reason(settings: Settings) -> str:
+    if settings.arena:
+        return "leaves the drafter's buffer its room, whichever of buffer and pool is allocated first"
+    return "TensorRT-LLM's default: the drafter's context is inside the pool"
+
+
+def _warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> list[Choice]:
+    """What is known to go wrong, with where that is reported."""
+    found = []
+    gpt_oss = inventory.target.architecture == "GptOssForCausalLM"
+    if gpt_oss:
+        found.append(
+            "gpt-oss with speculative decoding was reported to lose tool calls and to loop, with EAGLE3 "
+            "(NVIDIA/TensorRT-LLM#16377, #8615)"
+        )
+    if gpt_oss and gpu.sm >= 120:
+        found.append(f"gpt-oss-20b was reported not to start on SM{gpu.sm} (NVIDIA/TensorRT-LLM#13156)")
+    if 0 in schedule.values():
+        found.append(
+            "while nothing is drafted the drafter stores no context: later drafts of those requests are worse"
+        )
+    return [Choice("warning", "", text) for text in found]
+
+
+def describe(configuration: Configuration) -> dict[str, Any]:
+    """The configuration's part of a bundle's manifest."""
+    c = configuration
+    return {
+        "version": c.release.version,
+        "gpu": c.gpu.name,
+        "nodes": c.nodes,
+        "gpus_per_node": c.gpus_per_node,
+        "choices": [{"name": x.name, "value": x.value, "reason": x.reason} for x in c.choices],
+        "memory": c.plan.to_dict(),
+        "arithmetic": c.plan.arithmetic(),
+        "room": f"{gib(c.plan.left_bytes)} GiB left; longest context {c.plan.longest_context} at batch 1, "
+        f"largest batch {c.plan.largest_batch} at {c.plan.max_seq_len} tokens",
+    }

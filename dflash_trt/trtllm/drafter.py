@@ -1,0 +1,93 @@
+"""The drafter as TensorRT-LLM loads it: taps in ascending order, every tensor there, BF16, and nothing unknown.
+
+Its loader skips what it does not know and leaves out what it does not find, so both are errors here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from dflash_trt.checkpoint.config import DrafterConfig
+from dflash_trt.checkpoint.fields import read_object
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.errors import CheckpointError
+from dflash_trt.planning.inventory import Inventory
+
+_FLOATS = ("BF16", "F16", "F32")
+_REMOTE = ("auto_map", "dtype", "torch_dtype")
+
+
+def check_tensors(inventory: Inventory, checkpoint: Checkpoint) -> None:
+    """Every tensor that the configuration asks for, in its shape and in floating point, and no other.
+
+    Raises CheckpointError naming the tensor.
+    """
+    expected = {tensor.name: tensor for tensor in inventory.tensors["drafter"]}
+    for name, tensor in expected.items():
+        checkpoint.expect(name, tensor.shape, _FLOATS)
+    unknown = sorted(set(checkpoint.tensors) - set(expected))
+    if unknown:
+        raise CheckpointError(
+            f"{checkpoint.directory}: has {len(unknown)} tensors that a DFlash drafter of this configuration has not "
+            f"(first: {unknown[0]!r}), and TensorRT-LLM would leave them out without a word"
+        )
+
+
+def as_it_is(config: DrafterConfig, checkpoint: Checkpoint) -> bool:
+    """Whether the weights can be linked: taps ascend already, and everything is BF16 in one file."""
+    ascending = list(config.target_layer_ids) == sorted(config.target_layer_ids)
+    dtypes = {tensor.dtype for tensor in checkpoint.tensors.values()}
+    return ascending and dtypes == {"BF16"} and len(checkpoint.files) == 1
+
+
+def drafter_config(config: DrafterConfig) -> dict[str, Any]:
+    """config.json with what TensorRT-LLM reads in the places where it reads it, and no code to fetch."""
+    values = {key: value for key, value in read_object(config.path).items() if key not in _REMOTE}
+    dflash = dict(values.get("dflash_config", {}))
+    dflash |= {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": sorted(config.target_layer_ids),
+        "block_size": config.block_size,
+    }
+    return values | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": dflash,
+        "dtype": "bfloat16",
+    }
+
+
+def write_weights(config: DrafterConfig, checkpoint: Checkpoint, path: Path) -> None:
+    """One safetensors file in BF16, the columns of `fc` in the order of ascending taps."""
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for name in sorted(checkpoint.tensors):
+        array = checkpoint.array(name)
+        if name == "fc.weight":
+            taps = config.target_layer_ids
+            order = sorted(range(len(taps)), key=taps.__getitem__)
+            columns = array.reshape(array.shape[0], len(taps), config.hidden_size)
+            array = columns[:, order].reshape(array.shape)
+        arrays[name] = array.astype(ml_dtypes.bfloat16)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in arrays.items():
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(array.shape),
+            "data_offsets": [end, end + array.nbytes],
+        }
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    partial = path.with_name(path.name + ".part")
+    with partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays.values():
+            file.write(array.tobytes())
+    partial.rename(path)

@@ -1,0 +1,99 @@
+"""The releases of TensorRT-LLM that bundles are made for, and the configuration fields each one knows.
+
+A release is a file in schemas/: JSON Schema of TorchLlmArgs (the part that is written or checked here), taken from
+the published reference of that release, and what differs between releases otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.errors import BuildError
+
+_SCHEMAS = Path(__file__).with_name("schemas")
+_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?(?:\.post\d+)?")
+_FIRST = (1, 3, 0, 12)  # DFlash was merged in April 2026 (NVIDIA/TensorRT-LLM#12794), after rc11
+
+
+@dataclass(frozen=True)
+class Release:
+    """One release. `llm_args` and `disaggregated` are JSON Schemas.
+
+    `hopper_mxfp4_moe_backend`: what runs gpt-oss experts on SM90. `draft_pool_beside_arena`: whether pages are set
+    aside for a drafter that keeps its context in an arena of its own (fixed by NVIDIA/TensorRT-LLM#19410).
+    """
+
+    version: str
+    container: str
+    sources: tuple[str, ...]
+    hopper_mxfp4_moe_backend: str
+    draft_pool_beside_arena: bool
+    llm_args: Mapping[str, Any]
+    disaggregated: Mapping[str, Any]
+
+    def fields(self, name: str) -> frozenset[str]:
+        """The fields of a configuration class, TorchLlmArgs or one of those inside it."""
+        schema = self.llm_args if name == "TorchLlmArgs" else self.llm_args["$defs"][name]
+        return frozenset(schema["properties"])
+
+    def check(self, document: Mapping[str, Any], kind: str = "llm_args") -> None:
+        """Hold a configuration against this release's fields.
+
+        Raises BuildError naming the first field that the release does not know or would not take.
+        """
+        try:
+            from jsonschema import Draft202012Validator
+        except ImportError:
+            raise BuildError(
+                "jsonschema is not installed; install it with: pip install 'dflash-trt[tensorrt-llm]'"
+            ) from None
+
+        # YAML has integers for keys where JSON has none.
+        plain = json.loads(json.dumps(document))
+        schema = self.llm_args if kind == "llm_args" else self.disaggregated
+        for error in Draft202012Validator(schema).iter_errors(plain):
+            while error.context:
+                error = error.context[0]
+            place = ".".join(map(str, error.absolute_path)) or kind
+            raise BuildError(f"TensorRT-LLM {self.version}: {place}: {error.message}")
+
+
+def known_releases() -> list[str]:
+    """Their versions, oldest first."""
+    return sorted((path.stem for path in _SCHEMAS.glob("*.json")), key=_order)
+
+
+def find_release(version: str | None = None) -> Release:
+    """A known release, by default the newest.
+
+    Raises BuildError where the version is malformed, too old for DFlash, or one whose fields are not known.
+    """
+    known = known_releases()
+    version = version or known[-1]
+    if version not in known:
+        order = _order(version)
+        choice = f"choose one of: {', '.join(known)}"
+        if order < _FIRST:
+            raise BuildError(
+                f"--trtllm-version is {version}, but DFlash came with the release candidates of 1.3 (1.2.1 and older "
+                f"have no DFlashDecodingConfig); {choice}"
+            )
+        raise BuildError(
+            f"--trtllm-version is {version}, whose configuration fields are not known here, and TensorRT-LLM refuses "
+            f"fields it does not know; {choice}"
+        )
+    values = json.loads((_SCHEMAS / f"{version}.json").read_text())
+    return Release(**(values | {"sources": tuple(values["sources"])}))
+
+
+def _order(version: str) -> tuple[int, ...]:
+    match = _VERSION.fullmatch(version)
+    if match is None:
+        raise BuildError(f"--trtllm-version is {version!r}, expected one such as 1.4.0rc1")
+    major, minor, patch, candidate = match.groups()
+    return int(major), int(minor), int(patch), 10_000 if candidate is None else int(candidate)
