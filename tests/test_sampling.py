@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_trt.decoding import philox
+from dflash_trt.decoding import philox, weights
 from dflash_trt.decoding.request import SamplingParams
 from dflash_trt.decoding.sampling import TokenCounts, log_probability, process, sample
 from dflash_trt.errors import RequestError
@@ -71,6 +71,29 @@ def test_gumbel_never_changes() -> None:
     """A published seed gives the same text for ever: these bits are part of the interface."""
     noise = philox.gumbel(2**40 + 7, 11, np.array([0, 1, 2, 3, 4, 2_499, 151_935, 2**31]))
     assert [f"{word:08x}" for word in noise.view(np.uint32)] == GOLDEN
+
+
+def test_weights_are_probabilities_in_whole_numbers() -> None:
+    scaled = np.random.default_rng(6).normal(3, 8, 10_001).astype(np.float32)
+    scaled[:5000] = -np.inf  # a whole tile of them
+    exact = np.exp((scaled - scaled.max()).astype(np.float64)) * 2.0**weights.WEIGHT_BITS
+    found = weights.weight(scaled - scaled.max())
+    assert found.dtype == np.int64
+    assert np.all(np.abs(found - exact) <= 2 + 3e-6 * exact)
+    assert weights.total_weight(scaled) == pytest.approx(exact.sum(), rel=3e-6)
+    assert weights.total_weight(np.zeros(1, np.float32)) == found.max() == 2**weights.WEIGHT_BITS
+
+
+def test_weights_never_change() -> None:
+    """Which tokens top-p keeps is part of what a seed means."""
+    scaled = np.arange(5000, dtype=np.float32) / -257
+    assert weights.total_weight(scaled) == 4423821977294
+    assert weights.weight(scaled[[0, 1, 100, 5000 - 1]]).tolist() == [
+        17179869184,
+        17113151488,
+        11642163200,
+        61,
+    ]
 
 
 GOLDEN = ["3f9e11fd", "402a285b", "403fffdd", "be0498f1", "3ef610b2", "3f3c4e80", "401814fc", "bd05b2a6"]

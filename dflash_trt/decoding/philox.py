@@ -84,11 +84,11 @@ def token_bits(seed: int, position: int, tokens: NDArray[np.int64]) -> Bits:
 
 _SCALE = np.float32(2.0**-32)
 _HALF, _ONE, _TWO = np.float32(0.5), np.float32(1), np.float32(2)
-_LN2_HIGH = np.float32(0.693359375)  # 9 significant bits: its product with an exponent is exact
-_LN2_LOW = np.float32(-2.12194440e-4)
-_SQRT_HALF_BITS = np.int32(0x3F3504F3)
+LN2_HIGH = np.float32(0.693359375)  # 9 significant bits: its product with an exponent is exact
+LN2_LOW = np.float32(-2.12194440e-4)
+SQRT_HALF_BITS = np.int32(0x3F3504F3)
 # 2 atanh(s) = s (2 + 2/3 s^2 + 2/5 s^4 + ...); with |s| <= 1/3 the first term left out is 1.4e-8 of the sum.
-_ATANH = tuple(np.float32(2 / k) for k in (13, 11, 9, 7, 5, 3, 1))
+ATANH = tuple(np.float32(2 / k) for k in (13, 11, 9, 7, 5, 3, 1))
 
 
 def gumbel_from_bits(bits: Bits) -> Floats:
@@ -113,17 +113,17 @@ def gumbel_from_bits(bits: Bits) -> Floats:
 def _split(value: Floats) -> tuple[Floats, Floats]:
     """value = 2**exponent * mantissa, mantissa in [sqrt(1/2), sqrt(2)); for positive normal numbers."""
     bits = value.view(np.int32)
-    exponent = (bits - _SQRT_HALF_BITS) >> 23
+    exponent = (bits - SQRT_HALF_BITS) >> 23
     return exponent.astype(np.float32), (bits - (exponent << 23)).view(np.float32)
 
 
 def _log(s: Floats, exponent: Floats) -> Floats:
     """log(2**exponent * (1 + s) / (1 - s)), as exponent * log 2 + 2 atanh(s)."""
     square = s * s
-    series = np.full_like(s, _ATANH[0])
-    for coefficient in _ATANH[1:]:
+    series = np.full_like(s, ATANH[0])
+    for coefficient in ATANH[1:]:
         series = series * square + coefficient
-    return exponent * _LN2_HIGH + (exponent * _LN2_LOW + s * series)
+    return exponent * LN2_HIGH + (exponent * LN2_LOW + s * series)
 
 
 def gumbel(seed: int, position: int, tokens: NDArray[np.int64]) -> Floats:

@@ -22,6 +22,7 @@ from dflash_trt.decoding.philox import (
     token_bits,
 )
 from dflash_trt.decoding.request import SamplingParams
+from dflash_trt.decoding.weights import NEGLIGIBLE, WEIGHT_BITS, total_weight, weight
 from dflash_trt.errors import RequestError
 
 Floats = NDArray[np.float32]
@@ -137,7 +138,8 @@ def _kept(logits: Floats, params: SamplingParams, counts: TokenCounts | None) ->
         kept = _top_k(values, params.top_k)
         tokens, values = kept if tokens is None else tokens[kept], values[kept]
     if params.top_p < 1:
-        kept = _top_p(values, params.top_p)
+        total = total_weight(logits) if tokens is None else int(weight(values).sum())
+        kept = _top_p(values, total, np.float32(params.top_p))
         tokens, values = kept if tokens is None else tokens[kept], values[kept]
     return np.arange(values.size) if tokens is None else tokens, values
 
@@ -155,20 +157,28 @@ def _top_k(values: Floats, k: int) -> Tokens:
     return np.sort(indices[order[:k]])
 
 
-def _top_p(values: Floats, p: float) -> Tokens:
-    """Indices, ascending, of the smallest set that holds probability p; lower indices first among equals."""
-    weights = np.exp(values)
-    total = float(weights.sum())
-    # All the tokens below this weight hold less than 1 - p together: the set can be found without them.
-    indices = (weights >= np.float32((1 - p) * 0.999 * total / values.size)).nonzero()[0]
-    sure, held = indices[:0], 0.0
+def _top_p(values: Floats, total: int, p: np.float32) -> Tokens:
+    """Indices, ascending, of the smallest set that holds p of the weight `total`; lower indices first among equals.
+
+    A token is in it if it weighs anything and those ranked before it weigh less than p * total.
+    """
+    target = float(p) * float(total)
+    # All the tokens below this hold less than half of total - target together: the set can be found without them.
+    # (Half, because the tokens' sum may differ from `total` by rounding; for p very near 1 that would not be enough.)
+    least = (total - target) * 0.5 / values.size
+    lowest = math.log(least / 2**WEIGHT_BITS) if target < total * (1 - 2.0**-16) else NEGLIGIBLE
+    indices = (values >= np.float32(lowest)).nonzero()[0]
+    weights = weight(values[indices])
+    if lowest == NEGLIGIBLE:
+        indices, weights = indices[weights > 0], weights[weights > 0]
+    sure, held = indices[:0], 0
     if indices.size > 512:  # sort only the slice of values in which p is reached
         slices = (values[indices] * np.float32(-32)).astype(np.int64)
-        mass = np.cumsum(np.bincount(slices, weights=weights[indices]))
-        edge = min(int(np.searchsorted(mass, p * total)), mass.size - 1)
-        sure, held = indices[slices < edge], float(mass[edge - 1]) if edge else 0.0
-        indices = indices[slices == edge]
+        mass = np.cumsum(np.bincount(slices, weights=weights))  # exact: weights.py
+        edge = min(int(np.searchsorted(mass, target)), mass.size - 1)
+        sure, held = indices[slices < edge], int(mass[edge - 1]) if edge else 0
+        indices, weights = indices[slices == edge], weights[slices == edge]
     order = np.argsort(-values[indices], kind="stable")
-    reached = held + np.cumsum(weights[indices[order]], dtype=np.float64)
-    edge_tokens = indices[order[: int(np.searchsorted(reached, p * total)) + 1]]
-    return np.sort(np.concatenate((sure, edge_tokens)))
+    ranked = weights[order]
+    before = held + np.cumsum(ranked) - ranked
+    return np.sort(np.concatenate((sure, indices[order[: int(np.searchsorted(before, target))]])))
