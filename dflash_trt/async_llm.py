@@ -80,12 +80,14 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         speculate: bool = True,
+        block_length: int | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Complete one prompt, as chunks: runs of tokens, as each round commits them.
 
         A consumer that leaves (`aclose`, a cancelled task) frees the slot before the next round. After `timeout`
-        seconds the request ends with finish_reason "timeout".
+        seconds the request ends with finish_reason "timeout". `block_length`: most tokens that a round verifies for
+        this request (default: what the rounds are made for).
 
         Raises:
             RequestError: the request cannot be met.  BusyError: too many requests wait already.
@@ -93,7 +95,9 @@ class AsyncLLM:
         """
         deadline = None if timeout is None else perf_counter() + timeout
         params = sampling_params or SamplingParams()
-        request = self._runtime.request(prompt, params, draft=speculate, deadline=deadline)
+        request = self._runtime.request(
+            prompt, params, draft=speculate, deadline=deadline, block_length=block_length
+        )
         async with contextlib.aclosing(self._follow(request)) as items:
             async for item in items:
                 yield item
@@ -104,12 +108,15 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         speculate: bool = True,
+        block_length: int | None = None,
         timeout: float | None = None,
     ) -> Completion:
         """Complete one prompt. See `stream`."""
         deadline = None if timeout is None else perf_counter() + timeout
         params = sampling_params or SamplingParams()
-        request = self._runtime.request(prompt, params, draft=speculate, deadline=deadline)
+        request = self._runtime.request(
+            prompt, params, draft=speculate, deadline=deadline, block_length=block_length
+        )
         text: list[str] = []
         tokens: list[int] = []
         async with contextlib.aclosing(self._follow(request)) as items:

@@ -74,10 +74,7 @@ class Runtime:
 
     def lengths(self, speculate: bool, block_length: int | None) -> Lengths:
         """The policy for a block length, None being the whole block."""
-        if block_length is not None and not 1 <= block_length <= self.block_size:
-            raise RequestError(
-                f"block_length is {block_length}, expected 1..{self.block_size} (this bundle's block size)"
-            )
+        self._check_block_length(block_length)
         return FixedLength((block_length or self.block_size) if speculate else 1)
 
     def chat_prompt(
@@ -88,9 +85,16 @@ class Runtime:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def request(
-        self, prompt: Prompt, params: SamplingParams, *, draft: bool, deadline: float | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        draft: bool,
+        deadline: float | None = None,
+        block_length: int | None = None,
     ) -> InFlight:
         """A request that can be met. `deadline` is a time of perf_counter."""
+        self._check_block_length(block_length)
         ids = self.prompt_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if len(ids) + params.max_tokens > self.max_seq_len:
             raise RequestError(
@@ -104,10 +108,11 @@ class Runtime:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             stop=StopChecker(params, eos, Detokenizer(self.tokenizer.backend)),
-            counts=TokenCounts(ids) if params.penalized else None,
+            counts=TokenCounts(ids, self._word_tokens(params.bad_words)) if params.penalized else None,
             arrived=perf_counter(),
             draft=draft,
             deadline=deadline,
+            block_length=block_length,
             statistics=Statistics(num_prompt_tokens=len(ids)),
         )
 
@@ -124,3 +129,14 @@ class Runtime:
                 "with a larger --max-seq-len"
             )
         return [int(t) for t in ids]
+
+    def _check_block_length(self, length: int | None) -> None:
+        if length is not None and not 1 <= length <= self.block_size:
+            raise RequestError(
+                f"block_length is {length}, expected 1..{self.block_size} (this bundle's block size)"
+            )
+
+    def _word_tokens(self, words: Sequence[str]) -> list[list[int]]:
+        """The token sequences of words, each as it begins a text and as it follows a space."""
+        spellings = dict.fromkeys(spelling for word in words for spelling in (word, f" {word.lstrip()}"))
+        return [ids for s in spellings if (ids := self.tokenizer.encode(s, add_special_tokens=False))]

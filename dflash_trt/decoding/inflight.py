@@ -54,6 +54,7 @@ class InFlight:
     arrived: float
     draft: bool = True  # whether this request takes drafts
     deadline: float | None = None
+    block_length: int | None = None  # most tokens of this request that a round verifies; None: as the batch
     statistics: Statistics = field(default_factory=Statistics)
     cancelled: bool = False
 
@@ -62,6 +63,7 @@ class InFlight:
     features: list[Array] = field(default_factory=list)  # of the last of them, which the drafter has not seen
     behind: int = 0  # how many these are
     first_token_at: float = 0.0
+    logprobs: list[float] = field(default_factory=list)  # of the tokens kept, if asked for
 
     @property
     def anchor(self) -> int:
@@ -82,17 +84,21 @@ class Emission:
     token_ids: list[int]
     text: str
     finish_reason: FinishReason | None
+    logprobs: list[float] | None = None
 
 
 def chunk(emission: Emission) -> Chunk:
     """What a stream yields; the last chunk has the statistics."""
     ended = emission.finish_reason is not None
     statistics = emission.request.statistics if ended else None
-    return Chunk(emission.text, emission.token_ids, emission.finish_reason, statistics)
+    return Chunk(emission.text, emission.token_ids, emission.finish_reason, statistics, emission.logprobs)
 
 
 def completion(request: InFlight, text: str, token_ids: list[int]) -> Completion:
     """The whole of a request that has ended."""
     reason = request.stop.finish_reason
     assert reason is not None
-    return Completion(text, token_ids, reason, request.statistics, request.seed, list(request.prompt))
+    logprobs = request.logprobs if request.params.logprobs else None
+    return Completion(
+        text, token_ids, reason, request.statistics, request.seed, list(request.prompt), logprobs
+    )

@@ -12,6 +12,7 @@ from dflash_trt.errors import RequestError
 
 # "cancelled" and "timeout" come from outside, of requests that can be cancelled and have a deadline.
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
+MOST_WORDS = 1024  # of stop and of bad_words: each is looked for at every token
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class SamplingParams:
     seed: 0 to 2**64 - 1; None draws one, reported in Completion.seed.
     stop: strings that end the text (not part of it).  stop_token_ids: as the model's own end tokens.
     ignore_eos: the model's own end tokens do not end the text; `stop` and `stop_token_ids` still do.
+    bad_words: words that are not generated: their token sequences, with and without a space before them, are never
+    completed. (The same letters may come out of other tokens.)
+    logprobs: report the natural logarithm of each token's probability under the target, before temperature, penalties
+    and truncation.
     """
 
     max_tokens: int = 256
@@ -41,6 +46,8 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    bad_words: Sequence[str] = ()
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         self._integer("max_tokens", 1, None)
@@ -51,24 +58,31 @@ class SamplingParams:
             self._number("temperature", 0.01, 100, "0 (greedy) or ")
         self._number("top_p", 0, 1, "above ", open_low=True)
         self._number("min_p", 0, 1)
-        self._number("repetition_penalty", 0, 100, "above ", open_low=True)
+        self._number("repetition_penalty", 0.01, 100)
         self._number("presence_penalty", -100, 100)
         self._number("frequency_penalty", -100, 100)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos is {self.ignore_eos!r}, expected True or False")
+        for field in ("ignore_eos", "logprobs"):
+            if not isinstance(getattr(self, field), bool):
+                raise RequestError(f"{field} is {getattr(self, field)!r}, expected True or False")
         stop = (self.stop,) if isinstance(self.stop, str) else self._items("stop")
-        if wrong := [s for s in stop if not isinstance(s, str) or not s]:
-            raise RequestError(f"stop contains {wrong[0]!r}, expected non-empty strings")
+        bad_words = self._items("bad_words")
+        for field, words in (("stop", stop), ("bad_words", bad_words)):
+            if wrong := [s for s in words if not isinstance(s, str) or not s]:
+                raise RequestError(f"{field} contains {wrong[0]!r}, expected non-empty strings")
+            if len(words) > MOST_WORDS:
+                raise RequestError(f"{field} has {len(words)} strings, expected at most {MOST_WORDS}")
         ids = self._items("stop_token_ids")
         if wrong := [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or i < 0]:
             raise RequestError(f"stop_token_ids contains {wrong[0]!r}, expected token ids (0 or more)")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", ids)
+        object.__setattr__(self, "bad_words", bad_words)
 
     @property
     def penalized(self) -> bool:
         """Whether the tokens so far change the logits, so that a TokenCounts has to be kept."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties) or bool(self.bad_words)
 
     @property
     def greedy(self) -> bool:
@@ -96,7 +110,9 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished request. `token_ids` has the stop token, `text` has not and ends before a stop string."""
+    """One finished request. `token_ids` has the stop token, `text` has not and ends before a stop string; `logprobs`,
+    if asked for, has one number per token.
+    """
 
     text: str
     token_ids: list[int]
@@ -104,6 +120,7 @@ class Completion:
     statistics: Statistics
     seed: int
     prompt_token_ids: list[int]
+    logprobs: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,3 +131,4 @@ class Chunk:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     statistics: Statistics | None = None
+    logprobs: list[float] | None = None

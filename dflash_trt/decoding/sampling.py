@@ -9,7 +9,7 @@ speculation changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,14 +35,20 @@ _MARGIN = np.float32(1e-3)
 
 
 class TokenCounts:
-    """The tokens of one request so far, for its penalties: the prompt's, and how often each was generated."""
+    """The tokens of one request so far, for its penalties: the prompt's, and how often each was generated.
 
-    def __init__(self, prompt: Iterable[int]) -> None:
+    bad_words: token sequences that are never completed; only generated tokens count as their beginning.
+    """
+
+    def __init__(self, prompt: Iterable[int], bad_words: Sequence[Sequence[int]] = ()) -> None:
         seen = dict.fromkeys(prompt)
         self._slot = {token: slot for slot, token in enumerate(seen)}
         self._tokens = np.empty(max(64, 2 * len(seen)), dtype=np.int64)
         self._tokens[: len(seen)] = list(seen)
         self._output = np.zeros(self._tokens.size, dtype=np.float32)
+        self._bad_words = [list(word) for word in bad_words]
+        self._recent: list[int] = []  # the latest generated tokens, as many as the longest of these has
+        self._reach = max(map(len, self._bad_words), default=0)
 
     def add(self, token: int) -> None:
         """Count a generated token. Each row is sampled after every token before it was added."""
@@ -52,9 +58,10 @@ class TokenCounts:
             self._output = np.concatenate((self._output, np.zeros_like(self._output)))
         self._tokens[slot] = token
         self._output[slot] += 1
+        self._recent = [*self._recent, token][-self._reach :] if self._reach else []
 
     def penalize(self, logits: Floats, params: SamplingParams) -> Floats:
-        """A penalized copy of `logits` [V]: repetition (Keskar et al. 2019), then frequency and presence."""
+        """A penalized copy of `logits` [V]: repetition (Keskar et al. 2019), frequency and presence, bad words."""
         tokens, count = self._tokens[: len(self._slot)], self._output[: len(self._slot)]
         values = logits[tokens]
         factor = np.float32(params.repetition_penalty)
@@ -63,6 +70,9 @@ class TokenCounts:
         values -= np.float32(params.presence_penalty) * (count > 0)
         penalized = logits.copy()
         penalized[tokens] = values
+        for *beginning, last in self._bad_words:
+            if not beginning or self._recent[-len(beginning) :] == beginning:
+                penalized[last] = -np.inf
         return penalized
 
 

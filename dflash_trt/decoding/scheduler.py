@@ -18,7 +18,7 @@ from dflash_trt.decoding.lengths import Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.pair import EnginePair
 from dflash_trt.decoding.request import FinishReason
-from dflash_trt.decoding.sampling import sample
+from dflash_trt.decoding.sampling import log_probability, sample
 from dflash_trt.decoding.slots import Slots
 
 Array = np.ndarray[Any, Any]
@@ -71,7 +71,7 @@ class Scheduler:
     def _round(self, lengths: Lengths) -> list[Emission]:
         """One decode round for every active request."""
         begin, active, pair = perf_counter(), list(self.active), self.pair
-        room = max(request.stop.remaining for request in active)
+        room = max(min(r.stop.remaining, r.block_length or r.stop.remaining) for r in active)
         drafting = [slot for slot, request in enumerate(active) if request.draft]
         block, logprobs = pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
         drafted = block.shape[1]
@@ -167,12 +167,12 @@ def _first_token(request: InFlight, logits: Array) -> Emission:
         request.counts.add(token)
     request.first_token_at = perf_counter()
     request.statistics.time_to_first_token = request.first_token_at - request.arrived
-    return _emit(request, [token])
+    return _emit(request, [token], logits[None])
 
 
 def _commit(request: InFlight, block: Array, out: dict[str, Array], slot: int) -> tuple[int, Emission]:
     """The tokens of one verified block that are the target's own: the accepted drafts, and the one after them."""
-    tokens = block.tolist() if request.draft else block[:1].tolist()
+    tokens = block[: request.block_length if request.draft else 1].tolist()
     if request.params.greedy and len(tokens) == len(block):
         accepted, token = int(out["accepted"][slot]), int(out["next_token"][slot])
     else:
@@ -184,13 +184,18 @@ def _commit(request: InFlight, block: Array, out: dict[str, Array], slot: int) -
         request.features.append(rows.copy())  # the next pass reuses the memory
         request.behind += accepted + 1
     request.committed += accepted + 1
-    return accepted, _emit(request, [*tokens[1 : accepted + 1], token])
+    return accepted, _emit(request, [*tokens[1 : accepted + 1], token], out["logits"][slot])
 
 
-def _emit(request: InFlight, tokens: list[int]) -> Emission:
+def _emit(request: InFlight, tokens: list[int], logits: Array) -> Emission:
+    """Give out tokens; `logits` [n,V] has the row that decided each of them."""
     request.output += tokens
     kept, text, reason = request.stop.push(tokens)
     request.statistics.num_generation_tokens += kept
     if reason is not None:
         request.statistics.generation_time = perf_counter() - request.first_token_at
-    return Emission(request, tokens[:kept], text, reason)
+    logprobs = None
+    if request.params.logprobs:
+        logprobs = [log_probability(row, token) for row, token in zip(logits, tokens[:kept], strict=False)]
+        request.logprobs += logprobs
+    return Emission(request, tokens[:kept], text, reason, logprobs)
