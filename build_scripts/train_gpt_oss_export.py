@@ -26,7 +26,8 @@ from build_scripts.train_gpt_oss_model import (
     mxfp4_scale,
 )
 from build_scripts.train_model import Shape, Target
-from dflash_trt.graph.experts import E2M1, unpack_mxfp4
+from dflash_trt.checkpoint.numbers import E2M1
+from dflash_trt.graph.experts import unpack_mxfp4
 
 # Parameter of Experts: its published name.
 EXPERT_NAMES = {"gate_up": "gate_up_proj", "down": "down_proj"}

@@ -20,8 +20,9 @@ from build_scripts.train_model import Drafter
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.build import build
 from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
+from dflash_trt.checkpoint.numbers import E2M1
 from dflash_trt.errors import RequestError
-from dflash_trt.graph.experts import E2M1, unpack_mxfp4
+from dflash_trt.graph.experts import unpack_mxfp4
 from dflash_trt.tokenizer import Tokenizer
 from tests.test_families import load
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from dflash_trt.checkpoint.families import TARGET_ARCHITECTURES, agreed, decoder, open_config, refuse, windows
+from dflash_trt.checkpoint.families import (
+    TARGET_ARCHITECTURES,
+    agreed,
+    check_quantization,
+    decoder,
+    open_config,
+    refuse,
+    windows,
+)
 from dflash_trt.checkpoint.fields import Fields, read_object
 from dflash_trt.checkpoint.rope import RopeConfig
 from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, LayerAttention, MoEConfig, TargetConfig
@@ -54,6 +62,7 @@ def read_drafter_config(directory: Path) -> DrafterConfig:
         raise fields.error(
             "dflash_config", "is missing, expected an object with mask_token_id and target_layer_ids"
         )
+    check_quantization(fields)
     refuse(fields, _DRAFTER_NEUTRAL)
     refuse(dflash, {key: _DRAFTER_NEUTRAL.get(key, ()) for key in dflash.values if key not in _DFLASH_FIELDS})
     # Qwen3Config's default of head_dim is 128, not hidden_size / num_attention_heads.
@@ -124,7 +133,6 @@ _DRAFTER_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "output_multiplier": (1,),
     "partial_rotary_factor": (1,),
     "projector_type": ("dflash",),
-    "quantization_config": (),
     "rope_interleave": (False,),
     "rope_interleaved": (False,),
     "sample_from_anchor": (False,),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from dflash_trt.checkpoint.fields import Fields, read_object, show
+from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import LayerAttention, MoEConfig, TargetConfig
 
@@ -15,24 +16,25 @@ _MXFP4_GROUP = 32  # values that share a scale
 
 
 def _read_qwen3(fields: Fields) -> TargetConfig:
-    refuse(fields, {"quantization_config": ()})
+    check_quantization(fields)
     # Qwen3Config's default of head_dim is 128, not hidden_size / num_attention_heads.
     common = decoder(fields, head_dim=fields.integer("head_dim", default=128), qk_norm=True)
     return _target(fields, common, windows(fields, common["num_hidden_layers"]))
 
 
 def _read_llama(fields: Fields) -> TargetConfig:
-    refuse(fields, {"quantization_config": (), "pretraining_tp": (1,)})
+    check_quantization(fields)
+    refuse(fields, {"pretraining_tp": (1,)})
     common = decoder(fields, mlp_bias=fields.boolean("mlp_bias", default=False))
     return _target(fields, common, [None] * common["num_hidden_layers"])
 
 
 def _read_qwen3_moe(fields: Fields) -> TargetConfig:
     # Qwen3MoeConfig knows no layer_types and no shared expert; some checkpoints say so.
+    check_quantization(fields)
     refuse(
         fields,
         {
-            "quantization_config": (),
             "layer_types": (),
             "qkv_bias": (False,),
             "shared_expert_intermediate_size": (0,),
@@ -127,6 +129,14 @@ def refuse(fields: Fields, neutral: Mapping[str, tuple[object, ...]]) -> None:
         ):
             continue
         raise fields.error(key, f"is {show(value)}, which this version does not implement")
+
+
+def check_quantization(fields: Fields) -> None:
+    """Refuse what no reader of linear layers knows; MXFP4 as OpenAI publishes it is for gpt-oss's experts alone."""
+    section = fields.section("quantization_config")
+    if section is not None and section.get("quant_method") == "mxfp4":
+        raise section.error("quant_method", "is 'mxfp4', which only gpt-oss has")
+    read_quantization(fields.path.parent)
 
 
 def decoder(

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.checkpoint.fields import Fields, parse_object, read_object, show
+from dflash_trt.checkpoint.quantization import Quantization, read_quantization
 from dflash_trt.errors import CheckpointError
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -62,10 +63,11 @@ class Checkpoint:
     """The tensors of one checkpoint directory.
 
     Opening reads the headers only; `array` maps a file the first time one of its tensors is asked for.
+    `quantization` is what its configuration says of quantized layers.
 
     Raises:
         CheckpointError: no safetensors, a header that is malformed or does not match its file, an index that
-            does not match its shards, or a tensor that appears twice.
+            does not match its shards, a tensor that appears twice, or a quantization that is not read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -93,6 +95,7 @@ class Checkpoint:
                     "fetch the index and the shards again, from one revision"
                 )
         self.tensors: Mapping[str, TensorInfo] = tensors
+        self.quantization = read_quantization(directory)
         self._maps: dict[Path, mmap.mmap] = {}
 
     def __getitem__(self, name: str) -> TensorInfo:
@@ -158,8 +161,9 @@ class Outline:
     Tensors get the first of the dtypes they may have, and places in one imagined file, in the order of asking.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, quantization: Quantization | None = None) -> None:
         self.directory = directory
+        self.quantization = quantization or read_quantization(directory)
         self.files: tuple[Path, ...] = ()
         self.tensors: dict[str, TensorInfo] = {}
         self._end = 0

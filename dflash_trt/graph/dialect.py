@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from .builder import BOOL, FLOAT, INT64, GraphBuilder
 from .experts import Storage
+from .quantized import LinearKind
 
 # Extra key columns that carry the sink; eight keep the rows aligned.
 SINK_PADDING = 8
@@ -51,6 +52,13 @@ class Dialect(ABC):
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
     ) -> ir.Function:
         """`widened_bytes`: what all experts of the model take in float32."""
+
+    # Whether pairs of E2M1 numbers are given to `quantized_linear` as bytes.
+    packed_as_bytes = False
+
+    @abstractmethod
+    def quantized_linear(self, kind: LinearKind, *, widened_bytes: int) -> ir.Function:
+        """`widened_bytes`: what all quantized linear layers of the checkpoint take in float32."""
 
     def hidden_state_tap(self, taps: int) -> ir.Function:
         g = GraphBuilder("HiddenStateTap")

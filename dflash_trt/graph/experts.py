@@ -19,18 +19,13 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.checkpoint.numbers import BYTE_TO_PAIR, E8M0
+
 from .builder import FLOAT, GraphBuilder
 
 MICROSOFT_DOMAIN = "com.microsoft"
 Storage = Literal["float", "mxfp4"]
 MXFP4_BLOCK = 32
-
-# The 16 numbers of E2M1: sign, two exponent bits, one mantissa bit.
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-E2M1 = np.concatenate([_E2M1, -_E2M1])
-# Two numbers a byte, and every power of two a scale can be; 255 is NaN.
-BYTE_TO_PAIR = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=-1)
-E8M0 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.nan).astype(np.float32)
 
 
 def onnxruntime_moe(

@@ -31,10 +31,13 @@ import onnx_ir as ir
 from .builder import BOOL, INT64, GraphBuilder
 from .dialect import SINK_PADDING, AttentionInputs, Dialect
 from .experts import Storage, onnxruntime_moe
+from .quantized import LinearKind, onnxruntime_linear
 
 # Up to this size all experts are widened to float32 as the engine loads (its peak then is four times that); beyond it,
 # those in use are, in every pass.
 RESIDENT_EXPERT_BYTES = 256 << 20
+# The same of linear layers, of which every pass uses all: widening them in every pass costs ten times the product.
+RESIDENT_LINEAR_BYTES = 4 << 30
 
 
 class OnnxRuntime(Dialect):
@@ -95,6 +98,11 @@ class OnnxRuntime(Dialect):
     ) -> ir.Function:
         resident = widened_bytes <= RESIDENT_EXPERT_BYTES
         return onnxruntime_moe(storage, weight_dtype, biased=biased, resident=resident)
+
+    packed_as_bytes = True
+
+    def quantized_linear(self, kind: LinearKind, *, widened_bytes: int) -> ir.Function:
+        return onnxruntime_linear(kind, self.dtype, resident=widened_bytes <= RESIDENT_LINEAR_BYTES)
 
 
 def _visible(

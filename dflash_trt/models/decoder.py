@@ -5,33 +5,36 @@ Hidden states are kept flat, [B*S, D], so that every linear is one Gemm on the c
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.config import DecoderConfig, LayerAttention
+from dflash_trt.checkpoint.linears import StoredLinear, stored_linear, widened_bytes
 from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import CheckpointError
 from dflash_trt.graph.builder import FLOAT, FLOAT_DTYPES, INT64, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
+from dflash_trt.graph.quantized import kind_of, tensors
 
 
 class Module:
     """A place in a checkpoint: knows its tensors' prefix, checks each tensor's shape and dtype where it is used."""
 
     def __init__(
-        self,
-        g: GraphBuilder,
-        checkpoint: Checkpoint | Outline,
-        folder: str,
-        prefix: str = "",
-        used: set[str] | None = None,
+        self, g: GraphBuilder, checkpoint: Checkpoint | Outline, folder: str, dialect: Dialect
     ) -> None:
-        self.g, self.checkpoint, self.folder, self.prefix = g, checkpoint, folder, prefix
-        self.used: set[str] = set() if used is None else used
+        self.g, self.checkpoint, self.folder, self.dialect = g, checkpoint, folder, dialect
+        self.prefix = ""
+        self.used: set[str] = set()
+        self._widened_bytes = widened_bytes(checkpoint)
 
     def at(self, prefix: str) -> Module:
-        return Module(self.g, self.checkpoint, self.folder, f"{self.prefix}{prefix}.", self.used)
+        below = copy(self)
+        below.prefix = f"{self.prefix}{prefix}."
+        return below
 
     def raw(self, name: str, *shape: int) -> ir.Value:
         """The tensor as stored, in a floating-point type."""
@@ -64,11 +67,28 @@ class Module:
         bias: bool = False,
         dtype: ir.DataType | None = None,
     ) -> ir.Value:
-        """x [rows, inputs] -> [rows, outputs], x being in `dtype`, by default the graph's."""
+        """x [rows, inputs] -> [rows, outputs], x being in `dtype`, by default the graph's.
+
+        A quantized weight is multiplied as it is stored; in a `dtype` of its own a layer cannot be quantized.
+        """
+        stored = (
+            stored_linear(self.checkpoint, self.prefix + name, inputs, outputs) if dtype is None else None
+        )
+        if stored is not None:
+            return self._quantized(x, name, stored, self.weight(f"{name}.bias", outputs) if bias else None)
         parameters = [self.weight(f"{name}.weight", outputs, inputs, dtype=dtype)]
         if bias:
             parameters.append(self.weight(f"{name}.bias", outputs, dtype=dtype))
         return self.g.op("Gemm", x, *parameters, name=name, transB=1)
+
+    def _quantized(self, x: ir.Value, name: str, stored: StoredLinear, bias: ir.Value | None) -> ir.Value:
+        self.used.update(info.name for info in stored.tensors)
+        body = self.dialect.quantized_linear(
+            kind_of(stored, biased=bias is not None), widened_bytes=self._widened_bytes
+        )
+        weights = tensors(self.g, stored, self.folder, packed_as_bytes=self.dialect.packed_as_bytes)
+        (y,) = self.g.call(body, x, *weights, bias, name=name)
+        return y
 
     def rms_norm(self, x: ir.Value, name: str, size: int, epsilon: float) -> ir.Value:
         """Over the last axis, of length `size`, in float32."""
@@ -77,8 +97,13 @@ class Module:
         )
 
     def check_all_used(self, ignored: tuple[str, ...] = ()) -> None:
-        """A tensor that no graph reads means that the checkpoint is not what its config says."""
+        """A tensor that no graph reads means that the checkpoint is not what its config says.
+
+        Caches stay in the compute dtype, which TensorRT's KVCacheUpdate asks for: scales of an FP8 cache go unused.
+        """
         left = sorted(set(self.checkpoint.tensors) - self.used - set(ignored))
+        if self.checkpoint.quantization.kv_cache:
+            left = [name for name in left if not name.endswith((".k_scale", ".v_scale"))]
         if left:
             raise CheckpointError(
                 f"{self.checkpoint.directory}: {len(left)} tensors are not part of the architecture that config.json "

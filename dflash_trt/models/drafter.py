@@ -60,8 +60,8 @@ def build_drafter(
     attention = CachedAttention(g, dialect, config, capacity, start, asking, written, lengths)
     order = _block_after_valid_context(g, batch, n_context, n_written, n_features)
 
-    m = Module(g, checkpoint, folder)
-    target_root = Module(g, target_checkpoint, target_folder)
+    m = Module(g, checkpoint, folder, dialect)
+    target_root = Module(g, target_checkpoint, target_folder, dialect)
     context = g.op("Reshape", features, g.constant([-1, taps * hidden]), name="flat_features")
     epsilon = config.rms_norm_eps
     if g.dtype == ir.DataType.FLOAT16:

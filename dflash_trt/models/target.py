@@ -54,7 +54,7 @@ def build_target(
     lengths = g.op("Add", start, count, name="lengths")
     attention = CachedAttention(g, dialect, config, capacity, start, this_pass, this_pass, lengths)
 
-    root = Module(g, checkpoint, folder)
+    root = Module(g, checkpoint, folder, dialect)
     m = root.at("model")
     x = embed(m, tokens, vocab, hidden)
     tapped: dict[int, ir.Value] = {}
@@ -99,6 +99,8 @@ def _tied_copy(config: TargetConfig, checkpoint: Checkpoint | Outline) -> tuple[
 
 def lm_head(x: ir.Value, root: Module, config: TargetConfig) -> ir.Value:
     """x [rows, D], already normed, -> logits [rows, V] through the target's head, tied or not."""
-    name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    weight = root.weight(f"{name}.weight", config.vocab_size, config.hidden_size)
+    hidden, vocab = config.hidden_size, config.vocab_size
+    if not config.tie_word_embeddings:
+        return root.linear(x, "lm_head", hidden, vocab)
+    weight = root.weight("model.embed_tokens.weight", vocab, hidden)
     return root.g.op("Gemm", x, weight, name="lm_head", transB=1)

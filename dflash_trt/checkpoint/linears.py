@@ -1,0 +1,157 @@
+"""A linear layer as a checkpoint stores it, quantized: one representation of all formats, checked where it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_trt.checkpoint import numbers
+from dflash_trt.checkpoint.quantization import Algorithm, Scheme
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
+from dflash_trt.errors import CheckpointError
+
+FLOAT_DTYPES = ("BF16", "F16", "F32")
+_ONE = [(), (1,)]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinear:
+    """The tensors of a quantized linear layer [out, in]. Scales multiply what the codes stand for.
+
+    weight:       fp8: E4M3 [out, in]. nvfp4, mxfp4: two E2M1 a byte, [out, in/2]. int4: two's complement, two rows in
+                  a byte, [out/2, in] (Model Optimizer's), or two columns, [out, in/2] (ONNX's: `by_row`).
+    scale:        fp8: one number, or one per row of out. nvfp4: E4M3 [out, in/16]. mxfp4: exponents + 127 [out, in/32].
+                  int4: [out, in/group_size].
+    global_scale: nvfp4: one number that multiplies every scale.
+    input_scale:  one number for the activations: what a code 1 stands for (fp8), or the second scale (nvfp4). Where
+                  activations are quantized and it is None, every row brings its own.
+    pre_quant_scale: [in], which multiplies the input first (AWQ).
+    """
+
+    algorithm: Algorithm
+    weight: TensorInfo
+    scale: TensorInfo
+    global_scale: TensorInfo | None
+    input_scale: TensorInfo | None
+    pre_quant_scale: TensorInfo | None
+    by_row: bool = True
+
+    @property
+    def scheme(self) -> Scheme:
+        return self.algorithm.scheme
+
+    @property
+    def tensors(self) -> list[TensorInfo]:
+        values = [getattr(self, f.name) for f in fields(self)]
+        return [value for value in values if isinstance(value, TensorInfo)]
+
+
+def stored_linear(
+    checkpoint: Checkpoint | Outline, layer: str, inputs: int, outputs: int
+) -> StoredLinear | None:
+    """The quantized layer whose tensors begin with `layer`; None where its weight is kept in floating point.
+
+    Raises CheckpointError naming the tensor that is missing or of another shape or dtype than its format has.
+    """
+    algorithm = checkpoint.quantization.algorithm(layer)
+    weight = checkpoint.tensors.get(f"{layer}.weight")
+    if algorithm is None or (weight is not None and weight.dtype in FLOAT_DTYPES):
+        return None
+    group = algorithm.group_size
+    if group and inputs % group:
+        raise CheckpointError(
+            f"{checkpoint.quantization.path}: {layer} is {algorithm.name} in groups of {group}, but has {inputs} inputs"
+        )
+    if algorithm.scheme == "int4" and outputs % 2:
+        raise CheckpointError(
+            f"{checkpoint.quantization.path}: {layer} is {algorithm.name}, but has {outputs} outputs"
+        )
+
+    def tensor(suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> TensorInfo:
+        return _expect(checkpoint, algorithm, layer, suffix, shapes, dtypes)
+
+    def optional(suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> TensorInfo | None:
+        return tensor(suffix, shapes, dtypes) if f"{layer}.{suffix}" in checkpoint.tensors else None
+
+    pairs, global_scale, input_scale = (outputs, inputs // 2), None, None
+    if algorithm.scheme == "fp8":
+        weight = tensor("weight", [(outputs, inputs)], ["F8_E4M3"])
+        per_row: list[tuple[int, ...]] = [(outputs,), (outputs, 1)]
+        scale = tensor("weight_scale", _ONE + per_row if algorithm.static else per_row + _ONE, ["F32"])
+    elif algorithm.scheme == "nvfp4":
+        weight = tensor("weight", [pairs], ["U8"])
+        scale = tensor("weight_scale", [(outputs, inputs // group)], ["F8_E4M3"])
+        global_scale = tensor("weight_scale_2", _ONE, ["F32"])
+    elif algorithm.scheme == "mxfp4":
+        weight = tensor("weight", [pairs], ["U8"])
+        scale = tensor("weight_scale", [(outputs, inputs // group)], ["U8"])
+    else:
+        weight = tensor("weight", [(outputs // 2, inputs), pairs], ["U8"])
+        scale = tensor("weight_scale", [(outputs, inputs // group)], FLOAT_DTYPES)
+    if algorithm.static:
+        input_scale = tensor("input_scale", _ONE, ["F32"])
+    elif algorithm.activations:
+        input_scale = optional("input_scale", _ONE, ["F32"])
+    return StoredLinear(
+        algorithm,
+        weight,
+        scale,
+        global_scale,
+        input_scale,
+        optional("pre_quant_scale", [(inputs,)], FLOAT_DTYPES),
+        by_row=weight.shape[0] == outputs,
+    )
+
+
+def widen(checkpoint: Checkpoint, stored: StoredLinear) -> NDArray[np.float32]:
+    """The weight that the codes stand for, float32 [out, in], without pre_quant_scale."""
+    codes, scale = checkpoint.array(stored.weight.name), checkpoint.array(stored.scale.name)
+    if stored.scheme == "fp8":
+        found: NDArray[np.float32] = codes.astype(np.float32) * scale.astype(np.float32).reshape(-1, 1)
+        return found
+    if stored.scheme == "nvfp4":
+        assert stored.global_scale is not None
+        second: Any = checkpoint.array(stored.global_scale.name).astype(np.float32).reshape(())
+        return numbers.dequantize_nvfp4(codes, scale, second)
+    if stored.scheme == "mxfp4":
+        return numbers.dequantize_mxfp4(codes, scale)
+    unpacked = numbers.unpack_pairs(codes) if stored.by_row else numbers.unpack_rows(codes)
+    return numbers.dequantize_int4(unpacked, scale)
+
+
+def _expect(
+    checkpoint: Checkpoint | Outline,
+    algorithm: Algorithm,
+    layer: str,
+    suffix: str,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[str],
+) -> TensorInfo:
+    name, path = f"{layer}.{suffix}", checkpoint.quantization.path
+    found = checkpoint.tensors.get(name)
+    if found is None and isinstance(checkpoint, Checkpoint):
+        raise CheckpointError(
+            f"{checkpoint.directory}: has no tensor {name!r}, but by {path.name} {layer} is {algorithm.name}, which "
+            "needs it; quantize or fetch the checkpoint again"
+        )
+    if found is not None and (found.shape not in shapes or found.dtype not in dtypes):
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise CheckpointError(
+            f"{found.file}: tensor {name!r} is {found.dtype} {list(found.shape)}, but in {algorithm.name} it is "
+            f"{', '.join(dtypes)} {expected} ({path.name}); quantize or fetch the checkpoint again"
+        )
+    return checkpoint.expect(name, shapes[0] if found is None else found.shape, dtypes)
+
+
+def widened_bytes(checkpoint: Checkpoint | Outline) -> int:
+    """What the quantized linear layers of a checkpoint would take in float32."""
+    numbers_in_byte = {"F8_E4M3": 1, "U8": 2}
+    return 4 * sum(
+        info.nbytes * numbers_in_byte.get(info.dtype, 0)
+        for info in checkpoint.tensors.values()
+        if info.name.endswith(".weight")
+    )

@@ -1,0 +1,146 @@
+"""Which layers of a checkpoint are quantized, and how: `hf_quant_config.json` as NVIDIA's Model Optimizer writes it.
+
+The same facts may stand in config.json under quantization_config, with quant_method "modelopt"; the file comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from dflash_trt.checkpoint.fields import Fields, read_object, show
+
+QUANT_CONFIG = "hf_quant_config.json"
+Scheme = Literal["fp8", "nvfp4", "mxfp4", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """How a linear layer is stored. `activations`: its input is quantized too, to the weights' kind of numbers.
+
+    `static`: with a scale that the checkpoint must give. `group_size`: weights that share a scale, 0 for fp8.
+    """
+
+    name: str
+    scheme: Scheme
+    activations: bool = False
+    static: bool = False
+    group_size: int = 0
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {
+    a.name: a
+    for a in (
+        Algorithm("FP8", "fp8", activations=True, static=True),
+        Algorithm("FP8_PER_CHANNEL_PER_TOKEN", "fp8", activations=True),
+        Algorithm("NVFP4", "nvfp4", activations=True, group_size=16),
+        Algorithm("NVFP4_AWQ", "nvfp4", activations=True, group_size=16),
+        Algorithm("W4A16_NVFP4", "nvfp4", group_size=16),
+        Algorithm("W4A16_MXFP4", "mxfp4", group_size=32),
+        Algorithm("MXFP4", "mxfp4", group_size=32),
+        Algorithm("W4A16_AWQ", "int4", group_size=128),
+    )
+}
+# Of INT4, what TensorRT and ONNX Runtime both take; all other formats have one group size.
+INT4_GROUPS = (128, 64, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """`path` says that all linear layers but the `excluded` ones (names, with wildcards) are stored by `default`.
+
+    A layer that `layers` names is stored as it says instead. `kv_cache`: there are scales for an FP8 cache.
+    """
+
+    path: Path
+    default: Algorithm | None = None
+    layers: Mapping[str, Algorithm] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
+    kv_cache: bool = False
+
+    def algorithm(self, layer: str) -> Algorithm | None:
+        """Of a linear layer, by the name of its tensors without `.weight`."""
+        if layer in self.layers:
+            return self.layers[layer]
+        excluded = any(fnmatchcase(layer, pattern) for pattern in self.excluded)
+        return None if excluded else self.default
+
+
+def read_quantization(directory: Path) -> Quantization:
+    """What the files of a checkpoint directory say; nothing is quantized where they say nothing.
+
+    Experts in OpenAI's MXFP4 (quant_method "mxfp4") are the family's affair.
+
+    Raises:
+        CheckpointError: naming the file and field, where it is malformed or asks for a format that is not read.
+    """
+    path = directory / QUANT_CONFIG
+    if path.is_file():
+        section = Fields(path, read_object(path)).section("quantization")
+        if section is None:
+            raise Fields(path, {}).error("quantization", "is missing, expected an object with quant_algo")
+        return _read(section, "exclude_modules", "kv_cache_quant_algo")
+    path = directory / "config.json"
+    found = read_object(path).get("quantization_config") if path.is_file() else None
+    if found is None:
+        return Quantization(path)
+    if not isinstance(found, dict):
+        raise Fields(path, {}).error("quantization_config", f"is {show(found)}, expected an object")
+    section = Fields(path, found, "quantization_config.")
+    method = section.string("quant_method")
+    if method == "mxfp4":
+        return Quantization(path)
+    if method != "modelopt":
+        raise section.error(
+            "quant_method",
+            f"is {show(method)}, supported is 'modelopt' ({', '.join(ALGORITHMS)}); "
+            "make such a checkpoint from the original one with: dflash-trt quantize",
+        )
+    return _read(section, "ignore", "kv_cache_scheme")
+
+
+def _read(fields: Fields, excluded: str, kv_cache: str) -> Quantization:
+    layers: dict[str, Algorithm] = {}
+    default = None
+    if fields.get("quant_algo") == "MIXED_PRECISION":
+        each = fields.section("quantized_layers")
+        if each is None:
+            raise fields.error("quantized_layers", "is missing, but quant_algo is MIXED_PRECISION")
+        for name in each.values:
+            layer = each.section(name)
+            if layer is not None:
+                layers[name] = _algorithm(layer, layer)
+    elif fields.get("quant_algo") is not None:
+        # In config.json the group size stands with the weights of the one group of layers.
+        groups = fields.section("config_groups")
+        group = groups.section("group_0") if groups is not None else None
+        weights = group.section("weights") if group is not None else None
+        default = _algorithm(fields, fields if fields.get("group_size") or weights is None else weights)
+    cache = fields.get(kv_cache)
+    if cache not in (None, "FP8") and not (isinstance(cache, dict) and cache.get("num_bits") == 8):
+        raise fields.error(kv_cache, f"is {show(cache)}, supported is FP8")
+    return Quantization(
+        fields.path,
+        default,
+        layers,
+        fields.strings(excluded) if fields.get(excluded) is not None else (),
+        cache is not None,
+    )
+
+
+def _algorithm(fields: Fields, grouped: Fields) -> Algorithm:
+    name = fields.string("quant_algo")
+    algorithm = ALGORITHMS.get(name.upper())
+    if algorithm is None:
+        raise fields.error("quant_algo", f"is {show(name)}, supported are: {', '.join(ALGORITHMS)}")
+    size = grouped.get("group_size")
+    if not size:  # null, or 0 where there are no groups
+        return algorithm
+    allowed = INT4_GROUPS if algorithm.scheme == "int4" else (algorithm.group_size,)
+    if size not in allowed or isinstance(size, bool):
+        expected = " or ".join(map(str, allowed))
+        raise grouped.error("group_size", f"is {show(size)}, but {algorithm.name} is read with {expected}")
+    return Algorithm(algorithm.name, algorithm.scheme, algorithm.activations, algorithm.static, size)

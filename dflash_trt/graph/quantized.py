@@ -1,0 +1,329 @@
+"""`dflash::` operators for linear layers whose weights are stored in fewer bits (checkpoint/linears.py).
+
+FP8Linear, NVFP4Linear, MXFP4Linear, INT4Linear(x [rows,in], weight, scale, global_scale, input_scale,
+    pre_quant_scale [in], bias [out]) -> y [rows,out]
+
+y = Q(x * pre_quant_scale) @ widened(weight).T + bias. What a format does not have is absent. Q is what happens to the
+input, in the weight's kind of numbers:
+    "none"    nothing: the format is of weights only
+    "static"  one calibrated scale for all rows
+    "row"     every row is divided by its largest magnitude first, and its result multiplied by it after: a row's
+              result then does not depend on its neighbours, which one scale for a whole pass would make it do
+NVFP4 quantizes the input in blocks of 16, each with an E4M3 scale of its own, in all but the first of these.
+
+The bodies for ONNX Runtime compute in float32 on the exact numbers that the codes stand for, with the input rounded as
+the format rounds it. The bodies for TensorRT are the patterns of QuantizeLinear and DequantizeLinear that it turns into
+multiplications of packed numbers; weights stay packed in its plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.checkpoint.numbers import (
+    BYTE_TO_PAIR,
+    E2M1_MAX,
+    E4M3_MAX,
+    E4M3_MIN,
+    E8M0,
+    NVFP4_BLOCK,
+)
+from dflash_trt.checkpoint.quantization import Scheme
+from dflash_trt.checkpoint.tensors import TensorInfo
+
+from .builder import FLOAT, ONNX_DTYPES, GraphBuilder
+
+TENSORRT_DOMAIN = "trt"
+Activations = Literal["none", "static", "row"]
+E4M3, E2M1, INT4 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1, ir.DataType.INT4
+# What a row's magnitude is at least taken for: far below anything, and far from where a reciprocal overflows.
+_TINY = 2.0**-100
+
+
+@dataclass(frozen=True, slots=True)
+class LinearKind:
+    """What decides the body of one of the operators."""
+
+    scheme: Scheme
+    group_size: int
+    activations: Activations
+    smoothed: bool
+    biased: bool
+    by_row: bool
+
+    @property
+    def operator(self) -> str:
+        variants = (self.activations, "smoothed" * self.smoothed, "biased" * self.biased)
+        rows = f"{self.group_size}{'' if self.by_row else 'x2'}" * (self.scheme == "int4")
+        return "_".join([f"{self.scheme.upper()}Linear{rows}", *filter(None, variants)])
+
+
+def kind_of(stored: StoredLinear, *, biased: bool) -> LinearKind:
+    activations: Activations = "none"
+    if stored.algorithm.activations:
+        activations = "row" if stored.input_scale is None else "static"
+    return LinearKind(
+        stored.scheme,
+        stored.algorithm.group_size,
+        activations,
+        stored.pre_quant_scale is not None,
+        biased,
+        stored.by_row,
+    )
+
+
+def tensors(
+    g: GraphBuilder, stored: StoredLinear, folder: str, *, packed_as_bytes: bool
+) -> list[ir.Value | None]:
+    """The operator's inputs from `weight` to `pre_quant_scale`, where they lie on disk.
+
+    `packed_as_bytes`: E2M1 pairs as UINT8 [out, in/2], for an engine without that type.
+    """
+
+    def raw(info: TensorInfo | None, dtype: ir.DataType | None = None, *shape: int) -> ir.Value | None:
+        if info is None:
+            return None
+        return g.raw_weight(info, folder, dtype or ONNX_DTYPES[info.dtype], shape or info.shape)
+
+    def flat(info: TensorInfo | None) -> ir.Value | None:
+        """One number as a scalar, one per row of out as a vector."""
+        if info is None:
+            return None
+        count = info.nbytes // 4
+        return g.raw_weight(info, folder, FLOAT, (count,) if count > 1 else ())
+
+    rows, columns = stored.weight.shape
+    if stored.scheme == "fp8":
+        weight, scale = raw(stored.weight), flat(stored.scale)
+    elif stored.scheme == "int4":
+        shape = (rows, 2 * columns) if stored.by_row else (rows, columns, 2)
+        weight, scale = raw(stored.weight, INT4, *shape), raw(stored.scale)
+    else:
+        weight = raw(stored.weight) if packed_as_bytes else raw(stored.weight, E2M1, rows, 2 * columns)
+        scale = raw(stored.scale)
+    return [weight, scale, flat(stored.global_scale), flat(stored.input_scale), raw(stored.pre_quant_scale)]
+
+
+class _Inputs:
+    """The operator's inputs, named, inside a body."""
+
+    def __init__(self, g: GraphBuilder, kind: LinearKind, dtype: ir.DataType) -> None:
+        self.x = g.input("x", dtype, ["rows", "in"])
+        self.weight, self.scale, self.global_scale, self.input_scale, self.smooth, self.bias = (
+            ir.Value(name=name)
+            for name in ("weight", "scale", "global_scale", "input_scale", "pre_quant_scale", "bias")
+        )
+        g.graph.inputs.extend(
+            [self.weight, self.scale, self.global_scale, self.input_scale, self.smooth, self.bias]
+        )
+
+
+def _split_rows(g: GraphBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """x in float32 as x / m and m [rows, 1], the largest magnitude of each row."""
+    largest = g.op("ReduceMax", g.op("Abs", x), g.constant([1]), name="largest", keepdims=1)
+    largest = g.op("Max", largest, g.constant(_TINY, np.float32), name="at_least")
+    return g.op("Div", x, largest, name="by_row"), largest
+
+
+def _finish(
+    g: GraphBuilder,
+    kind: LinearKind,
+    inputs: _Inputs,
+    x: ir.Value,
+    weight: ir.Value,
+    factor: ir.Value | None,
+    working: ir.DataType,
+    dtype: ir.DataType,
+) -> ir.Function:
+    """The product, in the `working` dtype, and what follows it; as a function with a result of `dtype`."""
+    bias = g.op("Cast", inputs.bias, name="bias_as", to=int(working)) if kind.biased else None
+    if factor is None:
+        y = g.op("Gemm", x, weight, *([bias] if bias is not None else []), name="product", transB=1)
+    else:
+        y = g.op("Gemm", x, weight, name="product", transB=1)
+        if working != FLOAT:
+            y = g.op("Cast", y, name="product_float", to=int(FLOAT))
+        y = g.op("Mul", y, factor, name="rescaled")
+        if working != FLOAT:
+            y = g.op("Cast", y, name="narrow", to=int(working))
+        if bias is not None:
+            y = g.op("Add", y, bias, name="with_bias")
+    g.output(y if working == dtype else g.op("Cast", y, to=int(dtype)), "y", dtype, ["rows", "out"])
+    return g.function()
+
+
+def onnxruntime_linear(kind: LinearKind, dtype: ir.DataType, *, resident: bool) -> ir.Function:
+    """The body for ONNX Runtime on a CPU.
+
+    `resident`: the weight is widened to float32 once, as the engine loads. Otherwise every pass widens it again: many
+    times slower, in the memory of the packed weights and one widened one.
+    """
+    g = GraphBuilder(kind.operator)
+    inputs = _Inputs(g, kind, dtype)
+    x = inputs.x if dtype == FLOAT else g.op("Cast", inputs.x, name="x_float", to=int(FLOAT))
+    if kind.smoothed:
+        smooth = g.op("Cast", inputs.smooth, name="smooth", to=int(FLOAT))
+        x = g.op("Mul", x, smooth, name="smoothed")
+    factor: ir.Value | None = None
+    if kind.activations == "row":
+        x, factor = _split_rows(g, x)
+    if kind.activations != "none":
+        x = _rounded_fp8(g, kind, inputs, x) if kind.scheme == "fp8" else _rounded_nvfp4(g, kind, inputs, x)
+    weight = _widened(g, kind, inputs, resident)
+    return _finish(g, kind, inputs, x, weight, factor, FLOAT, dtype)
+
+
+def _input_scale(g: GraphBuilder, kind: LinearKind, inputs: _Inputs) -> ir.Value:
+    """A row that was divided by its largest magnitude is at most 1."""
+    if kind.activations == "static":
+        return inputs.input_scale
+    return g.constant(1 / E4M3_MAX if kind.scheme == "fp8" else 1 / (E2M1_MAX * E4M3_MAX), np.float32)
+
+
+def _rounded_fp8(g: GraphBuilder, kind: LinearKind, inputs: _Inputs, x: ir.Value) -> ir.Value:
+    scale = _input_scale(g, kind, inputs)
+    codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(E4M3))
+    return g.op("DequantizeLinear", codes, scale, name="x_rounded")
+
+
+def _rounded_nvfp4(g: GraphBuilder, kind: LinearKind, inputs: _Inputs, x: ir.Value) -> ir.Value:
+    """x rounded to E2M1 in blocks of 16, their scales to E4M3: from standard operators, as E2M1 has no CPU kernels."""
+
+    def number(value: float) -> ir.Value:
+        return g.constant(value, np.float32)
+
+    second = _input_scale(g, kind, inputs)
+    blocks = g.op("Reshape", x, g.constant([0, -1, NVFP4_BLOCK]), name="blocks")
+    magnitude = g.op("Abs", blocks, name="magnitude")
+    largest = g.op("ReduceMax", magnitude, g.constant([2]), name="block_largest", keepdims=1)
+    scale = g.op("Div", largest, g.op("Mul", second, number(E2M1_MAX)), name="block_scale")
+    scale = g.op("Clip", scale, number(E4M3_MIN), number(E4M3_MAX), name="block_scale_in_range")
+    scale = g.op("Cast", scale, name="block_scale_code", to=int(E4M3))
+    scale = g.op("Mul", g.op("Cast", scale, to=int(FLOAT)), second, name="block_scale_rounded")
+    v = g.op("Clip", g.op("Div", blocks, scale), number(-E2M1_MAX), number(E2M1_MAX), name="in_range")
+    # Numbers lie 0.5 apart below 2, 1 apart below 4, 2 apart up to 6; Round takes ties to even, as the codes do.
+    magnitude = g.op("Abs", v, name="magnitude")
+    step = g.op("Where", g.op("Less", magnitude, number(4)), number(1), number(2), name="step")
+    step = g.op("Where", g.op("Less", magnitude, number(2)), number(0.5), step, name="step")
+    rounded = g.op("Mul", g.op("Round", g.op("Div", v, step), name="round"), step, name="rounded")
+    return g.op("Reshape", g.op("Mul", rounded, scale), g.constant([0, -1]), name="x_rounded")
+
+
+def _widened(g: GraphBuilder, kind: LinearKind, inputs: _Inputs, resident: bool) -> ir.Value:
+    """float32 [out, in]. ONNX Runtime folds casts and look-ups of constants as it loads, but never DequantizeLinear."""
+    weight, scale = inputs.weight, inputs.scale
+    if kind.scheme == "fp8":
+        if not resident:
+            return g.op("DequantizeLinear", weight, scale, name="widened", axis=0)
+        column = g.op("Reshape", scale, g.constant([-1, 1]), name="column")
+        return g.op("Mul", g.op("Cast", weight, to=int(FLOAT)), column, name="widened")
+    if kind.scheme == "int4":
+        return _widened_int4(g, kind, inputs, resident)
+    tables = [BYTE_TO_PAIR[:, 0], BYTE_TO_PAIR[:, 1], E8M0]
+    low, high, powers = (_table(g, table, inputs.x, resident) for table in tables)
+    # On entries this small, Gather takes many times as long as GatherElements on one axis.
+    halves = [g.unsqueeze(_lookup(g, half, weight), 2) for half in (low, high)]
+    numbers = g.op("Concat", *halves, name="numbers", axis=2)
+    numbers = g.op("Reshape", numbers, g.constant([0, -1, kind.group_size]), name="numbers_by_block")
+    if kind.scheme == "mxfp4":
+        factors = _lookup(g, powers, scale)
+    elif resident:
+        factors = g.op("Mul", g.op("Cast", scale, to=int(FLOAT)), inputs.global_scale, name="factors")
+    else:
+        factors = g.op("DequantizeLinear", scale, inputs.global_scale, name="factors")
+    widened = g.op("Mul", numbers, g.unsqueeze(factors, 2), name="widened_by_block")
+    return g.op("Reshape", widened, g.constant([0, -1]), name="widened")
+
+
+def _widened_int4(g: GraphBuilder, kind: LinearKind, inputs: _Inputs, resident: bool) -> ir.Value:
+    weight, scale = inputs.weight, g.op("Cast", inputs.scale, name="scale_float", to=int(FLOAT))
+    if not kind.by_row:  # the weight is [out/2, in, 2]: bring its scales, [out, groups], into that order
+        pairs = g.op("Reshape", scale, g.shape(-1, 2, g.dim(scale, 1)), name="scale_pairs")
+        scale = g.op("Transpose", pairs, name="scale_by_pair", perm=[0, 2, 1])
+    if resident:
+        split = [0, -1, kind.group_size, 2][: 3 if kind.by_row else 4]
+        numbers = g.op("Reshape", g.op("Cast", weight, to=int(FLOAT)), g.constant(split), name="by_block")
+        widened = g.op("Mul", numbers, g.unsqueeze(scale, 2), name="widened_by_block")
+        whole = [0, -1] if kind.by_row else [0, -1, 2]
+        widened = g.op("Reshape", widened, g.constant(whole), name="widened")
+    else:
+        widened = g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=kind.group_size)
+    if kind.by_row:
+        return widened
+    by_row = g.op("Transpose", widened, name="by_row", perm=[0, 2, 1])
+    return g.op("Reshape", by_row, g.shape(-1, g.dim(inputs.x, 1)), name="rows")
+
+
+def _table(g: GraphBuilder, values: np.ndarray, x: ir.Value, resident: bool) -> ir.Value:
+    table = g.constant(values, np.float32)
+    if resident:
+        return table
+    # A length that only the pass knows, so that nothing looked up can be folded into a widened weight.
+    end = g.op("Add", g.dim(x, 0), g.constant([len(values)]), name="table_end")
+    return g.op("Slice", table, g.constant([0]), end, name="table")
+
+
+def _lookup(g: GraphBuilder, table: ir.Value, codes: ir.Value) -> ir.Value:
+    flat = g.op("Reshape", codes, g.constant([-1]), name="flat")
+    index = g.op("Cast", flat, name="index", to=int(ir.DataType.INT32))
+    found = g.op("GatherElements", table, index, name="looked_up", axis=0)
+    return g.op("Reshape", found, g.op("Shape", codes), name="as_codes")
+
+
+def tensorrt_linear(kind: LinearKind, dtype: ir.DataType) -> ir.Function:
+    """The body for TensorRT and TensorRT-RTX, strongly typed; `dtype` is BFLOAT16 or FLOAT16.
+
+    Scales of E4M3 numbers are float32, those of blocks `dtype`: other types are refused by the builder.
+    """
+    g = GraphBuilder(kind.operator, opsets={TENSORRT_DOMAIN: 1})
+    inputs = _Inputs(g, kind, dtype)
+    x, factor = inputs.x, None
+    as_dtype: dict[str, Any] = {"output_dtype": int(dtype)}
+    if kind.smoothed:
+        x = g.op("Mul", x, g.op("Cast", inputs.smooth, name="smooth", to=int(dtype)), name="smoothed")
+    if kind.activations == "row":
+        x, factor = _split_rows(g, g.op("Cast", x, name="x_float", to=int(FLOAT)))
+        x = g.op("Cast", x, name="x_by_row", to=int(dtype))
+    if kind.activations != "none":
+        scale = _input_scale(g, kind, inputs)
+        if kind.scheme == "fp8":
+            codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(E4M3))
+            x = g.op("DequantizeLinear", codes, scale, name="x_rounded", **as_dtype)
+        else:
+            codes, scales = g.multi(
+                "TRT_FP4DynamicQuantize",
+                *(x, scale),
+                outputs=2,
+                name="x_codes",
+                domain=TENSORRT_DOMAIN,
+                axis=-1,
+                block_size=NVFP4_BLOCK,
+                scale_type=int(E4M3),
+            )
+            scales = g.op("DequantizeLinear", scales, scale, name="x_scales", **as_dtype)
+            x = g.op("DequantizeLinear", codes, scales, name="x_rounded", axis=-1, block_size=NVFP4_BLOCK)
+    weight, scale, block = inputs.weight, inputs.scale, kind.group_size
+    if kind.scheme == "fp8":
+        weight = g.op("DequantizeLinear", weight, scale, name="widened", axis=0, **as_dtype)
+    elif kind.scheme == "nvfp4":
+        scale = g.op("DequantizeLinear", scale, inputs.global_scale, name="scales", **as_dtype)
+        weight = g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
+    elif kind.scheme == "mxfp4":
+        weight = g.op(
+            "TRT_MXFP8DequantizeLinear",
+            *(weight, scale),
+            name="widened",
+            domain=TENSORRT_DOMAIN,
+            axis=-1,
+            block_size=block,
+            **as_dtype,
+        )
+    else:
+        scale = g.op("Cast", scale, name="scales", to=int(dtype))
+        weight = g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
+    return _finish(g, kind, inputs, x, weight, factor, dtype, dtype)
