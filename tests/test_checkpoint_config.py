@@ -214,7 +214,7 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"attention_bias": 1}, "attention_bias is 1, expected true or false"),
     (
         {"quantization_config": {"quant_method": "mxfp4"}},
-        'quantization_config is {"quant_method": "mxfp4"}, which',
+        "quantization_config.quant_method is 'mxfp4', which only gpt-oss has",
     ),
     ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers is"),
     ({"use_sliding_window": True, "sliding_window": -1}, "sliding_window is -1, expected an integer"),
