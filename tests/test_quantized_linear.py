@@ -1,4 +1,4 @@
-"""The quantized linear operators on ONNX Runtime against NumPy: every format, every kind of activation, both memories."""
+"""The quantized linear operators on ONNX Runtime against NumPy: every format, every kind of activation."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def run(directory: Path, x: np.ndarray, *, biased: bool, resident: bool) -> np.n
     g = GraphBuilder("test")
     body = onnxruntime_linear(kind_of(stored, biased=biased), FLOAT, resident=resident)
     weights = tensors(g, stored, ".", packed_as_bytes=True)
-    bias = g.raw_weight(checkpoint["l.bias"], ".") if biased else None
-    (y,) = g.call(body, g.input("x", FLOAT, ["rows", IN]), *weights, bias, name="linear")
+    weights += [g.raw_weight(checkpoint["l.bias"], ".")] if biased else []
+    (y,) = g.call(body, g.input("x", FLOAT, ["rows", IN]), *weights, name="linear")
     g.output(y, "y", FLOAT, ["rows", OUT])
     ir.save(g.model({}), directory / "model.onnx")
     options = ort.SessionOptions()

@@ -77,12 +77,11 @@ def kind_of(stored: StoredLinear, *, biased: bool) -> LinearKind:
     )
 
 
-def tensors(
-    g: GraphBuilder, stored: StoredLinear, folder: str, *, packed_as_bytes: bool
-) -> list[ir.Value | None]:
-    """The operator's inputs from `weight` to `pre_quant_scale`, where they lie on disk.
+def tensors(g: GraphBuilder, stored: StoredLinear, folder: str, *, packed_as_bytes: bool) -> list[ir.Value]:
+    """The operator's inputs from `weight` to `pre_quant_scale`, where they lie on disk; what is absent is left out.
 
-    `packed_as_bytes`: E2M1 pairs as UINT8 [out, in/2], for an engine without that type.
+    `packed_as_bytes`: E2M1 pairs as UINT8 [out, in/2], for an engine without that type. The one that has it, TensorRT,
+    reads MXFP4's exponents nowhere but in the graph itself: there the operator gets the widened weight alone.
     """
 
     def raw(info: TensorInfo | None, dtype: ir.DataType | None = None, *shape: int) -> ir.Value | None:
@@ -106,21 +105,40 @@ def tensors(
     else:
         weight = raw(stored.weight) if packed_as_bytes else raw(stored.weight, E2M1, rows, 2 * columns)
         scale = raw(stored.scale)
-    return [weight, scale, flat(stored.global_scale), flat(stored.input_scale), raw(stored.pre_quant_scale)]
+    if stored.scheme == "mxfp4" and not packed_as_bytes:
+        g.graph.opset_imports[TENSORRT_DOMAIN] = 1
+        weight = g.op(
+            "TRT_MXFP8DequantizeLinear",
+            *(weight, scale),
+            name=f"{stored.weight.name}/widened",
+            domain=TENSORRT_DOMAIN,
+            axis=-1,
+            block_size=stored.algorithm.group_size,
+            output_dtype=int(g.dtype),
+        )
+        scale = None
+    scalars = (flat(stored.global_scale), flat(stored.input_scale))
+    return [value for value in (weight, scale, *scalars, raw(stored.pre_quant_scale)) if value is not None]
 
 
 class _Inputs:
-    """The operator's inputs, named, inside a body."""
+    """The operator's inputs, named, inside a body: those that its format has. TensorRT takes no absent ones."""
 
-    def __init__(self, g: GraphBuilder, kind: LinearKind, dtype: ir.DataType) -> None:
+    def __init__(
+        self, g: GraphBuilder, kind: LinearKind, dtype: ir.DataType, *, widened: bool = False
+    ) -> None:
         self.x = g.input("x", dtype, ["rows", "in"])
-        self.weight, self.scale, self.global_scale, self.input_scale, self.smooth, self.bias = (
-            ir.Value(name=name)
-            for name in ("weight", "scale", "global_scale", "input_scale", "pre_quant_scale", "bias")
-        )
-        g.graph.inputs.extend(
-            [self.weight, self.scale, self.global_scale, self.input_scale, self.smooth, self.bias]
-        )
+        present = {
+            "weight": True,
+            "scale": not widened,
+            "global_scale": kind.scheme == "nvfp4",
+            "input_scale": kind.activations == "static",
+            "pre_quant_scale": kind.smoothed,
+            "bias": kind.biased,
+        }
+        values = {name: ir.Value(name=name) for name in present}
+        g.graph.inputs.extend([values[name] for name in present if present[name]])
+        self.weight, self.scale, self.global_scale, self.input_scale, self.smooth, self.bias = values.values()
 
 
 def _split_rows(g: GraphBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -281,7 +299,7 @@ def tensorrt_linear(kind: LinearKind, dtype: ir.DataType) -> ir.Function:
     Scales of E4M3 numbers are float32, those of blocks `dtype`: other types are refused by the builder.
     """
     g = GraphBuilder(kind.operator, opsets={TENSORRT_DOMAIN: 1})
-    inputs = _Inputs(g, kind, dtype)
+    inputs = _Inputs(g, kind, dtype, widened=kind.scheme == "mxfp4")
     x, factor = inputs.x, None
     as_dtype: dict[str, Any] = {"output_dtype": int(dtype)}
     if kind.smoothed:
@@ -313,17 +331,7 @@ def tensorrt_linear(kind: LinearKind, dtype: ir.DataType) -> ir.Function:
     elif kind.scheme == "nvfp4":
         scale = g.op("DequantizeLinear", scale, inputs.global_scale, name="scales", **as_dtype)
         weight = g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
-    elif kind.scheme == "mxfp4":
-        weight = g.op(
-            "TRT_MXFP8DequantizeLinear",
-            *(weight, scale),
-            name="widened",
-            domain=TENSORRT_DOMAIN,
-            axis=-1,
-            block_size=block,
-            **as_dtype,
-        )
-    else:
+    elif kind.scheme == "int4":
         scale = g.op("Cast", scale, name="scales", to=int(dtype))
         weight = g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
     return _finish(g, kind, inputs, x, weight, factor, dtype, dtype)

@@ -87,7 +87,7 @@ class Module:
             kind_of(stored, biased=bias is not None), widened_bytes=self._widened_bytes
         )
         weights = tensors(self.g, stored, self.folder, packed_as_bytes=self.dialect.packed_as_bytes)
-        (y,) = self.g.call(body, x, *weights, bias, name=name)
+        (y,) = self.g.call(body, x, *weights, *([] if bias is None else [bias]), name=name)
         return y
 
     def rms_norm(self, x: ir.Value, name: str, size: int, epsilon: float) -> ir.Value:
