@@ -121,25 +121,16 @@ class GraphBuilder:
         """A number in `dtype`, by default the graph's."""
         return self.constant(value, (dtype or self.dtype).numpy())
 
-    def raw_weight(
-        self,
-        info: TensorInfo,
-        folder: str,
-        dtype: ir.DataType | None = None,
-        shape: Sequence[int] | None = None,
-    ) -> ir.Value:
-        """The tensor as it lies in its safetensors file (`folder/` in the bundle): external data, no copy.
-
-        `dtype` and `shape` may say otherwise of the same bytes, as of two E2M1 numbers in each.
-        """
+    def raw_weight(self, info: TensorInfo, folder: str) -> ir.Value:
+        """The tensor as it lies in its safetensors file (`folder/` in the bundle): external data, no copy."""
         key = (folder, info.name)
         if key not in self._weights:
             tensor = ir.ExternalTensor(
                 str(PurePosixPath(folder) / info.file.name),
                 info.offset,
                 info.nbytes,
-                dtype or ONNX_DTYPES[info.dtype],
-                shape=ir.Shape(info.shape if shape is None else shape),
+                ONNX_DTYPES[info.dtype],
+                shape=ir.Shape(info.shape),
                 name=f"{folder}/{info.name}",
             )
             value = ir.Value(

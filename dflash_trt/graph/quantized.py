@@ -36,9 +36,9 @@ from dflash_trt.checkpoint.numbers import (
 from dflash_trt.checkpoint.quantization import Scheme
 from dflash_trt.checkpoint.tensors import TensorInfo
 
-from .builder import FLOAT, ONNX_DTYPES, GraphBuilder
+from .builder import FLOAT, GraphBuilder
 
-TENSORRT_DOMAIN = "trt"
+TRT_DOMAIN = "trt"  # its operators are those of TensorRT's own parser
 Activations = Literal["none", "static", "row"]
 E4M3, E2M1, INT4 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1, ir.DataType.INT4
 # What a row's magnitude is at least taken for: far below anything, and far from where a reciprocal overflows.
@@ -87,14 +87,15 @@ def tensors(g: GraphBuilder, stored: StoredLinear, folder: str, *, packed_as_byt
     def raw(info: TensorInfo | None, dtype: ir.DataType | None = None, *shape: int) -> ir.Value | None:
         if info is None:
             return None
-        return g.raw_weight(info, folder, dtype or ONNX_DTYPES[info.dtype], shape or info.shape)
+        value = g.raw_weight(info, folder)
+        return value if dtype is None else g.reinterpret(value, dtype, shape)
 
     def flat(info: TensorInfo | None) -> ir.Value | None:
         """One number as a scalar, one per row of out as a vector."""
         if info is None:
             return None
         count = info.nbytes // 4
-        return g.raw_weight(info, folder, FLOAT, (count,) if count > 1 else ())
+        return raw(info, FLOAT, *([count] if count > 1 else []))
 
     rows, columns = stored.weight.shape
     if stored.scheme == "fp8":
@@ -106,12 +107,11 @@ def tensors(g: GraphBuilder, stored: StoredLinear, folder: str, *, packed_as_byt
         weight = raw(stored.weight) if packed_as_bytes else raw(stored.weight, E2M1, rows, 2 * columns)
         scale = raw(stored.scale)
     if stored.scheme == "mxfp4" and not packed_as_bytes:
-        g.graph.opset_imports[TENSORRT_DOMAIN] = 1
         weight = g.op(
             "TRT_MXFP8DequantizeLinear",
             *(weight, scale),
             name=f"{stored.weight.name}/widened",
-            domain=TENSORRT_DOMAIN,
+            domain=TRT_DOMAIN,
             axis=-1,
             block_size=stored.algorithm.group_size,
             output_dtype=int(g.dtype),
@@ -298,7 +298,7 @@ def tensorrt_linear(kind: LinearKind, dtype: ir.DataType) -> ir.Function:
 
     Scales of E4M3 numbers are float32, those of blocks `dtype`: other types are refused by the builder.
     """
-    g = GraphBuilder(kind.operator, opsets={TENSORRT_DOMAIN: 1})
+    g = GraphBuilder(kind.operator, opsets={TRT_DOMAIN: 1})
     inputs = _Inputs(g, kind, dtype, widened=kind.scheme == "mxfp4")
     x, factor = inputs.x, None
     as_dtype: dict[str, Any] = {"output_dtype": int(dtype)}
@@ -318,7 +318,7 @@ def tensorrt_linear(kind: LinearKind, dtype: ir.DataType) -> ir.Function:
                 *(x, scale),
                 outputs=2,
                 name="x_codes",
-                domain=TENSORRT_DOMAIN,
+                domain=TRT_DOMAIN,
                 axis=-1,
                 block_size=NVFP4_BLOCK,
                 scale_type=int(E4M3),

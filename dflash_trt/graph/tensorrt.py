@@ -14,8 +14,7 @@ import onnx_ir as ir
 from .builder import BOOL, FLOAT, INT64, GraphBuilder
 from .dialect import SINK_PADDING, AttentionInputs, Dialect
 from .experts import MXFP4_BLOCK, Storage, declared
-
-TRT_DOMAIN = "trt"
+from .quantized import TRT_DOMAIN, LinearKind, tensorrt_linear
 
 
 class TensorRT(Dialect):
@@ -93,6 +92,9 @@ class TensorRT(Dialect):
         )
         weight.type = ir.TensorType(self.dtype)
         return "float", weight, None
+
+    def quantized_linear(self, kind: LinearKind, *, widened_bytes: int) -> ir.Function:
+        return tensorrt_linear(kind, self.dtype)
 
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
