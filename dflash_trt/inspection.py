@@ -67,9 +67,30 @@ def _bundle(path: Path) -> dict[str, Any]:
         "path": str(path),
         "format_version": manifest["format_version"],
         **{field: manifest[field] for field in _SHOWN},
-        "cache_rows": bundle.capacity,
+        **(
+            _deployment(manifest["tensorrt_llm"])
+            if "tensorrt_llm" in manifest
+            else {"cache_rows": bundle.capacity}
+        ),
         **_weights(sum(side["parameters"] for side in sides), by_dtype),
         "files": {name: entry["size"] for name, entry in manifest["files"].items()},
+    }
+
+
+def _deployment(found: dict[str, Any]) -> dict[str, Any]:
+    """Of a bundle for TensorRT-LLM: where it runs, what it takes of each GPU, and the reason of every setting."""
+    world = found["memory"]["tensor_parallel"]
+    choices: dict[str, str] = {}
+    for choice in found["choices"]:
+        name, value = choice["name"], choice["value"]
+        number = sum(key.startswith(name) for key in choices)
+        text = choice["reason"] if value == "" else f"{value}: {choice['reason']}"
+        choices[f"{name} {number + 1}" if number else name] = text
+    return {
+        "runs_on": f"{world} x {found['gpu']}, {found['nodes']} node(s), TensorRT-LLM {found['version']}",
+        "memory_per_gpu": found["arithmetic"],
+        "room": found["room"],
+        "choices": choices,
     }
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dflash_trt.cli import bench, build, doctor, generate, inspect, pairs, verify
+from dflash_trt.cli import bench, build, doctor, generate, inspect, pairs, plan, verify
 from dflash_trt.errors import DFlashError
 
 COMMANDS = {
@@ -16,6 +16,7 @@ COMMANDS = {
     "verify": verify,
     "bench": bench,
     "inspect": inspect,
+    "plan": plan,
     "pairs": pairs,
     "doctor": doctor,
 }

@@ -52,13 +52,12 @@ class Inventory:
         side: str,
         dense: str = "bf16",
         scheme: str | None = None,
-        head: str | None = None,
         tensor_parallel: int = 1,
     ) -> dict[str, dict[str, int]]:
         """Bytes on one GPU by role and precision.
 
-        `dense` is what floating-point tensors are held in; `scheme` what the matrices of attention, MLPs and experts
-        are, and `head` those of the LM head. Experts stored as MXFP4 stay so unless a scheme says otherwise.
+        `dense` is what floating-point tensors are held in, `scheme` what the matrices of attention, MLPs and experts
+        are. Experts stored as MXFP4 stay so unless a scheme says otherwise.
         """
         totals: dict[str, Counter[str]] = {}
         for tensor in self.tensors[side]:
@@ -66,8 +65,6 @@ class Inventory:
             precision = "mxfp4" if tensor.dtype == "U8" else dense
             if role in _LINEAR and len(tensor.shape) > 1 and scheme is not None:
                 precision = scheme
-            if role == "head" and head is not None:
-                precision = head
             if side == "target" and self.stored:
                 precision, count = _STORED.get(tensor.dtype, tensor.dtype), tensor.nbytes
             elif precision == "mxfp4" and tensor.dtype == "U8":

@@ -49,9 +49,9 @@ class Settings:
     draft_pool: bool = False
     max_num_tokens: int | None = None
 
-    @property
-    def compute(self) -> str:
-        return "fp32" if self.engine == "onnxruntime" else "bf16"
+    def compute(self, side: str) -> str:
+        """What "target" or "drafter" computes in."""
+        return self.precision.compute(side, "fp32" if self.engine == "onnxruntime" else "bf16")
 
     @property
     def arena(self) -> bool:
@@ -145,8 +145,15 @@ def arena_bytes(
 
 
 def plan(inventory: Inventory, settings: Settings) -> Plan:
-    """Lay the pair out on one of `tensor_parallel` GPUs."""
+    """Lay the pair out on one of `tensor_parallel` GPUs.
+
+    Raises BuildError where the engine is unknown, or asked to run on several GPUs and cannot.
+    """
     s = settings
+    if s.engine not in ENGINES:
+        raise BuildError(f"--engine is {s.engine!r}, expected one of: {', '.join(ENGINES)}")
+    if s.tensor_parallel > 1 and s.engine != "tensorrt-llm":
+        raise BuildError(f"--tp is {s.tensor_parallel}, but {s.engine} runs on one GPU; use tensorrt-llm")
     weights = {side: _weights(inventory, s, side) for side in ("target", "drafter")}
     weight_bytes = sum(n for side in weights.values() for role in side.values() for n in role.values())
     ours = _Layout(inventory, s, weight_bytes)
@@ -188,9 +195,9 @@ class _Layout:
     def __init__(self, inventory: Inventory, settings: Settings, weight_bytes: int) -> None:
         self.inventory, self.s, self.weight_bytes = inventory, settings, weight_bytes
         self.ours = settings.engine != "tensorrt-llm"
-        cache = WEIGHT_BYTES[settings.cache or settings.compute]
-        self.kv_per_token = self._per_token("target", cache)
-        self.drafter_per_token = self._per_token("drafter", WEIGHT_BYTES[settings.compute])
+        cache = settings.cache or settings.compute("target")
+        self.kv_per_token = self._per_token("target", WEIGHT_BYTES[cache])
+        self.drafter_per_token = self._per_token("drafter", WEIGHT_BYTES[settings.compute("drafter")])
         if settings.engine == "onnxruntime":
             self.runtime = 0
         else:
@@ -228,7 +235,7 @@ class _Layout:
         s, c = self.s, self.inventory.target
         verified = batch * s.block_size
         rows = s.max_num_tokens or max(verified, length if not self.ours else min(length, PREFILL_CHUNK))
-        element = WEIGHT_BYTES[s.compute]
+        element = WEIGHT_BYTES[s.compute("target")]
         widest = max(c.intermediate_size // s.tensor_parallel, c.num_attention_heads * c.head_dim)
         working = rows * (4 * c.hidden_size + 2 * widest) * element
         taps = rows * len(self.inventory.drafter.target_layer_ids) * c.hidden_size * element
@@ -266,9 +273,11 @@ class _Layout:
 
 
 def _weights(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str, int]]:
-    dense = s.precision.compute(side, s.compute)
-    scheme = s.precision.scheme(side)
-    return inventory.weights(side, dense, scheme, None, s.tensor_parallel)
+    found = inventory.weights(side, s.compute(side), s.precision.scheme(side), s.tensor_parallel)
+    if side == "drafter" and s.precision.head is not None:  # a copy of its own of the target's head
+        size = inventory.target.vocab_size * inventory.target.hidden_size
+        found["head"] = {s.precision.head: round(size * WEIGHT_BYTES[s.precision.head])}
+    return found
 
 
 def _bytes_read(inventory: Inventory, s: Settings, weights: dict[str, dict[str, dict[str, int]]]) -> float:

@@ -76,24 +76,13 @@ def configure(
     Raises BuildError for what it cannot load or run, with the reason, and for what does not fit, with the arithmetic.
     """
     release, gpu = find_release(deployment.version), find_gpu(deployment.gpu)
-    check_quantization(inventory, gpu, quantization)
+    settings = memory_settings(
+        inventory, deployment, block_size=block_size, max_seq_len=max_seq_len, quantization=quantization
+    )
     gpus_per_node, nodes = _nodes(deployment, gpu)
-    _check_parallel(inventory, deployment, gpu)
     attention = _drafter_attention(deployment, gpu)
     moe = _moe_backend(inventory, deployment, gpu, release, quantization)
     draft_len = block_size - 1
-    settings = Settings(
-        engine="tensorrt-llm",
-        gpu=gpu,
-        max_seq_len=max_seq_len,
-        max_batch_size=1,
-        block_size=block_size,
-        tensor_parallel=deployment.tensor_parallel,
-        precision=Precision(target=None if quantization.scheme == "mxfp4" else quantization.scheme),
-        cache=quantization.kv_cache,
-        drafter_attention=attention.value,
-        draft_pool=release.draft_pool_beside_arena,
-    )
     memory, batch = _batch(inventory, settings, deployment)
     tokens = max(max_seq_len, batch.value * block_size)
     schedule = _schedule(deployment, draft_len)
@@ -172,6 +161,32 @@ def configure(
     choices += _warnings(inventory, gpu, schedule)
     release.check(args)
     return Configuration(release, gpu, args, tuple(choices), memory, nodes, gpus_per_node)
+
+
+def memory_settings(
+    inventory: Inventory,
+    deployment: Deployment,
+    *,
+    block_size: int,
+    max_seq_len: int,
+    quantization: Quantization,
+) -> Settings:
+    """What a memory plan needs to know, for one sequence. Raises BuildError for what TensorRT-LLM cannot run."""
+    release, gpu = find_release(deployment.version), find_gpu(deployment.gpu)
+    check_quantization(inventory, gpu, quantization)
+    _check_parallel(inventory, deployment, gpu)
+    return Settings(
+        engine="tensorrt-llm",
+        gpu=gpu,
+        max_seq_len=max_seq_len,
+        max_batch_size=1,
+        block_size=block_size,
+        tensor_parallel=deployment.tensor_parallel,
+        precision=Precision(target=None if quantization.scheme == "mxfp4" else quantization.scheme),
+        cache=quantization.kv_cache,
+        drafter_attention=_drafter_attention(deployment, gpu).value,
+        draft_pool=release.draft_pool_beside_arena,
+    )
 
 
 def check_quantization(inventory: Inventory, gpu: Gpu, quantization: Quantization) -> None:

@@ -1,0 +1,159 @@
+"""`dflash-trt plan`: what a pair takes of a GPU's memory, from its configurations."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dflash_trt.cli.options import at_least
+from dflash_trt.cli.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from dflash_trt.planning.memory import Plan
+
+SUMMARY = "show what a pair takes of a GPU's memory, and what fits beside it"
+DESCRIPTION = """\
+Show, from configurations alone, what the weights and caches of a pair take of one GPU's memory, the longest context
+and the largest batch that fit. Exit code 1 when what was asked for does not fit.
+"""
+EXAMPLES = """\
+examples:
+  dflash-trt plan --target gpt-oss-120b --gpu b200
+  dflash-trt plan --target gpt-oss-120b --gpu h100 --engine tensorrt-llm --tp 8 --max-seq-len 131072
+  dflash-trt plan --target qwen3-8b --gpu rtx-5090 --engine tensorrt-rtx --precision target=fp8
+  dflash-trt plan --gpus
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", metavar="NAME_OR_PATH", help="a known pair, or a target's directory")
+    parser.add_argument(
+        "--drafter", metavar="PATH", help="a drafter's directory (default: the target's known one)"
+    )
+    parser.add_argument("--gpu", metavar="NAME", help="one of those that --gpus lists")
+    parser.add_argument("--engine", default="tensorrt", metavar="ENGINE", help="default: tensorrt")
+    parser.add_argument("--tp", type=at_least(1), default=1, metavar="N", help="GPUs, with tensorrt-llm")
+    parser.add_argument(
+        "--max-seq-len", type=at_least(1), metavar="N", help="default: as `build` has it, at most 8192"
+    )
+    parser.add_argument("--max-batch-size", type=at_least(1), default=8, metavar="N", help="default: 8")
+    parser.add_argument("--block-size", type=at_least(2), metavar="K", help="default: as trained")
+    parser.add_argument("--precision", metavar="ROLE=VALUE,...", help="as `build` has it")
+    parser.add_argument(
+        "--trtllm-version", metavar="VERSION", help="with tensorrt-llm; default: the newest known"
+    )
+    parser.add_argument("--gpus", action="store_true", help="list the GPUs with the source of each figure")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.gpus:
+        return _gpus(args)
+    if args.target is None or args.gpu is None:
+        args.usage_error("--target and --gpu are needed (or --gpus, which lists the GPUs)")
+    if args.engine == "tensorrt-llm" and args.precision is not None:
+        args.usage_error("--precision is not for tensorrt-llm, which takes a checkpoint as it is")
+    found = make_plan(args)
+    if args.json:
+        print_json({**found.to_dict(), "fits": found.fits})
+    else:
+        _print(found)
+    return 0 if found.fits else 1
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    from dflash_trt.build import choose_block_size, choose_max_seq_len, find_sources
+    from dflash_trt.checkpoint.config import read_drafter_config
+    from dflash_trt.checkpoint.pair import check_pair
+    from dflash_trt.planning.gpus import find_gpu
+    from dflash_trt.planning.inventory import take_inventory
+    from dflash_trt.planning.memory import Settings, plan
+    from dflash_trt.precision import parse_precision
+    from dflash_trt.trtllm.configuration import Deployment, memory_settings
+    from dflash_trt.trtllm.quantization import read_target
+
+    sources = find_sources(args.target, args.drafter, "none")
+    target, quantization = read_target(sources[0].directory)
+    drafter = read_drafter_config(sources[1].directory)
+    check_pair(target, drafter)
+    inventory = take_inventory(target, drafter)
+    block, length = choose_block_size(args.block_size, drafter), args.max_seq_len
+    length = choose_max_seq_len(length, target, drafter)
+    if args.engine == "tensorrt-llm":
+        where = Deployment(gpu=args.gpu, tensor_parallel=args.tp, version=args.trtllm_version)
+        settings = memory_settings(
+            inventory, where, block_size=block, max_seq_len=length, quantization=quantization
+        )
+        return plan(inventory, replace(settings, max_batch_size=args.max_batch_size))
+    return plan(
+        inventory,
+        Settings(
+            engine=args.engine,
+            gpu=find_gpu(args.gpu),
+            max_seq_len=length,
+            max_batch_size=args.max_batch_size,
+            block_size=block,
+            tensor_parallel=args.tp,
+            precision=parse_precision(args.precision),
+        ),
+    )
+
+
+def _print(found: Plan) -> None:
+    from dflash_trt.planning.memory import gib
+
+    several = f"{found.tensor_parallel} x " if found.tensor_parallel > 1 else ""
+    print(f"{several}{found.gpu}, {found.engine}: GiB on {'each' if several else 'the'} GPU")
+    rows = [
+        (f"{side} {role}", gib(count), precision)
+        for side, roles in found.weights.items()
+        for role, sizes in roles.items()
+        for precision, count in sizes.items()
+    ]
+    batch, length = found.max_batch_size, found.max_seq_len
+    rows += [
+        ("runtime", gib(found.runtime_bytes), "an allowance"),
+        ("activations", gib(found.activation_bytes), "an allowance"),
+        (
+            "KV cache",
+            gib(found.kv_bytes),
+            f"{batch} x {length} tokens, {found.kv_bytes_per_token} bytes each",
+        ),
+        ("drafter context", gib(found.drafter_bytes), f"{found.drafter_bytes_per_token} bytes a token"),
+        ("total", gib(found.total_bytes), f"of {gib(found.memory_bytes)}, {gib(found.left_bytes)} left"),
+    ]
+    if found.kv_fraction is not None:
+        rows.append(
+            ("KV pool", gib(found.kv_pool_bytes or 0), f"free_gpu_memory_fraction {found.kv_fraction}")
+        )
+    width = max(len(row[1]) for row in rows)
+    print_table((name, size.rjust(width), note) for name, size, note in rows)
+    print(f"longest context at batch 1: {found.longest_context} tokens")
+    print(f"largest batch at {length} tokens: {found.largest_batch}")
+    print(f"a verification pass at batch 1 reads its weights in {found.pass_seconds * 1e3:.2f} ms at best")
+    if not found.fits:
+        print(found.refuse())
+
+
+def _gpus(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from dflash_trt.planning.gpus import gpus
+
+    if args.json:
+        print_json({name: asdict(gpu) for name, gpu in gpus().items()})
+        return 0
+    for name, gpu in gpus().items():
+        print(f"{name}: {gpu.product}, SM{gpu.sm}")
+        values = {
+            "memory_gib": f"{gpu.memory_bytes >> 30} GiB",
+            "bandwidth_gb_s": f"{gpu.bandwidth / 1e9:.0f} GB/s",
+            "gpus_per_node": f"{gpu.gpus_per_node} per node",
+            **{
+                f"dense_tflops.{key}": f"{rate / 1e12:g} TFLOPS {key}"
+                for key, rate in gpu.dense_flops.items()
+            },
+        }
+        print_table(("", values[key], source) for key, source in gpu.sources.items())
+    return 0

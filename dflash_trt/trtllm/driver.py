@@ -1,0 +1,220 @@
+"""Requests through TensorRT-LLM's own scheduler, behind the interface of ours: `submit`, `step`, emissions.
+
+Tokens come from `tensorrt_llm.LLM.generate_async(streaming=True)`, one response per decoding iteration; stop strings,
+text and statistics are ours, as for every engine. Sampling is TensorRT-LLM's: greedy requests give the target's
+argmax, others its own random numbers, so that the same seed gives other tokens than our engines do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dflash_trt.bundle import Bundle
+from dflash_trt.decoding.inflight import Emission, InFlight
+from dflash_trt.decoding.lengths import Lengths
+from dflash_trt.decoding.metrics import Metrics
+from dflash_trt.decoding.request import FinishReason, SamplingParams
+from dflash_trt.errors import DFlashError, RequestError
+from dflash_trt.trtllm.installed import load
+
+_PATIENCE = 0.05  # seconds that a step waits for tokens before it looks at cancellations and deadlines again
+
+
+class _Response(NamedTuple):
+    """The new tokens of one response. `iteration` counts decoding iterations of the request."""
+
+    request: InFlight
+    tokens: list[int]
+    iteration: int
+    finish_reason: FinishReason | None
+    error: Exception | None = None
+
+
+@dataclass
+class _Run:
+    """A request that TensorRT-LLM is working on. `result` is None until it has been handed over."""
+
+    result: Any = None
+    iteration: int | None = None  # of the response before
+
+
+class Driver:
+    """One `tensorrt_llm.LLM`. As with `Scheduler`, one thread calls `submit` and `step`.
+
+    How many requests run at a time is the bundle's `max_batch_size`: TensorRT-LLM queues the others itself.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        manifest = bundle.manifest
+        self._eos: tuple[int, ...] = tuple(manifest["eos_token_ids"])
+        self._draft_len: int = manifest["block_size"] - 1
+        self._module, self._llm = load(bundle)
+        self.metrics = Metrics()
+        self._runs: dict[InFlight, _Run] = {}
+        self._responses: queue.SimpleQueue[_Response] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="dflash-trt responses", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        return not self._runs
+
+    def check(self, params: SamplingParams, *, draft: bool, block_length: int | None = None) -> None:
+        """Refuse what TensorRT-LLM cannot do, or not per request. Raises RequestError naming the field."""
+        if not draft:
+            raise RequestError(
+                "speculate is False, but TensorRT-LLM drafts for every request of an engine; leave it out, or remove "
+                "speculative_config from the bundle's llm_args.yaml and serve that with trtllm-serve"
+            )
+        if block_length not in (None, self._draft_len + 1):
+            raise RequestError(
+                f"block_length is {block_length}, but TensorRT-LLM drafts {self._draft_len} tokens for every request; "
+                "leave it out, or build with --block-size or --draft-len-schedule"
+            )
+        if params.min_p != 0:
+            raise RequestError(
+                f"min_p is {params.min_p}, which TensorRT-LLM has not with speculative decoding"
+            )
+        if params.penalized:
+            raise RequestError(
+                "repetition_penalty, presence_penalty and frequency_penalty: TensorRT-LLM refuses them with "
+                "speculative decoding (its enable_penalty is a prototype, and off)"
+            )
+
+    def submit(self, request: InFlight) -> None:
+        self._runs[request] = _Run()
+        asyncio.run_coroutine_threadsafe(self._follow(request, self._runs[request]), self._loop)
+
+    def step(self, lengths: Lengths) -> list[Emission]:
+        """What came since the last step; waits a moment where nothing has. `lengths` plays no part."""
+        emissions = self._give_up()
+        wait = bool(self._runs) and not emissions
+        try:
+            while True:
+                response = self._responses.get(block=wait, timeout=_PATIENCE)
+                wait = False
+                if response.request in self._runs:
+                    emissions.append(self._take(response))
+        except queue.Empty:
+            pass
+        self.metrics.observe_step(emissions, len(self._runs), 0)
+        return emissions
+
+    def clear(self) -> None:
+        """Drop every request."""
+        for request in self._runs:
+            request.cancelled = True
+        self._give_up()
+
+    def logits(self, ids: list[int]) -> np.ndarray[Any, Any]:
+        raise DFlashError(
+            "TensorRT-LLM gives no logits with speculative decoding; use an ONNX Runtime bundle"
+        )
+
+    def close(self) -> None:
+        self.clear()
+        self._llm.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _follow(self, request: InFlight, run: _Run) -> None:
+        """On the loop's thread: hand the request over, and pass on what comes back."""
+        seen = 0
+        try:
+            run.result = self._llm.generate_async(
+                list(request.prompt), self._sampling_params(request), streaming=True
+            )
+            if request not in self._runs:  # given up before it was handed over
+                run.result.abort()
+            async for output in run.result:
+                completion = output.outputs[0]
+                tokens, seen = list(completion.token_ids[seen:]), len(completion.token_ids)
+                iteration, reason = int(output.decoding_iter), completion.finish_reason
+                self._responses.put(_Response(request, tokens, iteration, reason))
+        except Exception as error:
+            self._responses.put(_Response(request, [], 0, None, error))
+
+    def _sampling_params(self, request: InFlight) -> Any:
+        """`skip_tokenizer_init` asks for ids instead of strings: stop strings are found in our own text."""
+        p = request.params
+        eos = () if p.ignore_eos else self._eos
+        values: dict[str, Any] = {
+            "max_tokens": p.max_tokens,
+            "end_id": eos[0] if eos else -1,
+            "stop_token_ids": [*eos[1:], *p.stop_token_ids] or None,
+            "include_stop_str_in_output": True,  # or the stop token's id would be cut off
+            "ignore_eos": p.ignore_eos,
+            "detokenize": False,
+            "seed": request.seed,
+        }
+        if p.temperature == 0:
+            values["top_k"] = 1
+        else:
+            values |= {"temperature": p.temperature, "top_p": p.top_p}
+            if p.top_k:
+                values["top_k"] = p.top_k
+        return self._module.SamplingParams(**values)
+
+    def _take(self, response: _Response) -> Emission:
+        request, tokens = response.request, response.tokens
+        if response.error is not None:
+            self._runs.pop(request)
+            error = response.error
+            raise DFlashError(f"TensorRT-LLM: {type(error).__name__}: {error}") from error
+        statistics, run = request.statistics, self._runs[request]
+        if tokens and not request.output:
+            request.first_token_at = perf_counter()
+            statistics.time_to_first_token = request.first_token_at - request.arrived
+            if len(tokens) > 1:  # the first iteration after the prompt came along
+                self._count(request, len(tokens) - 1, 1)
+        elif tokens:
+            before = run.iteration or 0
+            self._count(request, len(tokens), max(1, response.iteration - before))
+        run.iteration = response.iteration
+        request.output += tokens
+        kept, text, reason = request.stop.push(tokens)
+        statistics.num_generation_tokens += kept
+        if reason is None and response.finish_reason is not None:
+            reason = response.finish_reason
+            text += request.stop.abandon(reason)
+        if reason is not None:
+            statistics.generation_time = perf_counter() - request.first_token_at
+            self._runs.pop(request)
+            if response.finish_reason is None:  # a stop string, or a budget, that only we know of
+                self._loop.call_soon_threadsafe(run.result.abort)
+        return Emission(request, tokens[:kept], text, reason)
+
+    def _count(self, request: InFlight, tokens: int, rounds: int) -> None:
+        """Rounds of verification that gave so many tokens; evenly, where one response has several of them."""
+        for i in range(rounds):
+            share = tokens // rounds + (i < tokens % rounds)
+            accepted = min(max(share - 1, 0), self._draft_len)
+            request.statistics.record_round(self._draft_len, accepted)
+            self.metrics.observe_round(self._draft_len + 1)
+
+    def _give_up(self) -> list[Emission]:
+        """Take out what was cancelled or has run out of time."""
+        now, emissions = perf_counter(), []
+        for request, run in list(self._runs.items()):
+            late = request.deadline is not None and now >= request.deadline
+            if not (request.cancelled or late):
+                continue
+            reason: FinishReason = "cancelled" if request.cancelled else "timeout"
+            if request.output:
+                request.statistics.generation_time = now - request.first_token_at
+            emissions.append(Emission(request, [], request.stop.abandon(reason), reason))
+            del self._runs[request]
+            if run.result is not None:
+                self._loop.call_soon_threadsafe(run.result.abort)
+        return emissions

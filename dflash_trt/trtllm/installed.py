@@ -1,0 +1,92 @@
+"""The installed tensorrt_llm: whether it agrees with a bundle, and an LLM of it made from the bundle."""
+
+from __future__ import annotations
+
+import importlib
+import typing
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from dflash_trt.bundle import Bundle
+from dflash_trt.errors import DFlashError
+
+# Sections of llm_args.yaml and the classes that they are.
+_SECTIONS = {
+    "kv_cache_config": "KvCacheConfig",
+    "cuda_graph_config": "CudaGraphConfig",
+    "moe_config": "MoeConfig",
+    "speculative_config": "DFlashDecodingConfig",
+}
+
+
+def import_tensorrt_llm(version: str) -> Any:
+    """The package. Raises DFlashError where it is not installed or does not start."""
+    try:
+        return importlib.import_module("tensorrt_llm")
+    except Exception as error:  # its native parts raise what they like
+        raise DFlashError(
+            f"tensorrt_llm cannot be imported ({type(error).__name__}: {error}); this bundle is for {version}: run it "
+            f"in nvcr.io/nvidia/tensorrt-llm/release:{version}, or pip install tensorrt_llm=={version}"
+        ) from error
+
+
+def disagreements(module: Any, llm_args: Mapping[str, Any]) -> Iterator[str]:
+    """What of a configuration the installed classes would not take."""
+    api = module.llmapi
+    if not hasattr(api, "DFlashDecodingConfig"):
+        yield "it has no DFlashDecodingConfig"
+        return
+    yield from _unknown(api.TorchLlmArgs, llm_args, "")
+    for section, name in _SECTIONS.items():
+        if llm_args.get(section) is not None:
+            yield from _unknown(getattr(api, name), llm_args[section], f"{section}.")
+
+
+def _unknown(kind: Any, values: Mapping[str, Any], place: str) -> Iterator[str]:
+    for key, value in values.items():
+        if key not in kind.model_fields:
+            yield f"{place}{key} is no field of its {kind.__name__}"
+            continue
+        allowed = _literals(kind.model_fields[key].annotation)
+        if isinstance(value, str) and allowed and value not in allowed:
+            yield f"{place}{key} is {value!r}, it takes {', '.join(map(str, sorted(allowed)))}"
+
+
+def _literals(annotation: Any) -> set[Any]:
+    """The values of a Literal, alone or in a union of literals and None; empty for every other annotation."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return set(typing.get_args(annotation))
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    found = [_literals(part) for part in parts]
+    return set().union(*found) if found and all(found) else set()
+
+
+def load(bundle: Bundle) -> tuple[Any, Any]:
+    """The package, and its LLM of this bundle.
+
+    Raises DFlashError where the package is missing, or would refuse the configuration: before anything is loaded.
+    Warns where it is another release than the bundle was made for, but takes the configuration.
+    """
+    version = bundle.manifest["tensorrt_llm"]["version"]
+    module = import_tensorrt_llm(version)
+    args = yaml.safe_load((bundle.path / "llm_args.yaml").read_text())
+    found = list(disagreements(module, args))
+    if found:
+        raise DFlashError(
+            f"{bundle.path / 'llm_args.yaml'}: made for TensorRT-LLM {version}, but {module.__version__} is "
+            f"installed: {'; '.join(found)}. Install {version}, or build the bundle again with --trtllm-version"
+        )
+    if module.__version__ != version:
+        warnings.warn(
+            f"{bundle.path}: made for TensorRT-LLM {version}, {module.__version__} is installed; it knows every field",
+            stacklevel=2,
+        )
+    args["speculative_config"]["speculative_model"] = str((bundle.path / "drafter").resolve())
+    for section, name in _SECTIONS.items():
+        if args.get(section) is not None:
+            args[section] = getattr(module.llmapi, name)(**args[section])
+    model = str((bundle.path / "target").resolve())
+    return module, module.LLM(model=model, skip_tokenizer_init=True, **args)
