@@ -46,9 +46,9 @@ def main() -> int:
             for repeat in range(args.repeats + 1):  # the first of each length is warm-up
                 prompt = text[repeat * 64 : repeat * 64 + length]
                 llm.generate([0, 0], SamplingParams(max_tokens=1))  # nothing shared
-                llm._runtime.scheduler.slots.kept.clear()
+                llm._runtime.scheduler.forget()
                 cold.append(llm.generate(prompt, params, block_length=llm.block_size))
-                llm._runtime.scheduler.slots.kept.clear()
+                llm._runtime.scheduler.forget()
                 llm.generate(prompt[:-OWN], params, block_length=llm.block_size)
                 hit.append(llm.generate(prompt, params, block_length=llm.block_size))
             rows.append(row(length, cold[1:], hit[1:]))

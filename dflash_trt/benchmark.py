@@ -115,7 +115,7 @@ def _segment(
 ) -> None:
     """Serve these requests to the end."""
     scheduler, rate = runtime.scheduler, point.load.rate
-    scheduler.slots.kept.clear()
+    scheduler.forget()
     gaps = random.Random(numbers.start)
     params = SamplingParams(max_tokens=max_tokens)
     waiting = deque(

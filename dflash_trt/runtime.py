@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_trt.bundle import Bundle, Check
 from dflash_trt.decoding.inflight import InFlight
@@ -21,6 +21,9 @@ from dflash_trt.decoding.text import Detokenizer
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.errors import BundleError, DFlashError, RequestError
 from dflash_trt.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dflash_trt.trtllm.driver import Driver
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -50,9 +53,18 @@ class Runtime:
             raise BundleError(
                 f"{bundle}: was built with --weights none and cannot run; build it with its weights"
             )
-        self.tokenizer = Tokenizer(self.bundle.path)
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
+        self.driver: Driver | None = None
+        self.pair: EnginePair | Driver
+        self.scheduler: Scheduler | Driver
+        if manifest["engine"] == "tensorrt-llm":  # schedules by itself, within the limits of the bundle
+            from dflash_trt.trtllm.driver import Driver
+
+            self.tokenizer = Tokenizer(self.bundle.path / "target")
+            self.pair = self.scheduler = self.driver = Driver(self.bundle)
+            return
+        self.tokenizer = Tokenizer(self.bundle.path)
         per_slot = sum(manifest["cache_bytes_per_token"].values()) * self.bundle.capacity
         slots = max_batch_size + prefix_cache_bytes // per_slot
         target, drafter = (
@@ -95,6 +107,8 @@ class Runtime:
     ) -> InFlight:
         """A request that can be met. `deadline` is a time of perf_counter."""
         self._check_block_length(block_length)
+        if self.driver is not None:
+            self.driver.check(params, draft=draft)
         ids = self.prompt_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if len(ids) + params.max_tokens > self.max_seq_len:
             raise RequestError(
@@ -135,6 +149,8 @@ class Runtime:
             raise RequestError(
                 f"block_length is {length}, expected 1..{self.block_size} (this bundle's block size)"
             )
+        if self.driver is not None:
+            self.driver.check_block_length(length)
 
     def _word_tokens(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences of words, each as it begins a text and as it follows a space."""

@@ -51,6 +51,10 @@ class Scheduler:
             logits = self.pair.prefill(ids[at : at + self.pair.prefill_chunk], at, 0, draft=False)
         return logits.copy()
 
+    def forget(self) -> None:
+        """Drop the rows kept of requests that have ended."""
+        self.slots.kept.clear()
+
     def clear(self) -> None:
         """Drop every request, wherever it is."""
         for request in [*self.waiting, *self.active, *([self.filling] if self.filling else [])]:

@@ -69,26 +69,30 @@ class Driver:
     def idle(self) -> bool:
         return not self._runs
 
-    def check(self, params: SamplingParams, *, draft: bool, block_length: int | None = None) -> None:
+    def check(self, params: SamplingParams, *, draft: bool) -> None:
         """Refuse what TensorRT-LLM cannot do, or not per request. Raises RequestError naming the field."""
         if not draft:
             raise RequestError(
                 "speculate is False, but TensorRT-LLM drafts for every request of an engine; leave it out, or remove "
                 "speculative_config from the bundle's llm_args.yaml and serve that with trtllm-serve"
             )
-        if block_length not in (None, self._draft_len + 1):
+        refused = {"min_p": params.min_p != 0, "logprobs": params.logprobs}
+        for name in [name for name, asked in refused.items() if asked]:
             raise RequestError(
-                f"block_length is {block_length}, but TensorRT-LLM drafts {self._draft_len} tokens for every request; "
-                "leave it out, or build with --block-size or --draft-len-schedule"
-            )
-        if params.min_p != 0:
-            raise RequestError(
-                f"min_p is {params.min_p}, which TensorRT-LLM has not with speculative decoding"
+                f"{name} is {getattr(params, name)}, which TensorRT-LLM has not with speculative decoding"
             )
         if params.penalized:
             raise RequestError(
-                "repetition_penalty, presence_penalty and frequency_penalty: TensorRT-LLM refuses them with "
-                "speculative decoding (its enable_penalty is a prototype, and off)"
+                "repetition_penalty, presence_penalty, frequency_penalty and bad_words: TensorRT-LLM refuses penalties "
+                "with speculative decoding (its enable_penalty is a prototype, and off)"
+            )
+
+    def check_block_length(self, length: int | None) -> None:
+        """Refuse a block length of one request or one caller: it is the engine's."""
+        if length not in (None, self._draft_len + 1):
+            raise RequestError(
+                f"block_length is {length}, but TensorRT-LLM verifies {self._draft_len + 1} tokens of every request; "
+                "leave it out, or build with --block-size or --draft-len-schedule"
             )
 
     def submit(self, request: InFlight) -> None:
@@ -109,6 +113,9 @@ class Driver:
             pass
         self.metrics.observe_step(emissions, len(self._runs), 0)
         return emissions
+
+    def forget(self) -> None:
+        """Nothing is kept: bundles have TensorRT-LLM's block reuse off."""
 
     def clear(self) -> None:
         """Drop every request."""
