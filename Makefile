@@ -46,7 +46,7 @@ clean:
 .venv-test/installed: pyproject.toml
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) $(TORCH)
-	@$(@D)/bin/python $(PIP) --editable '.[test,dev]'
+	@$(@D)/bin/python $(PIP) --editable '.[test,dev,tensorrt-rtx]'
 	@touch $@
 
 define venv

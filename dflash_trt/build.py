@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,11 +18,16 @@ from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
 from dflash_trt.checkpoint.pairs import Source, known_configs, resolve_pair
 from dflash_trt.checkpoint.roles import parameters_of, role_of
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.engines.tensorrt.flavour import FLAVOURS
+from dflash_trt.engines.tensorrt.plans import FOLDER as PLANS
+from dflash_trt.engines.tensorrt.plans import Options, Plans
 from dflash_trt.errors import BuildError
+from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.functions import OnnxRuntime
 from dflash_trt.models.decoder import cache_bytes_per_token
 from dflash_trt.models.drafter import build_drafter
 from dflash_trt.models.target import build_target
+from dflash_trt.precision import Precision
 from dflash_trt.workspace import (
     Progress,
     check_out,
@@ -38,7 +44,7 @@ from dflash_trt.workspace import (
 if TYPE_CHECKING:
     from dflash_trt.trtllm.configuration import Deployment
 
-ENGINES = ("onnxruntime", "tensorrt-llm")
+ENGINES = ("onnxruntime", *FLAVOURS, "tensorrt-llm")
 # Without --max-seq-len: what both models were made for, but no more than this (cache memory grows with it).
 DEFAULT_MAX_SEQ_LEN = 8192
 TOKENIZER_FILES = (
@@ -89,6 +95,8 @@ def build(
     block_size: int | None = None,
     engine: str = "onnxruntime",
     weights: Weights = "checkpoint",
+    precision: Precision | None = None,
+    tensorrt: Options | None = None,
     deployment: Deployment | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -99,6 +107,8 @@ def build(
     `max_seq_len` is in tokens, prompt and output together. `block_size` may be smaller than the drafter's.
     With `weights="none"` the full-size graphs are made from the configurations alone (those of known pairs come with
     the package): nothing is fetched, and the bundle can be inspected but not run.
+    `precision` is what the engine computes in: float32 on ONNX Runtime, else BF16 unless it says otherwise.
+    `tensorrt` is for the engines "tensorrt" and "tensorrt-rtx": GPUs to build for, largest batch and prompt chunk.
     `deployment` is for `engine="tensorrt-llm"` only, which needs one: GPUs, parallelism, version.
     Work happens in a sibling directory that is renamed at the end, so an interrupted build never looks finished;
     the next one continues with what is whole. A bundle of the same inputs that is already there is kept as it is.
@@ -113,6 +123,11 @@ def build(
         raise BuildError(f"--engine is {engine!r}, this version builds for: {', '.join(ENGINES)}")
     if weights not in get_args(Weights):
         raise BuildError(f"--weights is {weights!r}, expected one of: {', '.join(get_args(Weights))}")
+    if tensorrt is not None and engine not in FLAVOURS:
+        raise BuildError(
+            f"--engine is {engine}, but --compute-capability, --max-batch-size and --prefill-chunk are for: "
+            f"{', '.join(FLAVOURS)}"
+        )
     check_out(out)
     if (engine == "tensorrt-llm") != (deployment is not None):
         state = "is missing" if deployment is None else "is of no use"
@@ -149,13 +164,35 @@ def build(
     )
     progress("read checkpoints", 1, 1)
 
-    models = _export(sides, target_config, drafter_config, progress)
+    precision = precision or Precision()
+    if engine not in FLAVOURS:
+        for role in ("target", "drafter"):
+            if (compute := precision.compute(role, "fp32")) != "fp32":
+                raise BuildError(f"--precision is {role}={compute}, but --engine {engine} computes in fp32")
+    capacity = bundle.cache_rows(length, size)
+    plans: Plans | None = None
+    dialects: Mapping[str, Dialect] = {"target": OnnxRuntime(), "drafter": OnnxRuntime()}
+    if engine in FLAVOURS:
+        if weights == "none":
+            raise BuildError(f"--weights is none, but --engine {engine} builds plans, which hold the weights")
+        moe = target_config.moe
+        plans = Plans(
+            engine,
+            tensorrt or Options(),
+            precision,
+            block_size=size,
+            capacity=capacity,
+            experts=moe is not None,
+            fp4=moe is not None and moe.quantization == "mxfp4",
+        )
+        dialects = plans.dialects
+    models = _export(sides, target_config, drafter_config, dialects, capacity if plans else "C", progress)
     manifest: dict[str, Any] = {
         "format_version": bundle.FORMAT_VERSION,
         "key": "",
         "engine": engine,
-        "dialect": engine,
-        "precision": {"target": "float32", "drafter": "float32"},
+        "dialect": dialects["target"].name,
+        "precision": {role: dialect.dtype.name.lower() for role, dialect in dialects.items()},
         "weights": weights,
         "target": sides[0].describe(),
         "drafter": sides[1].describe(),
@@ -169,9 +206,13 @@ def build(
         "eos_token_ids": list(target_config.eos_token_ids),
         "versions": {name: version(name) for name in ("dflash-trt", "onnx-ir")},
     }
+    if plans is not None:
+        manifest["tensorrt"] = plans.describe()
 
     with workspace(out) as work:
-        digests = digest_files(gather(_wanted(sides), work, progress), work, progress)
+        digests = digest_files(
+            gather(_wanted(sides), work, progress, keep=PLANS if plans else ""), work, progress
+        )
         manifest["key"] = key_of(manifest, digests)
         existing = existing_bundle(out, manifest["key"], force=force)
         if existing is not None:
@@ -183,6 +224,9 @@ def build(
             ir.save(model, work / f"{name}.onnx")
             digests[f"{name}.onnx"] = describe_file(work / f"{name}.onnx")
         progress("write graphs", len(models), len(models))
+        if plans is not None:
+            manifest["tensorrt"]["plans"], built = plans.build(work, models, manifest["key"], progress)
+            digests = {n: d for n, d in digests.items() if not n.startswith("weights/")} | built
         manifest["files"] = {name: digests[name] for name in sorted(digests)}
         finish(work, out, manifest)
     return Bundle.open(out)
@@ -196,12 +240,22 @@ def find_sources(target: str, drafter: str | None, weights: Weights) -> tuple[So
 
 
 def _export(
-    sides: tuple[Side, Side], target: TargetConfig, drafter: DrafterConfig, progress: Progress
+    sides: tuple[Side, Side],
+    target: TargetConfig,
+    drafter: DrafterConfig,
+    dialects: Mapping[str, Dialect],
+    capacity: int | str,
+    progress: Progress,
 ) -> dict[str, ir.Model]:
     """Both graphs. Nothing of the weights is read; shapes and dtypes are checked against the configurations."""
     progress("export target", 0, 1)
     first = build_target(
-        target, sides[0].checkpoint, drafter.target_layer_ids, OnnxRuntime(), folder=sides[0].folder
+        target,
+        sides[0].checkpoint,
+        drafter.target_layer_ids,
+        dialects["target"],
+        folder=sides[0].folder,
+        capacity=capacity,
     )
     progress("export target", 1, 1)
     progress("export drafter", 0, 1)
@@ -210,9 +264,11 @@ def _export(
         sides[1].checkpoint,
         target,
         sides[0].checkpoint,
-        OnnxRuntime(),
+        dialects["drafter"],
         folder=sides[1].folder,
         target_folder=sides[0].folder,
+        capacity=capacity,
+        features_dtype=dialects["target"].dtype,
     )
     progress("export drafter", 1, 1)
     return {"target": first, "drafter": second}

@@ -76,8 +76,13 @@ class Bundle:
 
     @property
     def capacity(self) -> int:
-        """Cache rows per sequence: passes write blocks past the last token, and attention sinks one row more."""
-        return int(self.manifest["max_seq_len"]) + 2 * int(self.manifest["block_size"]) + 1
+        """Cache rows per sequence."""
+        return cache_rows(int(self.manifest["max_seq_len"]), int(self.manifest["block_size"]))
+
+
+def cache_rows(max_seq_len: int, block_size: int) -> int:
+    """Per sequence: passes write blocks past the last token, and attention sinks one row more."""
+    return max_seq_len + 2 * block_size + 1
 
 
 def graph_metadata(manifest: Mapping[str, Any]) -> dict[str, str]:

@@ -108,6 +108,12 @@ def _memory() -> int | None:
         return None
 
 
+def compute_capabilities() -> list[int]:
+    """Of the GPUs that nvidia-smi shows, as 120 for 12.0."""
+    numbers = (gpu.get("compute_cap", "").replace(".", "") for gpu in _gpus())
+    return [int(number) for number in numbers if number.isdigit()]
+
+
 def _gpus() -> list[dict[str, str]]:
     """What nvidia-smi reports; empty where it is absent or fails."""
     if shutil.which("nvidia-smi") is None:

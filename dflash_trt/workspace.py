@@ -80,14 +80,18 @@ def workspace(out: Path) -> Iterator[Path]:
             lock.unlink(missing_ok=True)
 
 
-def gather(wanted: Mapping[str, Path], work: Path, progress: Progress) -> dict[str, Path]:
-    """Link or copy `wanted` (name inside the bundle -> source) into the workspace; what else lies there goes."""
+def gather(wanted: Mapping[str, Path], work: Path, progress: Progress, keep: str = "") -> dict[str, Path]:
+    """Link or copy `wanted` (name inside the bundle -> source) into the workspace.
+
+    What else lies there goes, except in the folder `keep`.
+    """
     for i, (name, source) in enumerate(wanted.items()):
         progress("link weights", i, len(wanted))
         _bring(source.resolve(), work / name)
     progress("link weights", len(wanted), len(wanted))
     for stale in {p for p in work.rglob("*") if p.is_file()} - {work / name for name in [*wanted, _DIGESTS]}:
-        stale.unlink()
+        if not (keep and stale.is_relative_to(work / keep)):
+            stale.unlink()
     return {name: work / name for name in wanted}
 
 

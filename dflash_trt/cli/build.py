@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_trt.cli import deployment
+from dflash_trt.cli import deployment, tensorrt
+from dflash_trt.cli.options import at_least
 from dflash_trt.cli.output import byte_count, print_json
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ examples:
   dflash-trt build --target tiny
   dflash-trt build --target Qwen/Qwen3-8B --max-seq-len 8192
   dflash-trt build --target gpt-oss-120b --weights none
+  dflash-trt build --target tiny --engine tensorrt-rtx --compute-capability 89 120
   dflash-trt build --target gpt-oss-120b --engine tensorrt-llm --gpu b200 --tp 8 --ep 8
   dflash-trt build --target checkpoints/target --drafter checkpoints/drafter --out bundles/mine
 """
@@ -58,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine",
-        choices=["onnxruntime", "tensorrt-llm"],
+        choices=["onnxruntime", "tensorrt-rtx", "tensorrt", "tensorrt-llm"],
         default="onnxruntime",
         help="what runs the graphs (default: onnxruntime)",
     )
@@ -68,6 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="checkpoint",
         help="none: full-size graphs from the configurations alone, to inspect and not to run; nothing is fetched",
     )
+    parser.add_argument(
+        "--precision",
+        metavar="ROLE=TYPE,...",
+        help="what target and drafter compute in: target=bf16,drafter=fp16 (default: bf16 on TensorRT)",
+    )
+    parser.add_argument(
+        "--max-batch-size",
+        type=at_least(1),
+        metavar="N",
+        help="most requests at a time, where the build fixes it",
+    )
+    tensorrt.add_arguments(parser)
     deployment.add_arguments(parser)
     parser.add_argument("--force", action="store_true", help="replace a bundle of other inputs or options")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -77,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     from dflash_trt.build import build
     from dflash_trt.checkpoint.pairs import known_pair
     from dflash_trt.inspection import inspect
+    from dflash_trt.precision import parse_precision
 
     out = args.out or Path("bundles") / Path(args.target).resolve().name
     began = time.perf_counter()
@@ -92,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
             block_size=args.block_size,
             engine=args.engine,
             weights=args.weights,
+            precision=parse_precision(args.precision),
+            tensorrt=tensorrt.from_arguments(args),
             deployment=deployment.from_arguments(args),
             force=args.force,
             progress=progress,

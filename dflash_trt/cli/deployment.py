@@ -24,7 +24,9 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("TensorRT-LLM", "with --engine tensorrt-llm")
+    group = parser.add_argument_group(
+        "TensorRT-LLM", "with --engine tensorrt-llm, and --max-batch-size (default: what fits, at most 64)"
+    )
     group.add_argument("--gpu", metavar="NAME", help="b200, h200, rtx-pro-6000, ... (dflash-trt plan --help)")
     group.add_argument("--tp", type=at_least(1), metavar="N", help="GPUs that share every layer (default: 1)")
     group.add_argument("--ep", type=at_least(1), metavar="N", help="GPUs that share the experts (default: 1)")
@@ -32,12 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-node", type=at_least(1), metavar="N", help="default: what such machines have"
     )
     group.add_argument("--trtllm-version", metavar="VERSION", help="default: the newest known")
-    group.add_argument(
-        "--max-batch-size",
-        type=at_least(1),
-        metavar="N",
-        help="requests at a time (default: what fits, at most 64)",
-    )
     group.add_argument(
         "--drafter-attention", metavar="BACKEND", help="VANILLA, TRTLLM or FA4 (default: by GPU)"
     )
@@ -54,7 +50,7 @@ def from_arguments(args: argparse.Namespace) -> Deployment | None:
     """The deployment that was asked for; None where the engine is another one."""
     given = {name: getattr(args, name) for name in _DEFAULTS if getattr(args, name) is not None}
     if args.engine != "tensorrt-llm":
-        if args.gpu is not None or given:
+        if args.gpu is not None or given.keys() - {"max_batch_size"}:
             args.usage_error("--gpu, --tp and the like need --engine tensorrt-llm")
         return None
     if args.gpu is None:

@@ -1,0 +1,1 @@
+"""TensorRT and TensorRT-RTX: plans from the graphs, and the engine that runs them (docs/tensorrt.md)."""

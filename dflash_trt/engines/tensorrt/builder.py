@@ -1,0 +1,208 @@
+"""From a graph to a plan: parse, set profiles, build, and stream the result to disk.
+
+Written against the documented Python API that `tensorrt` and `tensorrt_rtx` share; which of the two is an argument.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.errors import BuildError
+from dflash_trt.workspace import Progress
+
+from .flavour import Flavour
+from .profiles import Profile
+
+_NODE = re.compile(r"\b(?:target|drafter)/[\w./:-]+")
+
+
+def build_plan(
+    flavour: Flavour,
+    graph: Path,
+    plan: Path,
+    profiles: Sequence[Profile],
+    capability: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Build `graph` for one compute capability into `plan`, which appears whole or not at all, with a log beside it.
+
+    The graph's weights are external data: TensorRT maps their files, and the plan is written as it is made, so memory
+    holds one copy of the weights, TensorRT's own. Returns what the manifest says of the plan.
+
+    Raises BuildError: a node that TensorRT does not take, by its path and operator; a build that fails; a full disk.
+    """
+    trt = flavour.load()
+    step = f"build {graph.stem} sm{capability}"
+    log_file = plan.with_suffix(".log")
+    partial = plan.with_name(plan.name + ".part")
+    plan.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("w", encoding="utf-8") as log:
+        logger = _logger(trt, log)
+        builder = trt.Builder(logger)
+        # From TensorRT 11 on every network is strongly typed, and the flag is but accepted.
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        parser = trt.OnnxParser(network, logger)
+        if not parser.parse_from_file(str(graph)):
+            raise BuildError(f"{graph.name}: {_parser_error(parser, flavour)}; the log is {log_file}")
+        config = builder.create_builder_config()
+        if hasattr(
+            trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"
+        ):  # or its runtime may allocate, and not be captured
+            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+        if flavour.ahead:
+            config.num_compute_capabilities = 1
+            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability}"), 0)
+        for profile in profiles:
+            _add_profile(builder, config, network, profile)
+        monitor = _monitor(trt, step, progress)
+        config.progress_monitor = monitor
+        progress(step, 0, 1)
+        # Unbuffered, so that a full disk shows where it is met.
+        with partial.open("wb", buffering=0) as file:
+            writer = _writer(trt, file)
+            built = builder.build_serialized_network_to_stream(network, config, writer)
+            for failure in (monitor.failure, writer.failure):
+                if isinstance(failure, OSError):
+                    partial.unlink()
+                    raise BuildError(f"{plan}: cannot be written: {failure.strerror or failure}") from failure
+                if failure is not None:
+                    raise failure
+        if not built:
+            partial.unlink()
+            raise BuildError(f"{graph.name}: {_builder_error(logger, flavour)}; the log is {log_file}")
+    partial.rename(plan)
+    progress(step, 1, 1)
+    return {
+        "profiles": [profile.describe() for profile in profiles],
+        "activation_bytes": logger.activation_bytes,
+        "file": {"size": writer.size, "sha256": writer.sha256.hexdigest()},
+    }
+
+
+def has_operator(trt: Any, name: str) -> bool:
+    """Whether the ONNX parser of this version takes an operator of its own, as `TRT_Attention`."""
+    logger = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(logger)
+    return bool(trt.OnnxParser(builder.create_network(0), logger).supports_operator(name))
+
+
+def _add_profile(builder: Any, config: Any, network: Any, profile: Profile) -> None:
+    added = builder.create_optimization_profile()
+    for i in range(network.num_inputs):
+        tensor = network.get_input(i)
+        shape = [
+            tensor.get_dimension_name(axis) if length == -1 else length
+            for axis, length in enumerate(tensor.shape)
+        ]
+        added.set_shape(tensor.name, *profile.shapes(shape))
+    config.add_optimization_profile(added)
+
+
+def _parser_error(parser: Any, flavour: Flavour) -> str:
+    """Inside a function the parser knows only the body's node; the path is on its stack of calls."""
+    error = parser.get_error(0)
+    stack = list(error.local_function_stack())
+    where = f"{error.node_name()} ({error.node_operator()})"
+    if stack:
+        where = f"{stack[0]}, in its {where}"
+    return f"{flavour.label} does not take {where}: {_one_line(error.desc())}"
+
+
+def _builder_error(logger: Any, flavour: Flavour) -> str:
+    message = _one_line(logger.errors[0] if logger.errors else "it gave no reason")
+    node = _NODE.search(message)
+    return f"{flavour.label} failed{f' at {node[0]}' if node else ''}: {message}"
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 400 else text[:400] + " ..."
+
+
+def _logger(trt: Any, log: Any) -> Any:
+    """Everything but chatter goes to the log; errors are kept, to be said in one line."""
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+            self.activation_bytes: int | None = None
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity == trt.ILogger.VERBOSE or message.startswith(
+                "Input filename"
+            ):  # a path of this machine
+                return
+            log.write(f"[{severity.name}] {message}\n")
+            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                self.errors.append(message)
+            if found := re.match(r"Total Activation Memory: (\d+) bytes", message):
+                self.activation_bytes = int(found[1])
+
+    return Logger()
+
+
+def _writer(trt: Any, file: Any) -> Any:
+    class Writer(trt.IStreamWriter):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+            self.failure: BaseException | None = None
+            self.size, self.sha256 = 0, hashlib.sha256()
+
+        def write(self, data: bytes) -> int:
+            try:
+                written = int(file.write(data))
+                self.sha256.update(data)
+                self.size += written
+                return written
+            except (
+                OSError
+            ) as error:  # an exception would not cross TensorRT; writing less than it gave ends the build
+                self.failure = error
+                return 0
+
+    return Writer()
+
+
+def _monitor(trt: Any, step: str, progress: Progress) -> Any:
+    """TensorRT's outermost phase as one of our steps. What `progress` raises ends the build."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.failure: BaseException | None = None
+            self.outermost: dict[str, int] = {}
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            if not parent:
+                self.outermost[name] = steps
+
+        def step_complete(self, name: str, done: int) -> bool:
+            try:
+                if (steps := self.outermost.get(name, 0)) > done + 1:
+                    progress(step, done + 1, steps)
+            except BaseException as error:
+                self.failure = error
+            return self.failure is None
+
+        def phase_finish(self, name: str) -> None:
+            pass
+
+    return Monitor()
+
+
+def weight_bytes(model: Any) -> Mapping[str, int]:
+    """Bytes of a graph's weights by the dtype in which the plan computes with them, from the largest."""
+    total: dict[str, int] = {}
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None or not hasattr(tensor, "location"):
+            continue
+        casts = [use.node for use in value.uses() if use.node.op_type == "Cast"]
+        dtype = type(tensor.dtype)(casts[0].attributes["to"].value) if casts else tensor.dtype
+        total[dtype.name] = total.get(dtype.name, 0) + round(tensor.size * dtype.itemsize)
+    return dict(sorted(total.items(), key=lambda item: -item[1]))

@@ -1,0 +1,90 @@
+"""What differs between TensorRT and TensorRT-RTX: the module, the GPUs, and whether a plan can be built without one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_trt.errors import BuildError
+
+# Compute capabilities whose tensor cores take four-bit floating-point weights.
+FP4_CAPABILITIES = (100, 103, 110, 120, 121)
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """`capabilities`: of the GPUs it serves, as 120 for 12.0. `ahead`: it builds for GPUs that are not there."""
+
+    name: str  # of --engine, and of the extra that installs it
+    label: str
+    module: str
+    capabilities: tuple[int, ...]
+    ahead: bool
+    oldest: tuple[int, int]
+
+    def load(self) -> Any:
+        """The module. Raises BuildError where it is missing, broken or too old."""
+        try:
+            module = importlib.import_module(self.module)
+        except ImportError as error:
+            raise BuildError(
+                f"--engine {self.name} needs the Python package {self.module}, which cannot be imported ({error}); "
+                f"install it with: pip install 'dflash-trt[{self.name}]' (NVIDIA publishes it as a wheel, "
+                f"{self.module.replace('_', '-')}-cu13, for Linux and Windows)"
+            ) from None
+        if tuple(int(n) for n in module.__version__.split(".")[:2]) < self.oldest:
+            raise BuildError(
+                f"{self.label} {module.__version__} is installed, expected {'.'.join(map(str, self.oldest))} or newer: "
+                f"pip install --upgrade 'dflash-trt[{self.name}]'"
+            )
+        return module
+
+    def check_capabilities(
+        self, asked: Sequence[int], present: Sequence[int], *, fp4: bool
+    ) -> tuple[int, ...]:
+        """The capabilities to build for: those asked for, or those of the GPUs that are `present`.
+
+        Raises BuildError for one that this flavour does not serve, naming the one that does, and with `fp4` for one
+        that cannot take four-bit weights.
+        """
+        wanted = tuple(dict.fromkeys(asked or present))
+        if not wanted:
+            hint = (
+                "say which GPU to build for: --compute-capability 120" if self.ahead else "build where one is"
+            )
+            raise BuildError(f"--engine {self.name}: nvidia-smi shows no GPU here; {hint}")
+        for capability in wanted:
+            if capability not in self.capabilities:
+                others = [f for f in FLAVOURS.values() if f is not self and capability in f.capabilities]
+                serves = ", ".join(map(str, self.capabilities))
+                use = f"use --engine {others[0].name}" if others else "no TensorRT flavour is known to"
+                raise BuildError(
+                    f"--compute-capability {capability}: {self.label} serves {serves}; for {capability} {use}"
+                )
+            if not self.ahead and capability not in present:
+                here = ", ".join(map(str, present)) or "none"
+                rtx = FLAVOURS["tensorrt-rtx"]
+                hint = f", or use --engine {rtx.name}" if capability in rtx.capabilities else ""
+                raise BuildError(
+                    f"--compute-capability {capability}: {self.label} builds for the GPUs it finds ({here}); build "
+                    f"on such a machine{hint}"
+                )
+            if fp4 and capability not in FP4_CAPABILITIES:
+                raise BuildError(
+                    f"--compute-capability {capability}: has no four-bit floating-point arithmetic, and the target's "
+                    f"experts are stored in MXFP4; GPUs that have: {', '.join(map(str, FP4_CAPABILITIES))}"
+                )
+        return wanted
+
+
+FLAVOURS: Mapping[str, Flavour] = {
+    flavour.name: flavour
+    for flavour in (
+        Flavour("tensorrt-rtx", "TensorRT-RTX", "tensorrt_rtx", (80, 86, 89, 120, 121), True, (1, 7)),
+        Flavour(
+            "tensorrt", "TensorRT", "tensorrt", (80, 86, 87, 89, 90, 100, 103, 110, 120, 121), False, (10, 15)
+        ),
+    )
+}

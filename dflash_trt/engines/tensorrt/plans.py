@@ -1,0 +1,138 @@
+"""TensorRT's part of a build: options and their limits, dialects, and one plan per graph and compute capability."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from dflash_trt.environment import compute_capabilities
+from dflash_trt.errors import BuildError
+from dflash_trt.graph.tensorrt import TensorRT
+from dflash_trt.precision import Precision
+from dflash_trt.workspace import Progress, describe_file
+
+from .builder import build_plan, has_operator, weight_bytes
+from .flavour import FLAVOURS
+from .profiles import Limits, profiles
+
+DEFAULT_PREFILL_CHUNK = 512
+DTYPES = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
+FOLDER = "plans"
+
+
+@dataclass(frozen=True)
+class Options:
+    """`capabilities`: of the GPUs to build for, as 120 for 12.0; none are those of this machine.
+
+    `prefill_chunk`: prompt tokens per pass; None is 512, or less where the cache is small.
+    """
+
+    capabilities: tuple[int, ...] = ()
+    max_batch_size: int = 8
+    prefill_chunk: int | None = None
+
+
+def parse_capability(text: str) -> int:
+    """`120`, `12.0` or `sm120`. Raises BuildError for anything else."""
+    match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", text.strip().lower())
+    if match is None:
+        raise BuildError(f"--compute-capability is {text!r}, expected a number such as 120 (or 12.0)")
+    return int(match[1] + match[2])
+
+
+class Plans:
+    """What is asked for, checked, and then built.
+
+    Raises BuildError where the package is missing or too old, or an option is impossible.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        options: Options,
+        precision: Precision,
+        *,
+        block_size: int,
+        capacity: int,
+        experts: bool,
+        fp4: bool,
+    ) -> None:
+        self.flavour = FLAVOURS[engine]
+        self.module = self.flavour.load()
+        self.capabilities = self.flavour.check_capabilities(
+            options.capabilities, compute_capabilities(), fp4=fp4
+        )
+        chunk = options.prefill_chunk
+        if chunk is None:
+            chunk = max(1, min(DEFAULT_PREFILL_CHUNK, capacity - block_size - 1))
+        self.limits = Limits(options.max_batch_size, chunk, block_size, capacity)
+        self.experts = experts
+        fused = has_operator(self.module, "TRT_Attention") and has_operator(self.module, "TRT_KVCacheUpdate")
+        self.dialects = {
+            role: TensorRT(DTYPES[precision.compute(role, "bf16")], trt_operators=fused)
+            for role in ("target", "drafter")
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """The manifest's `tensorrt`, before there are plans: with it, the key says what they are built from."""
+        return {
+            "version": self.module.__version__,
+            "compute_capabilities": list(self.capabilities),
+            "max_batch_size": self.limits.max_batch_size,
+            "prefill_chunk": self.limits.prefill_chunk,
+        }
+
+    def build(
+        self, work: Path, models: Mapping[str, ir.Model], key: str, progress: Progress
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Build what an interrupted build of the same key did not; returns the plans as the manifest lists them, and
+        their files with size and digest.
+        """
+        for folder in (work / FOLDER).glob("*"):
+            if folder.name not in {f"sm{capability}" for capability in self.capabilities}:
+                shutil.rmtree(folder)
+        found: dict[str, Any] = {}
+        files: dict[str, dict[str, Any]] = {}
+        for capability in self.capabilities:
+            folder = work / FOLDER / f"sm{capability}"
+            found[str(capability)] = {}
+            for role, model in models.items():
+                plan, memo = folder / f"{role}.plan", folder / f"{role}.json"
+                entry = _finished(memo, plan, key)
+                if entry is None:
+                    ranges = profiles(role, self.limits, experts=self.experts and role == "target")
+                    entry = {
+                        "key": key,
+                        "weight_bytes": weight_bytes(model),
+                        **build_plan(self.flavour, work / f"{role}.onnx", plan, ranges, capability, progress),
+                    }
+                    memo.write_text(json.dumps(entry))
+                name = str(plan.relative_to(work))
+                files[name] = entry.pop("file")
+                del entry["key"]
+                found[str(capability)][role] = {"plan": name, **entry}
+        for memo in (work / FOLDER).rglob("*.json"):
+            memo.unlink()
+        for log in (work / FOLDER).rglob("*.log"):
+            files[str(log.relative_to(work))] = describe_file(log)
+        # The plans have the weights now. The graphs stay, to be looked at.
+        shutil.rmtree(work / "weights")
+        return found, files
+
+
+def _finished(memo: Path, plan: Path, key: str) -> dict[str, Any] | None:
+    """What is known of a plan that an interrupted build of the same key finished."""
+    try:
+        entry: dict[str, Any] = json.loads(memo.read_text())
+        if entry["key"] == key and plan.stat().st_size == entry["file"]["size"]:
+            return entry
+    except (OSError, ValueError, KeyError):
+        pass
+    return None

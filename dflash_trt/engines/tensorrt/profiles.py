@@ -1,0 +1,68 @@
+"""Which shapes a plan is built for: two optimization profiles per graph, prefill and decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dflash_trt.errors import BuildError
+
+PREFILL, DECODE = 0, 1
+# From this many rows on TensorRT-RTX 1.7 does not write out the matrices that the experts' Gather picks: for gpt-oss
+# 48 rows reserve 9.6 GB, 64 rows 15 MB (docs/tensorrt.md).
+EXPERT_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan can take: sequences at a time, prompt tokens per pass, tokens per block, cache rows."""
+
+    max_batch_size: int
+    prefill_chunk: int
+    block_size: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        for field, option in (("max_batch_size", "--max-batch-size"), ("prefill_chunk", "--prefill-chunk")):
+            if (value := getattr(self, field)) < 1:
+                raise BuildError(f"{option} is {value}, expected 1 or more")
+        most = self.capacity - self.block_size - 1
+        if self.prefill_chunk > most:
+            raise BuildError(
+                f"--prefill-chunk is {self.prefill_chunk}, but the cache has {self.capacity} rows, of which a pass "
+                f"can fill {most}: lower it, or build with a larger --max-seq-len"
+            )
+
+    def asdict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Smallest, usual and largest length of each dimension that is not fixed."""
+
+    name: str
+    lengths: Mapping[str, tuple[int, int, int]]
+
+    def shapes(self, shape: Sequence[int | str]) -> tuple[tuple[int, ...], ...]:
+        """Smallest, usual and largest shape of an input whose dimensions are numbers or names."""
+        return tuple(
+            tuple(d if isinstance(d, int) else self.lengths[d][which] for d in shape) for which in range(3)
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, **{name: list(lengths) for name, lengths in self.lengths.items()}}
+
+
+def profiles(role: str, limits: Limits, *, experts: bool) -> tuple[Profile, Profile]:
+    """Of "target" or "drafter", in the order PREFILL, DECODE. `experts`: the graph has expert layers."""
+    batch, chunk, block = limits.max_batch_size, limits.prefill_chunk, limits.block_size
+    one, batches, chunks = (1, 1, 1), (1, max(1, batch // 2), batch), (1, chunk, chunk)
+    if role == "target":
+        rows = max(block, -(-EXPERT_ROWS // batch)) if experts else block
+        decode = {"B": batches, "S": (1, block, min(rows, limits.capacity)), "R": (1, block, block)}
+        return Profile("prefill", {"B": one, "S": chunks, "R": one}), Profile("verify", decode)
+    # The features that wait for the drafter lie in a buffer of one block per sequence, and go in all together.
+    decode = {"B": batches, "S": (block, block, block), "K": (2, block, block)}
+    return Profile("prefill", {"B": one, "S": chunks, "K": (2, 2, 2)}), Profile("draft", decode)
