@@ -64,24 +64,24 @@ def run(args: argparse.Namespace) -> int:
 
 def make_plan(args: argparse.Namespace) -> Plan:
     from dflash_trt.build import choose_block_size, choose_max_seq_len, find_sources
-    from dflash_trt.checkpoint.config import read_drafter_config
+    from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
     from dflash_trt.checkpoint.pair import check_pair
     from dflash_trt.planning.gpus import find_gpu
     from dflash_trt.planning.inventory import take_inventory
     from dflash_trt.planning.memory import Settings, plan
     from dflash_trt.precision import parse_precision
     from dflash_trt.trtllm.configuration import Deployment, memory_settings
-    from dflash_trt.trtllm.quantization import read_target
+    from dflash_trt.trtllm.quantization import target_quantization
 
     sources = find_sources(args.target, args.drafter, "none")
-    target, quantization = read_target(sources[0].directory)
-    drafter = read_drafter_config(sources[1].directory)
+    target, drafter = read_target_config(sources[0].directory), read_drafter_config(sources[1].directory)
     check_pair(target, drafter)
     inventory = take_inventory(target, drafter)
     block, length = choose_block_size(args.block_size, drafter), args.max_seq_len
     length = choose_max_seq_len(length, target, drafter)
     if args.engine == "tensorrt-llm":
         where = Deployment(gpu=args.gpu, tensor_parallel=args.tp, version=args.trtllm_version)
+        quantization = target_quantization(target)
         settings = memory_settings(
             inventory, where, block_size=block, max_seq_len=length, quantization=quantization
         )

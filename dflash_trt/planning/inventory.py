@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from dflash_trt.checkpoint.config import DecoderConfig, DrafterConfig, TargetConfig
+from dflash_trt.checkpoint.linears import FLOAT_DTYPES, stored_linear
+from dflash_trt.checkpoint.quantization import Quantization, read_quantization
 from dflash_trt.checkpoint.roles import parameters_of, role_of
-from dflash_trt.checkpoint.tensors import Outline, TensorInfo
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
+from dflash_trt.errors import CheckpointError
 from dflash_trt.graph.functions import OnnxRuntime
 from dflash_trt.models.drafter import build_drafter
 from dflash_trt.models.target import build_target
@@ -25,24 +30,27 @@ WEIGHT_BYTES: Mapping[str, float] = {
     "int4": 0.5 + 2 / 32,
 }
 _LINEAR = ("attention", "mlp", "experts")
-_STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E4M3": "fp8", "F4": "nvfp4", "U8": "fp4"}
+
+
+class _Kind(NamedTuple):
+    role: str
+    quantized: str | None
+    matrix: bool
+    spread: str
+
+
+class _Size(NamedTuple):
+    parameters: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """Both models' configurations and the tensors that follow from them, of "target" and of "drafter".
-
-    `stored`: those of the target are a checkpoint's own, and count as they lie on disk.
-    """
+    """Both models' configurations and their tensors, of "target" and of "drafter"."""
 
     target: TargetConfig
     drafter: DrafterConfig
     tensors: Mapping[str, tuple[TensorInfo, ...]]
-    stored: bool = False
-
-    def with_stored(self, tensors: Mapping[str, TensorInfo]) -> Inventory:
-        """The same with the target's tensors as a checkpoint has them."""
-        return replace(self, tensors={**self.tensors, "target": tuple(tensors.values())}, stored=True)
 
     def config(self, side: str) -> DecoderConfig:
         return self.target if side == "target" else self.drafter
@@ -57,48 +65,107 @@ class Inventory:
         """Bytes on one GPU by role and precision.
 
         `dense` is what floating-point tensors are held in, `scheme` what the matrices of attention, MLPs and experts
-        are. Experts stored as MXFP4 stay so unless a scheme says otherwise.
+        are. What is quantized already stays as it is.
         """
         totals: dict[str, Counter[str]] = {}
-        for tensor in self.tensors[side]:
-            role = role_of(tensor.name)
-            precision = "mxfp4" if tensor.dtype == "U8" else dense
-            if role in _LINEAR and len(tensor.shape) > 1 and scheme is not None:
-                precision = scheme
-            if side == "target" and self.stored:
-                precision, count = _STORED.get(tensor.dtype, tensor.dtype), tensor.nbytes
-            elif precision == "mxfp4" and tensor.dtype == "U8":
-                count = tensor.nbytes
-            else:
-                count = round(parameters_of(tensor) * WEIGHT_BYTES[precision])
-            parts = self.shards(side, tensor, tensor_parallel)
-            totals.setdefault(role, Counter())[precision] += count // parts
+        kv_parts = min(tensor_parallel, self.config(side).num_key_value_heads)
+        parts = {"whole": 1, "kv": kv_parts, "split": tensor_parallel}
+        for kind, size in self._kinds[side].items():
+            precision, count = kind.quantized, size.nbytes
+            if precision is None:
+                quantize = kind.role in _LINEAR and kind.matrix and scheme is not None
+                precision = scheme if quantize and scheme is not None else dense
+                count = round(size.parameters * WEIGHT_BYTES[precision])
+            totals.setdefault(kind.role, Counter())[precision] += count // parts[kind.spread]
         return {role: dict(totals[role]) for role in sorted(totals)}
 
-    def shards(self, side: str, tensor: TensorInfo, tensor_parallel: int) -> int:
-        """Over how many GPUs a tensor is spread. Keys and values have no more parts than there are heads of them."""
-        role = role_of(tensor.name)
-        if role in ("norm", "router", "fc"):
-            return 1
-        if ".k_proj." in tensor.name or ".v_proj." in tensor.name:
-            return min(tensor_parallel, self.config(side).num_key_value_heads)
-        return tensor_parallel
+    @cached_property
+    def _kinds(self) -> dict[str, dict[_Kind, _Size]]:
+        """The tensors of each side, added up by all that a plan asks of them."""
+        found: dict[str, dict[_Kind, _Size]] = {}
+        for side, tensors in self.tensors.items():
+            default = read_quantization(self.config(side).path.parent).default
+            scheme = None if default is None else default.scheme
+            sizes = found.setdefault(side, {})
+            for tensor in tensors:
+                role = role_of(tensor.name)
+                matrix, spread = len(tensor.shape) > 1, _spread(role, tensor.name)
+                kind = _Kind(role, _quantized(tensor, scheme), matrix, spread)
+                before = sizes.get(kind, _Size(0, 0))
+                sizes[kind] = _Size(before.parameters + parameters_of(tensor), before.nbytes + tensor.nbytes)
+        return found
 
 
-def take_inventory(target: TargetConfig, drafter: DrafterConfig) -> Inventory:
-    """List what both graphs ask of their checkpoints. Nothing but the configurations is read."""
-    outlines = {"target": Outline(target.path.parent), "drafter": Outline(drafter.path.parent)}
+def _quantized(tensor: TensorInfo, scheme: str | None) -> str | None:
+    """What a tensor that is quantized, or the scale of one, counts as; None for one in floating point."""
+    if tensor.name.endswith(("_blocks", "_scales")):
+        return "mxfp4"
+    scale = tensor.name.endswith("_scale") or tensor.name.endswith("_scale_2")
+    return None if tensor.dtype in FLOAT_DTYPES and not scale else scheme or tensor.dtype.lower()
+
+
+def _spread(role: str, name: str) -> str:
+    """How a tensor is shared between GPUs. Keys and values have no more parts than there are heads of them."""
+    if role in ("norm", "router", "fc"):
+        return "whole"
+    return "kv" if ".k_proj." in name or ".v_proj." in name else "split"
+
+
+def take_inventory(
+    target: TargetConfig,
+    drafter: DrafterConfig,
+    checkpoints: tuple[Checkpoint, Checkpoint] | None = None,
+) -> Inventory:
+    """List the tensors of both models; without `checkpoints`, by the configurations alone.
+
+    Any linear layer, experts' too, may be stored in Model Optimizer's formats.
+
+    Raises:
+        CheckpointError: a checkpoint lacks a tensor, has it in another form, or has one more.
+    """
+    # Names and shapes are what the graphs ask for; no graph is kept.
+    folders = target.path.parent, drafter.path.parent
+    plain = [Outline(folder, Quantization(folder)) for folder in folders]
     taps, dialect = drafter.target_layer_ids, OnnxRuntime()
-    build_target(target, outlines["target"], taps, dialect, folder="target")
-    build_drafter(
-        drafter,
-        outlines["drafter"],
-        target,
-        outlines["target"],
-        dialect,
-        folder="drafter",
-        target_folder="target",
-    )
+    build_target(target, plain[0], taps, dialect, folder="target")
+    build_drafter(drafter, plain[1], target, plain[0], dialect, folder="drafter", target_folder="target")
+    stored: tuple[Checkpoint | Outline, Checkpoint | Outline]
+    stored = checkpoints or (Outline(folders[0]), Outline(folders[1]))
+    ignored = ("lm_head.weight",) if target.tie_word_embeddings else ()
     return Inventory(
-        target, drafter, {side: tuple(outline.tensors.values()) for side, outline in outlines.items()}
+        target,
+        drafter,
+        {
+            "target": _as_stored(plain[0], stored[0], ignored),
+            "drafter": _as_stored(plain[1], stored[1], ()),
+        },
     )
+
+
+def _as_stored(
+    plain: Outline, checkpoint: Checkpoint | Outline, ignored: tuple[str, ...]
+) -> tuple[TensorInfo, ...]:
+    """The tensors that a checkpoint has for those of a model in floating point."""
+    found: dict[str, TensorInfo] = {}
+    for tensor in plain.tensors.values():
+        layer = tensor.name.removesuffix(".weight")
+        linear = None
+        if (
+            role_of(tensor.name) in (*_LINEAR, "head", "router")
+            and len(tensor.shape) == 2
+            and layer != tensor.name
+        ):
+            linear = stored_linear(checkpoint, layer, tensor.shape[1], tensor.shape[0])
+        if linear is not None:
+            found |= {info.name: info for info in linear.tensors}
+        else:
+            dtypes = FLOAT_DTYPES if tensor.dtype in FLOAT_DTYPES else (tensor.dtype,)
+            found[tensor.name] = checkpoint.expect(tensor.name, tensor.shape, dtypes)
+    caches = (".k_scale", ".v_scale")
+    left = sorted(set(checkpoint.tensors) - set(found) - set(ignored))
+    if unknown := [name for name in left if not name.endswith(caches)]:
+        raise CheckpointError(
+            f"{checkpoint.directory}: {len(unknown)} tensors are not part of the architecture that config.json "
+            f"describes: {', '.join(unknown[:4])}"
+        )
+    return (*found.values(), *(checkpoint.tensors[name] for name in left))

@@ -11,16 +11,16 @@ from typing import Any
 from dflash_trt import bundle
 from dflash_trt.build import TOKENIZER_FILES, Side, Weights, choose_block_size, choose_max_seq_len
 from dflash_trt.bundle import Bundle
-from dflash_trt.checkpoint.config import read_drafter_config
+from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
 from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
 from dflash_trt.checkpoint.pairs import Source
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
-from dflash_trt.errors import BuildError, CheckpointError
+from dflash_trt.errors import BuildError
 from dflash_trt.planning.inventory import Inventory, take_inventory
 from dflash_trt.trtllm.configuration import Configuration, Deployment, configure, describe
-from dflash_trt.trtllm.drafter import as_it_is, check_tensors, drafter_config, write_weights
+from dflash_trt.trtllm.drafter import as_it_is, drafter_config, write_weights
 from dflash_trt.trtllm.launch import launch_files
-from dflash_trt.trtllm.quantization import Quantization, check_drafter, read_target
+from dflash_trt.trtllm.quantization import check_drafter, target_quantization
 from dflash_trt.workspace import (
     Progress,
     describe_file,
@@ -33,7 +33,6 @@ from dflash_trt.workspace import (
     workspace,
 )
 
-_FLOATS = ("BF16", "F16", "F32")
 _INDEX = "model.safetensors.index.json"
 _TARGET_FILES = (*TOKENIZER_FILES, "config.json", "hf_quant_config.json", _INDEX)
 
@@ -55,19 +54,19 @@ def build_deployment(
     """
     progress = progress or silent
     progress("read checkpoints", 0, 1)
-    target, quantization = read_target(sources[0].directory)
+    target, drafter = read_target_config(sources[0].directory), read_drafter_config(sources[1].directory)
+    quantization = target_quantization(target)
     check_drafter(sources[1].directory)
-    drafter = read_drafter_config(sources[1].directory)
     check_pair(target, drafter)
-    inventory = take_inventory(target, drafter)
+    checkpoints: tuple[Checkpoint | Outline, Checkpoint | Outline]
     if weights == "none":
-        checkpoints: tuple[Checkpoint | Outline, Checkpoint | Outline] = _outlines(inventory)
+        inventory = take_inventory(target, drafter)
+        checkpoints = _outlines(inventory)
     else:
         check_tokenizers(sources[0].directory, sources[1].directory)
         opened = Checkpoint(sources[0].directory), Checkpoint(sources[1].directory)
-        check_target_tensors(inventory, opened[0], quantization)
-        check_tensors(inventory, opened[1])
-        inventory, checkpoints = inventory.with_stored(opened[0].tensors), opened
+        # TensorRT-LLM's loader leaves out what it does not know, and does not miss what is not there.
+        inventory, checkpoints = take_inventory(target, drafter, opened), opened
     sides = (
         Side(sources[0], target, checkpoints[0], "target"),
         Side(sources[1], drafter, checkpoints[1], "drafter"),
@@ -125,26 +124,6 @@ def build_deployment(
         manifest["files"] = {name: digests[name] for name in sorted(digests)}
         finish(work, out, manifest)
     return Bundle.open(out)
-
-
-def check_target_tensors(inventory: Inventory, checkpoint: Checkpoint, quantization: Quantization) -> None:
-    """Every tensor that the target's configuration asks for, and the scales of those that ModelOpt quantized.
-
-    Raises CheckpointError naming the tensor.
-    """
-    quantized = quantization.scheme in ("fp8", "nvfp4")
-    for tensor in inventory.tensors["target"]:
-        found = checkpoint[tensor.name]
-        if found.dtype in _FLOATS or not quantized:
-            checkpoint.expect(tensor.name, tensor.shape, ("U8",) if tensor.dtype == "U8" else _FLOATS)
-            continue
-        scales = ("_scale", "_scale_2") if quantization.scheme == "nvfp4" else ("_scale",)
-        for suffix in scales:
-            if tensor.name + suffix not in checkpoint.tensors:
-                raise CheckpointError(
-                    f"{found.file}: tensor {tensor.name!r} is {found.dtype}, but there is no "
-                    f"{tensor.name + suffix!r}; the checkpoint must be whole, as ModelOpt exports it"
-                )
 
 
 def _outlines(inventory: Inventory) -> tuple[Outline, Outline]:

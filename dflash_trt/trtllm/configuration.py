@@ -12,7 +12,6 @@ from dflash_trt.errors import BuildError
 from dflash_trt.planning.gpus import Gpu, find_gpu
 from dflash_trt.planning.inventory import Inventory
 from dflash_trt.planning.memory import Plan, Settings, arena_bytes, gib, plan
-from dflash_trt.precision import Precision
 from dflash_trt.trtllm.quantization import Quantization
 from dflash_trt.trtllm.releases import Release, find_release
 
@@ -182,7 +181,6 @@ def memory_settings(
         max_batch_size=1,
         block_size=block_size,
         tensor_parallel=deployment.tensor_parallel,
-        precision=Precision(target=None if quantization.scheme == "mxfp4" else quantization.scheme),
         cache=quantization.kv_cache,
         drafter_attention=_drafter_attention(deployment, gpu).value,
         draft_pool=release.draft_pool_beside_arena,

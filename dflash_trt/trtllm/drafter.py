@@ -1,7 +1,4 @@
-"""The drafter as TensorRT-LLM loads it: taps in ascending order, every tensor there, BF16, and nothing unknown.
-
-Its loader skips what it does not know and leaves out what it does not find, so both are errors here.
-"""
+"""The drafter as TensorRT-LLM loads it: taps in ascending order, in BF16, and no code to fetch."""
 
 from __future__ import annotations
 
@@ -15,27 +12,8 @@ import numpy as np
 from dflash_trt.checkpoint.config import DrafterConfig
 from dflash_trt.checkpoint.fields import read_object
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.errors import CheckpointError
-from dflash_trt.planning.inventory import Inventory
 
-_FLOATS = ("BF16", "F16", "F32")
 _REMOTE = ("auto_map", "dtype", "torch_dtype")
-
-
-def check_tensors(inventory: Inventory, checkpoint: Checkpoint) -> None:
-    """Every tensor that the configuration asks for, in its shape and in floating point, and no other.
-
-    Raises CheckpointError naming the tensor.
-    """
-    expected = {tensor.name: tensor for tensor in inventory.tensors["drafter"]}
-    for name, tensor in expected.items():
-        checkpoint.expect(name, tensor.shape, _FLOATS)
-    unknown = sorted(set(checkpoint.tensors) - set(expected))
-    if unknown:
-        raise CheckpointError(
-            f"{checkpoint.directory}: has {len(unknown)} tensors that a DFlash drafter of this configuration has not "
-            f"(first: {unknown[0]!r}), and TensorRT-LLM would leave them out without a word"
-        )
 
 
 def as_it_is(config: DrafterConfig, checkpoint: Checkpoint) -> bool:

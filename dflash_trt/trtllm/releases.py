@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def known_releases() -> list[str]:
     return sorted((path.stem for path in _SCHEMAS.glob("*.json")), key=_order)
 
 
+@cache
 def find_release(version: str | None = None) -> Release:
     """A known release, by default the newest.
 
