@@ -25,7 +25,8 @@ class AsyncLLM:
     """A bundle that serves many requests at a time. Arguments as `LLM`'s, and:
 
     max_queue: requests that may wait beyond the `max_batch_size` being decoded; further ones get BusyError at once.
-    block_length: tokens verified per round, 1..block_size (default: the block size).
+    block_length: tokens verified per round, 1..block_size (default: what is expected to be fastest, see
+        `AdaptiveLength`).
 
     A request's tokens do not depend on what else is served. Use it as an async context manager, or `await close()`.
     """

@@ -14,7 +14,6 @@ import numpy as np
 
 from dflash_trt.bundle import Check
 from dflash_trt.decoding.inflight import Emission, InFlight, chunk, completion
-from dflash_trt.decoding.lengths import Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.request import Chunk, Completion, SamplingParams
 from dflash_trt.errors import DFlashError, RequestError
@@ -87,7 +86,8 @@ class LLM:
         """Complete one prompt (text or token ids), or a list of them, in the order given.
 
         The tokens are the same with and without `speculate`, for every `block_length` and in every batch: only the
-        speed differs. `block_length` is the number of tokens verified per round (default: the block size).
+        speed differs. `block_length` is the number of tokens verified per round; by default each round drafts and
+        verifies what is expected to be fastest, plain decoding included (`AdaptiveLength`).
 
         Raises:
             RequestError: a prompt is empty or too long for max_seq_len, or a parameter is out of range.
@@ -190,11 +190,13 @@ class LLM:
             self._running.release()
 
     def _decode(self, requests: list[InFlight], speculate: bool, length: int | None) -> Iterator[Emission]:
-        return self._run(requests, self._runtime.lengths(speculate, length))
+        self._runtime.check_block_length(length)
+        return self._run(requests, speculate, length)
 
-    def _run(self, requests: list[InFlight], lengths: Lengths) -> Iterator[Emission]:
+    def _run(self, requests: list[InFlight], speculate: bool, length: int | None) -> Iterator[Emission]:
         scheduler = self._runtime.scheduler
         with self._exclusive():
+            lengths = self._runtime.lengths(speculate, length)
             for request in requests:
                 request.arrived = perf_counter()
                 scheduler.submit(request)

@@ -9,9 +9,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.bundle import Bundle, Check
+from dflash_trt.decoding.adaptive import AdaptiveLength
 from dflash_trt.decoding.inflight import InFlight
 from dflash_trt.decoding.lengths import FixedLength, Lengths
 from dflash_trt.decoding.pair import EnginePair
+from dflash_trt.decoding.pass_times import measure
 from dflash_trt.decoding.request import SamplingParams
 from dflash_trt.decoding.sampling import TokenCounts
 from dflash_trt.decoding.scheduler import Scheduler
@@ -79,15 +81,44 @@ class Runtime:
             slots=slots,
             capacity=self.bundle.capacity,
             mask_token_id=manifest["mask_token_id"],
+            vocab_size=manifest["vocab_size"],
             feature_size=len(manifest["target_layer_ids"]) * manifest["hidden_size"],
             prefill_chunk=prefill_chunk,
         )
         self.scheduler = Scheduler(self.pair, max_batch_size)
+        self._adaptive: AdaptiveLength | None = None
 
     def lengths(self, speculate: bool, block_length: int | None) -> Lengths:
-        """The policy for a block length, None being the whole block."""
-        self._check_block_length(block_length)
-        return FixedLength((block_length or self.block_size) if speculate else 1)
+        """The policy for a block length. None is the adaptive one, which times some passes when first asked for: only
+        while nothing runs.
+        """
+        self.check_block_length(block_length)
+        if not speculate:
+            return FixedLength(1)
+        if block_length is not None:
+            return FixedLength(block_length)
+        if self._adaptive is None:
+            self._adaptive = self._new_adaptive()
+        return self._adaptive
+
+    def check_block_length(self, block_length: int | None) -> None:
+        """Raise RequestError where a block length is not one of this bundle's."""
+        if block_length is not None and not 1 <= block_length <= self.block_size:
+            raise RequestError(
+                f"block_length is {block_length}, expected 1..{self.block_size} (this bundle's block size), or None "
+                "for the adaptive one"
+            )
+
+    def _new_adaptive(self) -> AdaptiveLength:
+        self.scheduler.slots.kept.clear()  # passes overwrite rows
+        most = self.scheduler.max_batch_size
+        batches = [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
+        lengths = sorted({n for n in (1, 2, 4, 8, 16, self.block_size) if n <= self.block_size})
+        return AdaptiveLength(
+            self.block_size,
+            measure(self.pair.rehearse_draft, batches, lengths[1:]),
+            measure(self.pair.rehearse_verify, batches, lengths),
+        )
 
     def chat_prompt(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -106,7 +137,7 @@ class Runtime:
         block_length: int | None = None,
     ) -> InFlight:
         """A request that can be met. `deadline` is a time of perf_counter."""
-        self._check_block_length(block_length)
+        self.check_block_length(block_length)
         if self.driver is not None:
             self.driver.check(params, draft=draft)
         ids = self.prompt_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
@@ -143,14 +174,6 @@ class Runtime:
                 "with a larger --max-seq-len"
             )
         return [int(t) for t in ids]
-
-    def _check_block_length(self, length: int | None) -> None:
-        if length is not None and not 1 <= length <= self.block_size:
-            raise RequestError(
-                f"block_length is {length}, expected 1..{self.block_size} (this bundle's block size)"
-            )
-        if self.driver is not None:
-            self.driver.check_block_length(length)
 
     def _word_tokens(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences of words, each as it begins a text and as it follows a space."""

@@ -45,7 +45,7 @@ class Case:
     """One way of drafting, against plain decoding of the same prompts."""
 
     temperature: float
-    block_length: int
+    block_length: int | None  # None: adaptive
     batch_size: int
     equal: int
     differing: int
@@ -99,7 +99,7 @@ def verify(
     prompts: Sequence[Prompt],
     *,
     temperatures: Sequence[float],
-    block_lengths: Sequence[int],
+    block_lengths: Sequence[int | None],
     batch_sizes: Sequence[int],
     max_tokens: int,
 ) -> Iterator[Case]:
@@ -141,7 +141,7 @@ def _compare(
     plain: Sequence[Completion],
     drafted: Sequence[Completion],
     temperature: float,
-    block_length: int,
+    block_length: int | None,
     batch_size: int,
 ) -> Case:
     differing = [

@@ -162,6 +162,7 @@ class Pool:
             slots=slots,
             capacity=capacity,
             mask_token_id=MASK,
+            vocab_size=VOCAB,
             feature_size=1,
             prefill_chunk=chunk,
         )

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 SUMMARY = "measure throughput and latency under load"
 DESCRIPTION = """\
-Serve the same requests, greedy, by plain decoding and by drafting, at several concurrencies (closed loop: each request
-is followed by the next) or arrival rates (open loop: Poisson arrivals).
+Serve the same requests, greedy, by plain decoding, by drafting blocks of a fixed length and of adaptive length, at
+several concurrencies (closed loop: each request is followed by the next) or arrival rates (open loop: Poisson
+arrivals).
 The methods take turns within each load. The last line is one JSON document.
 
 TPOT is the number to compare: (last token - first token) / (tokens - 1) of each request. The time between two tokens
@@ -31,7 +32,7 @@ examples:
 
 A prompt file is as `dflash-trt verify --help` describes it.
 """
-METHODS = ("plain", "draft")
+METHODS = ("plain", "draft", "adaptive")
 COLUMNS = "{:>8}  {:<8}  {:>9}  {:>8}  {:>22}  {:>15}  {:>10}  {:>5}  {:>6}"
 
 
@@ -58,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--methods", type=each(_method), default=list(METHODS), metavar="M,...",
-        help="of plain, draft (default: both)",
+        help="of plain, draft, adaptive (default: all)",
     )  # fmt: skip
-    parser.add_argument("--block-length", type=int, metavar="N", help="of drafting (default: the block size)")
+    parser.add_argument("--block-length", type=int, metavar="N", help="of `draft` (default: the block size)")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="a JSONL file (default: the shipped prompts)"
     )
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             for p in read_prompts(args.prompts, 0)
         ]
         fixed = args.block_length or runtime.block_size
-        lengths = {"plain": (False, 1), "draft": (True, fixed)}
+        lengths = {"plain": (False, 1), "draft": (True, fixed), "adaptive": (True, None)}
         methods = {name: runtime.lengths(*lengths[name]) for name in dict.fromkeys(args.methods)}
         say(f"{processor()}; {args.requests} requests per load and method, at most {args.max_tokens} tokens")
         say(f"draft: {fixed} tokens per round")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_trt.cli.options import block_length
 from dflash_trt.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafting.add_argument("--no-draft", action="store_true", help="the target alone, one token per pass")
     drafting.add_argument(
         "--block-length",
-        type=int,
-        metavar="N",
-        help="tokens verified per pass (default: the block size)",
+        type=block_length,
+        metavar="auto|N",
+        help="tokens verified per pass (default: auto, what is expected to be fastest, round by round)",
     )
     sampling = parser.add_argument_group("sampling")
     for name, (kind, metavar, text) in SAMPLING.items():

@@ -20,6 +20,11 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return number
 
 
+def block_length(text: str) -> int | None:
+    """A block length, or None for `auto`."""
+    return None if text == "auto" else at_least(1)(text)
+
+
 def each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Values separated by commas."""
 

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_trt.cli.options import at_least, each
+from dflash_trt.cli.options import at_least, block_length, each
 from dflash_trt.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -51,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: 0,0.7,1",
     )
     parser.add_argument(
-        "--block-lengths", type=each(at_least(1)), metavar="N,...", help="default: 2, half and whole block"
+        "--block-lengths",
+        type=each(block_length),
+        metavar="auto|N,...",
+        help="default: 2, half and whole block, auto",
     )
     parser.add_argument(
         "--batch-sizes", type=each(at_least(1)), default=[1, 4], metavar="N,...", help="default: 1,4"
@@ -81,13 +84,14 @@ def run(args: argparse.Namespace) -> int:
             llm,
             prompts,
             temperatures=args.temperatures,
-            block_lengths=args.block_lengths or sorted({2, block_size // 2, block_size}),
+            block_lengths=args.block_lengths or [*sorted({2, block_size // 2, block_size}), None],
             batch_sizes=args.batch_sizes,
             max_tokens=args.max_tokens,
         ):
             cases.append(case)
             if not args.json:
-                numbers = (case.temperature, case.block_length, case.batch_size, case.equal, case.differing)
+                length = case.block_length or "auto"
+                numbers = (case.temperature, length, case.batch_size, case.equal, case.differing)
                 print(COLUMNS.format(*numbers, f"{case.mean_acceptance_length:.2f}"), flush=True)
     differing = [case for case in cases if case.first_difference]
     if args.json:

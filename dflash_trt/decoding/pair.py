@@ -16,6 +16,9 @@ from dflash_trt.decoding.inflight import InFlight
 
 Array = np.ndarray[Any, Any]
 
+# Rows in the caches when passes are rehearsed.
+_USUAL_CONTEXT = 128
+
 
 class Engine(Protocol):
     """Named buffers in, named buffers out. Outputs are views that the next pass overwrites."""
@@ -39,11 +42,13 @@ class EnginePair:
         slots: int,
         capacity: int,
         mask_token_id: int,
+        vocab_size: int,
         feature_size: int,
         prefill_chunk: int,
     ) -> None:
         self.target, self.drafter, self.slots, self.capacity = target, drafter, slots, capacity
-        self.mask_token_id, self.feature_size, self.prefill_chunk = mask_token_id, feature_size, prefill_chunk
+        self.mask_token_id, self.vocab_size = mask_token_id, vocab_size
+        self.feature_size, self.prefill_chunk = feature_size, prefill_chunk
         self.draft_time = self.verify_time = 0.0
 
     def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> Array:
@@ -105,6 +110,27 @@ class EnginePair:
         out = self.target.run(feeds)
         self.verify_time = perf_counter() - begin
         return out
+
+    def rehearse_draft(self, batch: int, length: int) -> None:
+        """A drafter pass as `propose` runs it, over no request's tokens. Overwrites rows of slots 0 .. batch-1."""
+        self.drafter.run(
+            {
+                "features": np.zeros((batch, length, self.feature_size), np.float32),
+                "n_features": np.full(batch, length),
+                "start": np.full(batch, self._rehearsal_start(length)),
+                "block": np.full((batch, length), self.mask_token_id, np.int64),
+            }
+        )
+
+    def rehearse_verify(self, batch: int, length: int) -> None:
+        """A target pass as `verify` runs it. Its tokens differ, so that they choose as many experts as others would."""
+        tokens = np.random.default_rng(length).integers(self.vocab_size, size=(batch, length))
+        rows = np.broadcast_to(np.arange(length), tokens.shape)
+        start = np.full(batch, self._rehearsal_start(length))
+        self.target.run({"tokens": tokens, "start": start, "rows": rows})
+
+    def _rehearsal_start(self, length: int) -> int:
+        return min(_USUAL_CONTEXT, self.capacity - 2 * length)
 
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy the first `rows` rows of one slot over another's, in both models' caches."""

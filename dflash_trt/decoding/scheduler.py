@@ -96,6 +96,7 @@ class Scheduler:
             drafted=drafted,
             verified=block.shape[1],
             accepted=[counts[slot] for slot in drafting],
+            offered=[min(active[slot].block_length or drafted, block.shape[1]) - 1 for slot in drafting],
             logprobs=logprobs if drafted > 1 else None,
             draft_seconds=pair.draft_time,
             verify_seconds=pair.verify_time,
