@@ -43,7 +43,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 _PACKED = {"F4": 2}  # dtype -> values in a byte
 _HEADER_LIMIT = 100_000_000  # the safetensors library's own limit
 _PIECE = 8 << 20
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
@@ -91,7 +91,7 @@ class Checkpoint:
             if name not in tensors or tensors[name].file.name != shard:
                 place = f"in {tensors[name].file.name}" if name in tensors else "in no shard"
                 raise CheckpointError(
-                    f"{directory / _INDEX}: tensor {name!r} should be in {shard}, but is {place}; "
+                    f"{directory / INDEX}: tensor {name!r} should be in {shard}, but is {place}; "
                     "fetch the index and the shards again, from one revision"
                 )
         self.tensors: Mapping[str, TensorInfo] = tensors
@@ -241,12 +241,12 @@ def _read_entry(file: Path, name: str, entry: object, data: int) -> TensorInfo:
 
 def _read_index(directory: Path) -> dict[str, str] | None:
     """Tensor name -> shard file name, or None where there is no index and no shard either."""
-    path = directory / _INDEX
+    path = directory / INDEX
     if not path.is_file():
         return None
     if (directory / _SINGLE).exists():
         raise CheckpointError(
-            f"{directory}: has both {_SINGLE} and {_INDEX}; remove the one that does not belong"
+            f"{directory}: has both {_SINGLE} and {INDEX}; remove the one that does not belong"
         )
     section = Fields(path, read_object(path, _HEADER_LIMIT)).section("weight_map")
     if section is None or not section.values:
@@ -273,4 +273,4 @@ def _files(directory: Path, weight_map: Mapping[str, str] | None) -> tuple[Path,
         path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf", ".ckpt")
     )
     hint = f"; {others[0]} is there, but only safetensors is read" if others else ""
-    raise CheckpointError(f"{directory}: has neither {_SINGLE} nor {_INDEX}{hint}")
+    raise CheckpointError(f"{directory}: has neither {_SINGLE} nor {INDEX}{hint}")

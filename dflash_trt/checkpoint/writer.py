@@ -1,0 +1,71 @@
+"""Writes safetensors files piece by piece: the header first, then each tensor's bytes where they belong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_trt.checkpoint.tensors import DTYPES
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor to be written. `pieces` brings its data in order, and may bring that of other entries too, by name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Iterable[tuple[str, NDArray[Any]]] = field(default=())
+
+
+def write_shard(path: Path, entries: Sequence[Entry]) -> None:
+    """Write `path`, which appears when it is whole and on disk.
+
+    Raises ValueError where the pieces are more or fewer than the entries say.
+    """
+    header, end, starts = {}, 0, {}
+    for entry in _aligned_first(entries):
+        size = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [end, end + size],
+        }
+        starts[entry.name], end = end, end + size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    partial = path.with_name(path.name + ".part")
+    with partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)
+        position = dict(starts)
+        for name, data in _pieces(entries):
+            file.seek(8 + len(text) + position[name])
+            file.write(np.ascontiguousarray(data).tobytes())
+            position[name] += data.nbytes
+        for name, said in header.items():
+            if position[name] != said["data_offsets"][1]:
+                raise ValueError(f"{path}: {name} got {position[name] - starts[name]} bytes, header: {said}")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def _aligned_first(entries: Sequence[Entry]) -> list[Entry]:
+    """Wide types before narrow ones, so that every tensor starts at a multiple of its item's size."""
+    return sorted(entries, key=lambda entry: -DTYPES[entry.dtype].itemsize)
+
+
+def _pieces(entries: Sequence[Entry]) -> Iterator[tuple[str, NDArray[Any]]]:
+    for entry in entries:
+        yield from entry.pieces

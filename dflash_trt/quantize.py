@@ -1,0 +1,359 @@
+"""Quantize a checkpoint: its linear layers in fewer bits, in the format of NVIDIA's Model Optimizer.
+
+Weights only are looked at. Their scales come from their own magnitudes; those of activations are left to each pass,
+unless `calibration` gives the largest magnitudes seen (calibration.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_trt.checkpoint import numbers
+from dflash_trt.checkpoint.fields import read_object
+from dflash_trt.checkpoint.linears import FLOAT_DTYPES
+from dflash_trt.checkpoint.quantization import ALGORITHMS, INT4_GROUPS, QUANT_CONFIG, Algorithm
+from dflash_trt.checkpoint.roles import role_of
+from dflash_trt.checkpoint.tensors import INDEX, Checkpoint, TensorInfo
+from dflash_trt.checkpoint.writer import Entry, write_shard
+from dflash_trt.errors import BuildError, CheckpointError
+from dflash_trt.precision import SCHEMES
+from dflash_trt.workspace import Progress, silent, workspace
+
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+_QUANTIZED_ROLES = ("attention", "mlp", "experts", "fc")
+_COPIED = (".json", ".jinja", ".txt", ".model")
+# What one step widens to float32.
+_STEP_BYTES = 32 << 20
+# Layers that engines multiply as one share their scales, as Model Optimizer has them.
+_FUSED = ((re.compile(r"\.[qkv]_proj$"), ".qkv_proj"), (re.compile(r"\.(gate|up)_proj$"), ".gate_up_proj"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    name: str
+    source: TensorInfo
+    algorithm: Algorithm
+
+
+def quantize(
+    source: Path,
+    out: Path,
+    scheme: str,
+    *,
+    exclude: Sequence[str] = (),
+    head: str | None = None,
+    calibration: Mapping[str, float] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the checkpoint in `source` to `out` with its linear layers in `scheme`; returns `out`.
+
+    `scheme` is fp8, nvfp4, mxfp4 or int4. Embedding, norms and routers stay as they are, and so do the LM head, unless
+    `head` names a scheme for it, and the layers that a pattern of `exclude` matches (`model.layers.0.*`). gpt-oss's
+    experts are in MXFP4 already. `calibration`: layer -> largest magnitude of its input; fp8 and nvfp4 then get static
+    input scales.
+
+    Works shard by shard beside `out`, which appears when all is whole; an interrupted run continues where it was. Holds
+    one step of a tensor in memory, 32 MiB in float32, and what the system keeps of the mapped files.
+
+    Raises:
+        CheckpointError: the source is quantized already, or has a weight that is not finite.
+        BuildError: the scheme does not fit a layer, or `out` holds something else.
+    """
+    checkpoint = Checkpoint(source)
+    layers = _layers(checkpoint, scheme, exclude, head, calibrated=calibration is not None)
+    copied = [t for t in checkpoint.tensors.values() if t.name.removesuffix(".weight") not in layers]
+    if calibration is not None and (missing := sorted(set(layers) - set(calibration) - {HEAD})):
+        raise BuildError(f"{source}: the calibration saw nothing of {len(missing)} layers, as {missing[0]}")
+    return _convert(checkpoint, out, layers, copied, calibration or {}, progress or silent)
+
+
+def quantize_head(source: Path, out: Path, scheme: str, progress: Progress | None = None) -> Path:
+    """Write the LM head of the target in `source`, quantized, and nothing else."""
+    checkpoint = Checkpoint(source)
+    layers = _layers(checkpoint, scheme, ["*"], scheme, calibrated=False)
+    return _convert(checkpoint, out, layers, [], {}, progress or silent)
+
+
+def data_free(scheme: str, *, calibrated: bool = False, inputs: Sequence[int] = ()) -> Algorithm:
+    """The algorithm that a scheme stands for. int4 takes the largest group that divides all `inputs`."""
+    if scheme == "fp8":
+        return ALGORITHMS["FP8" if calibrated else "FP8_PER_CHANNEL_PER_TOKEN"]
+    if scheme == "int4":
+        fitting = [group for group in INT4_GROUPS if not any(n % group for n in inputs)]
+        return replace(ALGORITHMS["W4A16_AWQ"], group_size=fitting[0] if fitting else INT4_GROUPS[-1])
+    return ALGORITHMS[{"nvfp4": "NVFP4", "mxfp4": "W4A16_MXFP4"}[scheme]]
+
+
+def _layers(
+    checkpoint: Checkpoint, scheme: str, exclude: Sequence[str], head: str | None, *, calibrated: bool
+) -> dict[str, _Layer]:
+    for option, value in (("scheme", scheme), ("head", head or scheme)):
+        if value not in SCHEMES:
+            raise BuildError(f"--{option} is {value!r}, expected one of: {', '.join(SCHEMES)}")
+    found = checkpoint.quantization
+    if found.default is not None or found.layers:
+        name = found.default.name if found.default is not None else "MIXED_PRECISION"
+        raise CheckpointError(f"{found.path}: the checkpoint is {name} already; quantize the original one")
+    named = {
+        tensor.name.removesuffix(".weight"): tensor
+        for tensor in checkpoint.tensors.values()
+        if tensor.name.endswith(".weight")
+        and len(tensor.shape) == 2
+        and tensor.dtype in FLOAT_DTYPES
+        and role_of(tensor.name) in _QUANTIZED_ROLES
+    }
+    for pattern in exclude:
+        if not any(fnmatchcase(name, pattern) for name in named):
+            raise BuildError(
+                f"--exclude {pattern!r} matches no linear layer, as {next(iter(named), 'none')} is"
+            )
+    kept = {n: t for n, t in named.items() if not any(fnmatchcase(n, pattern) for pattern in exclude)}
+    algorithm = data_free(scheme, calibrated=calibrated, inputs=[t.shape[1] for t in kept.values()])
+    layers = {name: _Layer(name, tensor, algorithm) for name, tensor in kept.items()}
+    if head is not None:
+        tensors = checkpoint.tensors
+        weight = tensors.get(f"{HEAD}.weight") or tensors.get(f"{EMBEDDING}.weight")
+        if weight is None:
+            raise BuildError(
+                f"{checkpoint.directory}: has no LM head; drafters use their target's: quantize that"
+            )
+        # Nothing calibrates the head: its input is as wide as its magnitude, and brings its own scale.
+        layers[HEAD] = _Layer(HEAD, weight, data_free(head, inputs=[weight.shape[1]]))
+    if not layers:
+        raise BuildError(f"{checkpoint.directory}: has no linear layer to quantize")
+    for layer in layers.values():
+        rows, columns = layer.source.shape
+        group = layer.algorithm.group_size or 1
+        if columns % group or (layer.algorithm.scheme == "int4" and rows % 2):
+            raise BuildError(
+                f"{layer.source.file}: {layer.name} is [{rows}, {columns}], but {layer.algorithm.scheme} needs inputs "
+                f"in groups of {group}{' and an even number of outputs' * (layer.algorithm.scheme == 'int4')}; "
+                f"leave it as it is with --exclude {layer.name!r}"
+            )
+    return layers
+
+
+def _convert(
+    checkpoint: Checkpoint,
+    out: Path,
+    layers: Mapping[str, _Layer],
+    copied: Sequence[TensorInfo],
+    amax: Mapping[str, float],
+    progress: Progress,
+) -> Path:
+    config = _quant_config(checkpoint, layers, copied)
+    config["producer"]["inputs"] = _key(checkpoint, config, amax, copied)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        done = out / QUANT_CONFIG
+        if done.is_file() and read_object(done) == config:
+            return out
+        raise BuildError(f"{out}: exists and is not this checkpoint quantized this way; choose another --out")
+    with workspace(out) as work:
+        begun = work / QUANT_CONFIG
+        if not begun.is_file() or json.loads(begun.read_text()) != config:
+            shutil.rmtree(work)
+            work.mkdir()
+            _write_json(begun, config)
+        total = sum(t.nbytes for t in copied) + sum(layer.source.nbytes for layer in layers.values())
+        state = _State(checkpoint, layers, amax, progress, total)
+        weight_map: dict[str, str] = {}
+        for file in checkpoint.files:
+            entries = [
+                *(Entry(t.name, t.dtype, t.shape, state.copy(t)) for t in copied if t.file == file),
+                *(e for la in layers.values() if la.source.file == file for e in state.entries(la)),
+            ]
+            weight_map |= {entry.name: file.name for entry in entries}
+            if entries and not (work / file.name).is_file():
+                write_shard(work / file.name, entries)
+        if set(weight_map.values()) != {"model.safetensors"}:
+            size = sum(path.stat().st_size for path in work.glob("*.safetensors"))
+            _write_json(work / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        _copy_files(checkpoint.directory, work)
+        _write_config(checkpoint.directory, work, config, untied=HEAD in layers)
+        progress("quantize", total, total)
+        if out.exists():
+            out.rmdir()
+        work.rename(out)
+    return out
+
+
+class _State:
+    """What shards share as they are written: scales of fused layers, and how much is done."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layers: Mapping[str, _Layer],
+        amax: Mapping[str, float],
+        progress: Progress,
+        total: int,
+    ) -> None:
+        self.checkpoint, self.progress, self.total, self.done = checkpoint, progress, total, 0
+        self.groups: dict[str, list[_Layer]] = {}
+        for layer in layers.values():
+            self.groups.setdefault(_fused(layer.name), []).append(layer)
+        self.amax = {
+            group: max((amax[member.name] for member in members if member.name in amax), default=None)
+            for group, members in self.groups.items()
+        }
+        self._largest: dict[str, float] = {}
+
+    def _advance(self, nbytes: int) -> None:
+        self.progress("quantize", self.done, self.total)
+        self.done += nbytes
+
+    def copy(self, info: TensorInfo) -> Iterator[tuple[str, NDArray[Any]]]:
+        flat = self.checkpoint.array(info.name).reshape(-1).view(np.uint8)
+        for begin in range(0, len(flat), _STEP_BYTES):
+            yield info.name, flat[begin : begin + _STEP_BYTES]
+        self._advance(info.nbytes)
+
+    def rows(self, layer: _Layer) -> Iterator[NDArray[np.float32]]:
+        """The weight in float32, some rows at a time, an even number but for the last."""
+        array = self.checkpoint.array(layer.source.name)
+        step = max(2, _STEP_BYTES // (4 * layer.source.shape[1]) // 2 * 2)
+        for begin in range(0, len(array), step):
+            rows = array[begin : begin + step].astype(np.float32)
+            if not np.isfinite(rows).all():
+                raise CheckpointError(
+                    f"{layer.source.file}: tensor {layer.source.name!r} has numbers that are not finite; it cannot be "
+                    f"quantized: fetch it again, or leave it as it is with --exclude {layer.name!r}"
+                )
+            yield rows
+
+    def largest(self, layer: _Layer) -> float:
+        """Over all layers that this one is multiplied with as one."""
+        group = _fused(layer.name)
+        if group not in self._largest:
+            members = self.groups[group]
+            self._largest[group] = max(float(np.abs(r).max(initial=0)) for m in members for r in self.rows(m))
+        return self._largest[group]
+
+    def entries(self, layer: _Layer) -> list[Entry]:
+        """The tensors that the layer becomes. The first brings the data of those that go row by row."""
+        rows, columns = layer.source.shape
+        name, algorithm, group = layer.name, layer.algorithm, layer.algorithm.group_size
+        half, groups = (rows, columns // 2), (rows, columns // (group or 1))
+        forms: dict[str, tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]] = {
+            "fp8": (("F8_E4M3", (rows, columns)), ("F32", () if algorithm.static else (rows,))),
+            "nvfp4": (("U8", half), ("F8_E4M3", groups)),
+            "mxfp4": (("U8", half), ("U8", groups)),
+            "int4": (("U8", (rows // 2, columns)), ("F32", groups)),
+        }
+        stored, scales = forms[algorithm.scheme]
+        weight = f"{name}.weight"
+        entries = [Entry(weight, *stored, self._encoded(layer)), Entry(f"{weight}_scale", *scales)]
+        if algorithm.scheme == "nvfp4":
+            entries.append(Entry(f"{weight}_scale_2", "F32", ()))
+        if algorithm.activations and self.amax[_fused(name)] is not None:
+            entries.append(Entry(f"{name}.input_scale", "F32", ()))
+        return entries
+
+    def _encoded(self, layer: _Layer) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Pieces of the layer's tensors, by name, each tensor's in order."""
+        name, algorithm = layer.name, layer.algorithm
+        weight, scale = f"{name}.weight", f"{name}.weight_scale"
+        seen = self.amax[_fused(name)]
+        if algorithm.activations and seen is not None:
+            wide = numbers.fp8_scale if algorithm.scheme == "fp8" else numbers.nvfp4_global_scale
+            yield f"{name}.input_scale", wide(seen)
+        shared: NDArray[np.float32] = np.ones((), np.float32)
+        if algorithm.static:
+            shared = numbers.fp8_scale(self.largest(layer))
+            yield scale, shared
+        elif algorithm.scheme == "nvfp4":
+            shared = numbers.nvfp4_global_scale(self.largest(layer))
+            yield f"{weight}_scale_2", shared
+        for rows in self.rows(layer):
+            scales: NDArray[Any]
+            if algorithm.scheme == "fp8":
+                scales = shared if algorithm.static else numbers.fp8_scale(np.abs(rows).max(axis=1))
+                codes = numbers.encode_e4m3(rows / scales.reshape(-1, 1))
+            elif algorithm.scheme == "nvfp4":
+                codes, scales = numbers.quantize_nvfp4(rows, shared)
+            elif algorithm.scheme == "mxfp4":
+                codes, scales = numbers.quantize_mxfp4(rows)
+            else:
+                codes, scales = numbers.quantize_int4(rows, algorithm.group_size)
+                codes = numbers.pack_rows(codes)
+            yield weight, codes
+            if not algorithm.static:
+                yield scale, scales
+        self._advance(layer.source.nbytes)
+
+
+def _fused(name: str) -> str:
+    for pattern, whole in _FUSED:
+        name = pattern.sub(whole, name)
+    return name
+
+
+def _quant_config(
+    checkpoint: Checkpoint, layers: Mapping[str, _Layer], copied: Sequence[TensorInfo]
+) -> dict[str, Any]:
+    """What hf_quant_config.json says."""
+
+    def of(algorithm: Algorithm) -> dict[str, Any]:
+        found: dict[str, Any] = {"quant_algo": algorithm.name}
+        if algorithm.group_size:
+            found["group_size"] = algorithm.group_size
+        if algorithm.scheme == "int4":
+            found |= {"has_zero_point": False, "pre_quant_scale": False}
+        return found
+
+    linear = {
+        t.name.removesuffix(".weight") for t in copied if len(t.shape) == 2 and t.name.endswith(".weight")
+    }
+    left = sorted(name for name in linear | {HEAD} if name not in layers and "embed" not in name)
+    algorithms = {layer.algorithm for layer in layers.values()}
+    said: dict[str, Any] = {"kv_cache_quant_algo": None, "exclude_modules": left}
+    if len(algorithms) == 1:
+        said |= of(algorithms.pop())
+    else:
+        each = {name: of(layers[name].algorithm) for name in sorted(layers)}
+        said |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": each}
+    producer = {"name": "dflash-trt", "version": version("dflash-trt")}
+    return {"producer": producer, "quantization": said}
+
+
+def _key(
+    checkpoint: Checkpoint, config: Mapping[str, Any], amax: Mapping[str, float], copied: Sequence[TensorInfo]
+) -> str:
+    """Names everything that the result depends on; the source's files by size and time."""
+    files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in checkpoint.files]
+    inputs = [config, files, sorted(amax.items()), [tensor.name for tensor in copied]]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def _copy_files(source: Path, work: Path) -> None:
+    for path in source.iterdir():
+        if path.suffix in _COPIED and path.name not in ("config.json", QUANT_CONFIG, INDEX):
+            shutil.copyfile(path, work / path.name)
+
+
+def _write_config(source: Path, work: Path, quantization: Mapping[str, Any], *, untied: bool) -> None:
+    config = read_object(source / "config.json")
+    if not config.get("quantization_config"):  # gpt-oss's says how its experts are stored
+        said = dict(quantization["quantization"])
+        said["ignore"] = said.pop("exclude_modules")
+        said.pop("kv_cache_quant_algo")
+        config["quantization_config"] = {"quant_method": "modelopt", **said}
+    if untied and config.get("tie_word_embeddings"):
+        config["tie_word_embeddings"] = False
+    _write_json(work / "config.json", config)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")
