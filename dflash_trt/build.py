@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -14,6 +14,7 @@ import onnx_ir as ir
 from dflash_trt import bundle
 from dflash_trt.bundle import Bundle
 from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig, read_drafter_config, read_target_config
+from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
 from dflash_trt.checkpoint.pairs import Source, known_configs, resolve_pair
 from dflash_trt.checkpoint.roles import parameters_of, role_of
@@ -28,6 +29,7 @@ from dflash_trt.models.decoder import cache_bytes_per_token
 from dflash_trt.models.drafter import build_drafter
 from dflash_trt.models.target import build_target
 from dflash_trt.precision import Precision
+from dflash_trt.quantization.pair import in_precision
 from dflash_trt.workspace import (
     Progress,
     check_out,
@@ -55,6 +57,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
+HEAD_FOLDER = "weights/head"  # of the drafter's own copy of the LM head
 # "checkpoint": the checkpoints' own files.  "none": graphs only.
 Weights = Literal["checkpoint", "none"]
 
@@ -107,7 +110,8 @@ def build(
     `max_seq_len` is in tokens, prompt and output together. `block_size` may be smaller than the drafter's.
     With `weights="none"` the full-size graphs are made from the configurations alone (those of known pairs come with
     the package): nothing is fetched, and the bundle can be inspected but not run.
-    `precision` is what the engine computes in: float32 on ONNX Runtime, else BF16 unless it says otherwise.
+    `precision` is what the engine computes in, float32 on ONNX Runtime, else BF16 unless it says otherwise; or what
+    the weights of linear layers are quantized to on the way, where the checkpoint's are not yet.
     `tensorrt` is for the engines "tensorrt" and "tensorrt-rtx": GPUs to build for, largest batch and prompt chunk.
     `deployment` is for `engine="tensorrt-llm"` only, which needs one: GPUs, parallelism, version.
     Work happens in a sibling directory that is renamed at the end, so an interrupted build never looks finished;
@@ -133,6 +137,11 @@ def build(
         state = "is missing" if deployment is None else "is of no use"
         raise BuildError(f"--engine is {engine}, and --gpu {state}: it is for tensorrt-llm, which needs it")
     if deployment is not None:
+        if precision not in (None, Precision()):
+            raise BuildError(
+                f"--precision is of no use to --engine {engine}, which runs checkpoints as they are; make one in "
+                "fewer bits with: dflash-trt quantize"
+            )
         from dflash_trt.trtllm.build import build_deployment
 
         return build_deployment(
@@ -170,6 +179,8 @@ def build(
             if (compute := precision.compute(role, "fp32")) != "fp32":
                 raise BuildError(f"--precision is {role}={compute}, but --engine {engine} computes in fp32")
     capacity = bundle.cache_rows(length, size)
+    quantized = out.parent / f".{out.name}.quantized"
+    sides, head = _quantized(sides, precision, quantized, progress, int4_by_row=engine in FLAVOURS)
     plans: Plans | None = None
     dialects: Mapping[str, Dialect] = {"target": OnnxRuntime(), "drafter": OnnxRuntime()}
     if engine in FLAVOURS:
@@ -183,16 +194,23 @@ def build(
             block_size=size,
             capacity=capacity,
             experts=moe is not None,
-            fp4=moe is not None and moe.quantization == "mxfp4",
+            formats=_formats(sides, head) | ({"mxfp4"} if moe is not None and moe.quantization else set()),
         )
         dialects = plans.dialects
-    models = _export(sides, target_config, drafter_config, dialects, capacity if plans else "C", progress)
+    models = _export(
+        sides, target_config, drafter_config, dialects, head, capacity if plans else "C", progress
+    )
     manifest: dict[str, Any] = {
         "format_version": bundle.FORMAT_VERSION,
         "key": "",
         "engine": engine,
         "dialect": dialects["target"].name,
         "precision": {role: dialect.dtype.name.lower() for role, dialect in dialects.items()},
+        "quantization": {
+            "target": sides[0].checkpoint.quantization.name,
+            "drafter": sides[1].checkpoint.quantization.name,
+            "head": head and head.quantization.name,
+        },
         "weights": weights,
         "target": sides[0].describe(),
         "drafter": sides[1].describe(),
@@ -211,12 +229,13 @@ def build(
 
     with workspace(out) as work:
         digests = digest_files(
-            gather(_wanted(sides), work, progress, keep=PLANS if plans else ""), work, progress
+            gather(_wanted(sides, head), work, progress, keep=PLANS if plans else ""), work, progress
         )
         manifest["key"] = key_of(manifest, digests)
         existing = existing_bundle(out, manifest["key"], force=force)
         if existing is not None:
             shutil.rmtree(work)
+            shutil.rmtree(quantized, ignore_errors=True)
             return existing
         for i, (name, model) in enumerate(models.items()):
             progress("write graphs", i, len(models))
@@ -229,6 +248,7 @@ def build(
             digests = {n: d for n, d in digests.items() if not n.startswith("weights/")} | built
         manifest["files"] = {name: digests[name] for name in sorted(digests)}
         finish(work, out, manifest)
+    shutil.rmtree(quantized, ignore_errors=True)
     return Bundle.open(out)
 
 
@@ -244,6 +264,7 @@ def _export(
     target: TargetConfig,
     drafter: DrafterConfig,
     dialects: Mapping[str, Dialect],
+    head: Checkpoint | Outline | None,
     capacity: int | str,
     progress: Progress,
 ) -> dict[str, ir.Model]:
@@ -269,6 +290,7 @@ def _export(
         target_folder=sides[0].folder,
         capacity=capacity,
         features_dtype=dialects["target"].dtype,
+        head=None if head is None else (head, HEAD_FOLDER),
     )
     progress("export drafter", 1, 1)
     return {"target": first, "drafter": second}
@@ -297,12 +319,33 @@ def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: Drafter
     return asked
 
 
-def _wanted(sides: tuple[Side, Side]) -> dict[str, Path]:
+def _quantized(
+    sides: tuple[Side, Side], precision: Precision, folder: Path, progress: Progress, *, int4_by_row: bool
+) -> tuple[tuple[Side, Side], Checkpoint | Outline | None]:
+    """The sides as `precision` asks for them, and the head that it gives the drafter."""
+    target, drafter, head = in_precision(
+        sides[0].checkpoint,
+        sides[1].checkpoint,
+        precision,
+        folder,
+        progress,
+        int4_by_row=int4_by_row,
+    )
+    return (replace(sides[0], checkpoint=target), replace(sides[1], checkpoint=drafter)), head
+
+
+def _formats(sides: tuple[Side, Side], head: Checkpoint | Outline | None) -> set[str]:
+    checkpoints = [side.checkpoint for side in sides] + ([] if head is None else [head])
+    return {scheme for checkpoint in checkpoints for scheme in number_formats(checkpoint)}
+
+
+def _wanted(sides: tuple[Side, Side], head: Checkpoint | Outline | None) -> dict[str, Path]:
     """Weights, tokenizer and configs: their names in the bundle, and where they are now."""
     wanted: dict[str, Path] = {}
     for side, role in zip(sides, ("target", "drafter"), strict=True):
         wanted |= {f"{side.folder}/{file.name}": file for file in side.checkpoint.files}
         wanted[f"configs/{role}.json"] = side.config.path
+    wanted |= {f"{HEAD_FOLDER}/{file.name}": file for file in (head.files if head is not None else ())}
     directory = sides[0].source.directory
     wanted |= {name: directory / name for name in TOKENIZER_FILES if (directory / name).is_file()}
     if "tokenizer.json" not in wanted and isinstance(sides[0].checkpoint, Checkpoint):

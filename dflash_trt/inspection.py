@@ -50,6 +50,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "kind": "drafter" if drafter else "target",
         "path": str(path),
         **_describe(config),
+        "quantization": checkpoint.quantization.name,
         **_weights(sum(map(parameters_of, checkpoint.tensors.values())), by_dtype),
         "files": {file.name: file.stat().st_size for file in checkpoint.files},
     }
@@ -67,6 +68,7 @@ def _bundle(path: Path) -> dict[str, Any]:
         "path": str(path),
         "format_version": manifest["format_version"],
         **{field: manifest[field] for field in _SHOWN},
+        "quantization": manifest.get("quantization", {}),
         **(
             _deployment(manifest["tensorrt_llm"])
             if "tensorrt_llm" in manifest

@@ -15,7 +15,7 @@ from dflash_trt.checkpoint import numbers
 from dflash_trt.checkpoint.linears import stored_linear, widen
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.quantized import kind_of, onnxruntime_linear, tensors
+from dflash_trt.graph.quantized import INPUTS, kind_of, onnxruntime_linear, tensors
 from tests.quantized_checkpoints import write_quant_config, write_safetensors
 
 IN, OUT, GROUP = 256, 48, 64
@@ -63,10 +63,12 @@ def run(directory: Path, x: np.ndarray, *, biased: bool, resident: bool) -> np.n
     stored = stored_linear(checkpoint, "l", IN, OUT)
     assert stored is not None
     g = GraphBuilder("test")
-    body = onnxruntime_linear(kind_of(stored, biased=biased), FLOAT, resident=resident)
-    weights = tensors(g, stored, ".", packed_as_bytes=True)
-    weights += [g.raw_weight(checkpoint["l.bias"], ".")] if biased else []
-    (y,) = g.call(body, g.input("x", FLOAT, ["rows", IN]), *weights, name="linear")
+    inputs = tensors(g, stored, ".", packed_as_bytes=True)
+    if biased:
+        inputs["bias"] = g.raw_weight(checkpoint["l.bias"], ".")
+    body = onnxruntime_linear(kind_of(stored, biased=biased), inputs, FLOAT, resident=resident)
+    ordered = [inputs[name] for name in INPUTS if name in inputs]
+    (y,) = g.call(body, g.input("x", FLOAT, ["rows", IN]), *ordered, name="linear")
     g.output(y, "y", FLOAT, ["rows", OUT])
     ir.save(g.model({}), directory / "model.onnx")
     options = ort.SessionOptions()

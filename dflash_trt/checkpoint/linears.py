@@ -155,3 +155,14 @@ def widened_bytes(checkpoint: Checkpoint | Outline) -> int:
         for info in checkpoint.tensors.values()
         if info.name.endswith(".weight")
     )
+
+
+def number_formats(checkpoint: Checkpoint | Outline) -> set[Scheme]:
+    """The schemes in which linear layers are stored."""
+    stored = checkpoint.tensors if isinstance(checkpoint, Checkpoint) else ()
+    algorithms = {
+        checkpoint.quantization.algorithm(name.removesuffix(".weight_scale"))
+        for name in stored
+        if name.endswith(".weight_scale")
+    }
+    return {algorithm.scheme for algorithm in algorithms if algorithm is not None}

@@ -61,6 +61,16 @@ class Quantization:
     excluded: tuple[str, ...] = ()
     kv_cache: bool = False
 
+    @property
+    def algorithms(self) -> set[Algorithm]:
+        """All that some layer is stored by."""
+        return {*self.layers.values(), *([self.default] if self.default is not None else [])}
+
+    @property
+    def name(self) -> str | None:
+        """The algorithms, as the checkpoint calls them; None where nothing is quantized."""
+        return ", ".join(sorted(a.name for a in self.algorithms)) or None
+
     def algorithm(self, layer: str) -> Algorithm | None:
         """Of a linear layer, by the name of its tensors without `.weight`."""
         if layer in self.layers:

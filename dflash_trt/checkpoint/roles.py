@@ -24,8 +24,20 @@ def role_of(name: str) -> str:
     return next((role for part, role in _ROLES if part in name), "other")
 
 
+_SCALES = (
+    "_scales",
+    ".weight_scale",
+    ".weight_scale_2",
+    ".input_scale",
+    ".pre_quant_scale",
+    ".k_scale",
+    ".v_scale",
+)
+
+
 def parameters_of(tensor: TensorInfo) -> int:
-    """Numbers in a tensor: two in a byte of MXFP4 blocks, none in their scales."""
-    if tensor.name.endswith("_scales"):
+    """Numbers in a tensor: two in a byte of blocks and of packed weights, none in their scales."""
+    if tensor.name.endswith(_SCALES):
         return 0
-    return math.prod(tensor.shape) * (2 if tensor.name.endswith("_blocks") else 1)
+    packed = tensor.name.endswith("_blocks") or (tensor.dtype == "U8" and tensor.name.endswith(".weight"))
+    return math.prod(tensor.shape) * (2 if packed else 1)

@@ -5,17 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dflash_trt.cli import deployment, tensorrt
 from dflash_trt.cli.options import at_least
-from dflash_trt.cli.output import byte_count, print_json
-
-if TYPE_CHECKING:
-    from dflash_trt.workspace import Progress
+from dflash_trt.cli.output import byte_count, print_json, progress_display
 
 SUMMARY = "build a bundle from a target and a drafter checkpoint"
 DESCRIPTION = """\
@@ -29,6 +23,7 @@ examples:
   dflash-trt build --target Qwen/Qwen3-8B --max-seq-len 8192
   dflash-trt build --target gpt-oss-120b --weights none
   dflash-trt build --target tiny --engine tensorrt-rtx --compute-capability 89 120
+  dflash-trt build --target tiny --precision target=fp8,drafter=nvfp4,head=fp8
   dflash-trt build --target gpt-oss-120b --engine tensorrt-llm --gpu b200 --tp 8 --ep 8
   dflash-trt build --target checkpoints/target --drafter checkpoints/drafter --out bundles/mine
 """
@@ -73,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision",
         metavar="ROLE=TYPE,...",
-        help="what target and drafter compute in: target=bf16,drafter=fp16 (default: bf16 on TensorRT)",
+        help="what target and drafter compute in, or their weights are quantized to, and those of the drafter's own LM "
+        "head: target=nvfp4,drafter=bf16,head=fp8 (default: as stored, computed in bf16 on TensorRT)",
     )
     parser.add_argument(
         "--max-batch-size",
@@ -98,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     pair = known_pair(args.target)
     if pair is not None and pair.warning:
         print(f"note: {pair.warning}", file=sys.stderr)
-    with _progress() as progress:
+    with progress_display() as progress:
         bundle = build(
             args.target,
             args.drafter,
@@ -122,31 +118,3 @@ def run(args: argparse.Namespace) -> int:
         shape = f"block {found['block_size']}, up to {found['max_seq_len']} tokens"
         print(f"{bundle.path}: {shape}, {size}, built in {seconds:.1f} s")
     return 0
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A progress bar per step on a terminal, one line per step elsewhere; both on standard error."""
-    if not sys.stderr.isatty():
-
-        def line(step: str, done: int, total: int) -> None:
-            if done == total:
-                print(f"{step}: done", file=sys.stderr)
-
-        yield line
-        return
-
-    from rich.console import Console
-    from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def bar(step: str, done: int, total: int) -> None:
-            if step not in tasks:
-                tasks[step] = bars.add_task(step)
-            bars.update(tasks[step], completed=done, total=total)
-
-        yield bar

@@ -1,9 +1,15 @@
-"""How the commands print: aligned columns, byte counts, JSON."""
+"""How the commands print: aligned columns, byte counts, JSON, progress."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dflash_trt.workspace import Progress
 
 
 def print_table(rows: Iterable[Sequence[str]]) -> None:
@@ -25,3 +31,31 @@ def byte_count(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+@contextmanager
+def progress_display() -> Iterator[Progress]:
+    """A progress bar per step on a terminal, one line per step elsewhere; both on standard error."""
+    if not sys.stderr.isatty():
+
+        def line(step: str, done: int, total: int) -> None:
+            if done == total:
+                print(f"{step}: done", file=sys.stderr)
+
+        yield line
+        return
+
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def bar(step: str, done: int, total: int) -> None:
+            if step not in tasks:
+                tasks[step] = bars.add_task(step)
+            bars.update(tasks[step], completed=done, total=total)
+
+        yield bar

@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 
 import onnx_ir as ir
 
+from dflash_trt.checkpoint.linears import StoredLinear
+
 from .builder import BOOL, FLOAT, INT64, GraphBuilder
 from .experts import Storage
-from .quantized import LinearKind
 
 # Extra key columns that carry the sink; eight keep the rows aligned.
 SINK_PADDING = 8
@@ -53,12 +54,22 @@ class Dialect(ABC):
     ) -> ir.Function:
         """`widened_bytes`: what all experts of the model take in float32."""
 
-    # Whether pairs of E2M1 numbers are given to `quantized_linear` as bytes.
-    packed_as_bytes = False
-
     @abstractmethod
-    def quantized_linear(self, kind: LinearKind, *, widened_bytes: int) -> ir.Function:
-        """`widened_bytes`: what all quantized linear layers of the checkpoint take in float32."""
+    def quantized_linear(
+        self,
+        g: GraphBuilder,
+        x: ir.Value,
+        stored: StoredLinear,
+        folder: str,
+        bias: ir.Value | None,
+        *,
+        name: str,
+        widened_bytes: int,
+    ) -> ir.Value:
+        """x [rows, in] through a layer whose weights are in `folder`, see quantized.py.
+
+        `widened_bytes`: what all quantized linear layers of the checkpoint take in float32.
+        """
 
     def hidden_state_tap(self, taps: int) -> ir.Function:
         g = GraphBuilder("HiddenStateTap")

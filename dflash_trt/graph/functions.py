@@ -28,10 +28,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.checkpoint.linears import StoredLinear
+
 from .builder import BOOL, INT64, GraphBuilder
 from .dialect import SINK_PADDING, AttentionInputs, Dialect
 from .experts import Storage, onnxruntime_moe
-from .quantized import LinearKind, onnxruntime_linear
+from .quantized import INPUTS, kind_of, onnxruntime_linear, tensors
 
 # Up to this size all experts are widened to float32 as the engine loads (its peak then is four times that); beyond it,
 # those in use are, in every pass.
@@ -99,10 +101,24 @@ class OnnxRuntime(Dialect):
         resident = widened_bytes <= RESIDENT_EXPERT_BYTES
         return onnxruntime_moe(storage, weight_dtype, biased=biased, resident=resident)
 
-    packed_as_bytes = True
-
-    def quantized_linear(self, kind: LinearKind, *, widened_bytes: int) -> ir.Function:
-        return onnxruntime_linear(kind, self.dtype, resident=widened_bytes <= RESIDENT_LINEAR_BYTES)
+    def quantized_linear(
+        self,
+        g: GraphBuilder,
+        x: ir.Value,
+        stored: StoredLinear,
+        folder: str,
+        bias: ir.Value | None,
+        *,
+        name: str,
+        widened_bytes: int,
+    ) -> ir.Value:
+        inputs = tensors(g, stored, folder, packed_as_bytes=True)
+        if bias is not None:
+            inputs["bias"] = bias
+        kind, resident = kind_of(stored, biased=bias is not None), widened_bytes <= RESIDENT_LINEAR_BYTES
+        body = onnxruntime_linear(kind, inputs, self.dtype, resident=resident)
+        (y,) = g.call(body, x, *(inputs[n] for n in INPUTS if n in inputs), name=name)
+        return y
 
 
 def _visible(

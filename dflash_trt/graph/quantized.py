@@ -12,12 +12,13 @@ input, in the weight's kind of numbers:
 NVFP4 quantizes the input in blocks of 16, each with an E4M3 scale of its own, in all but the first of these.
 
 The bodies for ONNX Runtime compute in float32 on the exact numbers that the codes stand for, with the input rounded as
-the format rounds it. The bodies for TensorRT are the patterns of QuantizeLinear and DequantizeLinear that it turns into
+the format rounds it. What TensorRT gets are the patterns of QuantizeLinear and DequantizeLinear that it turns into
 multiplications of packed numbers; weights stay packed in its plans.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,68 +78,42 @@ def kind_of(stored: StoredLinear, *, biased: bool) -> LinearKind:
     )
 
 
-def tensors(g: GraphBuilder, stored: StoredLinear, folder: str, *, packed_as_bytes: bool) -> list[ir.Value]:
+def tensors(
+    g: GraphBuilder, stored: StoredLinear, folder: str, *, packed_as_bytes: bool
+) -> dict[str, ir.Value]:
     """The operator's inputs from `weight` to `pre_quant_scale`, where they lie on disk; what is absent is left out.
 
-    `packed_as_bytes`: E2M1 pairs as UINT8 [out, in/2], for an engine without that type. The one that has it, TensorRT,
-    reads MXFP4's exponents nowhere but in the graph itself: there the operator gets the widened weight alone.
+    `packed_as_bytes`: E2M1 pairs as UINT8 [out, in/2], for an engine without that type.
     """
 
-    def raw(info: TensorInfo | None, dtype: ir.DataType | None = None, *shape: int) -> ir.Value | None:
-        if info is None:
-            return None
+    def raw(info: TensorInfo, dtype: ir.DataType | None = None, *shape: int) -> ir.Value:
         value = g.raw_weight(info, folder)
         return value if dtype is None else g.reinterpret(value, dtype, shape)
 
-    def flat(info: TensorInfo | None) -> ir.Value | None:
+    def flat(info: TensorInfo) -> ir.Value:
         """One number as a scalar, one per row of out as a vector."""
-        if info is None:
-            return None
         count = info.nbytes // 4
         return raw(info, FLOAT, *([count] if count > 1 else []))
 
     rows, columns = stored.weight.shape
-    if stored.scheme == "fp8":
-        weight, scale = raw(stored.weight), flat(stored.scale)
-    elif stored.scheme == "int4":
+    found = {"scale": flat(stored.scale) if stored.scheme == "fp8" else raw(stored.scale)}
+    if stored.scheme == "int4":
         shape = (rows, 2 * columns) if stored.by_row else (rows, columns, 2)
-        weight, scale = raw(stored.weight, INT4, *shape), raw(stored.scale)
+        found["weight"] = raw(stored.weight, INT4, *shape)
+    elif stored.scheme == "fp8" or packed_as_bytes:
+        found["weight"] = raw(stored.weight)
     else:
-        weight = raw(stored.weight) if packed_as_bytes else raw(stored.weight, E2M1, rows, 2 * columns)
-        scale = raw(stored.scale)
-    if stored.scheme == "mxfp4" and not packed_as_bytes:
-        weight = g.op(
-            "TRT_MXFP8DequantizeLinear",
-            *(weight, scale),
-            name=f"{stored.weight.name}/widened",
-            domain=TRT_DOMAIN,
-            axis=-1,
-            block_size=stored.algorithm.group_size,
-            output_dtype=int(g.dtype),
-        )
-        scale = None
-    scalars = (flat(stored.global_scale), flat(stored.input_scale))
-    return [value for value in (weight, scale, *scalars, raw(stored.pre_quant_scale)) if value is not None]
+        found["weight"] = raw(stored.weight, E2M1, rows, 2 * columns)
+    for name in ("global_scale", "input_scale"):
+        info = getattr(stored, name)
+        if info is not None:
+            found[name] = flat(info)
+    if stored.pre_quant_scale is not None:
+        found["pre_quant_scale"] = raw(stored.pre_quant_scale)
+    return found
 
 
-class _Inputs:
-    """The operator's inputs, named, inside a body: those that its format has. TensorRT takes no absent ones."""
-
-    def __init__(
-        self, g: GraphBuilder, kind: LinearKind, dtype: ir.DataType, *, widened: bool = False
-    ) -> None:
-        self.x = g.input("x", dtype, ["rows", "in"])
-        present = {
-            "weight": True,
-            "scale": not widened,
-            "global_scale": kind.scheme == "nvfp4",
-            "input_scale": kind.activations == "static",
-            "pre_quant_scale": kind.smoothed,
-            "bias": kind.biased,
-        }
-        values = {name: ir.Value(name=name) for name in present}
-        g.graph.inputs.extend([values[name] for name in present if present[name]])
-        self.weight, self.scale, self.global_scale, self.input_scale, self.smooth, self.bias = values.values()
+INPUTS = ("weight", "scale", "global_scale", "input_scale", "pre_quant_scale", "bias")
 
 
 def _split_rows(g: GraphBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -148,74 +123,71 @@ def _split_rows(g: GraphBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     return g.op("Div", x, largest, name="by_row"), largest
 
 
-def _finish(
+def _product(
     g: GraphBuilder,
-    kind: LinearKind,
-    inputs: _Inputs,
     x: ir.Value,
     weight: ir.Value,
     factor: ir.Value | None,
-    working: ir.DataType,
+    bias: ir.Value | None,
     dtype: ir.DataType,
-) -> ir.Function:
-    """The product, in the `working` dtype, and what follows it; as a function with a result of `dtype`."""
-    bias = g.op("Cast", inputs.bias, name="bias_as", to=int(working)) if kind.biased else None
+) -> ir.Value:
+    """x @ weight.T, times each row's factor, plus bias; all but the factor, float32, in `dtype`."""
     if factor is None:
-        y = g.op("Gemm", x, weight, *([bias] if bias is not None else []), name="product", transB=1)
-    else:
-        y = g.op("Gemm", x, weight, name="product", transB=1)
-        if working != FLOAT:
-            y = g.op("Cast", y, name="product_float", to=int(FLOAT))
-        y = g.op("Mul", y, factor, name="rescaled")
-        if working != FLOAT:
-            y = g.op("Cast", y, name="narrow", to=int(working))
-        if bias is not None:
-            y = g.op("Add", y, bias, name="with_bias")
-    g.output(y if working == dtype else g.op("Cast", y, to=int(dtype)), "y", dtype, ["rows", "out"])
-    return g.function()
+        return g.op("Gemm", x, weight, *([] if bias is None else [bias]), name="product", transB=1)
+    y = g.op("Gemm", x, weight, name="product", transB=1)
+    y = y if dtype == FLOAT else g.op("Cast", y, name="product_float", to=int(FLOAT))
+    y = g.op("Mul", y, factor, name="rescaled")
+    y = y if dtype == FLOAT else g.op("Cast", y, name="narrow", to=int(dtype))
+    return y if bias is None else g.op("Add", y, bias, name="with_bias")
 
 
-def onnxruntime_linear(kind: LinearKind, dtype: ir.DataType, *, resident: bool) -> ir.Function:
-    """The body for ONNX Runtime on a CPU.
+def onnxruntime_linear(
+    kind: LinearKind, present: Iterable[str], dtype: ir.DataType, *, resident: bool
+) -> ir.Function:
+    """The body for ONNX Runtime on a CPU; `present`: which inputs there are after x.
 
     `resident`: the weight is widened to float32 once, as the engine loads. Otherwise every pass widens it again: many
     times slower, in the memory of the packed weights and one widened one.
     """
     g = GraphBuilder(kind.operator)
-    inputs = _Inputs(g, kind, dtype)
-    x = inputs.x if dtype == FLOAT else g.op("Cast", inputs.x, name="x_float", to=int(FLOAT))
+    x = g.input("x", dtype, ["rows", "in"])
+    inputs = {name: ir.Value(name=name) for name in INPUTS if name in present}
+    g.graph.inputs.extend(inputs.values())
+    weight = _widened(g, kind, inputs, x, resident)
+    x = x if dtype == FLOAT else g.op("Cast", x, name="x_float", to=int(FLOAT))
     if kind.smoothed:
-        smooth = g.op("Cast", inputs.smooth, name="smooth", to=int(FLOAT))
+        smooth = g.op("Cast", inputs["pre_quant_scale"], name="smooth", to=int(FLOAT))
         x = g.op("Mul", x, smooth, name="smoothed")
     factor: ir.Value | None = None
     if kind.activations == "row":
         x, factor = _split_rows(g, x)
     if kind.activations != "none":
-        x = _rounded_fp8(g, kind, inputs, x) if kind.scheme == "fp8" else _rounded_nvfp4(g, kind, inputs, x)
-    weight = _widened(g, kind, inputs, resident)
-    return _finish(g, kind, inputs, x, weight, factor, FLOAT, dtype)
+        scale = _input_scale(g, kind, inputs)
+        x = _rounded_fp8(g, scale, x) if kind.scheme == "fp8" else _rounded_nvfp4(g, scale, x)
+    bias = g.op("Cast", inputs["bias"], name="bias_float", to=int(FLOAT)) if kind.biased else None
+    y = _product(g, x, weight, factor, bias, FLOAT)
+    g.output(y if dtype == FLOAT else g.op("Cast", y, to=int(dtype)), "y", dtype, ["rows", "out"])
+    return g.function()
 
 
-def _input_scale(g: GraphBuilder, kind: LinearKind, inputs: _Inputs) -> ir.Value:
+def _input_scale(g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
     """A row that was divided by its largest magnitude is at most 1."""
     if kind.activations == "static":
-        return inputs.input_scale
+        return inputs["input_scale"]
     return g.constant(1 / E4M3_MAX if kind.scheme == "fp8" else 1 / (E2M1_MAX * E4M3_MAX), np.float32)
 
 
-def _rounded_fp8(g: GraphBuilder, kind: LinearKind, inputs: _Inputs, x: ir.Value) -> ir.Value:
-    scale = _input_scale(g, kind, inputs)
+def _rounded_fp8(g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
     codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(E4M3))
     return g.op("DequantizeLinear", codes, scale, name="x_rounded")
 
 
-def _rounded_nvfp4(g: GraphBuilder, kind: LinearKind, inputs: _Inputs, x: ir.Value) -> ir.Value:
+def _rounded_nvfp4(g: GraphBuilder, second: ir.Value, x: ir.Value) -> ir.Value:
     """x rounded to E2M1 in blocks of 16, their scales to E4M3: from standard operators, as E2M1 has no CPU kernels."""
 
     def number(value: float) -> ir.Value:
         return g.constant(value, np.float32)
 
-    second = _input_scale(g, kind, inputs)
     blocks = g.op("Reshape", x, g.constant([0, -1, NVFP4_BLOCK]), name="blocks")
     magnitude = g.op("Abs", blocks, name="magnitude")
     largest = g.op("ReduceMax", magnitude, g.constant([2]), name="block_largest", keepdims=1)
@@ -232,18 +204,20 @@ def _rounded_nvfp4(g: GraphBuilder, kind: LinearKind, inputs: _Inputs, x: ir.Val
     return g.op("Reshape", g.op("Mul", rounded, scale), g.constant([0, -1]), name="x_rounded")
 
 
-def _widened(g: GraphBuilder, kind: LinearKind, inputs: _Inputs, resident: bool) -> ir.Value:
+def _widened(
+    g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+) -> ir.Value:
     """float32 [out, in]. ONNX Runtime folds casts and look-ups of constants as it loads, but never DequantizeLinear."""
-    weight, scale = inputs.weight, inputs.scale
+    weight, scale = inputs["weight"], inputs["scale"]
     if kind.scheme == "fp8":
         if not resident:
             return g.op("DequantizeLinear", weight, scale, name="widened", axis=0)
         column = g.op("Reshape", scale, g.constant([-1, 1]), name="column")
         return g.op("Mul", g.op("Cast", weight, to=int(FLOAT)), column, name="widened")
     if kind.scheme == "int4":
-        return _widened_int4(g, kind, inputs, resident)
+        return _widened_int4(g, kind, inputs, x, resident)
     tables = [BYTE_TO_PAIR[:, 0], BYTE_TO_PAIR[:, 1], E8M0]
-    low, high, powers = (_table(g, table, inputs.x, resident) for table in tables)
+    low, high, powers = (_table(g, table, x, resident) for table in tables)
     # On entries this small, Gather takes many times as long as GatherElements on one axis.
     halves = [g.unsqueeze(_lookup(g, half, weight), 2) for half in (low, high)]
     numbers = g.op("Concat", *halves, name="numbers", axis=2)
@@ -251,15 +225,17 @@ def _widened(g: GraphBuilder, kind: LinearKind, inputs: _Inputs, resident: bool)
     if kind.scheme == "mxfp4":
         factors = _lookup(g, powers, scale)
     elif resident:
-        factors = g.op("Mul", g.op("Cast", scale, to=int(FLOAT)), inputs.global_scale, name="factors")
+        factors = g.op("Mul", g.op("Cast", scale, to=int(FLOAT)), inputs["global_scale"], name="factors")
     else:
-        factors = g.op("DequantizeLinear", scale, inputs.global_scale, name="factors")
+        factors = g.op("DequantizeLinear", scale, inputs["global_scale"], name="factors")
     widened = g.op("Mul", numbers, g.unsqueeze(factors, 2), name="widened_by_block")
     return g.op("Reshape", widened, g.constant([0, -1]), name="widened")
 
 
-def _widened_int4(g: GraphBuilder, kind: LinearKind, inputs: _Inputs, resident: bool) -> ir.Value:
-    weight, scale = inputs.weight, g.op("Cast", inputs.scale, name="scale_float", to=int(FLOAT))
+def _widened_int4(
+    g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+) -> ir.Value:
+    weight, scale = inputs["weight"], g.op("Cast", inputs["scale"], name="scale_float", to=int(FLOAT))
     if not kind.by_row:  # the weight is [out/2, in, 2]: bring its scales, [out, groups], into that order
         pairs = g.op("Reshape", scale, g.shape(-1, 2, g.dim(scale, 1)), name="scale_pairs")
         scale = g.op("Transpose", pairs, name="scale_by_pair", perm=[0, 2, 1])
@@ -274,7 +250,7 @@ def _widened_int4(g: GraphBuilder, kind: LinearKind, inputs: _Inputs, resident: 
     if kind.by_row:
         return widened
     by_row = g.op("Transpose", widened, name="by_row", perm=[0, 2, 1])
-    return g.op("Reshape", by_row, g.shape(-1, g.dim(inputs.x, 1)), name="rows")
+    return g.op("Reshape", by_row, g.shape(-1, g.dim(x, 1)), name="rows")
 
 
 def _table(g: GraphBuilder, values: np.ndarray, x: ir.Value, resident: bool) -> ir.Value:
@@ -293,45 +269,63 @@ def _lookup(g: GraphBuilder, table: ir.Value, codes: ir.Value) -> ir.Value:
     return g.op("Reshape", found, g.op("Shape", codes), name="as_codes")
 
 
-def tensorrt_linear(kind: LinearKind, dtype: ir.DataType) -> ir.Function:
-    """The body for TensorRT and TensorRT-RTX, strongly typed; `dtype` is BFLOAT16 or FLOAT16.
+def tensorrt_linear(
+    g: GraphBuilder, x: ir.Value, stored: StoredLinear, folder: str, bias: ir.Value | None, name: str
+) -> ir.Value:
+    """The layer for TensorRT and TensorRT-RTX, strongly typed, in the graph's dtype, BFLOAT16 or FLOAT16.
 
-    Scales of E4M3 numbers are float32, those of blocks `dtype`: other types are refused by the builder.
+    Written out in the graph itself: a function that is called twice has its quantizing layers refused, for their names,
+    and inside of one, MXFP4's exponents are taken for numbers. Scales of E4M3 numbers are float32, those of blocks of
+    the graph's dtype: the builder refuses other types.
     """
-    g = GraphBuilder(kind.operator, opsets={TRT_DOMAIN: 1})
-    inputs = _Inputs(g, kind, dtype, widened=kind.scheme == "mxfp4")
-    x, factor = inputs.x, None
-    as_dtype: dict[str, Any] = {"output_dtype": int(dtype)}
-    if kind.smoothed:
-        x = g.op("Mul", x, g.op("Cast", inputs.smooth, name="smooth", to=int(dtype)), name="smoothed")
-    if kind.activations == "row":
-        x, factor = _split_rows(g, g.op("Cast", x, name="x_float", to=int(FLOAT)))
-        x = g.op("Cast", x, name="x_by_row", to=int(dtype))
-    if kind.activations != "none":
-        scale = _input_scale(g, kind, inputs)
+    kind = kind_of(stored, biased=bias is not None)
+    inputs = tensors(g, stored, folder, packed_as_bytes=False)
+    weight, scale, block = inputs["weight"], inputs["scale"], kind.group_size
+    as_dtype: dict[str, Any] = {"output_dtype": int(g.dtype)}
+    factor: ir.Value | None = None
+    with g.scope(name):
+        if kind.smoothed:
+            smooth = g.op("Cast", inputs["pre_quant_scale"], name="smooth", to=int(g.dtype))
+            x = g.op("Mul", x, smooth, name="smoothed")
+        if kind.activations == "row":
+            x, factor = _split_rows(g, g.op("Cast", x, name="x_float", to=int(FLOAT)))
+            x = g.op("Cast", x, name="x_by_row", to=int(g.dtype))
+        if kind.activations != "none":
+            x = _quantized_input(g, kind, _input_scale(g, kind, inputs), x, as_dtype)
         if kind.scheme == "fp8":
-            codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(E4M3))
-            x = g.op("DequantizeLinear", codes, scale, name="x_rounded", **as_dtype)
-        else:
-            codes, scales = g.multi(
-                "TRT_FP4DynamicQuantize",
-                *(x, scale),
-                outputs=2,
-                name="x_codes",
+            weight = g.op("DequantizeLinear", weight, scale, name="widened", axis=0, **as_dtype)
+        elif kind.scheme == "mxfp4":
+            weight = g.op(
+                *("TRT_MXFP8DequantizeLinear", weight, scale),
+                name="widened",
                 domain=TRT_DOMAIN,
                 axis=-1,
-                block_size=NVFP4_BLOCK,
-                scale_type=int(E4M3),
+                block_size=block,
+                **as_dtype,
             )
-            scales = g.op("DequantizeLinear", scales, scale, name="x_scales", **as_dtype)
-            x = g.op("DequantizeLinear", codes, scales, name="x_rounded", axis=-1, block_size=NVFP4_BLOCK)
-    weight, scale, block = inputs.weight, inputs.scale, kind.group_size
+        else:
+            if kind.scheme == "nvfp4":
+                scale = g.op("DequantizeLinear", scale, inputs["global_scale"], name="scales", **as_dtype)
+            else:
+                scale = g.op("Cast", scale, name="scales", to=int(g.dtype))
+            weight = g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
+        return _product(g, x, weight, factor, bias, g.dtype)
+
+
+def _quantized_input(
+    g: GraphBuilder, kind: LinearKind, scale: ir.Value, x: ir.Value, as_dtype: dict[str, Any]
+) -> ir.Value:
     if kind.scheme == "fp8":
-        weight = g.op("DequantizeLinear", weight, scale, name="widened", axis=0, **as_dtype)
-    elif kind.scheme == "nvfp4":
-        scale = g.op("DequantizeLinear", scale, inputs.global_scale, name="scales", **as_dtype)
-        weight = g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
-    elif kind.scheme == "int4":
-        scale = g.op("Cast", scale, name="scales", to=int(dtype))
-        weight = g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
-    return _finish(g, kind, inputs, x, weight, factor, dtype, dtype)
+        codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(E4M3))
+        return g.op("DequantizeLinear", codes, scale, name="x_rounded", **as_dtype)
+    codes, scales = g.multi(
+        *("TRT_FP4DynamicQuantize", x, scale),
+        outputs=2,
+        name="x_codes",
+        domain=TRT_DOMAIN,
+        axis=-1,
+        block_size=NVFP4_BLOCK,
+        scale_type=int(E4M3),
+    )
+    scales = g.op("DequantizeLinear", scales, scale, name="x_scales", **as_dtype)
+    return g.op("DequantizeLinear", codes, scales, name="x_rounded", axis=-1, block_size=NVFP4_BLOCK)

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.checkpoint.linears import StoredLinear
+
 from .builder import BOOL, FLOAT, INT64, GraphBuilder
 from .dialect import SINK_PADDING, AttentionInputs, Dialect
 from .experts import MXFP4_BLOCK, Storage, declared
-from .quantized import TRT_DOMAIN, LinearKind, tensorrt_linear
+from .quantized import TRT_DOMAIN, tensorrt_linear
 
 
 class TensorRT(Dialect):
@@ -93,8 +95,18 @@ class TensorRT(Dialect):
         weight.type = ir.TensorType(self.dtype)
         return "float", weight, None
 
-    def quantized_linear(self, kind: LinearKind, *, widened_bytes: int) -> ir.Function:
-        return tensorrt_linear(kind, self.dtype)
+    def quantized_linear(
+        self,
+        g: GraphBuilder,
+        x: ir.Value,
+        stored: StoredLinear,
+        folder: str,
+        bias: ir.Value | None,
+        *,
+        name: str,
+        widened_bytes: int,
+    ) -> ir.Value:
+        return tensorrt_linear(g, x, stored, folder, bias, name)
 
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int

@@ -17,7 +17,6 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import CheckpointError
 from dflash_trt.graph.builder import FLOAT, FLOAT_DTYPES, INT64, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
-from dflash_trt.graph.quantized import kind_of, tensors
 
 
 class Module:
@@ -83,12 +82,9 @@ class Module:
 
     def _quantized(self, x: ir.Value, name: str, stored: StoredLinear, bias: ir.Value | None) -> ir.Value:
         self.used.update(info.name for info in stored.tensors)
-        body = self.dialect.quantized_linear(
-            kind_of(stored, biased=bias is not None), widened_bytes=self._widened_bytes
+        return self.dialect.quantized_linear(
+            self.g, x, stored, self.folder, bias, name=name, widened_bytes=self._widened_bytes
         )
-        weights = tensors(self.g, stored, self.folder, packed_as_bytes=self.dialect.packed_as_bytes)
-        (y,) = self.g.call(body, x, *weights, *([] if bias is None else [bias]), name=name)
-        return y
 
     def rms_norm(self, x: ir.Value, name: str, size: int, epsilon: float) -> ir.Value:
         """Over the last axis, of length `size`, in float32."""

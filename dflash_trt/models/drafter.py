@@ -37,11 +37,13 @@ def build_drafter(
     target_folder: str,
     capacity: int | str = "C",
     features_dtype: ir.DataType | None = None,
+    head: tuple[Checkpoint | Outline, str] | None = None,
     metadata: dict[str, str] | None = None,
 ) -> ir.Model:
     """The drafter as an ONNX model. Embedding and head are the target's own tensors, in `target_folder`.
 
-    `features_dtype` is what the target computes in, by default what the drafter does.
+    `features_dtype` is what the target computes in, by default what the drafter does. `head` is a checkpoint that has
+    nothing but a quantized LM head, and its folder, to use in place of the target's.
 
     Raises CheckpointError where a tensor is missing, has another shape than the config says, or is left over.
     """
@@ -95,7 +97,11 @@ def build_drafter(
         "Slice", g.op("Reshape", x, by_sequence, name="by_row"), *map(g.constant, ([1], [2**31], [1]))
     )
     drafted = g.op("Reshape", drafted, g.constant([-1, hidden]), name="drafted")
-    logits = lm_head(m.rms_norm(drafted, "norm", hidden, config.rms_norm_eps), target_root, target)
+    drafted = m.rms_norm(drafted, "norm", hidden, config.rms_norm_eps)
+    if head is None:
+        logits = lm_head(drafted, target_root, target)
+    else:
+        logits = Module(g, *head, dialect).linear(drafted, "lm_head", hidden, target.vocab_size)
     logits = g.to_float(logits)
     m.check_all_used()
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_trt.errors import BuildError
 
-# Compute capabilities whose tensor cores take four-bit floating-point weights.
-FP4_CAPABILITIES = (100, 103, 110, 120, 121)
+# GPUs that compute in the numbers weights are stored in; INT4 is widened on all of them. Seen with TensorRT-RTX 1.7.
+_FP4 = (100, 103, 110, 120, 121)
+FORMAT_CAPABILITIES = {"fp8": (89, 90, *_FP4), "nvfp4": _FP4, "mxfp4": _FP4}
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class Flavour:
         return module
 
     def check_capabilities(
-        self, asked: Sequence[int], present: Sequence[int], *, fp4: bool
+        self, asked: Sequence[int], present: Sequence[int], *, formats: Iterable[str]
     ) -> tuple[int, ...]:
         """The capabilities to build for: those asked for, or those of the GPUs that are `present`.
 
-        Raises BuildError for one that this flavour does not serve, naming the one that does, and with `fp4` for one
-        that cannot take four-bit weights.
+        Raises BuildError for one that this flavour does not serve, naming the one that does, and for one
+        without arithmetic in one of the `formats` of the weights.
         """
         wanted = tuple(dict.fromkeys(asked or present))
         if not wanted:
@@ -71,11 +72,13 @@ class Flavour:
                     f"--compute-capability {capability}: {self.label} builds for the GPUs it finds ({here}); build "
                     f"on such a machine{hint}"
                 )
-            if fp4 and capability not in FP4_CAPABILITIES:
-                raise BuildError(
-                    f"--compute-capability {capability}: has no four-bit floating-point arithmetic, and the target's "
-                    f"experts are stored in MXFP4; GPUs that have: {', '.join(map(str, FP4_CAPABILITIES))}"
-                )
+            for scheme in sorted(formats):
+                having = FORMAT_CAPABILITIES.get(scheme, (capability,))
+                if capability not in having:
+                    raise BuildError(
+                        f"--compute-capability {capability}: has no {scheme.upper()} arithmetic, and weights of "
+                        f"this pair are in it; GPUs that have: {', '.join(map(str, having))}"
+                    )
         return wanted
 
 

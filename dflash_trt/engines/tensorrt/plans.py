@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,12 @@ class Plans:
         block_size: int,
         capacity: int,
         experts: bool,
-        fp4: bool,
+        formats: Iterable[str],
     ) -> None:
         self.flavour = FLAVOURS[engine]
         self.module = self.flavour.load()
         self.capabilities = self.flavour.check_capabilities(
-            options.capabilities, compute_capabilities(), fp4=fp4
+            options.capabilities, compute_capabilities(), formats=formats
         )
         chunk = options.prefill_chunk
         if chunk is None:

@@ -1,7 +1,7 @@
 """Quantize a checkpoint: its linear layers in fewer bits, in the format of NVIDIA's Model Optimizer.
 
 Weights only are looked at. Their scales come from their own magnitudes; those of activations are left to each pass,
-unless `calibration` gives the largest magnitudes seen (calibration.py).
+unless a calibration gives the largest magnitudes seen (calibrate.py).
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def quantize(
     exclude: Sequence[str] = (),
     head: str | None = None,
     calibration: Mapping[str, float] | None = None,
+    replace_other: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write the checkpoint in `source` to `out` with its linear layers in `scheme`; returns `out`.
@@ -62,7 +63,7 @@ def quantize(
     `scheme` is fp8, nvfp4, mxfp4 or int4. Embedding, norms and routers stay as they are, and so do the LM head, unless
     `head` names a scheme for it, and the layers that a pattern of `exclude` matches (`model.layers.0.*`). gpt-oss's
     experts are in MXFP4 already. `calibration`: layer -> largest magnitude of its input; fp8 and nvfp4 then get static
-    input scales.
+    input scales. `replace_other`: what is in `out` may go, where it is something else.
 
     Works shard by shard beside `out`, which appears when all is whole; an interrupted run continues where it was. Holds
     one step of a tensor in memory, 32 MiB in float32, and what the system keeps of the mapped files.
@@ -76,14 +77,42 @@ def quantize(
     copied = [t for t in checkpoint.tensors.values() if t.name.removesuffix(".weight") not in layers]
     if calibration is not None and (missing := sorted(set(layers) - set(calibration) - {HEAD})):
         raise BuildError(f"{source}: the calibration saw nothing of {len(missing)} layers, as {missing[0]}")
-    return _convert(checkpoint, out, layers, copied, calibration or {}, progress or silent)
+    return _convert(checkpoint, out, layers, copied, calibration or {}, replace_other, progress or silent)
 
 
 def quantize_head(source: Path, out: Path, scheme: str, progress: Progress | None = None) -> Path:
     """Write the LM head of the target in `source`, quantized, and nothing else."""
     checkpoint = Checkpoint(source)
-    layers = _layers(checkpoint, scheme, ["*"], scheme, calibrated=False)
-    return _convert(checkpoint, out, layers, [], {}, progress or silent)
+    layers = {HEAD: _head(checkpoint, scheme)}
+    _check_groups(layers)
+    return _convert(checkpoint, out, layers, [], {}, True, progress or silent)
+
+
+def repack_int4(checkpoint: Checkpoint, out: Path, progress: Progress | None = None) -> Path:
+    """Write the checkpoint with its INT4 weights by row, two columns in a byte, as ONNX and TensorRT read them."""
+    progress = progress or silent
+
+    def by_row(info: TensorInfo) -> Iterator[tuple[str, NDArray[Any]]]:
+        packed = checkpoint.array(info.name)
+        step = max(1, _STEP_BYTES // info.shape[1])
+        for begin in range(0, len(packed), step):
+            yield info.name, numbers.pack_pairs(numbers.unpack_rows(packed[begin : begin + step]))
+
+    def entry(info: TensorInfo) -> Entry:
+        algorithm = checkpoint.quantization.algorithm(info.name.removesuffix(".weight"))
+        int4 = algorithm is not None and algorithm.scheme == "int4" and info.dtype == "U8"
+        if not int4 or not info.name.endswith(".weight"):
+            return Entry(info.name, info.dtype, info.shape, state.copy(info))
+        return Entry(info.name, "U8", (2 * info.shape[0], info.shape[1] // 2), by_row(info))
+
+    state = _State(checkpoint, {}, {}, progress, sum(t.nbytes for t in checkpoint.tensors.values()))
+    out.mkdir(parents=True, exist_ok=True)
+    for file in checkpoint.files:
+        if not (out / file.name).is_file():
+            write_shard(out / file.name, [entry(t) for t in checkpoint.tensors.values() if t.file == file])
+    for path in checkpoint.directory.glob("*.json"):
+        shutil.copyfile(path, out / path.name)
+    return out
 
 
 def data_free(scheme: str, *, calibrated: bool = False, inputs: Sequence[int] = ()) -> Algorithm:
@@ -103,9 +132,10 @@ def _layers(
         if value not in SCHEMES:
             raise BuildError(f"--{option} is {value!r}, expected one of: {', '.join(SCHEMES)}")
     found = checkpoint.quantization
-    if found.default is not None or found.layers:
-        name = found.default.name if found.default is not None else "MIXED_PRECISION"
-        raise CheckpointError(f"{found.path}: the checkpoint is {name} already; quantize the original one")
+    if found.name is not None:
+        raise CheckpointError(
+            f"{found.path}: the checkpoint is {found.name} already; quantize the original one"
+        )
     named = {
         tensor.name.removesuffix(".weight"): tensor
         for tensor in checkpoint.tensors.values()
@@ -123,16 +153,24 @@ def _layers(
     algorithm = data_free(scheme, calibrated=calibrated, inputs=[t.shape[1] for t in kept.values()])
     layers = {name: _Layer(name, tensor, algorithm) for name, tensor in kept.items()}
     if head is not None:
-        tensors = checkpoint.tensors
-        weight = tensors.get(f"{HEAD}.weight") or tensors.get(f"{EMBEDDING}.weight")
-        if weight is None:
-            raise BuildError(
-                f"{checkpoint.directory}: has no LM head; drafters use their target's: quantize that"
-            )
-        # Nothing calibrates the head: its input is as wide as its magnitude, and brings its own scale.
-        layers[HEAD] = _Layer(HEAD, weight, data_free(head, inputs=[weight.shape[1]]))
+        layers[HEAD] = _head(checkpoint, head)
     if not layers:
         raise BuildError(f"{checkpoint.directory}: has no linear layer to quantize")
+    _check_groups(layers)
+    return layers
+
+
+def _head(checkpoint: Checkpoint, scheme: str) -> _Layer:
+    """Nothing calibrates the head: every row that reaches it brings its own scale."""
+    weight = checkpoint.tensors.get(f"{HEAD}.weight") or checkpoint.tensors.get(f"{EMBEDDING}.weight")
+    if weight is None:
+        raise BuildError(
+            f"{checkpoint.directory}: has no LM head; a drafter uses its target's: quantize that"
+        )
+    return _Layer(HEAD, weight, data_free(scheme, inputs=[weight.shape[1]]))
+
+
+def _check_groups(layers: Mapping[str, _Layer]) -> None:
     for layer in layers.values():
         rows, columns = layer.source.shape
         group = layer.algorithm.group_size or 1
@@ -142,7 +180,6 @@ def _layers(
                 f"in groups of {group}{' and an even number of outputs' * (layer.algorithm.scheme == 'int4')}; "
                 f"leave it as it is with --exclude {layer.name!r}"
             )
-    return layers
 
 
 def _convert(
@@ -151,6 +188,7 @@ def _convert(
     layers: Mapping[str, _Layer],
     copied: Sequence[TensorInfo],
     amax: Mapping[str, float],
+    replace_other: bool,
     progress: Progress,
 ) -> Path:
     config = _quant_config(checkpoint, layers, copied)
@@ -159,7 +197,11 @@ def _convert(
         done = out / QUANT_CONFIG
         if done.is_file() and read_object(done) == config:
             return out
-        raise BuildError(f"{out}: exists and is not this checkpoint quantized this way; choose another --out")
+        if not replace_other:
+            raise BuildError(
+                f"{out}: exists and is not this checkpoint quantized this way; choose another --out"
+            )
+        shutil.rmtree(out)
     with workspace(out) as work:
         begun = work / QUANT_CONFIG
         if not begun.is_file() or json.loads(begun.read_text()) != config:
