@@ -95,8 +95,8 @@ class Runtime:
         self.check_block_length(block_length)
         if not speculate:
             return FixedLength(1)
-        if block_length is not None:
-            return FixedLength(block_length)
+        if block_length is not None or self.driver is not None:
+            return FixedLength(block_length or self.block_size)
         if self._adaptive is None:
             self._adaptive = self._new_adaptive()
         return self._adaptive
@@ -108,9 +108,13 @@ class Runtime:
                 f"block_length is {block_length}, expected 1..{self.block_size} (this bundle's block size), or None "
                 "for the adaptive one"
             )
+        if self.driver is not None:
+            self.driver.check_block_length(block_length)
 
     def _new_adaptive(self) -> AdaptiveLength:
-        self.scheduler.slots.kept.clear()  # passes overwrite rows
+        assert isinstance(self.scheduler, Scheduler)
+        assert isinstance(self.pair, EnginePair)
+        self.scheduler.forget()  # passes overwrite rows
         most = self.scheduler.max_batch_size
         batches = [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
         lengths = sorted({n for n in (1, 2, 4, 8, 16, self.block_size) if n <= self.block_size})

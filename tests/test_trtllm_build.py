@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -116,7 +117,8 @@ def test_reordered_taps_draft_the_same(pair: Path, tmp_path: Path) -> None:
         out = tmp_path / f"{drafter.parent.name}-onnx"
         build(str(tmp_path / "target"), str(drafter), out)
         with LLM(out) as llm:
-            completion = llm.generate([3, 1, 4, 1, 5], SamplingParams(max_tokens=40, ignore_eos=True))
+            params = SamplingParams(max_tokens=40, ignore_eos=True)
+            completion = llm.generate([3, 1, 4, 1, 5], params, block_length=8)
             found.append((completion.token_ids, completion.statistics.acceptance_histogram))
     assert found[0] == found[1]
 
@@ -286,7 +288,7 @@ def test_the_command_builds(pair: Path, tmp_path: Path, capsys: pytest.CaptureFi
 class Launch:
     """Runs a bundle's scripts with stand-ins for every program they start, which note how they were called."""
 
-    PROGRAMS = ("trtllm-serve", "trtllm-llmapi-launch", "mpirun", "srun", "docker")
+    PROGRAMS = ("trtllm-serve", "trtllm-llmapi-launch", "mpirun", "srun", "docker", "tritonserver")
 
     def __init__(self, bundle: Path, work: Path) -> None:
         self.bundle, self.log, self.bin = bundle, work / "log", work / "bin"
@@ -363,12 +365,24 @@ def test_scripts_start_what_they_should(pair: Path, tmp_path: Path) -> None:
         launch("disaggregated.sh", "both")
 
 
+def test_triton_gets_the_path_of_its_configuration(built: Bundle, tmp_path: Path) -> None:
+    launch = Launch(built.path, tmp_path)
+    program = launch.bin / "tritonserver"
+    program.write_text(program.read_text() + f'echo "$LLM_CONFIG_PATH" >>"{launch.log}"\n')
+    directory, words = launch("triton.sh", LLMAPI_REPOSITORY="/models/llmapi")
+    assert directory == str(built.path)
+    assert option(words, "--model-repository") == "/models/llmapi"
+    assert option(words, "--http-address") == "127.0.0.1"
+    assert yaml.safe_load(Path(words[-1]).read_text())["model"] == "./target"
+    with pytest.raises(subprocess.CalledProcessError):
+        launch("triton.sh")
+
+
 def test_no_placeholder_is_left(built: Bundle) -> None:
     texts: Mapping[str, str] = {
         str(path.relative_to(built.path)): path.read_text() for path in (built.path / "launch").iterdir()
     }
-    assert len(texts) == 5
+    assert len(texts) == 6
     for name, text in texts.items():
-        assert "@WORLD@" not in text, name
-        assert not [word for word in text.split() if word.startswith("@") and word.endswith("@")], name
+        assert re.findall(r"@[A-Z_]+@", text) == [], name
         assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0, name

@@ -92,6 +92,10 @@ def test_every_yaml_is_valid_for_every_pair_and_parallelism(
             continue
         valid += 1
         for file, document in yaml_documents(found).items():
+            if file == "triton/model.yaml":
+                assert document.pop("triton_config")["decoupled"]
+                assert document.pop("model") == "./target"
+                assert document == found.llm_args
             schema = release.disaggregated if "router" in file else release.llm_args
             errors = [e.message for e in jsonschema.Draft202012Validator(schema).iter_errors(document)]
             assert errors == [], f"{name} on {tp} x {gpu}: {file}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from dflash_trt.trtllm.configuration import Configuration
+from dflash_trt.trtllm.configuration import TARGET, Configuration
 
 _TEMPLATES = Path(__file__).with_name("scripts")
 _HEADER = "# TensorRT-LLM {version} on {world} x {gpu}; written by dflash-trt build, explained by dflash-trt inspect.\n"
@@ -26,6 +26,7 @@ def launch_files(configuration: Configuration) -> dict[str, str]:
     }
     for document in documents.values():
         c.release.check(document)
+    documents["triton/model.yaml"] = {"model": f"./{TARGET}", **c.llm_args, "triton_config": _TRITON}
     documents["disaggregated/router.yaml"] = _ROUTER
     c.release.check(_ROUTER, "disaggregated")
     world = c.llm_args["tensor_parallel_size"]
@@ -36,6 +37,7 @@ def launch_files(configuration: Configuration) -> dict[str, str]:
         "NODES": c.nodes,
         "GPUS_PER_NODE": c.gpus_per_node,
         "CONTAINER": c.release.container,
+        "VERSION": c.release.version,
     }
     for template in sorted(_TEMPLATES.iterdir()):
         text = template.read_text()
@@ -45,6 +47,8 @@ def launch_files(configuration: Configuration) -> dict[str, str]:
     return files
 
 
+# What the model of triton_backend/all_models/llmapi reads beside the arguments of LLM; streams need decoupled.
+_TRITON = {"max_batch_size": 0, "decoupled": True, "cancellation_check_period_ms": 100}
 _ROUTER: dict[str, Any] = {
     "hostname": "localhost",
     "port": 8000,
