@@ -72,6 +72,21 @@ def test_plans_agree_with_what_a_bundle_reports(tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.parametrize(
+    "text", ["target=fp8", "target=nvfp4", "target=mxfp4,drafter=fp8", "target=int4,drafter=int4"]
+)
+def test_plans_agree_with_what_quantized_bundles_hold(text: str, tmp_path: Path) -> None:
+    precision = parse_precision(text)
+    bundle = build("tiny", None, tmp_path / "b", precision=precision)
+    target, drafter = known_configs("tiny")
+    inventory = take_inventory(read_target_config(target), read_drafter_config(drafter))
+    found = plan(inventory, settings(precision=precision, block_size=8, max_seq_len=512))
+    for side in ("target", "drafter"):
+        for role, stored in bundle.manifest[side]["weight_bytes"].items():
+            planned = sum(found.weights[side][role].values())
+            assert planned == pytest.approx(sum(stored.values()), rel=2e-3), f"{side} {role}"
+
+
 # Figures of TensorRT-LLM's own tests of this buffer (tests/unittest/.../test_dflash_ctx_budget): a drafter of 5 layers,
 # 16 key-value heads, head size 64 and a million positions at TP 4; the one of its B200 and H100 accuracy tests; and
 # what NVIDIA/TensorRT-LLM#16005 reports.
@@ -167,11 +182,9 @@ def test_precision_changes_the_weights_it_names(inventories: dict[str, Inventory
 
     base, fp8 = weights(Precision()), weights(parse_precision("target=fp8"))
     matrices = 2 * inventory.target.num_hidden_layers * 128 * 2  # bytes of q and k norms, which stay
-    assert fp8["target"]["mlp"] == {"fp8": base["target"]["mlp"]["bf16"] // 2}
-    assert fp8["target"]["attention"] == {
-        "fp8": (base["target"]["attention"]["bf16"] - matrices) // 2,
-        "bf16": matrices,
-    }
+    rows = 36 * (2 * 12_288 + 4096)  # of gate, up and down projections: a scale for each
+    assert fp8["target"]["mlp"] == {"fp8": base["target"]["mlp"]["bf16"] // 2 + 4 * rows}
+    assert fp8["target"]["attention"]["bf16"] == matrices
     assert fp8["target"]["embedding"] == base["target"]["embedding"]
     assert fp8["drafter"] == base["drafter"]
     head = weights(parse_precision("head=nvfp4"))["drafter"]["head"]

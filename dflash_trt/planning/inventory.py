@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from dflash_trt.checkpoint.config import DecoderConfig, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.linears import FLOAT_DTYPES, stored_linear
-from dflash_trt.checkpoint.quantization import Quantization, read_quantization
+from dflash_trt.checkpoint.quantization import INT4_GROUPS, Quantization, read_quantization
 from dflash_trt.checkpoint.roles import parameters_of, role_of
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
 from dflash_trt.errors import CheckpointError
@@ -18,8 +19,7 @@ from dflash_trt.graph.functions import OnnxRuntime
 from dflash_trt.models.drafter import build_drafter
 from dflash_trt.models.target import build_target
 
-# Bytes per weight, scales included: one FP8 scale per 16 weights of NVFP4, one E8M0 per 32 of MXFP4, one FP16 per
-# 32 of INT4. FP8's scales are per tensor or channel.
+# Bytes per number; of quantized weights with the scales of their groups, but for fp8 and int4, see weight_bytes.
 WEIGHT_BYTES: Mapping[str, float] = {
     "fp32": 4,
     "bf16": 2,
@@ -27,9 +27,15 @@ WEIGHT_BYTES: Mapping[str, float] = {
     "fp8": 1,
     "nvfp4": 0.5 + 1 / 16,
     "mxfp4": 0.5 + 1 / 32,
-    "int4": 0.5 + 2 / 32,
 }
-_LINEAR = ("attention", "mlp", "experts")
+_LINEAR = ("attention", "mlp", "experts", "fc")
+
+
+def weight_bytes(precision: str, parameters: int, rows: int, int4_group: int = INT4_GROUPS[0]) -> int:
+    """Of matrices with so many rows: fp8 has a scale of 4 bytes for each row, int4 one for each group."""
+    if precision == "int4":
+        return round(parameters * (0.5 + 4 / int4_group))
+    return round(parameters * WEIGHT_BYTES[precision]) + (4 * rows if precision == "fp8" else 0)
 
 
 class _Kind(NamedTuple):
@@ -42,6 +48,7 @@ class _Kind(NamedTuple):
 class _Size(NamedTuple):
     parameters: int
     nbytes: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -64,18 +71,20 @@ class Inventory:
     ) -> dict[str, dict[str, int]]:
         """Bytes on one GPU by role and precision.
 
-        `dense` is what floating-point tensors are held in, `scheme` what the matrices of attention, MLPs and experts
-        are. What is quantized already stays as it is.
+        `dense` is what floating-point tensors are held in, `scheme` what those of linear layers are, but for the head.
+        What is quantized already stays as it is.
         """
         totals: dict[str, Counter[str]] = {}
         kv_parts = min(tensor_parallel, self.config(side).num_key_value_heads)
         parts = {"whole": 1, "kv": kv_parts, "split": tensor_parallel}
+        group = self.int4_group(side) if scheme == "int4" else INT4_GROUPS[0]
         for kind, size in self._kinds[side].items():
             precision, count = kind.quantized, size.nbytes
             if precision is None:
                 quantize = kind.role in _LINEAR and kind.matrix and scheme is not None
                 precision = scheme if quantize and scheme is not None else dense
-                count = round(size.parameters * WEIGHT_BYTES[precision])
+                rows = size.rows if quantize else 0
+                count = weight_bytes(precision, size.parameters, rows, group)
             totals.setdefault(kind.role, Counter())[precision] += count // parts[kind.spread]
         return {role: dict(totals[role]) for role in sorted(totals)}
 
@@ -91,9 +100,17 @@ class Inventory:
                 role = role_of(tensor.name)
                 matrix, spread = len(tensor.shape) > 1, _spread(role, tensor.name)
                 kind = _Kind(role, _quantized(tensor, scheme), matrix, spread)
-                before = sizes.get(kind, _Size(0, 0))
-                sizes[kind] = _Size(before.parameters + parameters_of(tensor), before.nbytes + tensor.nbytes)
+                more = _Size(
+                    parameters_of(tensor), tensor.nbytes, math.prod(tensor.shape[:-1]) if matrix else 0
+                )
+                before = sizes.get(kind, _Size(0, 0, 0))
+                sizes[kind] = _Size(*(one + other for one, other in zip(before, more, strict=True)))
         return found
+
+    def int4_group(self, side: str) -> int:
+        """The largest group that divides the inputs of every linear layer: what `dflash-trt quantize` takes."""
+        inputs = {t.shape[-1] for t in self.tensors[side] if len(t.shape) > 1 and role_of(t.name) in _LINEAR}
+        return next((g for g in INT4_GROUPS if not any(n % g for n in inputs)), INT4_GROUPS[-1])
 
 
 def _quantized(tensor: TensorInfo, scheme: str | None) -> str | None:

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dflash_trt.checkpoint.config import DrafterConfig
+from dflash_trt.checkpoint.quantization import INT4_GROUPS
 from dflash_trt.errors import BuildError
 from dflash_trt.planning.gpus import Gpu
-from dflash_trt.planning.inventory import WEIGHT_BYTES, Inventory
+from dflash_trt.planning.inventory import WEIGHT_BYTES, Inventory, weight_bytes
 from dflash_trt.precision import Precision
 
 ENGINES = ("onnxruntime", "tensorrt", "tensorrt-rtx", "tensorrt-llm")
@@ -155,8 +156,8 @@ def plan(inventory: Inventory, settings: Settings) -> Plan:
     if s.tensor_parallel > 1 and s.engine != "tensorrt-llm":
         raise BuildError(f"--tp is {s.tensor_parallel}, but {s.engine} runs on one GPU; use tensorrt-llm")
     weights = {side: _weights(inventory, s, side) for side in ("target", "drafter")}
-    weight_bytes = sum(n for side in weights.values() for role in side.values() for n in role.values())
-    ours = _Layout(inventory, s, weight_bytes)
+    held = sum(n for side in weights.values() for role in side.values() for n in role.values())
+    ours = _Layout(inventory, s, held)
     total = ours.total(s.max_batch_size, s.max_seq_len)
     limit = min(inventory.target.max_position_embeddings, inventory.drafter.max_position_embeddings)
     fraction, pool = ours.pool(s.max_batch_size, s.max_seq_len)
@@ -168,7 +169,7 @@ def plan(inventory: Inventory, settings: Settings) -> Plan:
         max_batch_size=s.max_batch_size,
         memory_bytes=s.gpu.memory_bytes,
         weights=weights,
-        weight_bytes=weight_bytes,
+        weight_bytes=held,
         runtime_bytes=ours.runtime,
         activation_bytes=ours.activations(s.max_batch_size, s.max_seq_len),
         kv_bytes_per_token=ours.kv_per_token,
@@ -275,8 +276,9 @@ class _Layout:
 def _weights(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str, int]]:
     found = inventory.weights(side, s.compute(side), s.precision.scheme(side), s.tensor_parallel)
     if side == "drafter" and s.precision.head is not None:  # a copy of its own of the target's head
-        size = inventory.target.vocab_size * inventory.target.hidden_size
-        found["head"] = {s.precision.head: round(size * WEIGHT_BYTES[s.precision.head])}
+        rows, columns = inventory.target.vocab_size, inventory.target.hidden_size
+        group = next((g for g in INT4_GROUPS if columns % g == 0), INT4_GROUPS[-1])
+        found["head"] = {s.precision.head: weight_bytes(s.precision.head, rows * columns, rows, group)}
     return found
 
 
