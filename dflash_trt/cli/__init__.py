@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dflash_trt.cli import bench, build, doctor, generate, inspect, pairs, plan, verify
+from dflash_trt.cli import bench, build, doctor, generate, inspect, pairs, plan, quantize, verify
 from dflash_trt.errors import DFlashError
 
 COMMANDS = {
     "build": build,
+    "quantize": quantize,
     "generate": generate,
     "verify": verify,
     "bench": bench,

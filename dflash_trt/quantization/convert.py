@@ -125,17 +125,11 @@ def data_free(scheme: str, *, calibrated: bool = False, inputs: Sequence[int] = 
     return ALGORITHMS[{"nvfp4": "NVFP4", "mxfp4": "W4A16_MXFP4"}[scheme]]
 
 
-def _layers(
-    checkpoint: Checkpoint, scheme: str, exclude: Sequence[str], head: str | None, *, calibrated: bool
-) -> dict[str, _Layer]:
-    for option, value in (("scheme", scheme), ("head", head or scheme)):
-        if value not in SCHEMES:
-            raise BuildError(f"--{option} is {value!r}, expected one of: {', '.join(SCHEMES)}")
-    found = checkpoint.quantization
-    if found.name is not None:
-        raise CheckpointError(
-            f"{found.path}: the checkpoint is {found.name} already; quantize the original one"
-        )
+def linear_layers(checkpoint: Checkpoint, exclude: Sequence[str] = ()) -> dict[str, TensorInfo]:
+    """The weights that are quantized, by layer.
+
+    Raises BuildError for a pattern of `exclude` that matches none.
+    """
     named = {
         tensor.name.removesuffix(".weight"): tensor
         for tensor in checkpoint.tensors.values()
@@ -149,7 +143,21 @@ def _layers(
             raise BuildError(
                 f"--exclude {pattern!r} matches no linear layer, as {next(iter(named), 'none')} is"
             )
-    kept = {n: t for n, t in named.items() if not any(fnmatchcase(n, pattern) for pattern in exclude)}
+    return {n: t for n, t in named.items() if not any(fnmatchcase(n, pattern) for pattern in exclude)}
+
+
+def _layers(
+    checkpoint: Checkpoint, scheme: str, exclude: Sequence[str], head: str | None, *, calibrated: bool
+) -> dict[str, _Layer]:
+    for option, value in (("scheme", scheme), ("head", head or scheme)):
+        if value not in SCHEMES:
+            raise BuildError(f"--{option} is {value!r}, expected one of: {', '.join(SCHEMES)}")
+    found = checkpoint.quantization
+    if found.name is not None:
+        raise CheckpointError(
+            f"{found.path}: the checkpoint is {found.name} already; quantize the original one"
+        )
+    kept = linear_layers(checkpoint, exclude)
     algorithm = data_free(scheme, calibrated=calibrated, inputs=[t.shape[1] for t in kept.values()])
     layers = {name: _Layer(name, tensor, algorithm) for name, tensor in kept.items()}
     if head is not None:
@@ -222,7 +230,7 @@ def _convert(
         if set(weight_map.values()) != {"model.safetensors"}:
             size = sum(path.stat().st_size for path in work.glob("*.safetensors"))
             _write_json(work / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-        _copy_files(checkpoint.directory, work)
+        copy_files(checkpoint.directory, work)
         _write_config(checkpoint.directory, work, config, untied=HEAD in layers)
         progress("quantize", total, total)
         if out.exists():
@@ -379,7 +387,8 @@ def _key(
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
-def _copy_files(source: Path, work: Path) -> None:
+def copy_files(source: Path, work: Path) -> None:
+    """Bring tokenizer and generation settings along."""
     for path in source.iterdir():
         if path.suffix in _COPIED and path.name not in ("config.json", QUANT_CONFIG, INDEX):
             shutil.copyfile(path, work / path.name)

@@ -1,0 +1,114 @@
+"""`dflash-trt quantize`: a checkpoint with its linear layers in fewer bits."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dflash_trt.cli.output import byte_count, print_json, progress_display
+from dflash_trt.errors import BuildError
+from dflash_trt.precision import SCHEMES
+
+SUMMARY = "write a checkpoint with its linear layers in FP8, NVFP4, MXFP4 or INT4"
+DESCRIPTION = """\
+Quantize the linear layers of a target or a drafter; embedding, norms, routers and LM head stay as they are. The result
+is a checkpoint in the format of NVIDIA's Model Optimizer, for `dflash-trt build` and other engines.
+Scales come from the weights alone, and activations bring their own in every pass. With --calibration, what a set of
+prompts makes of the activations gives fp8 and nvfp4 static scales, through ONNX Runtime on this machine.
+`dflash-trt build --precision` does the same, without calibration, on the way to a bundle.
+"""
+EXAMPLES = """\
+examples:
+  dflash-trt quantize tiny --scheme nvfp4 --out checkpoints/tiny-nvfp4
+  dflash-trt quantize checkpoints/target --scheme fp8 --head fp8 --out checkpoints/target-fp8
+  dflash-trt quantize tiny --role drafter --scheme fp8 --calibration shipped --out checkpoints/drafter-fp8
+  dflash-trt quantize checkpoints/target --scheme int4 --exclude 'model.layers.0.*' --out checkpoints/target-int4
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint", metavar="NAME_OR_PATH", help="a known pair or model, or a directory with config.json"
+    )
+    parser.add_argument("--scheme", required=True, choices=SCHEMES, help="what the weights are stored in")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the checkpoint goes")
+    parser.add_argument(
+        "--role",
+        choices=["target", "drafter"],
+        default="target",
+        help="which one of a known pair (default: target; a directory says itself what it is)",
+    )
+    parser.add_argument("--head", choices=SCHEMES, help="quantize the target's LM head too, to this")
+    parser.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave these layers as they are, such as 'model.layers.0.*'; may be repeated",
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="JSONL prompts that give static scales; 'shipped': those that come with the package",
+    )
+    parser.add_argument(
+        "--calibrator",
+        choices=["onnxruntime", "modelopt"],
+        help="what runs the prompts; modelopt needs the extra [quantize] (default: onnxruntime)",
+    )
+    parser.add_argument(
+        "--target",
+        metavar="NAME_OR_PATH",
+        help="the target of a drafter that is calibrated (default: the known one)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dflash_trt.checkpoint.fields import read_object
+    from dflash_trt.checkpoint.pairs import resolve
+    from dflash_trt.inspection import inspect
+    from dflash_trt.quantization.calibrate import activation_amax, calibration_set
+    from dflash_trt.quantization.convert import quantize
+
+    if args.calibrator and not args.calibration:
+        args.usage_error("--calibrator needs --calibration")
+    source = resolve(args.checkpoint, args.role).directory
+    drafter = "dflash_config" in read_object(source / "config.json")
+    amax = None
+    with progress_display() as progress:
+        if args.calibration:
+            if args.scheme in ("mxfp4", "int4") and args.calibrator != "modelopt":
+                raise BuildError(f"--scheme {args.scheme} is of weights only: there is nothing to calibrate")
+            if drafter and args.target is None and Path(args.checkpoint).is_dir():
+                raise BuildError(f"{source} is a drafter: --calibration needs its target, give --target")
+            target = resolve(args.target or args.checkpoint, "target").directory if drafter else source
+            file = None if args.calibration == "shipped" else Path(args.calibration)
+            prompts = calibration_set(target, file)
+            if args.calibrator == "modelopt":
+                from dflash_trt.quantization.modelopt import quantize_with_modelopt
+
+                if drafter or args.head:
+                    raise BuildError("--calibrator modelopt quantizes targets, without their LM head")
+                quantize_with_modelopt(source, args.out, args.scheme, prompts, exclude=args.exclude)
+            else:
+                amax = activation_amax(
+                    target, source if drafter else None, prompts, work=args.out.parent, progress=progress
+                )
+        if args.calibrator != "modelopt":
+            quantize(
+                source,
+                args.out,
+                args.scheme,
+                exclude=args.exclude,
+                head=args.head,
+                calibration=amax,
+                progress=progress,
+            )
+    found = inspect(args.out)
+    if args.json:
+        print_json(found)
+    else:
+        size = byte_count(found["weight_bytes"])
+        print(f"{args.out}: {found['kind']}, {found['quantization']}, {size} of weights")
+    return 0
