@@ -58,6 +58,7 @@ class Runtime:
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
         self.driver: Driver | None = None
+        self._adaptive: AdaptiveLength | None = None
         self.pair: EnginePair | Driver
         self.scheduler: Scheduler | Driver
         if manifest["engine"] == "tensorrt-llm":  # schedules by itself, within the limits of the bundle
@@ -86,7 +87,6 @@ class Runtime:
             prefill_chunk=prefill_chunk,
         )
         self.scheduler = Scheduler(self.pair, max_batch_size)
-        self._adaptive: AdaptiveLength | None = None
 
     def lengths(self, speculate: bool, block_length: int | None) -> Lengths:
         """The policy for a block length. None is the adaptive one, which times some passes when first asked for: only
@@ -97,8 +97,11 @@ class Runtime:
             return FixedLength(1)
         if block_length is not None or self.driver is not None:
             return FixedLength(block_length or self.block_size)
+        if not (isinstance(self.pair, EnginePair) and isinstance(self.scheduler, Scheduler)):
+            return FixedLength(self.block_size)  # TensorRT-LLM's own loop has one length
         if self._adaptive is None:
-            self._adaptive = self._new_adaptive()
+            self.scheduler.slots.kept.clear()  # passes overwrite rows
+            self._adaptive = _new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size)
         return self._adaptive
 
     def check_block_length(self, block_length: int | None) -> None:
@@ -110,19 +113,6 @@ class Runtime:
             )
         if self.driver is not None:
             self.driver.check_block_length(block_length)
-
-    def _new_adaptive(self) -> AdaptiveLength:
-        assert isinstance(self.scheduler, Scheduler)
-        assert isinstance(self.pair, EnginePair)
-        self.scheduler.forget()  # passes overwrite rows
-        most = self.scheduler.max_batch_size
-        batches = [*(2**i for i in range(most.bit_length()) if 2**i < most), most]
-        lengths = sorted({n for n in (1, 2, 4, 8, 16, self.block_size) if n <= self.block_size})
-        return AdaptiveLength(
-            self.block_size,
-            measure(self.pair.rehearse_draft, batches, lengths[1:]),
-            measure(self.pair.rehearse_verify, batches, lengths),
-        )
 
     def chat_prompt(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -183,3 +173,13 @@ class Runtime:
         """The token sequences of words, each as it begins a text and as it follows a space."""
         spellings = dict.fromkeys(spelling for word in words for spelling in (word, f" {word.lstrip()}"))
         return [ids for s in spellings if (ids := self.tokenizer.encode(s, add_special_tokens=False))]
+
+
+def _new_adaptive(block_size: int, pair: EnginePair, max_batch_size: int) -> AdaptiveLength:
+    batches = [*(2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size), max_batch_size]
+    lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
+    return AdaptiveLength(
+        block_size,
+        measure(pair.rehearse_draft, batches, lengths[1:]),
+        measure(pair.rehearse_verify, batches, lengths),
+    )

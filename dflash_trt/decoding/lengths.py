@@ -13,9 +13,9 @@ Array = np.ndarray[Any, Any]
 class Lengths(Protocol):
     """Chooses how many tokens a round drafts and verifies per request, the anchor included; 1 is no drafting.
 
-    It is told what became of each round, and may learn from it. `logprobs` [n, drafted-1], `accepted` and `offered` (how
-    many drafts could be accepted) are of the n requests of the batch that take drafts. The choice never changes what is
-    committed, only when (see `acceptance.accept`).
+    It is told what became of each round, and may learn from it. `logprobs` [n, drafted-1], `accepted` and `offered`
+    (how many drafts could be accepted) are of the n requests of the batch that take drafts. The choice never changes
+    what is committed, only when (see `acceptance.accept`).
     """
 
     def draft(self, batch: int) -> int: ...
