@@ -28,6 +28,20 @@ Measured by --evaluate, greedy, 64 held-out prompts each (float32):
     answers equal to the corpus's       50 %    95 %    17 %    66 %
 
 So the target always keeps the form of an answer, but copies some words and digits wrongly: it saw few tokens.
+
+The pair in dflash_trt/shipped/tiny-gpt-oss, on the same machine in one go (--architecture gpt-oss --minutes-target 30
+--minutes-drafter 18 --responses 4500; other jobs were running):
+
+    target    7.7 M parameters: 10 layers of 192, 8 experts of which 4 are used; 6.8 MB, experts in MXFP4
+              30 minutes, 740 steps of 4096 tokens, from the weights of `tiny`; last loss 0.20
+    answers   to 4500 training prompts, 16 minutes
+    drafter   0.94 M parameters as `tiny`'s, and from its weights; 18 minutes, 1460 steps; last loss 0.13
+
+                                        math    code    tools   chat
+    mean acceptance length, block 8     6.81    7.37    6.72    6.12
+    tokens per answer                   95      91      75      62
+    answers that end                    100 %   100 %   100 %   100 %
+    answers equal to the corpus's       62 %    100 %   31 %    75 %
 """
 
 from __future__ import annotations

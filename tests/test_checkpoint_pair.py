@@ -144,7 +144,10 @@ def test_shipped_pairs_come_from_the_package(tmp_path: Path, monkeypatch: pytest
     ("name", "message"),
     [
         ("tiny@main", "neither a directory"),
-        ("nobody", "neither a directory, nor a hub repository .*, nor a known pair: tiny, qwen3-4b"),
+        (
+            "nobody",
+            "neither a directory, nor a hub repository .*, nor a known pair: tiny, tiny-gpt-oss, qwen3-4b",
+        ),
         ("./a/b", "neither a directory"),
         ("../x", "neither a directory"),
         ("a/b/c", "neither a directory"),

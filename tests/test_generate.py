@@ -34,8 +34,8 @@ RANDOM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "unlucky": ({"tie": True}, {}),
 }
 TEXT = "Tom has 12 apples and buys 7 more. How many apples does Tom have now?\n\ndef add(a, b):\n    return a + b\n"
-TINY = Path(dflash_trt.__file__).parent / "shipped" / "tiny"
-PAIRS = [*RANDOM, *(["tiny"] if TINY.is_dir() else [])]
+SHIPPED = {name: Path(dflash_trt.__file__).parent / "shipped" / name for name in ("tiny", "tiny-gpt-oss")}
+PAIRS = [*RANDOM, *SHIPPED]
 
 SAMPLING = {
     "greedy": SamplingParams(),
@@ -63,7 +63,7 @@ class Pair:
     llm: LLM
 
     def prompt(self, length: int, seed: int = 0) -> list[int]:
-        if self.name == "tiny":
+        if self.name in SHIPPED:
             return (self.llm.tokenizer.encode(TEXT) * 9)[seed : seed + length]
         vocab = self.llm.bundle.manifest["vocab_size"]
         return np.random.default_rng(seed).integers(0, vocab, length).tolist()
@@ -78,7 +78,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]
     for name in PAIRS:
         directory = tmp_path_factory.mktemp("pair")
         target, drafter = (
-            (TINY / "target", TINY / "drafter") if name == "tiny" else _make(directory, *RANDOM[name])
+            (SHIPPED[name] / "target", SHIPPED[name] / "drafter")
+            if name in SHIPPED
+            else _make(directory, *RANDOM[name])
         )
         bundle = build(str(target), str(drafter), directory / "bundle", max_seq_len=MAX_SEQ_LEN)
         llm = LLM(bundle.path, max_batch_size=SLOTS, prefill_chunk=CHUNK, threads=1)

@@ -81,6 +81,14 @@ def _pair(
 PAIRS = (
     _pair("tiny", None, None, "qwen3", 8, "shipped: arithmetic, short Python, JSON tool calls, chat"),
     _pair(
+        "tiny-gpt-oss",
+        None,
+        None,
+        "gpt_oss",
+        8,
+        "shipped: the same, by a gpt-oss architecture with MXFP4 experts",
+    ),
+    _pair(
         "qwen3-4b",
         "Qwen/Qwen3-4B",
         "z-lab/Qwen3-4B-DFlash-b16",
