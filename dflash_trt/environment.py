@@ -22,6 +22,7 @@ REQUIRED = (
     "jinja2",
     "huggingface_hub",
     "rich",
+    "yaml",
 )
 OPTIONAL = (
     "torch",
@@ -30,6 +31,7 @@ OPTIONAL = (
     "tensorrt",
     "tensorrt_rtx",
     "tensorrt_llm",
+    "jsonschema",
     "triton",
     "tritonclient",
 )
@@ -69,10 +71,21 @@ def _engines(missing: list[str]) -> list[dict[str, Any]]:
     ready = not missing
     note = "on the CPU" if ready else f"install {', '.join(missing)}"
     rows = [{"engine": "onnxruntime", "build": ready, "run": ready, "note": note}]
-    for name in ("tensorrt", "tensorrt-rtx", "tensorrt-llm"):
+    for name in ("tensorrt", "tensorrt-rtx"):
         rows.append(
             {"engine": name, "build": False, "run": False, "note": "not in this version of dflash-trt"}
         )
+    schemas, package = (importlib.util.find_spec(name) is not None for name in ("jsonschema", "tensorrt_llm"))
+    lacks = {"jsonschema, to build": schemas, "tensorrt_llm, to run": package}
+    note = ", ".join(name for name, there in lacks.items() if not there)
+    rows.append(
+        {
+            "engine": "tensorrt-llm",
+            "build": ready and schemas,
+            "run": ready and package,
+            "note": f"install {note}" if note else "",
+        }
+    )
     return rows
 
 

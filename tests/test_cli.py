@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -276,7 +277,10 @@ def test_pairs_lists_the_shipped_pair(capsys: pytest.CaptureFixture[str]) -> Non
 def test_doctor_is_honest(capsys: pytest.CaptureFixture[str]) -> None:
     shown, found = Output(capsys, "doctor"), Output(capsys, "doctor", "--json").json
     assert shown.code == 0
-    assert [row["engine"] for row in found["engines"] if row["build"]] == ["onnxruntime"]
+    rows = {row["engine"]: row for row in found["engines"]}
+    assert rows["onnxruntime"]["build"]
+    assert rows["tensorrt-llm"]["build"]
+    assert rows["tensorrt-llm"]["run"] == (importlib.util.find_spec("tensorrt_llm") is not None)
     assert found["required"]["onnxruntime"] in shown.out
 
 
