@@ -12,7 +12,7 @@ from dflash_trt.bundle import Bundle, Check
 from dflash_trt.decoding.adaptive import AdaptiveLength
 from dflash_trt.decoding.inflight import InFlight
 from dflash_trt.decoding.lengths import FixedLength, Lengths
-from dflash_trt.decoding.pair import EnginePair
+from dflash_trt.decoding.pair import EnginePair, Pair
 from dflash_trt.decoding.pass_times import measure
 from dflash_trt.decoding.request import SamplingParams
 from dflash_trt.decoding.sampling import TokenCounts
@@ -21,6 +21,7 @@ from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.decoding.stopping import StopChecker
 from dflash_trt.decoding.text import Detokenizer
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.errors import BundleError, DFlashError, RequestError
 from dflash_trt.tokenizer import Tokenizer
 
@@ -59,7 +60,7 @@ class Runtime:
         self.block_size: int = manifest["block_size"]
         self.driver: Driver | None = None
         self._adaptive: AdaptiveLength | None = None
-        self.pair: EnginePair | Driver
+        self.pair: Pair | Driver
         self.scheduler: Scheduler | Driver
         if manifest["engine"] == "tensorrt-llm":  # schedules by itself, within the limits of the bundle
             from dflash_trt.trtllm.driver import Driver
@@ -69,24 +70,36 @@ class Runtime:
             return
         self.tokenizer = Tokenizer(self.bundle.path)
         per_slot = sum(manifest["cache_bytes_per_token"].values()) * self.bundle.capacity
-        slots = max_batch_size + prefix_cache_bytes // per_slot
-        target, drafter = (
-            OnnxRuntimeEngine(
-                self.bundle.path / f"{role}.onnx", slots=slots, capacity=self.bundle.capacity, threads=threads
+        kept = prefix_cache_bytes // per_slot
+        if manifest["engine"] in FLAVOURS:
+            from dflash_trt.engines.tensorrt.pair import open_pair
+
+            most = min(max_batch_size, manifest["tensorrt"]["max_batch_size"])
+            self.pair = open_pair(
+                self.bundle, slots=most + kept, max_batch_size=most, prefill_chunk=prefill_chunk
             )
-            for role in ("target", "drafter")
-        )
-        self.pair = EnginePair(
-            target,
-            drafter,
-            slots=slots,
-            capacity=self.bundle.capacity,
-            mask_token_id=manifest["mask_token_id"],
-            vocab_size=manifest["vocab_size"],
-            feature_size=len(manifest["target_layer_ids"]) * manifest["hidden_size"],
-            prefill_chunk=prefill_chunk,
-        )
-        self.scheduler = Scheduler(self.pair, max_batch_size)
+        else:
+            most, slots = max_batch_size, max_batch_size + kept
+            target, drafter = (
+                OnnxRuntimeEngine(
+                    self.bundle.path / f"{role}.onnx",
+                    slots=slots,
+                    capacity=self.bundle.capacity,
+                    threads=threads,
+                )
+                for role in ("target", "drafter")
+            )
+            self.pair = EnginePair(
+                target,
+                drafter,
+                slots=slots,
+                capacity=self.bundle.capacity,
+                mask_token_id=manifest["mask_token_id"],
+                vocab_size=manifest["vocab_size"],
+                feature_size=len(manifest["target_layer_ids"]) * manifest["hidden_size"],
+                prefill_chunk=prefill_chunk,
+            )
+        self.scheduler = Scheduler(self.pair, most)
 
     def lengths(self, speculate: bool, block_length: int | None) -> Lengths:
         """The policy for a block length. None is the adaptive one, which times some passes when first asked for: only

@@ -17,7 +17,7 @@ from dflash_trt.decoding.inflight import InFlight
 Array = np.ndarray[Any, Any]
 
 # Rows in the caches when passes are rehearsed.
-_USUAL_CONTEXT = 128
+USUAL_CONTEXT = 128
 
 
 class Engine(Protocol):
@@ -25,6 +25,28 @@ class Engine(Protocol):
 
     def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]: ...
     def move_slot(self, source: int, target: int, rows: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Pair(Protocol):
+    """What the scheduler asks of a target and its drafter; `EnginePair` says what each method does.
+
+    Blocks, log-probabilities and logits may lie elsewhere than on the host, until their numbers are looked at.
+    """
+
+    slots: int
+    capacity: int
+    prefill_chunk: int
+    draft_time: float
+    verify_time: float
+
+    def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> Any: ...
+    def propose(self, active: Sequence[InFlight], length: int) -> tuple[Any, Any]: ...
+    def verify(self, active: Sequence[InFlight], block: Any) -> Mapping[str, Any]: ...
+    def commit(self, request: InFlight, slot: int, out: Mapping[str, Any], count: int) -> None: ...
+    def rehearse_draft(self, batch: int, length: int) -> None: ...
+    def rehearse_verify(self, batch: int, length: int) -> None: ...
+    def move(self, source: int, target: int, rows: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -130,7 +152,12 @@ class EnginePair:
         self.target.run({"tokens": tokens, "start": start, "rows": rows})
 
     def _rehearsal_start(self, length: int) -> int:
-        return min(_USUAL_CONTEXT, self.capacity - 2 * length)
+        return min(USUAL_CONTEXT, self.capacity - 2 * length)
+
+    def commit(self, request: InFlight, slot: int, out: Mapping[str, Any], count: int) -> None:
+        """The first `count` rows of the verified block of `slot` are right: their features wait for the drafter."""
+        request.features.append(out["features"][slot, :count].copy())  # the next pass reuses the memory
+        request.behind += count
 
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy the first `rows` rows of one slot over another's, in both models' caches."""

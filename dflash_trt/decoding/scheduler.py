@@ -7,6 +7,7 @@ that wait, first come first served. So a long prompt holds the others up for one
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
@@ -16,7 +17,7 @@ from dflash_trt.decoding.acceptance import accept
 from dflash_trt.decoding.inflight import Emission, InFlight
 from dflash_trt.decoding.lengths import Lengths
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.pair import EnginePair
+from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.request import FinishReason
 from dflash_trt.decoding.sampling import log_probability, sample
 from dflash_trt.decoding.slots import Slots
@@ -30,7 +31,7 @@ class Scheduler:
     Slots 0 .. n-1 belong to the active requests, in order, and slot n to the one being prefilled, if any.
     """
 
-    def __init__(self, pair: EnginePair, max_batch_size: int) -> None:
+    def __init__(self, pair: Pair, max_batch_size: int) -> None:
         self.pair, self.max_batch_size, self.slots = pair, max_batch_size, Slots(pair)
         self.waiting: deque[InFlight] = deque()
         self.active: list[InFlight] = []
@@ -49,7 +50,7 @@ class Scheduler:
         self.slots.occupy(0, [], {}, draft=False)
         for at in range(0, len(ids), self.pair.prefill_chunk):
             logits = self.pair.prefill(ids[at : at + self.pair.prefill_chunk], at, 0, draft=False)
-        return logits.copy()
+        return np.array(logits)
 
     def forget(self) -> None:
         """Drop the rows kept of requests that have ended."""
@@ -80,12 +81,13 @@ class Scheduler:
         block, logprobs = pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
         drafted = block.shape[1]
         if drafted > 1:
-            logprobs = logprobs[drafting]
+            if len(drafting) < len(active):
+                logprobs = logprobs[drafting]
             block = block[:, : lengths.verify(logprobs)]
         out = pair.verify(active, block)
         counts, emissions = [], []
         for slot, request in enumerate(active):
-            accepted, emission = _commit(request, block[slot], out, slot)
+            accepted, emission = _commit(pair, request, block[slot], out, slot)
             counts.append(accepted)
             emissions.append(emission)
         for slot in reversed(range(len(active))):
@@ -124,7 +126,7 @@ class Scheduler:
         request.committed += len(chunk)
         if request.committed == len(request.prompt):
             self.filling = None
-            emission = _first_token(request, logits)
+            emission = _first_token(request, np.asarray(logits))
             if emission.finish_reason is None:
                 self.active.append(request)
             else:
@@ -175,7 +177,9 @@ def _first_token(request: InFlight, logits: Array) -> Emission:
     return _emit(request, [token], logits[None])
 
 
-def _commit(request: InFlight, block: Array, out: dict[str, Array], slot: int) -> tuple[int, Emission]:
+def _commit(
+    pair: Pair, request: InFlight, block: Array, out: Mapping[str, Any], slot: int
+) -> tuple[int, Emission]:
     """The tokens of one verified block that are the target's own: the accepted drafts, and the one after them."""
     tokens = block[: request.block_length if request.draft else 1].tolist()
     if request.params.greedy and len(tokens) == len(block):
@@ -185,22 +189,21 @@ def _commit(request: InFlight, block: Array, out: dict[str, Array], slot: int) -
         accepted, token = accept(tokens, logits, request.params, request.seed, position, request.counts)
     request.statistics.record_round(len(tokens) - 1, accepted)
     if request.draft:
-        rows = out["features"][slot, : accepted + 1]
-        request.features.append(rows.copy())  # the next pass reuses the memory
-        request.behind += accepted + 1
+        pair.commit(request, slot, out, accepted + 1)
     request.committed += accepted + 1
-    return accepted, _emit(request, [*tokens[1 : accepted + 1], token], out["logits"][slot])
+    logits = out["logits"][slot] if request.params.logprobs else None
+    return accepted, _emit(request, [*tokens[1 : accepted + 1], token], logits)
 
 
-def _emit(request: InFlight, tokens: list[int], logits: Array) -> Emission:
-    """Give out tokens; `logits` [n,V] has the row that decided each of them."""
+def _emit(request: InFlight, tokens: list[int], logits: Array | None) -> Emission:
+    """Give out tokens; `logits` [n,V], if log-probabilities are wanted, has the row that decided each of them."""
     request.output += tokens
     kept, text, reason = request.stop.push(tokens)
     request.statistics.num_generation_tokens += kept
     if reason is not None:
         request.statistics.generation_time = perf_counter() - request.first_token_at
     logprobs = None
-    if request.params.logprobs:
+    if request.params.logprobs and logits is not None:
         logprobs = [log_probability(row, token) for row, token in zip(logits, tokens[:kept], strict=False)]
         request.logprobs += logprobs
     return Emission(request, tokens[:kept], text, reason, logprobs)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from dflash_trt.decoding.inflight import Rows
-from dflash_trt.decoding.pair import EnginePair
+from dflash_trt.decoding.pair import Pair
 
 
 class Slots:
@@ -17,7 +17,7 @@ class Slots:
     scheduler uses keeps only what lies in slots that are free at the moment.
     """
 
-    def __init__(self, pair: EnginePair) -> None:
+    def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.kept: dict[int, Rows] = {}  # slot -> rows of requests that have ended
         self._clock = count(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from dflash_trt.errors import BuildError
@@ -24,18 +24,18 @@ class Limits:
     capacity: int
 
     def __post_init__(self) -> None:
-        for field, option in (("max_batch_size", "--max-batch-size"), ("prefill_chunk", "--prefill-chunk")):
-            if (value := getattr(self, field)) < 1:
-                raise BuildError(f"{option} is {value}, expected 1 or more")
+        if self.max_batch_size < 1:
+            raise BuildError(f"--max-batch-size is {self.max_batch_size}, expected 1 or more")
+        if self.prefill_chunk < self.block_size:
+            raise BuildError(
+                f"--prefill-chunk is {self.prefill_chunk}, expected {self.block_size} (the block size) or more"
+            )
         most = self.capacity - self.block_size - 1
         if self.prefill_chunk > most:
             raise BuildError(
                 f"--prefill-chunk is {self.prefill_chunk}, but the cache has {self.capacity} rows, of which a pass "
                 f"can fill {most}: lower it, or build with a larger --max-seq-len"
             )
-
-    def asdict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

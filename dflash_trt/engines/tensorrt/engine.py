@@ -1,0 +1,186 @@
+"""Runs a plan on torch tensors and a stream of one GPU. Nothing is allocated once an engine is open.
+
+Written against the API that `tensorrt` and `tensorrt_rtx` document. docs/tensorrt.md says what of it has been executed.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_trt.errors import BundleError
+
+from .profiles import DECODE, PREFILL
+
+Tensor = torch.Tensor
+
+
+class TensorRTEngine:
+    """One plan over a pool of cache slots `[slots, heads, capacity, size]`, one per cache.
+
+    A pass over n sequences works on the slots `first_slot .. first_slot + n - 1`, as a view: cache inputs and outputs
+    are bound to the same memory. There is a context per profile. Inputs and outputs are buffers of their largest size,
+    of which a pass uses the beginning; contexts are bound to them once, and those of caches change with the slot.
+    Passes of the DECODE profile over slots from 0 on are captured as CUDA graphs, one per set of shapes.
+    """
+
+    def __init__(
+        self, trt: Any, plan: Path, *, slots: int, stream: Any, device: torch.device, graphs: bool = True
+    ) -> None:
+        self.plan, self.stream, self.device, self.graphs = plan, stream, device, graphs
+        self._runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
+        with plan.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            self._engine = self._runtime.deserialize_cuda_engine(data)
+        if self._engine is None:
+            raise BundleError(
+                f"{plan}: {trt.__name__} {trt.__version__} cannot load this plan; build the bundle again with it, "
+                "for this GPU"
+            )
+        names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
+        self.dtypes = {name: _torch_dtype(trt, self._engine.get_tensor_dtype(name)) for name in names}
+        inputs = [n for n in names if self._engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT]
+        self.inputs = [name for name in inputs if "_cache." not in name]
+        self.outputs = [name for name in names if name not in inputs and "_cache_out." not in name]
+        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        self._contexts = [self._engine.create_execution_context(strategy) for _ in (PREFILL, DECODE)]
+        for profile, context in enumerate(self._contexts):
+            context.set_optimization_profile_async(profile, stream.cuda_stream)
+        self.caches = {name: self._cache(name, slots) for name in inputs if "_cache." in name}
+        self._buffers: dict[tuple[int, str], Tensor] = {}
+        self._shapes: dict[tuple[int, str], tuple[int, ...]] = {}
+        self._captured: dict[tuple[Any, ...], Any] = {}
+        self._slot: dict[int, int] = {}
+        for profile in (PREFILL, DECODE):
+            self._allocate(profile)
+
+    @property
+    def memory_size(self) -> int:
+        """Bytes of scratch memory that a pass needs."""
+        return int(self._engine.device_memory_size_v2)
+
+    def lend(self, memory: Tensor) -> None:
+        """Scratch memory, uint8 [memory_size or more]; engines of one stream, which take turns, may share it."""
+        self._memory = memory
+        for context in self._contexts:
+            context.set_device_memory(memory.data_ptr(), memory.numel())
+
+    def bind(self, profile: int, name: str, buffer: Tensor) -> None:
+        """Let an input lie in memory of somebody else's, which is large enough."""
+        self._buffers[profile, name] = buffer.view(-1)
+        self._contexts[profile].set_tensor_address(name, buffer.data_ptr())
+
+    def buffer(self, profile: int, name: str, *shape: int) -> Tensor:
+        """The memory of an input or an output as a tensor of this shape."""
+        size = 1
+        for length in shape:
+            size *= length
+        return self._buffers[profile, name][:size].view(shape)
+
+    def run(self, profile: int, shapes: Mapping[str, Sequence[int]], *, first_slot: int = 0) -> None:
+        """One pass over inputs of these shapes, as the buffers hold them; it is enqueued, not waited for."""
+        context = self._contexts[profile]
+        for name, shape in shapes.items():
+            if self._shapes.get((profile, name)) != tuple(shape):
+                if not context.set_input_shape(name, tuple(shape)):
+                    raise ValueError(f"{self.plan}: {name} {list(shape)} is outside of profile {profile}")
+                self._shapes[profile, name] = tuple(shape)
+        batch = int(shapes["start"][0])
+        self._bind_caches(profile, first_slot, batch)
+        key = tuple(sorted((name, tuple(shape)) for name, shape in shapes.items()))
+        if profile == DECODE and first_slot == 0 and self.graphs:
+            self._replay(key, context)
+        else:
+            self._enqueue(context)
+
+    def move_slot(self, source: int, target: int, rows: int) -> None:
+        """Copy the first `rows` cache rows of one slot over another's."""
+        with torch.cuda.stream(self.stream):
+            for cache in self.caches.values():
+                cache[target, :, :rows].copy_(cache[source, :, :rows])
+
+    def close(self) -> None:
+        """Free contexts, graphs, buffers and caches."""
+        self.stream.synchronize()
+        self._captured.clear()
+        self._contexts.clear()
+        self._buffers.clear()
+        self.caches.clear()
+        self._memory = torch.empty(0)
+        self._engine = self._runtime = None
+
+    def _enqueue(self, context: Any) -> None:
+        if not context.execute_async_v3(self.stream.cuda_stream):
+            raise RuntimeError(f"{self.plan}: TensorRT could not enqueue a pass; see its messages above")
+
+    def _replay(self, key: tuple[Any, ...], context: Any) -> None:
+        """The first pass of a set of shapes runs plainly, since TensorRT prepares some things then; the second is
+        captured.
+        """
+        graph = self._captured.get(key)
+        if key not in self._captured:
+            self._captured[key] = None
+            self._enqueue(context)
+            return
+        if graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream):
+                self._enqueue(context)
+            self._captured[key] = graph
+        with torch.cuda.stream(self.stream):
+            graph.replay()
+
+    def _cache(self, name: str, slots: int) -> Tensor:
+        out = name.replace("_cache.", "_cache_out.")
+        if (alias := self._engine.get_aliased_input_tensor(out)) != name:
+            raise BundleError(
+                f"{self.plan}: {out} updates {alias!r} in place, expected {name}; build it again"
+            )
+        _, heads, capacity, size = self._engine.get_tensor_shape(name)
+        return torch.zeros((slots, heads, capacity, size), dtype=self.dtypes[name], device=self.device)
+
+    def _bind_caches(self, profile: int, first_slot: int, batch: int) -> None:
+        context = self._contexts[profile]
+        for name, cache in self.caches.items():
+            shape = (batch, *cache.shape[1:])
+            if self._shapes.get((profile, name)) != shape:
+                context.set_input_shape(name, shape)
+                self._shapes[profile, name] = shape
+        if self._slot.get(profile) == first_slot:
+            return
+        for name, cache in self.caches.items():
+            address = cache[first_slot].data_ptr()
+            context.set_tensor_address(name, address)
+            context.set_tensor_address(name.replace("_cache.", "_cache_out."), address)
+        self._slot[profile] = first_slot
+
+    def _allocate(self, profile: int) -> None:
+        """Buffers for the largest shapes of the profile; its outputs' are what TensorRT infers from them."""
+        context = self._contexts[profile]
+        for name in [*self.inputs, *self.caches]:
+            largest = tuple(self._engine.get_tensor_profile_shape(name, profile)[2])
+            context.set_input_shape(name, largest)
+            self._shapes[profile, name] = largest
+            if name in self.inputs:
+                self._new_buffer(profile, name, largest)
+        if missing := context.infer_shapes():
+            raise BundleError(f"{self.plan}: no shapes for {', '.join(missing)}; build the bundle again")
+        for name in self.outputs:
+            self._new_buffer(profile, name, tuple(context.get_tensor_shape(name)))
+
+    def _new_buffer(self, profile: int, name: str, shape: tuple[int, ...]) -> None:
+        buffer = torch.zeros(torch.Size(shape).numel(), dtype=self.dtypes[name], device=self.device)
+        self.bind(profile, name, buffer)
+
+
+def _torch_dtype(trt: Any, dtype: Any) -> torch.dtype:
+    names = {
+        trt.DataType.FLOAT: torch.float32,
+        trt.DataType.HALF: torch.float16,
+        trt.DataType.BF16: torch.bfloat16,
+        trt.DataType.INT64: torch.int64,
+    }
+    return names[dtype]

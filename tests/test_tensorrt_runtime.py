@@ -1,0 +1,215 @@
+"""The engine that runs plans, behind `LLM`, over a module that stands in for TensorRT (fake_tensorrt.py).
+
+Tokens are those of the same pair on ONNX Runtime. No GPU is involved: docs/tensorrt.md says what that leaves open.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.build import build
+from dflash_trt.bundle import Bundle
+from dflash_trt.engines.tensorrt import flavour, pair, plans
+from dflash_trt.engines.tensorrt.plans import Options
+from dflash_trt.engines.tensorrt.profiles import DECODE
+from dflash_trt.errors import BuildError, BundleError
+from dflash_trt.precision import Precision
+from tests import fake_tensorrt
+from tests.checkpoints import make_drafter, make_target
+from tests.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
+
+FLOAT32 = Precision(target="fp32", drafter="fp32")
+BLOCK = 6
+
+
+@pytest.fixture(scope="module")
+def here() -> Any:
+    """A machine with one GPU of compute capability 9.0 and TensorRT, as far as the project can tell."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
+        patch.setattr(plans, "compute_capabilities", lambda: [90])
+        patch.setattr(torch, "cuda", fake_tensorrt.Cuda)
+        patch.setattr(pair, "DEVICE", "cpu")
+        yield patch
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gpt-oss"])
+def bundles(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, here: Any
+) -> tuple[Bundle, Bundle]:
+    """One pair, built for ONNX Runtime and for TensorRT."""
+    directory = tmp_path_factory.mktemp("runtime")
+    if request.param == "qwen3":
+        target = make_target(directory / "target", favourites=6)
+        drafter = make_drafter(directory / "drafter", target, block_size=BLOCK)
+    else:
+        target = make_gpt_oss(directory / "target", favourites=6, quantized=False)
+        drafter = make_gpt_oss_drafter(directory / "drafter", target, block_size=BLOCK, layers=2)
+    plain = build(str(target), str(drafter), directory / "onnxruntime", max_seq_len=100)
+    options = Options(max_batch_size=3, prefill_chunk=16)
+    return plain, build(
+        str(target),
+        str(drafter),
+        directory / "tensorrt",
+        engine="tensorrt",
+        max_seq_len=100,
+        precision=FLOAT32,
+        tensorrt=options,
+    )
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 300, n).tolist() for n in (3, 40, 17, 1, 25)]
+
+
+def params(temperature: float) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=temperature, max_tokens=n, seed=n, ignore_eos=True)
+        for n in (30, 8, 50, 21, 12)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle], temperature: float) -> None:
+    """Five requests through three slots, drafting and not, over blocks of several lengths, prompts that share rows."""
+    with LLM(bundles[0].path, threads=1) as reference:
+        expected = [c.token_ids for c in reference.generate(prompts(), params(temperature))]
+    with LLM(bundles[1].path, prefix_cache_bytes=1 << 20) as llm:
+        for block_length in (BLOCK, 1, 3, BLOCK):
+            completions = llm.generate(prompts(), params(temperature), block_length=block_length)
+            assert [c.token_ids for c in completions] == expected
+        accepted = sum(c.statistics.num_accepted_tokens for c in completions)
+        assert accepted > 0
+        mixed = llm.generate(prompts()[:2], params(temperature)[:2], speculate=False)
+        assert [c.token_ids for c in mixed] == expected[:2]
+
+
+def test_a_round_waits_once_and_replays_its_graphs(bundles: tuple[Bundle, Bundle]) -> None:
+    fake_tensorrt.Cuda.graphs = ()
+    with LLM(bundles[1].path) as llm:
+        llm.generate(prompts()[0], SamplingParams(max_tokens=4, ignore_eos=True))
+        fake_tensorrt.Cuda.waits = 0
+        completion = llm.generate(prompts()[0], SamplingParams(max_tokens=40, ignore_eos=True))
+        assert fake_tensorrt.Cuda.waits == completion.statistics.num_drafts
+        graphs = list(fake_tensorrt.Cuda.graphs)
+        assert sum(graph.replays for graph in graphs) > completion.statistics.num_drafts
+        assert all(len(graph.runs) == 1 for graph in graphs)
+
+
+def test_the_plain_path_gives_the_same(bundles: tuple[Bundle, Bundle], here: Any) -> None:
+    with LLM(bundles[1].path) as llm:
+        expected = llm.generate(prompts(), params(0.0))
+        for engine in (llm._runtime.pair.target, llm._runtime.pair.drafter):
+            engine.graphs = False
+        assert [c.token_ids for c in llm.generate(prompts(), params(0.0))] == [c.token_ids for c in expected]
+
+
+def test_nothing_is_allocated_in_a_round(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No buffer of the engines moves, and none is made."""
+    with LLM(bundles[1].path) as llm:
+        llm.generate(prompts(), params(0.0))
+        engines = (llm._runtime.pair.target, llm._runtime.pair.drafter)
+        before = [{k: b.data_ptr() for k, b in e._buffers.items()} for e in engines]
+        for name in ("zeros", "empty"):
+            monkeypatch.setattr(torch, name, None)
+        llm.generate(prompts(), params(0.0))
+        assert [{k: b.data_ptr() for k, b in e._buffers.items()} for e in engines] == before
+
+
+def test_a_shape_outside_of_the_profile_is_refused(bundles: tuple[Bundle, Bundle]) -> None:
+    with LLM(bundles[1].path) as llm:
+        target = llm._runtime.pair.target
+        with pytest.raises(ValueError, match=r"tokens \[1, 7\] is outside of profile 1"):
+            target.run(DECODE, {"tokens": (1, BLOCK + 1), "start": (1,), "rows": (1, BLOCK + 1)})
+
+
+def altered(bundle: Bundle, directory: Path, **fields: Any) -> Path:
+    """The bundle's manifest with other fields of `tensorrt`, and its files."""
+    copy = directory / "altered"
+    copy.mkdir()
+    for file in bundle.path.rglob("*"):
+        if file.is_file():
+            (copy / file.relative_to(bundle.path)).parent.mkdir(parents=True, exist_ok=True)
+            (copy / file.relative_to(bundle.path)).hardlink_to(file)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["tensorrt"] |= fields
+    (copy / "manifest.json").unlink()
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    return copy
+
+
+def test_plans_of_another_version_are_refused(bundles: tuple[Bundle, Bundle], tmp_path: Path) -> None:
+    path = altered(bundles[1], tmp_path, version="10.15.1.2")
+    with pytest.raises(BundleError, match=r"built by TensorRT 10\.15\.1\.2, but 11\.4\.0 is installed"):
+        LLM(path)
+
+
+def test_a_gpu_without_a_plan_is_refused(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_tensorrt.Cuda, "capability", (12, 0))
+    with pytest.raises(BundleError, match=r"capability 90, but this GPU has 120; .*--compute-capability 120"):
+        LLM(bundles[1].path)
+
+
+def test_a_machine_without_a_gpu_is_refused(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_tensorrt.Cuda, "is_available", lambda: False)
+    with pytest.raises(BundleError, match="needs an NVIDIA GPU"):
+        LLM(bundles[1].path)
+
+
+def test_the_other_flavour_is_refused(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT-RTX is installed, and the bundle is for TensorRT."""
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(BundleError, match=r"was built for TensorRT, and .*dflash-trt\[tensorrt\]"):
+        LLM(bundles[1].path)
+
+
+def test_a_plan_that_does_not_load_is_named(bundles: tuple[Bundle, Bundle], tmp_path: Path) -> None:
+    path = altered(bundles[1], tmp_path)
+    plan = path / "plans/sm90/target.plan"
+    data = bytearray(plan.read_bytes())
+    data[:4] = b"RTX!"
+    plan.unlink()
+    plan.write_bytes(data)
+    manifest = json.loads((path / "manifest.json").read_text())
+    import hashlib
+
+    manifest["files"]["plans/sm90/target.plan"]["sha256"] = hashlib.sha256(data).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match=r"target\.plan: .* cannot load this plan"):
+        LLM(path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ((120,), "builds for the GPUs it finds \\(90\\).*or use --engine tensorrt-rtx"),
+        ((100,), "builds for the GPUs it finds \\(90\\); build on such a machine$"),
+        ((61,), "TensorRT serves 80"),
+    ],
+)
+def test_full_tensorrt_builds_for_what_is_there(asked: tuple[int, ...], message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        flavour.FLAVOURS["tensorrt"].check_capabilities(asked, [90], fp4=False)
+
+
+def test_an_old_tensorrt_is_refused(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_tensorrt, "__version__", "10.9.0.34")
+    with pytest.raises(BuildError, match=r"TensorRT 10\.9\.0\.34 is installed, expected 10\.15 or newer"):
+        flavour.FLAVOURS["tensorrt"].load()
