@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,15 @@ class OnnxParser:
         return name.startswith("TRT_")
 
     def parse_from_file(self, path: str) -> bool:
-        self.network.model = onnx.load(path)
+        self.network.model = onnx.load(path, load_external_data=False)
+        for tensor in self.network.model.graph.initializer:  # onnx refuses files that are hard links
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                place = {entry.key: entry.value for entry in tensor.external_data}
+                with (Path(path).parent / place["location"]).open("rb") as file:
+                    file.seek(int(place["offset"]))
+                    tensor.raw_data = file.read(int(place["length"]))
+                tensor.data_location = onnx.TensorProto.DEFAULT
+                del tensor.external_data[:]
         return True
 
 

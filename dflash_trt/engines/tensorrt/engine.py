@@ -54,6 +54,7 @@ class TensorRTEngine:
         self._shapes: dict[tuple[int, str], tuple[int, ...]] = {}
         self._captured: dict[tuple[Any, ...], Any] = {}
         self._slot: dict[int, int] = {}
+        self._memory: Tensor | None = None
         for profile in (PREFILL, DECODE):
             self._allocate(profile)
 
@@ -109,8 +110,7 @@ class TensorRTEngine:
         self._contexts.clear()
         self._buffers.clear()
         self.caches.clear()
-        self._memory = torch.empty(0)
-        self._engine = self._runtime = None
+        self._engine = self._runtime = self._memory = None
 
     def _enqueue(self, context: Any) -> None:
         if not context.execute_async_v3(self.stream.cuda_stream):
