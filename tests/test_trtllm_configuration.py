@@ -292,7 +292,9 @@ def test_every_release_names_its_sources() -> None:
         release: Release = find_release(version)
         assert release.version == version
         assert release.container.endswith(f":{version}")
-        assert any(f"/{version}/" in source for source in release.sources)
+        assert release.sources.keys() == {*release.llm_args["$defs"], "TorchLlmArgs"}
+        for name in ("DFlashDecodingConfig", "TorchLlmArgs"):
+            assert f"/{version}/" in release.sources[name]
 
 
 def test_model_optimizers_checkpoints_are_recognised(tmp_path: Path) -> None:

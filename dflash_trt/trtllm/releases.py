@@ -23,7 +23,7 @@ _FIRST = (1, 3, 0, 12)  # DFlash was merged in April 2026 (NVIDIA/TensorRT-LLM#1
 
 @dataclass(frozen=True)
 class Release:
-    """One release. `llm_args` and `disaggregated` are JSON Schemas.
+    """One release. `llm_args` and `disaggregated` are JSON Schemas; `sources` says of each class where it is from.
 
     `hopper_mxfp4_moe_backend`: what runs gpt-oss experts on SM90. `draft_pool_beside_arena`: whether pages are set
     aside for a drafter that keeps its context in an arena of its own (fixed by NVIDIA/TensorRT-LLM#19410).
@@ -31,7 +31,7 @@ class Release:
 
     version: str
     container: str
-    sources: tuple[str, ...]
+    sources: Mapping[str, str]
     hopper_mxfp4_moe_backend: str
     draft_pool_beside_arena: bool
     llm_args: Mapping[str, Any]
@@ -90,7 +90,7 @@ def find_release(version: str | None = None) -> Release:
             f"fields it does not know; {choice}"
         )
     values = json.loads((_SCHEMAS / f"{version}.json").read_text())
-    return Release(**(values | {"sources": tuple(values["sources"])}))
+    return Release(**values)
 
 
 def _order(version: str) -> tuple[int, ...]:
