@@ -70,14 +70,18 @@ def unpack_rows(packed: Bytes) -> Bytes:
 
 def fp8_scale(largest: Any) -> Floats:
     """What E4M3 codes are multiplied by, from the largest magnitude they stand for; 1 where that is 0."""
-    largest = np.asarray(largest, np.float32)
-    return np.where(largest > 0, largest / np.float32(E4M3_MAX), np.float32(1))
+    return _scale(largest, E4M3_MAX)
 
 
 def nvfp4_global_scale(largest: Any) -> Floats:
     """The second scale of NVFP4: block scales, E4M3, then reach from their largest number down."""
+    return _scale(largest, E2M1_MAX * E4M3_MAX)
+
+
+def _scale(largest: Any, top: float) -> Floats:
     largest = np.asarray(largest, np.float32)
-    return np.where(largest > 0, largest / np.float32(E2M1_MAX * E4M3_MAX), np.float32(1))
+    normal = np.maximum(largest / np.float32(top), np.finfo(np.float32).tiny)
+    return np.where(largest > 0, normal, np.float32(1))
 
 
 def quantize_nvfp4(w: Floats, global_scale: Floats) -> tuple[Bytes, NDArray[Any]]:

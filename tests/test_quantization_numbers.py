@@ -1,0 +1,99 @@
+"""Number formats against ml_dtypes and their own definitions: rounding, ties, saturation, tiny and zero blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from dflash_trt.checkpoint import numbers
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+TIES = st.sampled_from([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0, 6.0, 7.0, -0.0, 2.0**-140])
+
+
+def matrices(columns: int) -> Any:
+    magnitudes = st.sampled_from([0.0, 2.0**-149, 2.0**-60, 2.0**-20, 1.0, 2.0**40])
+    units = arrays(np.float32, (4, columns), elements=st.floats(-1, 1, width=32))
+    return st.builds(lambda w, m: (w * np.float32(m)).astype(np.float32), units, magnitudes)
+
+
+@given(arrays(np.float32, 64, elements=st.one_of(FLOATS, TIES)))
+def test_e2m1_rounds_as_ml_dtypes_does_and_saturates(x: np.ndarray) -> None:
+    expected = np.clip(x, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+    codes = numbers.encode_e2m1(x)
+    np.testing.assert_array_equal(codes, expected.view(np.uint8) & 15)
+    np.testing.assert_array_equal(numbers.E2M1[codes], expected.astype(np.float32))
+
+
+@given(arrays(np.float32, 64, elements=FLOATS))
+def test_e4m3_saturates_in_place_of_nan(x: np.ndarray) -> None:
+    found = numbers.encode_e4m3(x).astype(np.float32)
+    inside = np.abs(x) <= 448
+    np.testing.assert_array_equal(found[inside], x[inside].astype(numbers.E4M3).astype(np.float32))
+    np.testing.assert_array_equal(found[~inside], np.sign(x[~inside]) * 448)
+
+
+@given(arrays(np.uint8, (6, 8), elements=st.integers(0, 15)))
+def test_packing_loses_nothing(codes: np.ndarray) -> None:
+    np.testing.assert_array_equal(numbers.unpack_pairs(numbers.pack_pairs(codes)), codes)
+    np.testing.assert_array_equal(numbers.unpack_rows(numbers.pack_rows(codes)), codes)
+    # The first of two is in the low half, as FLOAT4E2M1 and INT4 of ONNX have it.
+    assert numbers.pack_pairs(codes)[0, 0] & 15 == codes[0, 0]
+    assert numbers.pack_rows(codes)[0, 0] & 15 == codes[0, 0]
+
+
+@given(matrices(32))
+def test_nvfp4_is_near_or_the_block_is_too_small_to_tell(w: np.ndarray) -> None:
+    second = numbers.nvfp4_global_scale(np.abs(w).max())
+    packed, scales = numbers.quantize_nvfp4(w, second)
+    assert np.isfinite(scales.astype(np.float32)).all()
+    found = numbers.dequantize_nvfp4(packed, scales, second)
+    largest = np.abs(w.reshape(4, 2, 16)).max(axis=-1, keepdims=True)
+    # Half a step of E2M1 at its top is a sixth of the block's largest; scales round by a sixteenth, down to 2**-9.
+    bound = largest * (1 / 6 + 1 / 8) + 0.5 * numbers.E4M3_MIN * second + 2.0**-149
+    assert (np.abs(found.reshape(4, 2, 16) - w.reshape(4, 2, 16)) <= bound).all()
+
+
+@given(matrices(64))
+def test_mxfp4_takes_the_better_of_two_powers_of_two(w: np.ndarray) -> None:
+    packed, exponents = numbers.quantize_mxfp4(w)
+    assert exponents.max(initial=0) < 255
+    blocks = w.reshape(4, 2, 32).astype(np.float64)
+    found = numbers.dequantize_mxfp4(packed, exponents).reshape(blocks.shape)
+    error = np.square(found - blocks).sum(axis=-1)
+    # The least that cuts nothing off, and the one below it, worked out another way.
+    largest = np.abs(blocks).max(axis=-1)
+    safe = np.clip(np.ceil(np.log2(np.where(largest > 0, largest / 6, 1.0))), -127, 127)
+    for step in (0, -1):
+        scale = np.exp2(np.maximum(safe + step, -127))[..., None]
+        other = numbers.E2M1[numbers.encode_e2m1((blocks / scale).astype(np.float32))] * scale
+        assert (error <= np.square(other - blocks).sum(axis=-1) * (1 + 1e-6) + 1e-90).all()
+
+
+@given(matrices(64))
+def test_int4_is_within_half_a_step(w: np.ndarray) -> None:
+    codes, scales = numbers.quantize_int4(w, 32)
+    found = numbers.dequantize_int4(codes, scales)
+    steps = np.repeat(scales, 32, axis=1)
+    assert (np.abs(found - w) <= steps * 0.5001 + 2.0**-149).all()
+
+
+@given(matrices(16))
+def test_fp8_reaches_from_the_largest_number_down(w: np.ndarray) -> None:
+    scale = numbers.fp8_scale(np.abs(w).max(axis=1))[:, None]
+    assert (scale > 0).all()
+    found = numbers.encode_e4m3(w / scale).astype(np.float32) * scale
+    assert (np.abs(found - w) <= np.abs(w) / 16 + scale * 2.0**-10 + 2.0**-149).all()
+
+
+def test_zero_blocks_stay_zero() -> None:
+    w = np.zeros((2, 128), np.float32)
+    one = numbers.nvfp4_global_scale(0.0)
+    assert not numbers.dequantize_nvfp4(*numbers.quantize_nvfp4(w, one), one).any()
+    assert not numbers.dequantize_mxfp4(*numbers.quantize_mxfp4(w)).any()
+    assert not numbers.dequantize_int4(*numbers.quantize_int4(w, 64)).any()
