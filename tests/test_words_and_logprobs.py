@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +105,8 @@ def test_each_request_may_have_a_block_length_of_its_own(bundle: Path) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True)
 
     async def main() -> None:
-        async with AsyncLLM(bundle, max_batch_size=3, threads=1) as llm:
+        size = json.loads((bundle / "manifest.json").read_text())["block_size"]
+        async with AsyncLLM(bundle, max_batch_size=3, block_length=size, threads=1) as llm:
             lengths = (2, None, 1)
             done = await asyncio.gather(*(llm.generate(prompt(9), params, block_length=n) for n in lengths))
             assert done[0].token_ids == done[1].token_ids == done[2].token_ids

@@ -36,8 +36,9 @@ _FIRST_PROBE, _LAST_PROBE, _PROBE_SHARE = 8, 64, 0.01
 _PROBE_CREDIT = 1.0
 # What drafting that has just begun may lose, in plain rounds, before it is stopped, whatever it promises.
 _CREDIT = 4.0
-# What a round may lose, in plain rounds, if no draft is right: while probing, and when drafting has just begun.
-_STAKE, _CAUTIOUS = 2.0, 4
+# Drafting has just begun in its first rounds. What one may lose, in plain rounds, if no draft is right: while probing,
+# and in the very first of them.
+_NEW, _STAKE, _CAUTIOUS = 16, 2.0, 4
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class _Plan:
 
     draft: int
     stake: int  # the most to draft where little is known
-    price: Array  # of verifying 1, 2 .. block tokens: what the time it takes is worth, in tokens
+    prices: list[float]  # of verifying 1, 2 .. block tokens: what the time it takes is worth, in tokens
 
 
 class AdaptiveLength:
@@ -56,10 +57,9 @@ class AdaptiveLength:
         self.block_size, self._draft_times, self._verify_times = block_size, draft_times, verify_times
         self._calibration = Calibration(block_size - 1)
         self._recent: deque[Array] = deque([np.full(block_size - 1, _FIRST_GUESS)], maxlen=_RECENT)
-        self._said: Array = np.zeros((0, 0))  # log-odds of the last drafts
         self._unlearnt: list[tuple[Array, Sequence[int], Sequence[int]]] = []
         self._plans: dict[int, _Plan] = {}
-        self._batch, self._probing = 1, False
+        self._batch, self._asked, self._probing = 1, 1, False  # of this round
         self._in_a_row = self._idle = 0  # rounds that drafted, or that did not, up to now
         self._probe_after = _FIRST_PROBE
         self._debt = 0.0  # what trying has cost, in plain rounds, and later rounds have not yet made good
@@ -67,19 +67,18 @@ class AdaptiveLength:
     def draft(self, batch: int) -> int:
         self._batch, self._probing = batch, False
         plan = self._plan(batch)
-        new = self._idle > 0 or self._in_a_row < _REPLAN
+        new = self._idle > 0 or self._in_a_row < _NEW
         if plan.draft > 1 and not (new and self._debt > _CREDIT):
-            return min(plan.draft, plan.stake) if self._in_a_row < _CAUTIOUS else plan.draft
-        self._probing = self._debt <= _PROBE_CREDIT and self._idle >= self._probe_after
-        return plan.stake if self._probing else 1
+            self._asked = min(plan.draft, plan.stake) if self._in_a_row < _CAUTIOUS else plan.draft
+        else:
+            self._probing = self._debt <= _PROBE_CREDIT and self._idle >= self._probe_after
+            self._asked = plan.stake if self._probing else 1
+        return self._asked
 
     def verify(self, logprobs: Array) -> int:
-        x, plan = log_odds(logprobs), self._plans[self._batch]
-        self._said = x
-        survival = (self._calibration.hoped if self._probing else self._calibration.survival)(x)
-        gain = np.zeros(x.shape[1] + 1)
-        survival.sum(axis=0).cumsum(out=gain[1:])
-        return int((gain - plan.price[: len(gain)]).argmax()) + 1
+        gains = self._calibration.gains(logprobs, hope=self._probing)
+        values = [gain - price for gain, price in zip(gains, self._plan(self._batch).prices, strict=False)]
+        return values.index(max(values)) + 1
 
     def observe(
         self,
@@ -95,6 +94,8 @@ class AdaptiveLength:
     ) -> None:
         self._verify_times.observe(batch, verified, verify_seconds)
         if logprobs is None:
+            if self._asked > 1:  # there was no room for a draft
+                return
             self._idle += 1
             self._debt -= _PROBE_SHARE
             if self._idle % _RECENT == 0:
@@ -105,12 +106,8 @@ class AdaptiveLength:
             self._draft_times.observe(batch, drafted, draft_seconds)
         else:  # the drafter also took in what was committed meanwhile
             self._idle, self._in_a_row = 0, 1
-        x = self._said
-        if drafted < self.block_size:  # places that were not drafted: as the last one that was
-            x = np.concatenate([x, np.repeat(x[:, -1:], self.block_size - drafted, axis=1)], axis=1)
-        self._unlearnt.append((x, accepted, offered))
-        self._recent.extend(x)
-        if self._in_a_row < _REPLAN:
+        self._unlearnt.append((logprobs, accepted, offered))
+        if self._in_a_row < _NEW:
             seconds = self._draft_times(batch, drafted) + self._verify_times(batch, verified)
             lost = seconds / self._verify_times(batch, 1) - (batch + sum(accepted)) / batch
             self._debt = max(0.0, self._debt) + lost
@@ -125,8 +122,17 @@ class AdaptiveLength:
                 self._learn()
 
     def _learn(self) -> None:
-        x, accepted, offered = (np.concatenate(each) for each in zip(*self._unlearnt, strict=True))
-        self._calibration.observe(x, accepted, offered, len(self._unlearnt))
+        said, accepted, offered = zip(*self._unlearnt, strict=True)
+        whole = np.empty((sum(map(len, said)), self.block_size - 1))
+        at = 0
+        for rows in said:
+            drafts = rows.shape[1]
+            whole[at : at + len(rows), :drafts] = rows
+            whole[at : at + len(rows), drafts:] = rows[:, -1:]  # not drafted: as the last one that was
+            at += len(rows)
+        x = log_odds(whole)
+        self._recent.extend(x)
+        self._calibration.observe(x, np.concatenate(accepted), np.concatenate(offered), len(said))
         self._unlearnt.clear()
         self._plans.clear()
 
@@ -157,5 +163,5 @@ class AdaptiveLength:
             chosen = np.argmax(value[:, : candidate + 1], axis=1)
             better = gain[row, chosen].sum() / (verify[chosen].sum() + rounds * draft[candidate])
             if better <= rate * (1 + 1e-9):
-                return _Plan(best, stake, rate * verify)
+                return _Plan(best, stake, (rate * verify).tolist())
             best, rate = candidate + 1, float(better)

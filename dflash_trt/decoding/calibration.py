@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from math import exp, expm1
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,18 @@ Array = np.ndarray[Any, Any]
 _ALL, _EACH, _WEIGHT = 0.7, 0.7, 0.3
 # What is remembered of a round after the next.
 _MEMORY = 0.99
-# Beyond e**6 : 1 a drafter's certainty is not told apart.
+# Beyond e**6 : 1 a drafter's certainty is not told apart: the same as log-probabilities.
 _CERTAIN = 6.0
+_LEAST, _MOST = -float(np.log1p(np.exp(_CERTAIN))), -float(np.log1p(np.exp(-_CERTAIN)))
 _NEWTON_STEPS = 3
+# A draft less likely than this to count is not counted.
+_NEGLIGIBLE = 1e-3
 
 
 def log_odds(logprobs: Array) -> Array:
     """Of the drafts' log-probabilities [..., drafts]; log-odds, clipped."""
-    logprobs = np.minimum(logprobs, -1e-6, dtype=np.float64)
-    odds: Array = np.minimum(np.maximum(logprobs - np.log1p(-np.exp(logprobs)), -_CERTAIN), _CERTAIN)
+    bounded = np.maximum(np.minimum(logprobs, _MOST, dtype=np.float64), _LEAST)
+    odds: Array = -np.log(np.expm1(-bounded))
     return odds
 
 
@@ -45,9 +50,23 @@ class Calibration:
         """P(the first j+1 drafts are all right), for log-odds [..., drafts]."""
         return _survival(x, self._mean)
 
-    def hoped(self, x: Array) -> Array:
-        """The same, had the drafter a standard deviation more of luck than it says, whatever was learnt."""
-        return _survival(x, self._hope)
+    def gains(self, logprobs: Array, *, hope: bool) -> list[float]:
+        """How many drafts are expected to be right, in all, of the first 0, 1, 2 .. of each row of log-probabilities.
+
+        With `hope`, had the drafter a standard deviation more of luck than it says, whatever was learnt.
+        """
+        *offsets, weight = (self._hope if hope else self._mean).tolist()
+        factors = [exp(-offset) for offset in offsets]
+        right = [0.0] * (logprobs.shape[1] + 1)
+        for row in logprobs.tolist():  # few numbers: this is quicker than a dozen NumPy calls
+            survival = 1.0
+            for place, logprob in enumerate(row):
+                odds_against = expm1(-min(max(logprob, _LEAST), _MOST)) ** weight
+                survival /= 1 + factors[place] * odds_against
+                right[place + 1] += survival
+                if survival < _NEGLIGIBLE:
+                    break
+        return list(accumulate(right))
 
     def observe(self, x: Array, accepted: Array, offered: Array, rounds: int) -> None:
         """What `rounds` rounds showed: of log-odds x [n, drafts] the first offered [n] were verified and the first
