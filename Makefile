@@ -1,5 +1,6 @@
 # make demo | test | lint | bench | clean. Needs make and Python 3.11 or newer; everything else is installed
-# into .venv (run time: demo) or .venv-test (torch, pytest, linters: test, lint, bench).
+# into .venv (run time: demo), .venv-test (torch, pytest, linters: test, lint, bench) or .venv-server (tritonserver,
+# as `pip install 'dflash-trt[triton-local]'` brings it, which wants an older numpy: test).
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
@@ -21,8 +22,9 @@ help:
 demo: .venv/installed
 	@.venv/bin/python build_scripts/demo.py
 
-test: .venv-test/installed
+test: .venv-test/installed .venv-server/installed
 	@.venv-test/bin/python -m pytest
+	@.venv-server/bin/python -m pytest server_tests
 
 lint: .venv-test/installed
 	@.venv-test/bin/ruff check .
@@ -33,7 +35,7 @@ bench: .venv-test/installed
 	@.venv-test/bin/python build_scripts/bench_decode.py
 
 clean:
-	rm -rf .venv .venv-test bundles build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-test .venv-server bundles build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find dflash_trt build_scripts tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is touched last, so that an interrupted installation is done again.
@@ -47,6 +49,11 @@ clean:
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) $(TORCH)
 	@$(@D)/bin/python $(PIP) --editable '.[test,dev,tensorrt-rtx]'
+	@touch $@
+
+.venv-server/installed: pyproject.toml
+	$(call venv,$(@D))
+	@$(@D)/bin/python $(PIP) --editable '.[test-server]'
 	@touch $@
 
 define venv

@@ -7,15 +7,29 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dflash_trt.cli import bench, build, doctor, generate, inspect, pairs, plan, quantize, verify
+from dflash_trt.cli import (
+    bench,
+    build,
+    deploy,
+    doctor,
+    generate,
+    inspect,
+    pairs,
+    plan,
+    quantize,
+    serve,
+    verify,
+)
 from dflash_trt.errors import DFlashError
 
 COMMANDS = {
     "build": build,
     "quantize": quantize,
     "generate": generate,
+    "serve": serve,
     "verify": verify,
     "bench": bench,
+    "deploy": deploy,
     "inspect": inspect,
     "plan": plan,
     "pairs": pairs,

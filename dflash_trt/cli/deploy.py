@@ -1,0 +1,61 @@
+"""`dflash-trt deploy`: a Triton model repository for a bundle."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.cli.options import at_least
+
+SUMMARY = "write a Triton model repository that serves a bundle"
+DESCRIPTION = """\
+Write a model repository for Triton Inference Server: `dflash`, which serves the bundle with continuous batching, and
+`ensemble`, the same under the name that clients of TensorRT-LLM's models call. `dflash-trt serve` does this by itself.
+"""
+EXAMPLES = """\
+examples:
+  dflash-trt deploy bundles/tiny --out triton
+  dflash-trt deploy bundles/tiny --out triton --copy --max-batch-size 16 --max-queue 64
+
+Serve it with: tritonserver --model-repository triton --model-control-mode explicit --load-model '*'
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
+    parser.add_argument("--out", type=Path, required=True, metavar="REPO", help="the repository to write")
+    parser.add_argument("--copy", action="store_true", help="copy the bundle into it (default: link it)")
+    add_engine_arguments(parser)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `deploy` and `serve` both write into the repository."""
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--max-batch-size",
+        type=at_least(1),
+        default=8,
+        metavar="N",
+        help="requests decoded at a time (default: 8)",
+    )
+    engine.add_argument(
+        "--max-queue", type=at_least(0), default=256, metavar="N",
+        help="requests that may wait beyond these; further ones are refused at once (default: 256)",
+    )  # fmt: skip
+    engine.add_argument("--block-length", type=at_least(1), metavar="N", help="tokens verified per round")
+    engine.add_argument(
+        "--threads", type=at_least(1), metavar="N", help="CPU threads per pass (default: all)"
+    )
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("max_batch_size", "max_queue", "block_length", "threads")}
+
+
+def run(args: argparse.Namespace) -> int:
+    from dflash_trt.serving.deploy import deploy
+
+    deploy(args.bundle, args.out, copy=args.copy, **engine_settings(args))
+    print(f"{args.out}: models dflash and ensemble, serving {args.bundle}")
+    return 0

@@ -1,0 +1,83 @@
+"""`dflash-trt serve`: a bundle behind Triton Inference Server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from dflash_trt.cli.deploy import add_engine_arguments, engine_settings
+
+SUMMARY = "serve a bundle with Triton Inference Server"
+DESCRIPTION = """\
+Serve a bundle with Triton Inference Server, over HTTP and gRPC, until Ctrl-C or SIGTERM. The server is the tritonserver
+on the PATH, or the one of nvidia-pytriton's wheel: pip install 'dflash-trt[triton-local]'. Where there is neither, this
+prints the commands that serve the bundle in a container.
+"""
+EXAMPLES = """\
+examples:
+  dflash-trt serve bundles/tiny
+  dflash-trt serve bundles/tiny --http-port 9000 --max-batch-size 16 --log-level info
+
+  curl -s localhost:8000/v2/models/dflash/generate -d '{"text_input": "def add(a, b):", "max_tokens": 32}'
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to serve on (default: 127.0.0.1)"
+    )
+    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        parser.add_argument(f"--{name}-port", type=int, default=port, metavar="PORT", help=f"default: {port}")
+    parser.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS",
+        help="time that requests have to finish once it is told to stop (default: 30)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--log-level", default="warning", choices=("error", "warning", "info", "verbose"),
+        help="what the server logs on standard error (default: warning)",
+    )  # fmt: skip
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from dflash_trt.serving.deploy import container_command, deploy
+    from dflash_trt.serving.launch import Supervisor, find_server, server_arguments
+
+    def say(text: str) -> None:
+        print(f"dflash-trt serve: {text}", file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="dflash-trt-") as temporary:
+        directory = Path(temporary)
+        server = find_server(directory)
+        if server is None:
+            command = container_command(args.bundle, "triton")
+            say(
+                "there is no tritonserver on the PATH; get one with pip install 'dflash-trt[triton-local]', or "
+                "serve in a container:"
+            )
+            print(f"dflash-trt deploy {args.bundle} --out triton --copy\n{command}")
+            return 1
+        repository = deploy(
+            args.bundle, directory / "repository", python=sys.executable, **engine_settings(args)
+        )
+        arguments = server_arguments(
+            repository,
+            host=args.host,
+            http_port=args.http_port,
+            grpc_port=args.grpc_port,
+            metrics_port=args.metrics_port,
+            log_level=args.log_level,
+        )
+
+        def ready() -> None:
+            print(f"serving {args.bundle}, model dflash; Ctrl-C stops")
+            print(f"HTTP     http://{args.host}:{args.http_port}/v2/models/dflash/generate")
+            print(f"gRPC     {args.host}:{args.grpc_port}")
+            print(f"metrics  http://{args.host}:{args.metrics_port}/metrics", flush=True)
+
+        host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
+        supervisor = Supervisor(server, arguments, f"http://{host}:{args.http_port}", args.grace)
+        return supervisor.run(ready, say)

@@ -1,0 +1,108 @@
+"""Writes a Triton model repository that serves a bundle."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from string import Template
+
+from dflash_trt.bundle import Bundle
+from dflash_trt.errors import DFlashError, RequestError
+
+MODEL = "dflash"
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def deploy(
+    bundle: str | Path,
+    out: Path,
+    *,
+    copy: bool = False,
+    python: str = "",
+    max_batch_size: int = 8,
+    max_queue: int = 256,
+    block_length: int | None = None,
+    threads: int | None = None,
+) -> Path:
+    """Write the models `dflash` and `ensemble` into the directory `out`, which must not exist or be empty.
+
+    copy: whether the repository holds the bundle itself (to be taken elsewhere), or a link to it.
+    python: the interpreter that runs the engine; "" is the one that Triton's Python backend runs.
+    The rest are `AsyncLLM`'s. Returns `out`. Raises DFlashError: the bundle is not whole, a setting is out of range,
+    or `out` is taken.
+    """
+    opened = Bundle.open(bundle)
+    for name, value, least in (("max_batch_size", max_batch_size, 1), ("max_queue", max_queue, 0)):
+        if value < least:
+            raise DFlashError(f"{name} is {value}, expected {least} or more")
+    block_size = opened.manifest["block_size"]
+    if block_length is not None and not 1 <= block_length <= block_size:
+        raise RequestError(
+            f"block_length is {block_length}, expected 1..{block_size} (this bundle's block size)"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DFlashError(f"{out}: is there already; give another --out, or remove it")
+    settings = {
+        "bundle": "bundle",
+        "python": python,
+        "max_batch_size": max_batch_size,
+        "max_queue": max_queue,
+        "block_length": block_length or "",
+        "threads": threads or "",
+    }
+    source, version = template(), out / MODEL / "1"
+    version.mkdir(parents=True)
+    (out / "ensemble" / "1").mkdir(parents=True)  # Triton wants a version, though it is empty
+    shutil.copyfile(source / MODEL / "1" / "model.py", version / "model.py")
+    shutil.copyfile(source / "ensemble" / "config.pbtxt", out / "ensemble" / "config.pbtxt")
+    if copy:
+        shutil.copytree(opened.path, version / "bundle")
+    else:
+        (version / "bundle").symlink_to(opened.path.resolve(), target_is_directory=True)
+    # Last: a repository that was interrupted has no model yet.
+    config = Template((source / MODEL / "config.pbtxt").read_text(encoding="utf-8")).substitute(settings)
+    (out / MODEL / "config.pbtxt").write_text(config, encoding="utf-8")
+    return out
+
+
+def template() -> Path:
+    """The repository's template: in the installed package, or beside it in the source tree."""
+    places = (_PACKAGE / "triton_repo", _PACKAGE.parent / "triton_repo")
+    return next(place for place in places if place.is_dir())
+
+
+def container_command(bundle: str | Path, repository: str) -> str:
+    """How to serve a repository (deployed with copy) in a container whose libraries fit the bundle."""
+    manifest = Bundle.open(bundle).manifest
+    extra = {"tensorrt-rtx": " tensorrt-rtx"}.get(manifest["engine"], "")
+    gpus = "" if manifest["engine"] == "onnxruntime" else "--gpus all "
+    return (
+        f'docker run --rm --init {gpus}--network host --shm-size 1g -v "$PWD/{repository}:/models" \\\n'
+        f"    nvcr.io/nvidia/tritonserver:{_image(manifest['engine'], manifest['versions'])} bash -c \\\n"
+        f'    "pip install dflash-trt{extra} && tritonserver --model-repository /models \\\n'
+        "     --model-control-mode explicit --load-model '*' --http-address 127.0.0.1 --grpc-address 127.0.0.1\""
+    )
+
+
+# TensorRT of the containers that hold it, newest first (server/docs/introduction/compatibility.md).
+_TENSORRT_IMAGES = {
+    "10.14": "26.07-trtllm-python-py3",
+    "10.13": "26.02-trtllm-python-py3",
+    "10.11": "25.10-trtllm-python-py3",
+    "10.10": "25.07-trtllm-python-py3",
+    "10.9": "25.05-trtllm-python-py3",
+    "10.8": "25.02-trtllm-python-py3",
+}
+
+
+def _image(engine: str, versions: dict[str, str]) -> str:
+    """A plan runs only with the TensorRT that built it; the other engines bring their library themselves."""
+    if engine == "tensorrt":
+        version = ".".join(versions.get("tensorrt", "").split(".")[:2])
+        if version not in _TENSORRT_IMAGES:
+            raise DFlashError(
+                f"this bundle's plans are of TensorRT {version or 'unknown'}; known containers have "
+                f"{', '.join(_TENSORRT_IMAGES)}: build the bundle again with one of these, or install it in yours"
+            )
+        return _TENSORRT_IMAGES[version]
+    return "26.07-trtllm-python-py3" if engine == "tensorrt-llm" else "26.07-py3"

@@ -1,0 +1,234 @@
+"""The engine process behind the Triton model: an `AsyncLLM` that answers lines of JSON on a socket.
+
+    python -m dflash_trt.serving.worker FD SETTINGS
+
+The model (triton_repo/dflash/1/model.py) starts it and sends one object per line: a request with its id, or
+{"cancel": id}. Back go lists of [id, update]; an update has text and token_ids, the last one of a request
+finish_reason and statistics, or error: [code, message]. The end of input ends this process; SIGTERM cancels what is
+in flight, and SIGINT is the server's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from dflash_trt.async_llm import AsyncLLM
+from dflash_trt.decoding.metrics import PREFIX
+from dflash_trt.decoding.request import Chunk, Completion, SamplingParams
+from dflash_trt.decoding.statistics import Statistics
+from dflash_trt.errors import BusyError, DFlashError, RequestError
+
+METRICS_SECONDS = 1.0
+# Shorter texts are tokenized where they arrive; longer ones in a thread, so that streams do not wait for them.
+_SHORT_TEXT = 4096
+_HELP = {
+    "num_requests_running": "requests being decoded",
+    "num_requests_waiting": "requests waiting",
+    "mean_acceptance_length": "tokens per verification with a draft, since the engine started",
+    "draft_acceptance_rate": "drafted tokens accepted, since the engine started",
+    "block_length_rounds_total": "rounds, by tokens verified per request",
+    "request_success_total": "requests that have ended",
+    "time_to_first_token_seconds": "arrival to first token, quantiles of the latest requests",
+    "request_time_per_output_token_seconds": "time per token after the first, quantiles of the latest requests",
+    "request_queue_time_seconds": "arrival to first prefill pass, quantiles of the latest requests",
+    "e2e_request_latency_seconds": "arrival to last token, quantiles of the latest requests",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    connection = socket.socket(fileno=int(arguments[0]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = {key: value for key, value in json.loads(arguments[1]).items() if value != ""}
+    bundle = settings.pop("bundle")
+    try:
+        numbers: dict[str, Any] = {key: int(value) for key, value in settings.items()}
+        llm = AsyncLLM(bundle, **numbers)
+    except (DFlashError, OSError) as error:
+        connection.sendall(json.dumps({"fatal": str(error)}).encode() + b"\n")
+        return 1
+    return asyncio.run(Worker(llm).serve(connection))
+
+
+class Worker:
+    """The requests of one socket."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        longest = max(map(len, llm.tokenizer.backend.get_vocab()))
+        self._most_bytes = 4 * longest * llm.max_seq_len  # in UTF-8, of a text that may fit
+        self._updates: list[tuple[int | str, Any]] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._failed = False
+
+    async def serve(self, connection: socket.socket) -> int:
+        """Until the end of input; the exit code."""
+        self._reader, self._writer = await asyncio.open_connection(sock=connection, limit=1 << 30)
+        self._writer.write(b'{"ready": true}\n')
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._close)
+        show = asyncio.create_task(self._show_metrics())
+        while not self._failed and (line := await self._next_line()):
+            message = json.loads(line)
+            if "cancel" in message:
+                if task := self._tasks.get(message["cancel"]):
+                    task.cancel()
+            else:
+                key = message["id"]
+                self._tasks[key] = asyncio.create_task(self._answer(key, message))
+                self._tasks[key].add_done_callback(lambda _, key=key: self._tasks.pop(key))  # type: ignore[misc]
+        show.cancel()
+        if self._failed:  # the answers in flight have said so
+            await asyncio.gather(*self._tasks.values())
+            await self._writer.drain()
+            return 1
+        await self._llm.close(finish=False)
+        return 0
+
+    async def _next_line(self) -> bytes:
+        try:
+            return await self._reader.readline()
+        except OSError:  # the model's process has died
+            return b""
+
+    def _close(self) -> None:
+        self._closing = asyncio.create_task(self._llm.close(finish=False))
+
+    async def _answer(self, key: int, message: dict[str, Any]) -> None:
+        arrived = time.time_ns()
+        try:
+            ids = await self._prompt_ids(message)
+            first: dict[str, Any] = {"num_input_tokens": len(ids)}
+            if message["echo"]:
+                first["echo"] = [self._llm.tokenizer.decode(ids), ids]
+            params = SamplingParams(**message["params"], stop_token_ids=self._end_ids(message["end_id"]))
+            options = {name: message[name] for name in ("speculate", "block_length", "timeout")}
+            if message["stream"]:
+                async with aclosing(self._llm.stream(ids, params, **options)) as chunks:
+                    async for chunk in chunks:
+                        self._send(key, first | _update(chunk, arrived))
+                        first = {}
+            else:
+                self._send(key, first | _update(await self._llm.generate(ids, params, **options), arrived))
+        except asyncio.CancelledError:
+            self._send(key, {"error": ["CANCELLED", "the client has left"]})
+        except BusyError as error:
+            self._send(key, {"error": ["UNAVAILABLE", str(error)]})
+        except RequestError as error:
+            self._send(key, {"error": ["INVALID_ARG", _named(str(error), message["field"])]})
+        except DFlashError as error:
+            self._send(key, {"error": ["UNAVAILABLE", str(error)]})
+            if not hasattr(self, "_closing"):
+                self._fail()
+
+    async def _prompt_ids(self, message: dict[str, Any]) -> list[int]:
+        prompt = message["prompt"]
+        if not isinstance(prompt, str):
+            return list(prompt)
+        size = len(prompt.encode())
+        if size > self._most_bytes:
+            raise RequestError(
+                f"the prompt has {size} bytes, more than the {self._llm.max_seq_len} tokens of this bundle hold"
+            )
+        if size <= _SHORT_TEXT:
+            return self._llm.tokenizer.encode(prompt)
+        return await asyncio.to_thread(self._llm.tokenizer.encode, prompt)
+
+    def _end_ids(self, end_id: int) -> list[int]:
+        vocab = self._llm.bundle.manifest["vocab_size"]
+        if not -1 <= end_id < vocab:
+            raise RequestError(f"end_id is {end_id}, expected a token id, 0..{vocab - 1}, or -1 for none")
+        return [] if end_id == -1 else [end_id]
+
+    def _send(self, key: int | str, update: Any) -> None:
+        """Write soon: what a round gives to all its requests goes out in one line."""
+        if not self._updates:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._updates.append((key, update))
+
+    def _flush(self) -> None:
+        self._writer.write(json.dumps(self._updates).encode() + b"\n")
+        self._updates = []
+
+    async def _show_metrics(self) -> None:
+        while True:
+            self._send("metrics", list(samples(self._llm.metrics.snapshot())))
+            await asyncio.sleep(METRICS_SECONDS)
+
+    def _fail(self) -> None:
+        """The engine has failed: end this process, so that the model is known to be unready."""
+        self._failed = True
+        self._reader.feed_eof()
+
+
+def _update(part: Chunk | Completion, arrived: int) -> dict[str, Any]:
+    update: dict[str, Any] = {"text": part.text, "token_ids": part.token_ids}
+    if part.logprobs is not None:
+        update["logprobs"] = part.logprobs
+    if part.finish_reason is not None:
+        s = part.statistics
+        assert s is not None
+        update["finish_reason"] = part.finish_reason
+        update["num_draft_tokens"], update["num_accepted_tokens"] = s.num_draft_tokens, s.num_accepted_tokens
+        update["times"] = _times(s, arrived)
+    return update
+
+
+def _times(s: Statistics, arrived: int) -> list[int]:
+    """Arrival, start of prefill, first token and last token, in nanoseconds since the epoch."""
+    after = (0.0, s.queue_time, s.time_to_first_token, s.time_to_first_token + s.generation_time)
+    return [arrived + round(seconds * 1e9) for seconds in after]
+
+
+def _named(message: str, field: str) -> str:
+    """An error of the engine in the words of the inputs."""
+    for ours, theirs in (("the prompt", field), ("stop", "stop_words")):
+        if message.startswith(f"{ours} "):
+            return theirs + message.removeprefix(ours)
+    return message
+
+
+def samples(snapshot: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, str], float]]:
+    """`Metrics.snapshot` as samples of counters and gauges: name, help, labels, value."""
+    drafts, drafted, accepted = (
+        snapshot[f"spec_decode_num_{what}"] for what in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    derived = {
+        "mean_acceptance_length": 1 + accepted / drafts if drafts else 1.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+    }
+    labels = {
+        "request_success": "finished_reason",
+        "spec_decode_num_accepted_tokens_per_pos": "position",
+        "block_length_rounds": "length",
+    }
+    for name, value in {**snapshot, **derived}.items():
+        if name in labels:
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            for label, count in entries:
+                if count:
+                    yield _sample(f"{name}_total", count, {labels[name]: str(label)})
+        elif isinstance(value, dict):
+            for quantile in ("p50", "p90", "p99"):
+                if quantile in value:
+                    yield _sample(name, value[quantile], {"quantile": f"0.{quantile[1:].rstrip('0')}"})
+        elif name in _HELP:
+            yield _sample(name, value, {})
+        else:
+            yield _sample(f"{name}_total", value, {})
+
+
+def _sample(name: str, value: float, labels: dict[str, str]) -> tuple[str, str, dict[str, str], float]:
+    text = _HELP.get(name, name.removesuffix("_total").replace("_", " "))
+    return PREFIX + name, text, labels, value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,328 @@
+"""The Triton model `dflash`: carries requests to an engine process and its answers back.
+
+The engine (`dflash_trt.serving.worker`) is a process of its own, so that its death is seen here: Triton answers
+no request of a backend process that has died, nor does it call such a model unready. When the engine dies, every
+request in flight is refused, and the model unloads itself; loading it again starts another engine.
+
+One thread reads the engine's answers, which are lines of JSON, and sends them on. What has piled up meanwhile for a
+request goes out as one response: streams get coarser, not later, when the server is busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+CANCELLATION_CHECK_SECONDS = 0.1
+SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+)
+TIMES = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+
+
+class Refused(Exception):
+    """A request that cannot be met; the message names the input."""
+
+
+class InFlight:
+    """What is kept here of a request until its last response."""
+
+    def __init__(self, sender: Any, wanted: set[str]) -> None:
+        self.sender, self.wanted = sender, wanted
+        self.num_input_tokens, self.cum_log_probs = 0, 0.0
+        self.cancelled = False
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        self.name = args["model_name"]
+        given = json.loads(args["model_config"])["parameters"]
+        settings = {key: value["string_value"] for key, value in given.items()}
+        python = settings.pop("python", "") or sys.executable
+        settings["bundle"] = str((Path(pb_utils.get_model_dir()) / settings["bundle"]).resolve())
+        self.requests: dict[int, InFlight] = {}
+        self.lock = threading.Lock()  # of what follows, and of writing to the engine
+        self.count = 0
+        self.failure = ""  # why there is no engine any more
+        self.closing = False
+        self.metrics = Metrics({"model": self.name, "version": args["model_version"]})
+        self.socket, theirs = socket.socketpair()
+        self.engine = subprocess.Popen(
+            [python, "-P", "-m", "dflash_trt.serving.worker", str(theirs.fileno()), json.dumps(settings)],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        first, self.unread = self.read_line()
+        if "ready" not in first:
+            self.engine.kill()
+            raise pb_utils.TritonModelException(first.get("fatal") or f"while loading, {self.how_it_ended()}")
+        threading.Thread(target=self.receive, name="answers", daemon=True).start()
+        threading.Thread(target=self.watch, name="cancellation", daemon=True).start()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                message, flight = read_request(request, sender)
+            except Refused as error:
+                send_error(sender, "INVALID_ARG", str(error))
+                continue
+            with self.lock:
+                failure = self.failure
+                if not failure:
+                    self.count += 1
+                    message["id"] = self.count
+                    self.requests[self.count] = flight
+                    self.tell(message)
+            if failure:
+                send_error(sender, "UNAVAILABLE", failure)
+
+    def finalize(self) -> None:
+        """Triton unloads the model: nothing is in flight any more."""
+        self.closing = True
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+        try:
+            self.engine.wait(10)
+        except subprocess.TimeoutExpired:
+            self.engine.kill()
+            self.engine.wait()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send to the engine; one that has died is noticed by `receive`. Under the lock."""
+        with contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def read_line(self) -> tuple[dict[str, Any], bytes]:
+        """The engine's first line, {} if it ended before; and what follows it."""
+        data = b""
+        while b"\n" not in data and (more := self.socket.recv(1 << 16)):
+            data += more
+        line, _, rest = data.partition(b"\n")
+        return json.loads(line or b"{}"), rest
+
+    def receive(self) -> None:
+        """The thread of the answers."""
+        data = self.unread
+        while True:
+            *lines, data = data.split(b"\n")
+            updates: dict[int, dict[str, Any]] = {}
+            for line in lines:
+                for key, update in json.loads(line):
+                    if key == "metrics":
+                        self.metrics.show(update)
+                    elif key in updates:
+                        merge(updates[key], update)
+                    else:
+                        updates[key] = update
+            for key, update in updates.items():
+                self.respond(key, update)
+            try:
+                more = self.socket.recv(1 << 20)
+            except OSError:
+                more = b""
+            if not more:
+                break
+            data += more
+        if not self.closing:
+            self.engine_ended()
+
+    def respond(self, key: int, update: dict[str, Any]) -> None:
+        """Send what a request has got, and forget it after the last of it."""
+        flight = self.requests.get(key)
+        if flight is None:  # cancelled as it ended
+            return
+        final = "finish_reason" in update or "error" in update
+        if final:
+            with self.lock:
+                del self.requests[key]
+        try:
+            if "error" in update:
+                send_error(flight.sender, *update["error"])
+            else:
+                flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+                flight.sender.send(pb_utils.InferenceResponse(tensors(flight, update)), flags=flags)
+        except pb_utils.TritonModelException as error:  # this response is lost, the model goes on
+            pb_utils.Logger.log_error(f"dflash: a response could not be sent: {error}")
+
+    def watch(self) -> None:
+        """The thread that sees clients leave: tell the engine, whose answer ends the request."""
+        pause = threading.Event()
+        while not self.closing and not self.failure:
+            pause.wait(CANCELLATION_CHECK_SECONDS)
+            with self.lock:
+                flights = [(key, f) for key, f in self.requests.items() if not f.cancelled]
+            for key, flight in flights:
+                try:
+                    flight.cancelled = flight.sender.is_cancelled()
+                except pb_utils.TritonModelException:  # it has just got its last response
+                    continue
+                if flight.cancelled:
+                    with self.lock:
+                        self.tell({"cancel": key})
+
+    def how_it_ended(self) -> str:
+        code = self.engine.wait()
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return f"the engine process ended ({how})"
+
+    def engine_ended(self) -> None:
+        """Refuse what is in flight, and let Triton know that this model is not ready."""
+        failure = f"{self.how_it_ended()}; the model has to be loaded again"
+        with self.lock:
+            self.failure = failure
+            flights, self.requests = list(self.requests.values()), {}
+        pb_utils.Logger.log_error(f"dflash: {failure}; {len(flights)} requests are refused")
+        for flight in flights:
+            send_error(flight.sender, "UNAVAILABLE", failure)
+        try:
+            pb_utils.unload_model(self.name)
+        except pb_utils.TritonModelException as error:
+            pb_utils.Logger.log_error(
+                f"dflash: cannot unload, so every request will be refused ({error}); "
+                "start the server with --model-control-mode=explicit"
+            )
+
+
+def read_request(request: Any, sender: Any) -> tuple[dict[str, Any], InFlight]:
+    """The message to the engine, and what stays here. Raises Refused."""
+    given = {tensor.name(): tensor for tensor in request.inputs()}
+
+    def numbers(name: str) -> list[Any]:
+        values = given[name].as_numpy().ravel()
+        # The decimal that was written, not what its float32 looks like as a float64.
+        return [float(str(v)) for v in values] if values.dtype == np.float32 else values.tolist()
+
+    def strings(name: str) -> list[str]:
+        try:
+            return [value.decode() for value in given[name].as_numpy().ravel()] if name in given else []
+        except UnicodeDecodeError as error:
+            raise Refused(f"{name} is not valid UTF-8 (byte {error.start})") from error
+
+    def flag(name: str, default: bool) -> bool:
+        return numbers(name)[0] if name in given else default
+
+    prompts = [name for name in ("text_input", "input_ids") if name in given]
+    if len(prompts) != 1:
+        raise Refused("both text_input and input_ids are given, expected one" if prompts else
+                      "neither text_input nor input_ids is given, expected one")  # fmt: skip
+    if "beam_width" in given and numbers("beam_width") != [1]:
+        raise Refused(f"beam_width is {numbers('beam_width')[0]}, expected 1: there is no beam search")
+    params = {name: numbers(name)[0] for name in SAMPLING if name in given}
+    # TensorRT-LLM's clients send "" for no word, and -1 for no end_id.
+    params["stop"] = [word for word in strings("stop_words") if word]
+    params["bad_words"] = [word for word in strings("bad_words") if word]
+    params["logprobs"] = flag("return_log_probs", False)
+    message: dict[str, Any] = {
+        "field": prompts[0],
+        "prompt": strings("text_input")[0] if prompts == ["text_input"] else numbers("input_ids"),
+        "params": params,
+        "end_id": numbers("end_id")[0] if "end_id" in given else -1,
+        "stream": flag("stream", False),
+        "echo": not flag("exclude_input_in_output", True),
+        "speculate": flag("speculate", True),
+        "block_length": numbers("block_length")[0] if "block_length" in given else None,
+    }
+    # Microseconds: of gRPC's field, or of the "parameters" of an HTTP request.
+    timeout = request.timeout() or json.loads(request.parameters() or "{}").get("timeout", 0)
+    if not isinstance(timeout, int) or timeout < 0:
+        raise Refused(f"parameter timeout is {timeout!r}, expected microseconds, an integer of 0 or more")
+    message["timeout"] = timeout / 1e6 if timeout else None
+    switches = ("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics")
+    return message, InFlight(sender, {name for name in switches if flag(name, False)})
+
+
+def merge(earlier: dict[str, Any], later: dict[str, Any]) -> None:
+    """Make one update of two."""
+    for key in ("text", "token_ids", "logprobs"):
+        if key in earlier and key in later:
+            later[key] = earlier[key] + later[key]
+    earlier.update(later)
+
+
+def tensors(flight: InFlight, update: dict[str, Any]) -> list[Any]:
+    """The outputs of one response, each with the batch dimension."""
+    text, ids = update["text"], update["token_ids"]
+    echo_text, echo_ids = update.get("echo", ("", []))
+    flight.num_input_tokens = update.get("num_input_tokens", flight.num_input_tokens)
+    outputs = {
+        "text_output": np.array([[(echo_text + text).encode()]], dtype=object),
+        "output_ids": np.array([echo_ids + ids], dtype=np.int32),
+    }
+    if "return_num_input_tokens" in flight.wanted:
+        outputs["num_input_tokens"] = np.array([[flight.num_input_tokens]], dtype=np.int32)
+    if "return_num_output_tokens" in flight.wanted:
+        outputs["num_output_tokens"] = np.array([[len(ids)]], dtype=np.int32)
+    if "logprobs" in update:
+        flight.cum_log_probs += sum(update["logprobs"])
+        outputs["output_log_probs"] = np.array([[update["logprobs"]]], dtype=np.float32)
+        outputs["cum_log_probs"] = np.array([[flight.cum_log_probs]], dtype=np.float32)
+    if "finish_reason" in update:
+        outputs["finish_reason"] = np.array([[update["finish_reason"].encode()]], dtype=object)
+        if "return_perf_metrics" in flight.wanted:
+            drafted, accepted = update["num_draft_tokens"], update["num_accepted_tokens"]
+            outputs["acceptance_rate"] = np.array([[accepted / max(drafted, 1)]], dtype=np.float32)
+            outputs["total_accepted_draft_tokens"] = np.array([[accepted]], dtype=np.int32)
+            outputs["total_draft_tokens"] = np.array([[drafted]], dtype=np.int32)
+            for name, nanoseconds in zip(TIMES, update["times"], strict=True):
+                outputs[name] = np.array([[nanoseconds]], dtype=np.int64)
+    return [pb_utils.Tensor(name, values) for name, values in outputs.items()]
+
+
+def send_error(sender: Any, code: str, message: str) -> None:
+    error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+    try:
+        sender.send(
+            pb_utils.InferenceResponse(error=error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        )
+    except pb_utils.TritonModelException as failure:
+        pb_utils.Logger.log_error(f"dflash: an error could not be sent ({failure}): {message}")
+
+
+class Metrics:
+    """The engine's counters and gauges on the server's metrics port."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self.labels, self.shown = labels, dict[tuple[str, str], tuple[Any, float]]()
+        self.families: dict[str, Any] = {}
+
+    def show(self, samples: list[tuple[str, str, dict[str, str], float]]) -> None:
+        """Samples are name, help, labels and value; a name that ends in _total is a counter."""
+        for name, text, labels, value in samples:
+            counter, key = name.endswith("_total"), (name, json.dumps(labels))
+            if key not in self.shown:
+                try:
+                    metric = self.family(name, text, counter).Metric(labels=self.labels | labels)
+                except pb_utils.TritonModelException:  # the server runs without metrics
+                    return
+                self.shown[key] = metric, 0.0
+            metric, before = self.shown[key]
+            if value != before:
+                metric.increment(value - before) if counter else metric.set(value)
+                self.shown[key] = metric, value
+
+    def family(self, name: str, text: str, counter: bool) -> Any:
+        if name not in self.families:
+            kind = pb_utils.MetricFamily.COUNTER if counter else pb_utils.MetricFamily.GAUGE
+            self.families[name] = pb_utils.MetricFamily(name=name, description=text, kind=kind)
+        return self.families[name]
