@@ -120,7 +120,9 @@ def tensors(**fields: Any) -> list[Any]:
     inputs = []
     for name, value in fields.items():
         values = [value] if isinstance(value, str | bytes) or not isinstance(value, list) else value
-        array = np.array([[v.encode() if isinstance(v, str) else v for v in values]], dtype=NUMPY[TYPES[name]])
+        array = np.array(
+            [[v.encode() if isinstance(v, str) else v for v in values]], dtype=NUMPY[TYPES[name]]
+        )
         inputs.append(grpcclient.InferInput(name, list(array.shape), TYPES[name]))
         inputs[-1].set_data_from_numpy(array)
     return inputs
@@ -144,7 +146,9 @@ class Client:
         self._client.stop_stream(cancel_requests=cancel)
         self._client.close()
 
-    def ask(self, inputs: list[Any], *, key: str = "", model: str = "dflash", timeout: int | None = None) -> None:
+    def ask(
+        self, inputs: list[Any], *, key: str = "", model: str = "dflash", timeout: int | None = None
+    ) -> None:
         self._client.async_stream_infer(
             model, inputs, request_id=key, timeout=timeout, enable_empty_final_response=True
         )
@@ -158,7 +162,9 @@ class Client:
         outputs = {output.name: result.as_numpy(output.name) for output in response.outputs}
         return response.id, outputs, response.parameters["triton_final_response"].bool_param
 
-    def all(self, *, model: str = "dflash", timeout: int | None = None, **fields: Any) -> list[dict[str, Any]]:
+    def all(
+        self, *, model: str = "dflash", timeout: int | None = None, **fields: Any
+    ) -> list[dict[str, Any]]:
         """Every answer to one request."""
         self.ask(tensors(**fields), model=model, timeout=timeout)
         answers, last = [], False

@@ -67,6 +67,7 @@ class Worker:
         self._updates: list[tuple[int | str, Any]] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._failed = False
+        self._closing: asyncio.Task[None] | None = None
 
     async def serve(self, connection: socket.socket) -> int:
         """Until the end of input; the exit code."""
@@ -124,9 +125,10 @@ class Worker:
         except RequestError as error:
             self._send(key, {"error": ["INVALID_ARG", _named(str(error), message["field"])]})
         except DFlashError as error:
-            self._send(key, {"error": ["UNAVAILABLE", str(error)]})
-            if not hasattr(self, "_closing"):
+            if self._closing is None:
                 self._fail()
+            text = str(error) if self._closing is None else "the server is stopping"
+            self._send(key, {"error": ["UNAVAILABLE", text]})
 
     async def _prompt_ids(self, message: dict[str, Any]) -> list[int]:
         prompt = message["prompt"]

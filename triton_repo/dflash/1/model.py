@@ -47,9 +47,31 @@ class InFlight:
     """What is kept here of a request until its last response."""
 
     def __init__(self, sender: Any, wanted: set[str]) -> None:
-        self.sender, self.wanted = sender, wanted
+        self.wanted = wanted
         self.num_input_tokens, self.cum_log_probs = 0, 0.0
-        self.cancelled = False
+        self._sender, self._lock = sender, threading.Lock()
+        self._over = False  # answered, or known to be cancelled
+
+    def send(self, response: Any, *, final: bool) -> None:
+        with self._lock:
+            self._over = self._over or final
+            try:
+                flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+                self._sender.send(response, flags=flags)
+            except pb_utils.TritonModelException as error:  # this response is lost, the model goes on
+                pb_utils.Logger.log_error(f"dflash: a response could not be sent: {error}")
+
+    def refuse(self, code: str, message: str) -> None:
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+        self.send(pb_utils.InferenceResponse(error=error), final=True)
+
+    def has_left(self) -> bool:
+        """Whether the client was seen to leave just now. Asked after the last response, this would crash the server."""
+        with self._lock:
+            if self._over or not self._sender.is_cancelled():
+                return False
+            self._over = True
+            return True
 
 
 class TritonPythonModel:
@@ -81,11 +103,11 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            sender = request.get_response_sender()
+            flight = InFlight(request.get_response_sender(), wanted=set())
             try:
-                message, flight = read_request(request, sender)
+                message = read_request(request, flight)
             except Refused as error:
-                send_error(sender, "INVALID_ARG", str(error))
+                flight.refuse("INVALID_ARG", str(error))
                 continue
             with self.lock:
                 failure = self.failure
@@ -95,7 +117,7 @@ class TritonPythonModel:
                     self.requests[self.count] = flight
                     self.tell(message)
             if failure:
-                send_error(sender, "UNAVAILABLE", failure)
+                flight.refuse("UNAVAILABLE", failure)
 
     def finalize(self) -> None:
         """Triton unloads the model: nothing is in flight any more."""
@@ -156,14 +178,10 @@ class TritonPythonModel:
         if final:
             with self.lock:
                 del self.requests[key]
-        try:
-            if "error" in update:
-                send_error(flight.sender, *update["error"])
-            else:
-                flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-                flight.sender.send(pb_utils.InferenceResponse(tensors(flight, update)), flags=flags)
-        except pb_utils.TritonModelException as error:  # this response is lost, the model goes on
-            pb_utils.Logger.log_error(f"dflash: a response could not be sent: {error}")
+        if "error" in update:
+            flight.refuse(*update["error"])
+        else:
+            flight.send(pb_utils.InferenceResponse(tensors(flight, update)), final=final)
 
     def watch(self) -> None:
         """The thread that sees clients leave: tell the engine, whose answer ends the request."""
@@ -171,13 +189,9 @@ class TritonPythonModel:
         while not self.closing and not self.failure:
             pause.wait(CANCELLATION_CHECK_SECONDS)
             with self.lock:
-                flights = [(key, f) for key, f in self.requests.items() if not f.cancelled]
+                flights = list(self.requests.items())
             for key, flight in flights:
-                try:
-                    flight.cancelled = flight.sender.is_cancelled()
-                except pb_utils.TritonModelException:  # it has just got its last response
-                    continue
-                if flight.cancelled:
+                if flight.has_left():
                     with self.lock:
                         self.tell({"cancel": key})
 
@@ -194,7 +208,7 @@ class TritonPythonModel:
             flights, self.requests = list(self.requests.values()), {}
         pb_utils.Logger.log_error(f"dflash: {failure}; {len(flights)} requests are refused")
         for flight in flights:
-            send_error(flight.sender, "UNAVAILABLE", failure)
+            flight.refuse("UNAVAILABLE", failure)
         try:
             pb_utils.unload_model(self.name)
         except pb_utils.TritonModelException as error:
@@ -204,8 +218,8 @@ class TritonPythonModel:
             )
 
 
-def read_request(request: Any, sender: Any) -> tuple[dict[str, Any], InFlight]:
-    """The message to the engine, and what stays here. Raises Refused."""
+def read_request(request: Any, flight: InFlight) -> dict[str, Any]:
+    """The message to the engine; what stays here goes into `flight`. Raises Refused."""
     given = {tensor.name(): tensor for tensor in request.inputs()}
 
     def numbers(name: str) -> list[Any]:
@@ -249,7 +263,8 @@ def read_request(request: Any, sender: Any) -> tuple[dict[str, Any], InFlight]:
         raise Refused(f"parameter timeout is {timeout!r}, expected microseconds, an integer of 0 or more")
     message["timeout"] = timeout / 1e6 if timeout else None
     switches = ("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics")
-    return message, InFlight(sender, {name for name in switches if flag(name, False)})
+    flight.wanted = {name for name in switches if flag(name, False)}
+    return message
 
 
 def merge(earlier: dict[str, Any], later: dict[str, Any]) -> None:
@@ -287,16 +302,6 @@ def tensors(flight: InFlight, update: dict[str, Any]) -> list[Any]:
             for name, nanoseconds in zip(TIMES, update["times"], strict=True):
                 outputs[name] = np.array([[nanoseconds]], dtype=np.int64)
     return [pb_utils.Tensor(name, values) for name, values in outputs.items()]
-
-
-def send_error(sender: Any, code: str, message: str) -> None:
-    error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
-    try:
-        sender.send(
-            pb_utils.InferenceResponse(error=error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        )
-    except pb_utils.TritonModelException as failure:
-        pb_utils.Logger.log_error(f"dflash: an error could not be sent ({failure}): {message}")
 
 
 class Metrics:

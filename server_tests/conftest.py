@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dflash_trt import LLM
+from dflash_trt.build import build
+from dflash_trt.checkpoint.pairs import PAIRS
+from server_tests.serving import Serving
+
+SHIPPED = [pair.name for pair in PAIRS if pair.target_repo is None]
+
+
+@dataclass
+class Served:
+    """A shipped pair, behind a server and in this process."""
+
+    bundle: Path
+    server: Serving
+    llm: LLM
+
+
+@pytest.fixture(scope="session")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("bundles")
+    return {name: build(name, None, directory / name, max_seq_len=512).path for name in SHIPPED}
+
+
+@pytest.fixture(scope="module", params=SHIPPED)
+def served(
+    request: pytest.FixtureRequest, bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    bundle = bundles[request.param]
+    server = Serving(bundle, tmp_path_factory.mktemp("log") / "log", "--max-batch-size=8", "--max-queue=64")
+    with LLM(bundle, max_batch_size=8, threads=1) as llm:
+        yield Served(bundle, server, llm)
+    assert server.stop() == 0
+    assert server.processes("") == []
+
+
+@pytest.fixture(scope="module")
+def tiny(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A small server, of which a test may take away the engine."""
+    options = ("--max-batch-size=2", "--max-queue=2", "--grace=2", "--block-length=4")
+    server = Serving(bundles["tiny"], tmp_path_factory.mktemp("log") / "log", *options)
+    yield server
+    assert server.stop() == 0

@@ -1,0 +1,232 @@
+"""Cancellation, deadlines, a full queue, the death of the engine and of the backend, and the end of the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tritonclient.utils import InferenceServerException
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.serving.deploy import deploy
+from dflash_trt.serving.launch import find_server, server_arguments
+from server_tests.serving import Client, Serving, fetch, free_ports, ids_of, kill, refused, tensors
+
+LONG: dict[str, Any] = {
+    "text_input": "def add(a, b):",
+    "max_tokens": 450,
+    "ignore_eos": True,
+    "speculate": False,
+}
+
+
+def idle(server: Serving) -> bool:
+    return server.metric("dflash_num_requests_running") + server.metric("dflash_num_requests_waiting") == 0
+
+
+def cancelled(server: Serving) -> float:
+    return server.metric("dflash_request_success_total", finished_reason="cancelled")
+
+
+def busy(server: Serving) -> Client:
+    """As many long requests as the server takes, all but the last of them streaming."""
+    client = Client(server.grpc)
+    for key in "abc":
+        client.ask(tensors(**LONG, stream=True), key=key)
+    client.ask(tensors(**LONG), key="d")
+    client.wait()
+    return client
+
+
+def test_leaving_a_grpc_stream_frees_the_slots(tiny: Serving) -> None:
+    before = cancelled(tiny)
+    client = busy(tiny)
+    client.leave(cancel=True)
+    tiny.until(lambda: cancelled(tiny) == before + 4, 10)
+    assert idle(tiny)
+    assert tiny.generate(text_input="a", max_tokens=2)[0] == 200
+
+
+def test_closing_an_http_stream_frees_the_slot(tiny: Serving) -> None:
+    """Of `generate`, Triton 24.10 notices only when it answers."""
+    before = cancelled(tiny)
+    body = json.dumps({**LONG, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", tiny.http_port)) as connection:
+        head = f"POST /v2/models/dflash/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        time.sleep(0.1)
+    tiny.until(lambda: cancelled(tiny) == before + 1, 10)
+    assert idle(tiny)
+
+
+def test_a_deadline_ends_a_request_with_what_it_has(tiny: Serving) -> None:
+    with Client(tiny.grpc) as client:
+        (late,) = client.all(**LONG, timeout=50_000)
+        assert late["finish_reason"].tolist() == [[b"timeout"]]
+        assert 0 < late["output_ids"].shape[1] < 450
+        (early,) = client.all(**LONG, timeout=1)
+        assert (early["output_ids"].shape, early["text_output"].tolist()) == ((1, 0), [[b""]])
+    status, answer = tiny.generate(**LONG, parameters={"timeout": 50_000})
+    assert (status, answer["finish_reason"]) == (200, "timeout")
+    status, answer = tiny.generate(text_input="a", max_tokens=4, parameters={"timeout": 60_000_000})
+    assert (status, answer["finish_reason"]) == (200, "length")
+    status, answer = tiny.generate(text_input="a", max_tokens=4, parameters={"timeout": -1})
+    assert status == 400
+    assert "timeout is -1" in answer["error"]
+
+
+def test_a_full_queue_refuses_at_once_and_loses_nothing(tiny: Serving) -> None:
+    client = busy(tiny)
+    begin = time.monotonic()
+    status, answer = tiny.generate(text_input="a", max_tokens=4)
+    waited = time.monotonic() - begin
+    assert status == 400  # Triton's for every error of generate
+    assert "4 requests are in flight" in answer["error"]
+    with Client(tiny.grpc) as other:
+        assert "4 requests are in flight" in refused(lambda: other.all(text_input="a", max_tokens=4))
+    got: dict[str, list[dict[str, Any]]] = {key: [] for key in "abcd"}
+    open_requests = 4
+    while open_requests:
+        key, outputs, last = client.wait()
+        got[key].append(outputs)
+        open_requests -= last
+    assert time.monotonic() - begin > waited  # the answer came while they were running
+    ends = {key: ids_of(answers)[-20:] for key, answers in got.items()}
+    assert ends["a"] == ends["b"] == ends["c"] == ends["d"]
+    assert len(ids_of(got["d"])) == 450
+    client.leave()
+    assert tiny.generate(text_input="a", max_tokens=4)[0] == 200
+
+
+def answers_or_error(client: Client) -> str:
+    try:
+        while True:
+            client.wait()
+    except InferenceServerException as error:
+        return str(error.message())
+
+
+def test_the_death_of_the_engine_is_reported_and_a_reload_recovers(tiny: Serving) -> None:
+    client = busy(tiny)
+    (engine,) = tiny.processes("dflash_trt.serving.worker")
+    (server,) = tiny.processes("bin/tritonserver")
+    kill(engine)
+    for _ in range(4):  # each request in flight is refused
+        assert "the engine process ended (SIGKILL)" in answers_or_error(client)
+    tiny.until(lambda: "the model is not ready: loading it again" in tiny.log)
+    assert (
+        "the engine process ended (SIGKILL); the model has to be loaded again; 4 requests are refused"
+        in tiny.log
+    )
+    tiny.until(tiny.ready)
+    client.leave()
+    assert tiny.generate(text_input="a", max_tokens=4)[0] == 200
+    assert tiny.generate(model="ensemble", text_input="a", max_tokens=4)[0] == 200
+    assert tiny.processes("bin/tritonserver") == [server]
+    assert tiny.processes("dflash_trt.serving.worker") not in ([], [engine])
+
+
+def test_the_death_of_the_backend_restarts_the_server(tiny: Serving) -> None:
+    tiny.until(lambda: len(tiny.processes("backends/python/triton_python_backend_stub")) == 1)
+    client = busy(tiny)
+    (stub,) = tiny.processes("backends/python/triton_python_backend_stub")
+    (server,) = tiny.processes("bin/tritonserver")
+    kill(stub)
+    assert answers_or_error(client)  # the connection is closed: nobody waits for ever
+    tiny.until(lambda: "backend process has died: starting the server again" in tiny.log)
+    tiny.until(lambda: tiny.processes("bin/tritonserver") not in ([], [server]) and tiny.ready())
+    assert tiny.generate(text_input="a", max_tokens=4)[0] == 200
+    assert len(tiny.processes("dflash_trt.serving.worker")) == 1
+
+
+def test_the_model_can_be_unloaded_and_loaded(tiny: Serving) -> None:
+    """By hand, as without `dflash-trt serve`; here its own reload may come first."""
+    url = f"http://127.0.0.1:{tiny.http_port}/v2/repository/models/dflash"
+    assert fetch(f"{url}/unload", {})[0] == 200
+    assert fetch(f"{url}/load", {})[0] == 200
+    tiny.until(tiny.ready)
+    assert tiny.generate(text_input="a", max_tokens=4)[0] == 200
+
+
+def test_the_block_length_of_the_server_is_the_most_that_a_round_verifies(tiny: Serving) -> None:
+    assert tiny.generate(text_input="def add(a, b):", max_tokens=40, ignore_eos=True)[0] == 200
+    tiny.until(lambda: tiny.metric("dflash_block_length_rounds_total", length="4") > 0, 5)
+    assert tiny.metric("dflash_block_length_rounds_total", length="5") == 0
+
+
+def test_a_signal_lets_requests_finish_then_cancels_them(bundles: dict[str, Path], tmp_path: Path) -> None:
+    for grace, number, reasons in ((60, signal.SIGINT, {b"length"}), (0, signal.SIGTERM, {b"cancelled"})):
+        server = Serving(bundles["tiny"], tmp_path / f"log{grace}", f"--grace={grace}", "--log-level=info")
+        client = busy(server)
+        server.process.send_signal(number)
+        ends, open_requests = set(), 4
+        while open_requests:
+            try:
+                _, outputs, last = client.wait()
+            except InferenceServerException:  # it had not reached the engine yet
+                last = True
+            else:
+                if last:
+                    ends.add(outputs["finish_reason"][0, 0])
+            open_requests -= last
+        assert ends == reasons
+        client.leave()
+        assert server.process.wait(30) == 0
+        assert server.processes("") == []
+        assert f"requests have {grace} s to finish" in server.log
+        assert not re.search(r"Signal \(11\)|Traceback", server.log), server.log
+
+
+def test_a_bundle_that_is_not_whole_is_not_served(bundles: dict[str, Path], tmp_path: Path) -> None:
+    broken = tmp_path / "bundle"
+    shutil.copytree(bundles["tiny"], broken)
+    (broken / "tokenizer.json").write_text("{}")
+    command = [sys.executable, "-m", "dflash_trt", "serve", str(broken)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "tokenizer.json: 2 bytes, the manifest says" in done.stderr
+
+
+def test_an_engine_that_does_not_start_ends_the_server_with_the_reason(
+    bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    """The bundle breaks after the repository was made, as seen by a plain tritonserver."""
+    repository = deploy(bundles["tiny"], tmp_path / "repository", copy=True)
+    (repository / "dflash" / "1" / "bundle" / "tokenizer.json").write_text("{}")
+    server = find_server(tmp_path)
+    assert server is not None
+    http, grpc, metrics = free_ports(3)
+    arguments = server_arguments(
+        repository, host="127.0.0.1", http_port=http, grpc_port=grpc, metrics_port=metrics, log_level="error"
+    )
+    environment = {**os.environ, **server.environment}
+    done = subprocess.run(
+        [*server.command, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "tokenizer.json: 2 bytes, the manifest says" in done.stderr
+
+
+def test_what_the_server_serves_is_what_the_engine_gives(tiny: Serving, bundles: dict[str, Path]) -> None:
+    """After all that was killed above."""
+    with LLM(bundles["tiny"], threads=1) as llm:
+        expected = llm.generate(
+            "def f(x):", SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
+        )
+        assert len(expected.token_ids) > 20
+    _, answer = tiny.generate(text_input="def f(x):", max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
+    assert answer["output_ids"] == expected.token_ids
