@@ -8,6 +8,7 @@ import pytest
 
 from dflash_trt import LLM
 from dflash_trt.build import build
+from dflash_trt.bundle import Bundle
 from dflash_trt.checkpoint.pairs import PAIRS
 from server_tests.serving import Serving
 
@@ -34,7 +35,10 @@ def served(
     request: pytest.FixtureRequest, bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     bundle = bundles[request.param]
-    server = Serving(bundle, tmp_path_factory.mktemp("log") / "log", "--max-batch-size=8", "--max-queue=64")
+    # A fixed length: by itself the engine stops to draft where that does not pay.
+    length = Bundle.open(bundle).manifest["block_size"]
+    options = ("--max-batch-size=8", "--max-queue=64", f"--block-length={length}")
+    server = Serving(bundle, tmp_path_factory.mktemp("log") / "log", *options)
     with LLM(bundle, max_batch_size=8, threads=1) as llm:
         yield Served(bundle, server, llm)
     assert server.stop() == 0
