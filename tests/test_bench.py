@@ -98,20 +98,20 @@ def test_the_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     out = capsys.readouterr().out.splitlines()
     assert "tokens of the methods: all equal" in out
     assert any("burst" in line for line in out)
-    assert [line.split()[:2] for line in out[3:9]] == [
-        [load, method] for load in ("1", "2", "300/s") for method in ("plain", "draft")
+    assert [line.split()[:2] for line in out[3:12]] == [
+        [load, method] for load in ("1", "2", "300/s") for method in ("plain", "draft", "adaptive")
     ]
     document = json.loads(out[-1])
     assert document["same_tokens"] is True
     assert document["fixed_block_length"] == 5
-    assert [(p["concurrency"], p["rate"]) for p in document["points"][::2]] == [
+    assert [(p["concurrency"], p["rate"]) for p in document["points"][::3]] == [
         (1, None),
         (2, None),
         (None, 300),
     ]
     root = ElementTree.fromstring(svg.read_text())
-    assert len(root.findall(f"{SVG}polyline")) == 4
-    assert len(root.findall(f"{SVG}circle")) == 6
+    assert len(root.findall(f"{SVG}polyline")) == 6
+    assert len(root.findall(f"{SVG}circle")) == 9
 
 
 def test_prompts_of_a_file_and_json_alone(
