@@ -24,10 +24,10 @@ NEGLIGIBLE = np.float32(-24)  # tokens this far below the largest weigh 0
 
 def exponential(value: Floats) -> Floats:
     """exp(value) for value <= 0, within 2e-6 of it as long as it weighs anything."""
-    fraction = np.maximum(value * LOG2_E, _LEAST)
+    fraction: Floats = np.maximum(value * LOG2_E, _LEAST)
     whole = np.floor(fraction)
     fraction -= whole
-    result = fraction * EXP2[0]
+    result: Floats = fraction * EXP2[0]
     for coefficient in EXP2[1:-1]:
         result += coefficient
         result *= fraction

@@ -1,0 +1,206 @@
+"""MoE: a layer of gated experts in MXFP4, for the few tokens of a verification; semantics in `graph/experts.py`.
+
+Time goes into reading the 4-bit weights of the experts in use, so each is read once: tokens are grouped by expert, and
+a program computes a stripe of one expert's outputs for all of its tokens. The weights are the left operand, whose many
+rows fill the tensor cores; the tokens, 16 columns, are the right one. Four kernels: `route` picks and groups,
+`gate_up` and `down` are the grouped products, `combine` adds up the experts of a token, in the order of their shares,
+so that a token's sum does not depend on which others are in the batch.
+
+A pair is a token and one of its k experts: number token * k + slot. `down` writes by pair, `gate_up` in grouped order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def route(
+    router_logits,  # [rows, E] float32
+    rows,
+    shares,  # [rows, K] float32: softmax over the k best logits, best first
+    chosen,  # [rows * K] int32: the expert of each pair
+    pairs,  # [rows * K] int32: the pairs, by expert and then by token
+    groups,  # [E, 3] int32: expert, its first place in `pairs`, its pairs; those in use first, then those with none
+    E: tl.constexpr,
+    K: tl.constexpr,
+    E_SLOTS: tl.constexpr,
+    K_SLOTS: tl.constexpr,
+    ROW_SLOTS: tl.constexpr,
+):
+    expert, slot = tl.arange(0, E_SLOTS), tl.arange(0, K_SLOTS)
+    count = tl.zeros([E_SLOTS], tl.int32)
+    for start in range(0, rows, ROW_SLOTS):
+        row = start + tl.arange(0, ROW_SLOTS)
+        real = row < rows
+        free = real[:, None] & (expert < E)[None, :]
+        x = tl.load(router_logits + row[:, None] * E + expert[None, :], mask=free, other=0.0)
+        logit = tl.full([ROW_SLOTS, K_SLOTS], -float("inf"), tl.float32)
+        for s in tl.static_range(K):
+            largest = tl.max(tl.where(free, x, -float("inf")), axis=1)
+            best = tl.min(tl.where(free & (x == largest[:, None]), expert[None, :], E_SLOTS), axis=1)
+            tl.store(chosen + row * K + s, best, mask=real)
+            logit = tl.where(slot[None, :] == s, largest[:, None], logit)
+            taken = expert[None, :] == best[:, None]
+            count += tl.sum((taken & real[:, None]).to(tl.int32), axis=0)
+            free = free & (expert[None, :] != best[:, None])
+        logit = tl.where(real[:, None], logit, 0.0)
+        weight = tl.exp(logit - tl.max(logit, axis=1)[:, None])
+        weight = weight / tl.sum(weight, axis=1)[:, None]
+        pair = row[:, None] * K + slot[None, :]
+        tl.store(shares + pair, weight, mask=real[:, None] & (slot < K)[None, :])
+
+    first = tl.cumsum(count, axis=0) - count
+    used = (count > 0).to(tl.int32)
+    idle = ((count == 0) & (expert < E)).to(tl.int32)
+    order = tl.where(used == 1, tl.cumsum(used, axis=0) - 1, tl.sum(used) + tl.cumsum(idle, axis=0) - 1)
+    tl.store(groups + order * 3, expert, mask=expert < E)
+    tl.store(groups + order * 3 + 1, first, mask=expert < E)
+    tl.store(groups + order * 3 + 2, count, mask=expert < E)
+
+    tl.debug_barrier()  # `chosen` is read by other threads than wrote it
+    for start in range(0, rows, ROW_SLOTS):
+        row = start + tl.arange(0, ROW_SLOTS)
+        real = row < rows
+        taken = tl.zeros([ROW_SLOTS, E_SLOTS], tl.int32)
+        for s in tl.static_range(K):
+            best = tl.load(chosen + row * K + s, mask=real, other=E_SLOTS)
+            taken += (expert[None, :] == best[:, None]).to(tl.int32)
+        place = first[None, :] + tl.cumsum(taken, axis=0) - taken
+        first += tl.sum(taken, axis=0)
+        for s in tl.static_range(K):
+            best = tl.load(chosen + row * K + s, mask=real, other=E_SLOTS)
+            at = tl.sum(tl.where(expert[None, :] == best[:, None], place, 0), axis=1)
+            tl.store(pairs + at, row * K + s, mask=real)
+
+
+@triton.jit
+def _scales(scales, row, in_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    scale = k // 32 + tl.arange(0, BLOCK_K // 32)
+    at = scales + row[:, None] * (WIDTH // 32) + scale[None, :]
+    return tl.load(at, mask=in_row[:, None] & (scale < WIDTH // 32)[None, :], other=0)
+
+
+@triton.jit
+def _blocks(blocks, row, in_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    byte = k // 2 + tl.arange(0, BLOCK_K // 2)
+    at = blocks + row[:, None] * (WIDTH // 2) + byte[None, :]
+    return tl.load(at, mask=in_row[:, None] & (byte < WIDTH // 2)[None, :], other=0)
+
+
+@triton.jit
+def _columns(x, token, in_token, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    column = k + tl.arange(0, BLOCK_K)
+    at = x + token[None, :] * WIDTH + column[:, None]
+    return tl.load(at, mask=in_token[None, :] & (column < WIDTH)[:, None], other=0.0)
+
+
+@triton.jit
+def gate_up(
+    x,  # [rows, D] bfloat16 or float16
+    pairs,
+    groups,
+    blocks,  # [E, 2I, D/32, 16] bytes
+    scales,  # [E, 2I, D/32] bytes
+    bias,  # [E, 2I] of x's type, or None
+    activated,  # [rows * K, I] of x's type, in the order of `pairs`
+    D: tl.constexpr,
+    INNER: tl.constexpr,
+    K: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    group = tl.program_id(1) * 3
+    expert, first, count = tl.load(groups + group), tl.load(groups + group + 1), tl.load(groups + group + 2)
+    out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_row = out < INNER
+    row = expert.to(tl.int64) * (2 * INNER) + 2 * out  # gate rows; up rows are the next ones
+    for start in range(0, count, TOKENS):
+        place = start + tl.arange(0, TOKENS)
+        in_token = place < count
+        token = tl.load(pairs + first + place, mask=in_token, other=0) // K
+        gate, up = tl.zeros([BLOCK_N, TOKENS], tl.float32), tl.zeros([BLOCK_N, TOKENS], tl.float32)
+        gate_scale = _scales(scales, row, in_row, 0, D, BLOCK_K)
+        up_scale = _scales(scales, row + 1, in_row, 0, D, BLOCK_K)
+        columns = _columns(x, token, in_token, 0, D, BLOCK_K)
+        for k in range(0, D, BLOCK_K):
+            # The compiler pipelines the weights. The rest is fetched one step ahead.
+            next_columns = _columns(x, token, in_token, k + BLOCK_K, D, BLOCK_K)
+            next_gate_scale = _scales(scales, row, in_row, k + BLOCK_K, D, BLOCK_K)
+            next_up_scale = _scales(scales, row + 1, in_row, k + BLOCK_K, D, BLOCK_K)
+            gate_weight = _blocks(blocks, row, in_row, k, D, BLOCK_K)
+            up_weight = _blocks(blocks, row + 1, in_row, k, D, BLOCK_K)
+            gate = tl.dot_scaled(gate_weight, gate_scale, "e2m1", columns, None, FORMAT, acc=gate)
+            up = tl.dot_scaled(up_weight, up_scale, "e2m1", columns, None, FORMAT, acc=up)
+            columns, gate_scale, up_scale = next_columns, next_gate_scale, next_up_scale
+        if bias is not None:
+            gate += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias + row + 1, mask=in_row, other=0.0).to(tl.float32)[:, None]
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        value = (up + BETA) * gate * (1 / (1 + tl.exp(-ALPHA * gate)))
+        at = activated + (first + place)[None, :] * INNER + out[:, None]
+        tl.store(at, value.to(activated.dtype.element_ty), mask=in_row[:, None] & in_token[None, :])
+
+
+@triton.jit
+def down(
+    activated,  # [rows * K, I], in the order of `pairs`
+    shares,
+    pairs,
+    groups,
+    blocks,  # [E, D, I/32, 16] bytes
+    scales,  # [E, D, I/32] bytes
+    bias,  # [E, D] of activated's type, or None
+    outputs,  # [rows * K, D] float32, by pair, times its share
+    D: tl.constexpr,
+    INNER: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    group = tl.program_id(1) * 3
+    expert, first, count = tl.load(groups + group), tl.load(groups + group + 1), tl.load(groups + group + 2)
+    out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_row = out < D
+    row = expert.to(tl.int64) * D + out
+    for start in range(0, count, TOKENS):
+        place = start + tl.arange(0, TOKENS)
+        in_token = place < count
+        y = tl.zeros([BLOCK_N, TOKENS], tl.float32)
+        scale = _scales(scales, row, in_row, 0, INNER, BLOCK_K)
+        columns = _columns(activated, first + place, in_token, 0, INNER, BLOCK_K)
+        for k in range(0, INNER, BLOCK_K):
+            next_columns = _columns(activated, first + place, in_token, k + BLOCK_K, INNER, BLOCK_K)
+            next_scale = _scales(scales, row, in_row, k + BLOCK_K, INNER, BLOCK_K)
+            weight = _blocks(blocks, row, in_row, k, INNER, BLOCK_K)
+            y = tl.dot_scaled(weight, scale, "e2m1", columns, None, FORMAT, acc=y)
+            columns, scale = next_columns, next_scale
+        if bias is not None:
+            y += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
+        pair = tl.load(pairs + first + place, mask=in_token, other=0)
+        y *= tl.load(shares + pair, mask=in_token, other=0.0)[None, :]
+        tl.store(outputs + pair[None, :] * D + out[:, None], y, mask=in_row[:, None] & in_token[None, :])
+
+
+@triton.jit
+def combine(
+    outputs,  # [rows * K, D] float32
+    like,  # a tensor of y's shape and type, which is not read: it tells TensorRT what y is
+    y,  # [rows, D]
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for s in tl.static_range(K):
+        total += tl.load(outputs + (row * K + s) * D + column, mask=column < D, other=0.0)
+    tl.store(y + row * D + column, total.to(y.dtype.element_ty), mask=column < D)

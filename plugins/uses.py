@@ -1,0 +1,193 @@
+"""How each kernel is compiled for an operator of given sizes: types of arguments, constants, warps.
+
+The launches of launch.py and moe.py and the plugins of quick.py take it from here, so that what tests run is what an
+engine carries. Names of types are Triton's. Nothing here imports triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TILE_TOKENS = 4096  # of kernels/sampling.py
+TILE_GROUPS = 128
+
+
+# Of the arguments that are no constants, by name, in any order; a tuple for an argument that is a tuple.
+Types = dict[str, str | tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One kernel, ready to be compiled: `function` of `module` in kernels/."""
+
+    module: str
+    function: str
+    types: Types
+    constants: dict[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+    # Off where sums must be rounded as on the host: kernels/noise.py.
+    fp_fusion: bool = False
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """Keyword arguments of a launch."""
+        return self.constants | {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": self.fp_fusion,
+        }
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the grouped products of the experts are cut: outputs, inputs and tokens per step, warps, pipeline stages."""
+
+    block_n: int
+    block_k: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+# For the few tokens of a verification, and (the last) for the many of a prefill. TensorRT times them and chooses.
+TILES = (Tile(64, 128, 16, 4, 4), Tile(128, 128, 16, 8, 3), Tile(64, 256, 16, 8, 3), Tile(128, 128, 64, 8, 2))
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is n or more."""
+    return 1 << (n - 1).bit_length()
+
+
+def vocabulary_tiles(vocab: int) -> int:
+    return -(-vocab // TILE_TOKENS)
+
+
+_PARTIAL = {
+    "group_max": "*fp32",
+    "group_noise": "*fp32",
+    "tile_max": "*fp32",
+    "tile_sum": "*fp32",
+    "tile_weight": "*i64",
+}
+_SAMPLING: Types = {
+    "logits": "*fp32",
+    "temperature": "*fp32",
+    "top_p": "*fp32",
+    "seed": "*i64",
+    "position": "*i64",
+    "rows_per_sequence": "i32",
+    **_PARTIAL,
+}
+
+
+def sample_tiles(vocab: int) -> Use:
+    return Use("sampling", "sample_tiles", _SAMPLING, {"VOCAB": vocab})
+
+
+def sample_select(vocab: int) -> Use:
+    types: Types = _SAMPLING | {
+        "reach": "*fp32",
+        "top_k": "*i32",
+        "shortlist": "*i32",
+        "sampled": "*i64",
+        "logprob": "*fp32",
+    }
+    tiles = vocabulary_tiles(vocab)
+    constants = {
+        "VOCAB": vocab,
+        "TILES": tiles,
+        "TILE_SLOTS": power_of_two(tiles),
+        "GROUP_SLOTS": power_of_two(tiles * TILE_GROUPS),
+    }
+    return Use("sampling", "sample_select", types, constants, num_warps=16)
+
+
+def accept_block(
+    nodes: int, *, block_size: int | None = None, mask_token: int = 0, tree: bool = False
+) -> Use:
+    """`nodes` or fewer. Without `block_size` only what is accepted and the next token are written."""
+    types: Types = dict.fromkeys(("tokens", "rows", "sampled", "accepted", "next_token"), "*i64")
+    types |= {"tokens_per_sequence": "i32", "nodes_per_sequence": "i32"}
+    constants: dict[str, Any] = {
+        "MASK": mask_token,
+        "BLOCK": block_size or 1,
+        "SLOTS": power_of_two(max(nodes, block_size or 1)),
+    }
+    optional = {"parents": tree} | dict.fromkeys(
+        ("start", "path", "block", "positions"), block_size is not None
+    )
+    for name, present in optional.items():
+        if present:
+            types[name] = "*i64"
+        else:
+            constants[name] = None
+    return Use("acceptance", "accept_block", types, constants, num_warps=1)
+
+
+def gather_taps(taps: int, hidden: int, source: str, target: str, *, ragged: bool = False) -> Use:
+    types: Types = {"taps": (f"*{source}",) * taps, "rows_per_sequence": "i32", "features": f"*{target}"}
+    constants: dict[str, Any] = {"D": hidden, "SLOTS": power_of_two(hidden)}
+    if ragged:
+        types["valid"] = "*i64"
+    else:
+        constants["valid"] = None
+    return Use("taps", "gather_taps", types, constants)
+
+
+def route(experts: int, k: int) -> Use:
+    types: Types = {"router_logits": "*fp32", "rows": "i32", "shares": "*fp32"}
+    types |= dict.fromkeys(("chosen", "pairs", "groups"), "*i32")
+    slots = {"E_SLOTS": power_of_two(experts), "K_SLOTS": power_of_two(k), "ROW_SLOTS": 16}
+    return Use("moe", "route", types, {"E": experts, "K": k} | slots, fp_fusion=True)
+
+
+def gate_up(
+    hidden: int,
+    inner: int,
+    k: int,
+    alpha: float,
+    beta: float,
+    limit: float,
+    dtype: str,
+    biased: bool,
+    tile: Tile,
+) -> Use:
+    constants = {"K": k, "ALPHA": alpha, "BETA": beta, "LIMIT": limit}
+    return _product("gate_up", ("x", "activated"), constants, hidden, inner, dtype, biased, tile)
+
+
+def down(hidden: int, inner: int, dtype: str, biased: bool, tile: Tile) -> Use:
+    return _product("down", ("activated",), {}, hidden, inner, dtype, biased, tile)
+
+
+def _product(
+    name: str,
+    activations: tuple[str, ...],
+    constants: dict[str, Any],
+    hidden: int,
+    inner: int,
+    dtype: str,
+    biased: bool,
+    tile: Tile,
+) -> Use:
+    types: Types = dict.fromkeys(activations, f"*{dtype}")
+    types |= {"pairs": "*i32", "groups": "*i32", "blocks": "*u8", "scales": "*u8"}
+    if name == "down":
+        types |= {"shares": "*fp32", "outputs": "*fp32"}
+    cut = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TOKENS": tile.tokens}
+    constants = constants | {"D": hidden, "INNER": inner, "FORMAT": dtype} | cut
+    if biased:
+        types["bias"] = f"*{dtype}"
+    else:
+        constants["bias"] = None
+    return Use("moe", name, types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
+
+
+COMBINE_BLOCK = 1024
+
+
+def combine(hidden: int, k: int, dtype: str) -> Use:
+    types: Types = {"outputs": "*fp32", "like": f"*{dtype}", "y": f"*{dtype}"}
+    return Use("moe", "combine", types, {"D": hidden, "K": k, "BLOCK": COMBINE_BLOCK}, fp_fusion=True)

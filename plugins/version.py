@@ -1,0 +1,29 @@
+"""The version of the plugins' meaning, which is part of their names and of a bundle's manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dflash_trt.errors import BundleError
+
+# Goes up when a plugin's inputs, outputs or results change: so also with the noise and weights of decoding/.
+VERSION = 1
+NAMESPACE = "dflash"
+
+
+def versioned(name: str) -> str:
+    return f"{name}_v{VERSION}"
+
+
+def check(manifest: Mapping[str, Any], where: str) -> None:
+    """Refuse a plan whose plugins decide by other rules than this version's host code. `where`: the bundle.
+
+    Raises BundleError.
+    """
+    found = manifest.get("tensorrt", {}).get("plugins", {}).get("version", VERSION)
+    if found != VERSION:
+        raise BundleError(
+            f"{where}: manifest.json tensorrt.plugins.version is {found!r}, expected {VERSION}: the plans hold "
+            "kernels of another version of dflash-trt; build the bundle again"
+        )

@@ -1,0 +1,7 @@
+"""Before anything imports triton: in the tests' process kernels run in its interpreter, on a CPU."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
