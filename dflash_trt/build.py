@@ -194,7 +194,8 @@ def build(
             block_size=size,
             capacity=capacity,
             experts=moe is not None,
-            formats=_formats(sides, head) | ({"mxfp4"} if moe is not None and moe.quantization else set()),
+            formats=_formats(sides, head),
+            expert_formats={"mxfp4"} if moe is not None and moe.quantization else (),
         )
         dialects = plans.dialects
     models = _export(

@@ -21,10 +21,8 @@ from triton.compiler import ASTSource
 
 from dflash_trt.errors import BuildError
 
-from .uses import Use
+from .uses import TARGETS, Use
 
-# Compute capability -> what its tensor cores are called in PTX.
-TARGETS = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 # The least that knows all three targets; drivers from CUDA 12.8 on read it. Triton by itself writes its newest.
 PTX_VERSION = 87
 # Triton's entries end in two pointers that nobody declared, to scratch memory of the program and of its profiler.

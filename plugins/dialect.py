@@ -48,8 +48,10 @@ class TensorRTPlugins(TensorRT):
                 zero = g.constant([0], self.dtype.numpy())
                 bias = g.op("Expand", zero, g.op("Shape", blocks, name="shape", end=2), name="no_bias")
             weights[name] = blocks, scales, bias
-        k = {"k": _attribute("k", ir.AttributeType.INT)}
-        activation = {name: _attribute(name, ir.AttributeType.FLOAT) for name in ("alpha", "beta", "limit")}
+        k: dict[str, Any] = {"k": _attribute("k", ir.AttributeType.INT)}
+        activation: dict[str, Any] = {
+            name: _attribute(name, ir.AttributeType.FLOAT) for name in ("alpha", "beta", "limit")
+        }
         shares, _, pairs, groups = _plugin(g, "MoERoute", router, outputs=4, **k)
         (hidden,) = _plugin(g, "MoEGateUp", x, pairs, groups, *weights["gate_up"], **k, **activation)
         (parts,) = _plugin(g, "MoEDown", hidden, shares, pairs, groups, *weights["down"])

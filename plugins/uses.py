@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+# Compute capability -> what its tensor cores are called in PTX.
+TARGETS = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 TILE_TOKENS = 4096  # of kernels/sampling.py
 TILE_GROUPS = 128
 

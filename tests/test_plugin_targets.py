@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from dflash_trt.errors import BundleError
-from dflash_trt.plugins import quick, version
+from dflash_trt.plugins import quick, uses, version
 from tests.plugin_targets import CASES
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCTS = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,7 @@ def run(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module", params=PRODUCTS)
+@pytest.fixture(scope="module", params=uses.TARGETS)
 def target(request: pytest.FixtureRequest, cache: Path) -> tuple[int, dict[str, list[dict[str, Any]]]]:
     done = run(cache, "-m", "tests.plugin_targets", str(request.param))
     assert done.returncode == 0, done.stderr
@@ -55,7 +54,7 @@ def test_every_plugin_compiles_to_what_tensorrt_launches(target: tuple[int, Any]
             # More needs an attribute that a launch by TensorRT may not set.
             assert made["resources"]["shared_bytes"] <= 48 << 10
             assert made["resources"]["registers"] <= 65536 // made["threads"]
-            products = [PRODUCTS[capability]] if name in ("MoEGateUp", "MoEDown") else []
+            products = [uses.TARGETS[capability]] if name in ("MoEGateUp", "MoEDown") else []
             assert made["products"] == products, name
 
 

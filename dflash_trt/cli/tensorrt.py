@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prefill-chunk", type=at_least(1), metavar="N", help="most prompt tokens per pass (default: 512)"
     )
+    group.add_argument(
+        "--plugins",
+        choices=["auto", "none"],
+        help="auto: our kernels for taps, acceptance and MXFP4 experts, where engine and GPU take them (default)",
+    )
 
 
 def from_arguments(args: argparse.Namespace) -> Options | None:
@@ -33,13 +38,13 @@ def from_arguments(args: argparse.Namespace) -> Options | None:
     from dflash_trt.engines.tensorrt.plans import Options, parse_capability
 
     if args.engine not in ENGINES:
-        if args.compute_capability is not None or args.prefill_chunk is not None:
+        if any(v is not None for v in (args.compute_capability, args.prefill_chunk, args.plugins)):
             args.usage_error(
-                "--compute-capability and --prefill-chunk need --engine tensorrt-rtx or tensorrt"
+                "--compute-capability, --prefill-chunk and --plugins need --engine tensorrt-rtx or tensorrt"
             )
         return None
     given: dict[str, Any] = {"capabilities": tuple(map(parse_capability, args.compute_capability or ()))}
-    for name in ("max_batch_size", "prefill_chunk"):
+    for name in ("max_batch_size", "prefill_chunk", "plugins"):
         if getattr(args, name) is not None:
             given[name] = getattr(args, name)
     return Options(**given)

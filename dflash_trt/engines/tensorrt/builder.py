@@ -6,12 +6,14 @@ Written against the documented Python API that `tensorrt` and `tensorrt_rtx` sha
 from __future__ import annotations
 
 import hashlib
+import importlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_trt.errors import BuildError
+from dflash_trt.plugins.quick import register
 from dflash_trt.workspace import Progress
 
 from .flavour import Flavour
@@ -27,6 +29,8 @@ def build_plan(
     profiles: Sequence[Profile],
     capability: int,
     progress: Progress,
+    *,
+    plugins: bool = False,
 ) -> dict[str, Any]:
     """Build `graph` for one compute capability into `plan`, which appears whole or not at all, with a log beside it.
 
@@ -44,7 +48,12 @@ def build_plan(
         logger = _logger(trt, log)
         builder = trt.Builder(logger)
         # From TensorRT 11 on every network is strongly typed, and the flag is but accepted.
-        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        flags = [trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED]
+        if plugins:
+            importlib.import_module(f"{flavour.module}.plugin")
+            register(trt, capability)
+            flags.append(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS)
+        network = builder.create_network(sum(1 << int(flag) for flag in flags))
         parser = trt.OnnxParser(network, logger)
         if not parser.parse_from_file(str(graph)):
             raise BuildError(f"{graph.name}: {_parser_error(parser, flavour)}; the log is {log_file}")

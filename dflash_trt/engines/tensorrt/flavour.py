@@ -24,6 +24,7 @@ class Flavour:
     capabilities: tuple[int, ...]
     ahead: bool
     oldest: tuple[int, int]
+    plugins: bool = False  # whether it takes quickly deployable plugins
 
     def load(self) -> Any:
         """The module. Raises BuildError where it is missing, broken or too old."""
@@ -87,7 +88,13 @@ FLAVOURS: Mapping[str, Flavour] = {
     for flavour in (
         Flavour("tensorrt-rtx", "TensorRT-RTX", "tensorrt_rtx", (80, 86, 89, 120, 121), True, (1, 7)),
         Flavour(
-            "tensorrt", "TensorRT", "tensorrt", (80, 86, 87, 89, 90, 100, 103, 110, 120, 121), False, (10, 15)
+            "tensorrt",
+            "TensorRT",
+            "tensorrt",
+            (80, 86, 87, 89, 90, 100, 103, 110, 120, 121),
+            ahead=False,
+            oldest=(10, 15),
+            plugins=True,
         ),
     )
 }

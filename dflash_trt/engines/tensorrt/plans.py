@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx_ir as ir
 
 from dflash_trt.environment import compute_capabilities
 from dflash_trt.errors import BuildError
 from dflash_trt.graph.tensorrt import TensorRT
+from dflash_trt.plugins.dialect import TensorRTPlugins
+from dflash_trt.plugins.uses import TARGETS as PLUGIN_TARGETS
+from dflash_trt.plugins.version import VERSION as PLUGIN_VERSION
 from dflash_trt.precision import Precision
 from dflash_trt.workspace import Progress, describe_file
 
@@ -32,11 +36,14 @@ class Options:
     """`capabilities`: of the GPUs to build for, as 120 for 12.0; none are those of this machine.
 
     `prefill_chunk`: prompt tokens per pass; None is 512, or less where the cache is small.
+    `plugins`: "auto" makes taps, acceptance and MXFP4 experts kernels of ours where engine, GPU and installed packages
+    take them (`plugins/`), "none" leaves them to standard operators; the result is the same.
     """
 
     capabilities: tuple[int, ...] = ()
     max_batch_size: int = 8
     prefill_chunk: int | None = None
+    plugins: Literal["auto", "none"] = "auto"
 
 
 def parse_capability(text: str) -> int:
@@ -63,6 +70,7 @@ class Plans:
         capacity: int,
         experts: bool,
         formats: Iterable[str],
+        expert_formats: Iterable[str],
     ) -> None:
         self.flavour = FLAVOURS[engine]
         self.module = self.flavour.load()
@@ -74,20 +82,37 @@ class Plans:
             chunk = max(1, min(DEFAULT_PREFILL_CHUNK, capacity - block_size - 1))
         self.limits = Limits(options.max_batch_size, chunk, block_size, capacity)
         self.experts = experts
+        dtypes = {role: DTYPES[precision.compute(role, "bf16")] for role in ("target", "drafter")}
+        self.plugins = (
+            options.plugins == "auto"
+            and self.flavour.plugins
+            and set(self.capabilities) <= set(PLUGIN_TARGETS)
+            and dtypes["target"] != ir.DataType.FLOAT
+            and importlib.util.find_spec("triton") is not None
+        )
+        if not self.plugins:
+            self.flavour.check_capabilities(self.capabilities, self.capabilities, formats=expert_formats)
         fused = has_operator(self.module, "TRT_Attention") and has_operator(self.module, "TRT_KVCacheUpdate")
         self.dialects = {
-            role: TensorRT(DTYPES[precision.compute(role, "bf16")], trt_operators=fused)
-            for role in ("target", "drafter")
+            role: (TensorRTPlugins if self.plugins and role == "target" else TensorRT)(
+                dtype, trt_operators=fused
+            )
+            for role, dtype in dtypes.items()
         }
 
     def describe(self) -> dict[str, Any]:
         """The manifest's `tensorrt`, before there are plans: with it, the key says what they are built from."""
-        return {
+        described: dict[str, Any] = {
             "version": self.module.__version__,
             "compute_capabilities": list(self.capabilities),
             "max_batch_size": self.limits.max_batch_size,
             "prefill_chunk": self.limits.prefill_chunk,
         }
+        if self.plugins:
+            from dflash_trt.plugins.compiler import source_digest
+
+            described["plugins"] = {"version": PLUGIN_VERSION, "source_sha256": source_digest()}
+        return described
 
     def build(
         self, work: Path, models: Mapping[str, ir.Model], key: str, progress: Progress
@@ -111,7 +136,10 @@ class Plans:
                     entry = {
                         "key": key,
                         "weight_bytes": weight_bytes(model),
-                        **build_plan(self.flavour, work / f"{role}.onnx", plan, ranges, capability, progress),
+                        **build_plan(
+                            *(self.flavour, work / f"{role}.onnx", plan, ranges, capability, progress),
+                            plugins=self.plugins and role == "target",
+                        ),
                     }
                     memo.write_text(json.dumps(entry))
                 name = str(plan.relative_to(work))
