@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.bundle import Bundle, Check
+from dflash_trt.checkpoint.pairs import known_pair
 from dflash_trt.decoding.adaptive import AdaptiveLength
 from dflash_trt.decoding.inflight import InFlight
 from dflash_trt.decoding.lengths import FixedLength, Lengths
@@ -130,7 +132,10 @@ class Runtime:
     def chat_prompt(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Token ids of the rendered chat."""
+        """Token ids of the rendered chat. Warns once where the drafter was trained on another mode of the target."""
+        pair = known_pair(self.bundle.manifest["target"]["name"])
+        if pair and pair.thinking == "off" and (chat_template_kwargs or {}).get("enable_thinking", True):
+            warnings.warn(f"{pair.name}: {pair.warning}", stacklevel=3)
         text = self.tokenizer.apply_chat_template(messages, **(chat_template_kwargs or {}))
         return self.tokenizer.encode(text, add_special_tokens=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -456,3 +457,20 @@ def test_logits_are_the_target_s(oracle) -> None:
     tokens = pair.prompt(37)
     expected = decode(target, tokens, 1).tokens
     assert int(pair.llm.logits(tokens).argmax()) == expected[0]
+
+
+def test_chat_in_a_mode_that_the_drafter_was_not_trained_for_is_warned_about(
+    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = pairs["tiny"].llm
+    messages = [{"role": "user", "content": "What is 17 + 25?"}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = llm.chat_prompt(messages)
+    target = llm.bundle.manifest["target"] | {"name": "Qwen/Qwen3-4B"}
+    monkeypatch.setitem(llm.bundle.manifest, "target", target)
+    with pytest.warns(UserWarning, match="qwen3-4b: .*enable_thinking"):
+        assert llm.chat_prompt(messages) == plain
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm.chat_prompt(messages, {"enable_thinking": False})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dflash_trt.checkpoint.config import TARGET_ARCHITECTURES, read_drafter_config, read_target_config
+from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
 from dflash_trt.errors import CheckpointError
 
 Role = Literal["target", "drafter"]
@@ -25,9 +25,8 @@ class Pair:
     """A target and a drafter for it. Pairs without repositories come with the package.
 
     `thinking`: the mode of the target whose answers the drafter was trained on, and `warning` what another mode
-    costs; both may be empty. `supported`: whether this version can build it, that is, whether its family (a
-    model_type) can be read. `unverified`: fields of the drafter's config.json as known_configs gives it that
-    follow from the target, not from the published file.
+    costs; both may be empty. `unverified`: fields of the drafter's config.json as known_configs gives it that follow
+    from the target, not from the published file. `family` is the target's model_type.
     """
 
     name: str
@@ -36,7 +35,6 @@ class Pair:
     family: str
     block_size: int
     note: str
-    supported: bool
     thinking: str = ""
     warning: str = ""
     unverified: tuple[str, ...] = ()
@@ -51,8 +49,6 @@ class Source:
     revision: str | None = None
 
 
-SUPPORTED_FAMILIES = tuple(dict.fromkeys(model_type for model_type, _ in TARGET_ARCHITECTURES.values()))
-
 _THINKING = (
     "the drafter was trained on answers without thinking: switch it off with "
     'chat_template_kwargs={"enable_thinking": False}, or far fewer drafts are accepted'
@@ -60,27 +56,9 @@ _THINKING = (
 _DERIVED = ("dflash_config.mask_token_id", "max_position_embeddings", "rms_norm_eps", "rope_theta")
 
 
-def _pair(
-    name: str,
-    target_repo: str | None,
-    drafter_repo: str | None,
-    family: str,
-    block_size: int,
-    note: str,
-    *,
-    thinking: str = "",
-    warning: str = "",
-    unverified: tuple[str, ...] = (),
-) -> Pair:
-    supported = family in SUPPORTED_FAMILIES
-    return Pair(
-        name, target_repo, drafter_repo, family, block_size, note, supported, thinking, warning, unverified
-    )
-
-
 PAIRS = (
-    _pair("tiny", None, None, "qwen3", 8, "shipped: arithmetic, short Python, JSON tool calls, chat"),
-    _pair(
+    Pair("tiny", None, None, "qwen3", 8, "shipped: arithmetic, short Python, JSON tool calls, chat"),
+    Pair(
         "tiny-gpt-oss",
         None,
         None,
@@ -88,7 +66,7 @@ PAIRS = (
         8,
         "shipped: the same, by a gpt-oss architecture with MXFP4 experts",
     ),
-    _pair(
+    Pair(
         "qwen3-4b",
         "Qwen/Qwen3-4B",
         "z-lab/Qwen3-4B-DFlash-b16",
@@ -98,7 +76,7 @@ PAIRS = (
         thinking="off",
         warning=_THINKING,
     ),
-    _pair(
+    Pair(
         "qwen3-8b",
         "Qwen/Qwen3-8B",
         "z-lab/Qwen3-8B-DFlash-b16",
@@ -108,7 +86,7 @@ PAIRS = (
         thinking="off",
         warning=_THINKING,
     ),
-    _pair(
+    Pair(
         "qwen3-coder-30b-a3b",
         "Qwen/Qwen3-Coder-30B-A3B-Instruct",
         "z-lab/Qwen3-Coder-30B-A3B-DFlash",
@@ -117,7 +95,7 @@ PAIRS = (
         "code; the target does not think",
         unverified=_DERIVED,
     ),
-    _pair(
+    Pair(
         "llama-3.1-8b",
         "meta-llama/Llama-3.1-8B-Instruct",
         "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
@@ -126,7 +104,7 @@ PAIRS = (
         "chat; the target's repository is gated",
         unverified=_DERIVED,
     ),
-    _pair(
+    Pair(
         "gpt-oss-20b",
         "openai/gpt-oss-20b",
         "z-lab/gpt-oss-20b-DFlash",
@@ -136,7 +114,7 @@ PAIRS = (
         thinking="on",
         unverified=("rope_scaling",),
     ),
-    _pair(
+    Pair(
         "gpt-oss-120b",
         "openai/gpt-oss-120b",
         "z-lab/gpt-oss-120b-DFlash",
@@ -147,7 +125,7 @@ PAIRS = (
         unverified=("rope_scaling",),
     ),
 )
-_BUILDABLE = ", ".join(pair.name for pair in PAIRS if pair.supported)
+_NAMES = ", ".join(pair.name for pair in PAIRS)
 
 
 def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Source]:
@@ -157,7 +135,7 @@ def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Sourc
         if pair is None:
             raise CheckpointError(
                 f"--target {target}: no drafter is known for it; give one with --drafter, "
-                f"or the name of a known pair as the target: {_BUILDABLE}"
+                f"or the name of a known pair as the target: {_NAMES}"
             )
         drafter = pair.drafter_repo or pair.name
     return resolve(target, "target"), resolve(drafter, "drafter")
@@ -172,18 +150,13 @@ def resolve(name_or_path: str, role: Role) -> Source:
     and read before weights, so that what cannot be used is not downloaded.
 
     Raises:
-        CheckpointError: nothing by that name, a family that this version does not convert, or the hub
+        CheckpointError: nothing by that name, a kind of model that this version does not convert, or the hub
             does not give it.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return Source(path)
     pair = known_pair(name_or_path)
-    if pair is not None and not pair.supported:
-        raise CheckpointError(
-            f"{name_or_path}: family {pair.family!r} is not convertible by this version, which converts "
-            f"{', '.join(SUPPORTED_FAMILIES)}; known pairs that it builds: {_BUILDABLE}"
-        )
     repo = name_or_path
     name, at, revision = name_or_path.partition("@")
     if pair is not None and pair.name == name:
@@ -196,7 +169,7 @@ def resolve(name_or_path: str, role: Role) -> Source:
     if match is None:
         raise CheckpointError(
             f"--{role} {name_or_path}: neither a directory, nor a hub repository org/name[@revision], "
-            f"nor a known pair: {', '.join(pair.name for pair in PAIRS)}"
+            f"nor a known pair: {_NAMES}"
         )
     return _snapshot(match["repo"], match["revision"], role)
 
@@ -209,9 +182,7 @@ def known_configs(name: str) -> tuple[Path, Path]:
     """
     pair = known_pair(name)
     if pair is None:
-        raise CheckpointError(
-            f"{name}: no pair is known by that name; known are {', '.join(pair.name for pair in PAIRS)}"
-        )
+        raise CheckpointError(f"{name}: no pair is known by that name; known are {_NAMES}")
     root = (_SHIPPED if pair.target_repo is None else _KNOWN_CONFIGS) / pair.name
     return root / "target", root / "drafter"
 

@@ -118,7 +118,8 @@ class Checkpoint:
             )
         if tensor.dtype not in dtypes:
             raise CheckpointError(
-                f"{tensor.file}: tensor {name!r} is {tensor.dtype}, supported are {', '.join(dtypes)}"
+                f"{tensor.file}: tensor {name!r} is {tensor.dtype}, supported are {', '.join(dtypes)}; "
+                "save the checkpoint again in one of these"
             )
         return tensor
 
