@@ -198,7 +198,8 @@ class AsyncLLM:
         for emission in emissions:
             stream = self._streams.get(emission.request)
             if stream is not None:
-                by_loop.setdefault(stream[0], []).append((stream[1], chunk(emission)))
+                item = emission.refused or chunk(emission)
+                by_loop.setdefault(stream[0], []).append((stream[1], item))
         for loop, items in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put, items)

@@ -202,6 +202,9 @@ class LLM:
                 scheduler.submit(request)
             try:
                 while not scheduler.idle:
-                    yield from scheduler.step(lengths)
+                    for emission in scheduler.step(lengths):
+                        if emission.refused is not None:
+                            raise emission.refused
+                        yield emission
             finally:  # a stream that was not read to its end, or an error
                 scheduler.clear()

@@ -166,16 +166,44 @@ def test_what_it_cannot_do_is_refused_by_name(bundles: Path, double: Any) -> Non
     assert double.made[0].requests == []
 
 
-def test_its_errors_come_out_as_ours(bundles: Path, double: Any) -> None:
+def test_a_refused_request_leaves_the_others_alone(bundles: Path, double: Any) -> None:
+    def answer(ids: list[int]) -> list[int]:
+        if len(ids) == 2:
+            raise ValueError("no such luck")
+        return [9] * 40
+
+    double.LLM.answer = staticmethod(answer)
+    double.LLM.delay = 0.001
+    with LLM(bundles / "trtllm") as llm:
+        with pytest.raises(RequestError, match=r"TensorRT-LLM: ValueError: no such luck"):
+            llm.generate([1, 1], SamplingParams(max_tokens=4))
+        assert llm.generate([1], SamplingParams(max_tokens=4)).token_ids == [9] * 4
+
+    async def serve() -> None:
+        async with AsyncLLM(bundles / "trtllm") as llm:
+            params = SamplingParams(max_tokens=40)
+            good = [llm.generate([1] * n, params) for n in (1, 3, 4)]
+            found = await asyncio.gather(*good, llm.generate([1, 1], params), return_exceptions=True)
+            assert isinstance(found.pop(), RequestError)
+            assert [completion.token_ids for completion in found] == [[9] * 40] * 3  # type: ignore[union-attr]
+
+    asyncio.run(serve())
+
+
+def test_an_engine_that_fails_ends_everything(bundles: Path, double: Any) -> None:
     def fail(ids: list[int]) -> list[int]:
-        raise ValueError("no such luck")
+        raise RuntimeError("CUDA error")
 
     double.LLM.answer = staticmethod(fail)
-    with LLM(bundles / "trtllm") as llm:
-        with pytest.raises(DFlashError, match=r"TensorRT-LLM: ValueError: no such luck"):
-            llm.generate("x", SamplingParams(max_tokens=4))
-        double.LLM.answer = staticmethod(lambda ids: [9] * 4)
-        assert llm.generate("x", SamplingParams(max_tokens=4)).token_ids == [9] * 4
+
+    async def serve() -> None:
+        async with AsyncLLM(bundles / "trtllm") as llm:
+            with pytest.raises(DFlashError, match="TensorRT-LLM: RuntimeError: CUDA error"):
+                await llm.generate([1], SamplingParams(max_tokens=4))
+            with pytest.raises(DFlashError, match="the engine failed"):
+                await llm.generate([1], SamplingParams(max_tokens=4))
+
+    asyncio.run(serve())
 
 
 def test_a_stream_that_is_left_is_aborted(bundles: Path, double: Any) -> None:

@@ -127,9 +127,9 @@ def test_serving_becomes_trtllm_serve(built: Bundle, tmp_path: Path, monkeypatch
         serve(built.path, host="127.0.0.1", port=9000)
     launch = Launch(built.path, tmp_path)
     monkeypatch.setenv("PATH", f"{launch.bin}:{os.environ['PATH']}")
-    code = f"from dflash_trt.trtllm.serve import serve; serve({str(built.path)!r}, host='0.0.0.0', port=9000)"
+    options = ["--server", "trtllm-serve", "--host", "0.0.0.0", "--http-port", "9000"]
     root = Path(__file__).parent.parent
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+    subprocess.run([sys.executable, "-m", "dflash_trt", "serve", built.path, *options], check=True, cwd=root)
     directory, *words = launch.log.read_text().splitlines()
     assert directory == str(built.path)
     assert words[:2] == ["trtllm-serve", "./target"]

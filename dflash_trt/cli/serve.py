@@ -32,6 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         parser.add_argument(f"--{name}-port", type=int, default=port, metavar="PORT", help=f"default: {port}")
     parser.add_argument(
+        "--server", default="triton", choices=("triton", "trtllm-serve"),
+        help="trtllm-serve: TensorRT-LLM's own, with OpenAI's API on the HTTP port; takes none of the options below",
+    )  # fmt: skip
+    parser.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS",
         help="time that requests have to finish once it is told to stop (default: 30)",
     )  # fmt: skip
@@ -43,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.server == "trtllm-serve":
+        from dflash_trt.trtllm.serve import serve
+
+        serve(args.bundle, host=args.host, port=args.http_port)
     from dflash_trt.serving.deploy import container_command, deploy
     from dflash_trt.serving.launch import Supervisor, find_server, server_arguments
 

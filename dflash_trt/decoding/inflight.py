@@ -12,6 +12,7 @@ from dflash_trt.decoding.request import Chunk, Completion, FinishReason, Samplin
 from dflash_trt.decoding.sampling import TokenCounts
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.decoding.stopping import StopChecker
+from dflash_trt.errors import RequestError
 
 Array = np.ndarray[Any, Any]
 
@@ -78,13 +79,17 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """What a step gave one request: the tokens kept, the text that is certain now, and whether and how it ended."""
+    """What a step gave one request: the tokens kept, the text that is certain now, and whether and how it ended.
+
+    `refused`: an engine that schedules by itself would not have this request, and ends it "cancelled".
+    """
 
     request: InFlight
     token_ids: list[int]
     text: str
     finish_reason: FinishReason | None
     logprobs: list[float] | None = None
+    refused: RequestError | None = None
 
 
 def chunk(emission: Emission) -> Chunk:

@@ -176,9 +176,7 @@ class Driver:
     def _take(self, response: _Response) -> Emission:
         request, tokens = response.request, response.tokens
         if response.error is not None:
-            self._runs.pop(request)
-            error = response.error
-            raise DFlashError(f"TensorRT-LLM: {type(error).__name__}: {error}") from error
+            return self._failed(request, response.error)
         statistics, run = request.statistics, self._runs[request]
         if tokens and not request.output:
             request.first_token_at = perf_counter()
@@ -201,6 +199,16 @@ class Driver:
             if response.finish_reason is None:  # a stop string, or a budget, that only we know of
                 self._loop.call_soon_threadsafe(run.result.abort)
         return Emission(request, tokens[:kept], text, reason)
+
+    def _failed(self, request: InFlight, error: Exception) -> Emission:
+        """It refuses a request by ValueError, or a RequestError of its own; all else is the engine's failure."""
+        del self._runs[request]
+        text = f"TensorRT-LLM: {type(error).__name__}: {error}"
+        if not isinstance(error, ValueError) and type(error).__name__ != "RequestError":
+            raise DFlashError(text) from error
+        refused = RequestError(text)
+        refused.__cause__ = error
+        return Emission(request, [], request.stop.abandon("cancelled"), "cancelled", refused=refused)
 
     def _count(self, request: InFlight, tokens: int, rounds: int) -> None:
         """Rounds of verification that gave so many tokens; evenly, where one response has several of them."""
