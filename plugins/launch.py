@@ -147,6 +147,27 @@ def accept_block(
     return made
 
 
+def decide_round(
+    params: Sampling,
+    lengths: torch.Tensor,
+    tokens: torch.Tensor,
+    logits: torch.Tensor,
+    start: torch.Tensor,
+    *,
+    mask_token: int,
+) -> Acceptance:
+    """A round's decisions from the target's pass: int64 tokens [B, S] = [anchor, draft, ...] whose anchors stand at
+    positions `start` [B], float32 logits [B, S, V]. Of a block only the first `lengths` [B] tokens count.
+
+    What `decoding.acceptance.accept` decides on the host, for every request at once and without it.
+    """
+    column = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    sampled, _ = sample_rows(logits, params, start[:, None] + 1 + column)
+    drafted = torch.where(column < lengths[:, None], tokens, -1)  # no token: never the one sampled
+    sizes = {"block_size": tokens.shape[1], "mask_token": mask_token}
+    return accept_block(drafted, column.contiguous(), sampled, start, **sizes)
+
+
 def gather_taps(
     taps: Sequence[torch.Tensor], dtype: torch.dtype, valid: torch.Tensor | None = None, rows: int = 1
 ) -> torch.Tensor:

@@ -93,6 +93,18 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle], tem
         assert [c.token_ids for c in mixed] == expected[:2]
 
 
+def test_sampling_on_the_device_gives_the_same(bundles: tuple[Bundle, Bundle]) -> None:
+    """Its kernels run in Triton's interpreter. Sampled, greedy and penalized requests, in one batch."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0.8}, {}, {"temperature": 1.0, "presence_penalty": 0.5}]
+    wanted = [SamplingParams(max_tokens=7, seed=2**63 + i, ignore_eos=True, **k) for i, k in enumerate(kinds)]
+    with LLM(bundles[1].path) as llm:
+        expected = [c.token_ids for c in llm.generate(prompts()[:3], wanted, block_length=4)]
+        llm._runtime.pair.samples = True
+        found = llm.generate(prompts()[:3], wanted, block_length=4)
+        assert [c.token_ids for c in found] == expected
+        assert llm._runtime.pair._sampling[1] is not None
+
+
 def test_a_round_waits_once_and_replays_its_graphs(bundles: tuple[Bundle, Bundle]) -> None:
     fake_tensorrt.Cuda.graphs = ()
     with LLM(bundles[1].path) as llm:

@@ -182,9 +182,12 @@ def _commit(
 ) -> tuple[int, Emission]:
     """The tokens of one verified block that are the target's own: the accepted drafts, and the one after them."""
     tokens = block[: request.block_length if request.draft else 1].tolist()
-    if request.params.greedy and len(tokens) == len(block):
-        accepted, token = int(out["accepted"][slot]), int(out["next_token"][slot])
-    else:
+    accepted, token = int(out["accepted"][slot]), int(out["next_token"][slot])
+    decided = out.get(
+        "decided"
+    )  # where the engine samples: which requests it has decided, whatever their parameters
+    final = request.params.greedy and len(tokens) == len(block) if decided is None else decided[slot]
+    if not final or token < 0:  # -1: no finite logits, which `accept` says
         position, logits = request.committed + 1, out["logits"][slot]
         accepted, token = accept(tokens, logits, request.params, request.seed, position, request.counts)
     request.statistics.record_round(len(tokens) - 1, accepted)

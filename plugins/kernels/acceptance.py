@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens_per_sequence", "nodes_per_sequence"])
 def accept_block(
     tokens,  # [B, S] int64
     rows,  # [B, R] int64: which of the S tokens the nodes are

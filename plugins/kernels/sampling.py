@@ -29,7 +29,7 @@ SLACK = tl.constexpr(1e-4)
 NO_LIMIT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_per_sequence"])
 def sample_tiles(
     logits,  # [rows, vocab] float32
     temperature,  # [sequences] float32, 0 for the most probable token
@@ -168,7 +168,7 @@ def _kth_rank(nearest, distances, shortlist, k, logits, vocab, heat, best):
     return reached
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_per_sequence"])
 def sample_select(
     logits,  # [rows, vocab] float32
     temperature,  # [sequences] float32

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_per_sequence"])
 def gather_taps(
     taps,  # n tensors [B * S, D]
     valid,  # [B] int64: rows beyond these many of a sequence are left zero; or None

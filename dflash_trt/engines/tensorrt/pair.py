@@ -6,8 +6,9 @@ a round, for what the target accepted; sampled requests read their rows of logit
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,10 +17,14 @@ from dflash_trt.bundle import Bundle
 from dflash_trt.decoding.inflight import InFlight
 from dflash_trt.decoding.pair import USUAL_CONTEXT
 from dflash_trt.errors import BuildError, BundleError
+from dflash_trt.plugins.version import check as check_plugins
 
 from .engine import TensorRTEngine
 from .flavour import FLAVOURS
 from .profiles import DECODE, PREFILL
+
+if TYPE_CHECKING:
+    from dflash_trt.plugins.launch import Acceptance, Sampling
 
 Array = np.ndarray[Any, Any]
 DEVICE = "cuda"
@@ -87,6 +92,9 @@ class DevicePair:
         self._accepted = torch.empty((2, max_batch_size), dtype=torch.int64, pin_memory=pinned)
         self._tokens = torch.empty(max_batch_size * block_size, dtype=torch.int64, pin_memory=pinned)
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        # Sampled requests are decided on the GPU where Triton is there to compile the kernels, else on the host.
+        self.samples = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        self._sampling: tuple[Sequence[InFlight], Sampling | None] = ((), None)
 
     def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> DeviceArray:
         """Write the rows of `tokens`, which stand at positions start, start+1, ...; at most `prefill_chunk` of them.
@@ -138,8 +146,9 @@ class DevicePair:
             return DeviceArray(block), DeviceArray(logprobs)
 
     def verify(self, active: Sequence[InFlight], block: Array | DeviceArray) -> Mapping[str, Any]:
-        """One target pass over the blocks of slots 0 .. n-1: logits [n,S,V], and the graph's greedy accepted and
-        next_token [n]. `block` can be read without waiting then.
+        """One target pass over the blocks of slots 0 .. n-1: logits [n,S,V], and accepted and next_token [n], which are
+        the graph's greedy ones, or every request's own if there is `decided` [n]. `block` can be read without waiting
+        then.
         """
         n, length = block.shape
         shapes = {"tokens": (n, length), "start": (n,), "rows": (n, length)}
@@ -152,8 +161,11 @@ class DevicePair:
             self.target.buffer(DECODE, "rows", n, length).copy_(self._rows[:length].expand(n, length))
             _upload(self.target.buffer(DECODE, "start", n), [request.committed for request in active])
             self.target.run(DECODE, shapes)
+            logits = self.target.buffer(DECODE, "logits", n, length, self._vocab)
+            made = self._decide(active, tokens, logits)
             for i, name in enumerate(("accepted", "next_token")):
-                self._accepted[i, :n].copy_(self.target.buffer(DECODE, name, n), non_blocking=True)
+                found = self.target.buffer(DECODE, name, n) if made is None else getattr(made, name)
+                self._accepted[i, :n].copy_(found, non_blocking=True)
             host = self._tokens[: n * length].view(n, length)
             host.copy_(tokens, non_blocking=True)
             self._events[2].record(self._stream)
@@ -164,9 +176,33 @@ class DevicePair:
             begin.elapsed_time(end) / 1e3 for begin, end in zip(self._events, self._events[1:], strict=False)
         )
         self._features = self.target.buffer(DECODE, "features", n, length, self._waiting.shape[2])
-        logits = self.target.buffer(DECODE, "logits", n, length, self._vocab)
         accepted, next_token = self._accepted[:, :n].numpy()
-        return {"accepted": accepted, "next_token": next_token, "logits": DeviceArray(logits)}
+        out = {"accepted": accepted, "next_token": next_token, "logits": DeviceArray(logits)}
+        return out if made is None else {**out, "decided": [request.counts is None for request in active]}
+
+    def _decide(
+        self, active: Sequence[InFlight], tokens: torch.Tensor, logits: torch.Tensor
+    ) -> Acceptance | None:
+        """Sampling and acceptance on the pass's stream; None where all are greedy, or have penalties."""
+        if not self.samples or all(r.params.greedy or r.counts is not None for r in active):
+            return None
+        from dflash_trt.plugins.launch import decide_round, sampling_tensors
+
+        n, length = tokens.shape
+        device = tokens.device
+        requests, params = self._sampling
+        if params is None or list(requests) != list(active):
+            params = sampling_tensors([r.params for r in active], [r.seed for r in active], device)
+            self._sampling = (list(active), params)
+        lengths = [min(r.block_length or length, length) if r.draft else 1 for r in active]
+        return decide_round(
+            params,
+            torch.tensor(lengths).to(device, non_blocking=True),
+            tokens,
+            logits,
+            self.target.buffer(DECODE, "start", n),
+            mask_token=self.mask_token_id,
+        )
 
     def commit(self, request: InFlight, slot: int, out: Mapping[str, Any], count: int) -> None:
         """The first `count` rows of the verified block of `slot` are right: their features wait for the drafter."""
@@ -241,9 +277,11 @@ def _upload(tensor: torch.Tensor, values: Sequence[int]) -> None:
 def open_pair(bundle: Bundle, *, slots: int, max_batch_size: int, prefill_chunk: int) -> DevicePair:
     """The bundle's plans for the GPU of this process, over `slots` cache slots.
 
-    Raises BundleError: no such package, another version of it than built the plans, no GPU, or one without a plan.
+    Raises BundleError: no such package, another version of it or of the plugins than built the plans, no GPU, or one
+    without a plan.
     """
     manifest = bundle.manifest
+    check_plugins(manifest, str(bundle.path))
     flavour, built = FLAVOURS[manifest["engine"]], manifest["tensorrt"]
     try:
         trt = flavour.load()
