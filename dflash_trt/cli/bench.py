@@ -170,7 +170,7 @@ def _chart(rows: list[dict[str, Any]], bundle: str) -> str:
         series.setdefault(name, []).append(point)
     return line_chart(
         series,
-        title=f"{bundle}: throughput against latency; labels are requests at a time, or per second",
-        x="TPOT, ms per token (mean over requests; tokens come in bursts, a round at a time)",
+        title=f"{bundle}: throughput against latency",
+        x="TPOT, ms (mean over requests; tokens come in bursts). Labels: requests at a time, or per second",
         y="tokens per second",
     )
