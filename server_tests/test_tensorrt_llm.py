@@ -1,0 +1,63 @@
+"""A bundle for TensorRT-LLM behind Triton's server: our model drives the package, here the tests' double of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflash_trt.build import build
+from dflash_trt.tokenizer import Tokenizer
+from dflash_trt.trtllm.configuration import Deployment
+from server_tests.serving import Serving
+
+ROOT = Path(__file__).parent.parent
+TOKENS = list(range(400, 430))
+# What `import tensorrt_llm` finds: a module that puts the double in its own place.
+PACKAGE = f"""
+import sys
+from tests.tensorrt_llm_double import make_double
+sys.modules[__name__] = module = make_double(lambda prompt: {TOKENS})
+module.LLM.delay = 0.01  # seconds between responses, so that a stream has several
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, Tokenizer]]:
+    root = tmp_path_factory.mktemp("trtllm")
+    (root / "tensorrt_llm.py").write_text(PACKAGE)
+    deployment = Deployment(gpu="h200")
+    bundle = build("tiny", None, root / "bundle", engine="tensorrt-llm", deployment=deployment)
+    with pytest.MonkeyPatch.context() as patch:
+        paths = [str(root), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", ":".join(filter(None, paths)))
+        serving = Serving(bundle.path, root / "log")
+    yield serving, Tokenizer(bundle.path / "target")
+    assert serving.stop() == 0
+
+
+def test_answers_whole_and_streamed(server: tuple[Serving, Tokenizer]) -> None:
+    serving, tokenizer = server
+    text = tokenizer.decode(TOKENS[:20])
+    asked = {"text_input": "def add(a, b):", "max_tokens": 20}
+    status, answer = serving.generate(**asked)
+    assert (status, answer["text_output"], answer["finish_reason"]) == (200, text, "length")
+    assert answer["output_ids"] == TOKENS[:20]
+    events = list(serving.generate_stream(**asked))
+    assert "".join(event["text_output"] for event in events) == text
+    assert len(events) > 3
+
+
+def test_what_tensorrt_llm_has_not_is_an_error_of_the_request(server: tuple[Serving, Tokenizer]) -> None:
+    serving, _ = server
+    for fields, message in (
+        ({"speculate": False}, "speculate is False"),
+        ({"min_p": 0.1, "temperature": 1.0}, "min_p is 0.1"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty"),
+    ):
+        status, answer = serving.generate(text_input="def add(a, b):", max_tokens=4, **fields)
+        assert status == 400
+        assert message in answer["error"]
+    assert serving.ready()
