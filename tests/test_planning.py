@@ -118,6 +118,11 @@ def test_the_arena_is_as_tensorrt_llm_computes_it() -> None:
     accuracy = drafter_of(5, 8, 128, 262_144)
     total = arena_bytes(accuracy, max_batch_size=128, max_seq_len=4096, draft_len=4)
     assert total / GIB == pytest.approx(10.09, abs=0.005)
+    # #16005: 5 layers, 8 heads of 128, TP 2; 64 slots (the one for padding came later) of 131,083 + 8 rows: 80 "GB".
+    reported = drafter_of(5, 8, 128, 1_048_576)
+    total = arena_bytes(reported, max_batch_size=63, max_seq_len=131_083, draft_len=7, tensor_parallel=2)
+    assert total == 64 * 131_091 * 10 * 1024
+    assert total / GIB == pytest.approx(80, abs=0.05)
     paged = drafter_of(2, 1, 16, 4096)
     assert (
         arena_bytes(paged, max_batch_size=1, max_seq_len=100, draft_len=7, paged=True)
