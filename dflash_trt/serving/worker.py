@@ -16,8 +16,10 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from dflash_trt.async_llm import AsyncLLM
@@ -84,10 +86,11 @@ class Worker:
             else:
                 key = message["id"]
                 self._tasks[key] = asyncio.create_task(self._answer(key, message))
-                self._tasks[key].add_done_callback(lambda _, key=key: self._tasks.pop(key))  # type: ignore[misc]
+                self._tasks[key].add_done_callback(partial(self._ended, key))
         show.cancel()
         if self._failed:  # the answers in flight have said so
             await asyncio.gather(*self._tasks.values())
+            self._flush()
             await self._writer.drain()
             return 1
         await self._llm.close(finish=False)
@@ -106,20 +109,18 @@ class Worker:
         arrived = time.time_ns()
         try:
             ids = await self._prompt_ids(message)
-            first: dict[str, Any] = {"num_input_tokens": len(ids)}
-            if message["echo"]:
-                first["echo"] = [self._llm.tokenizer.decode(ids), ids]
             params = SamplingParams(**message["params"], stop_token_ids=self._end_ids(message["end_id"]))
             options = {name: message[name] for name in ("speculate", "block_length", "timeout")}
             if message["stream"]:
+                first = True
                 async with aclosing(self._llm.stream(ids, params, **options)) as chunks:
                     async for chunk in chunks:
-                        self._send(key, first | _update(chunk, arrived))
-                        first = {}
+                        about_prompt = self._about_prompt(ids, message["echo"]) if first else {}
+                        self._send(key, about_prompt | _update(chunk, arrived))
+                        first = False
             else:
-                self._send(key, first | _update(await self._llm.generate(ids, params, **options), arrived))
-        except asyncio.CancelledError:
-            self._send(key, {"error": ["CANCELLED", "the client has left"]})
+                done = await self._llm.generate(ids, params, **options)
+                self._send(key, self._about_prompt(ids, message["echo"]) | _update(done, arrived))
         except BusyError as error:
             self._send(key, {"error": ["UNAVAILABLE", str(error)]})
         except RequestError as error:
@@ -129,6 +130,14 @@ class Worker:
                 self._fail()
             text = str(error) if self._closing is None else "the server is stopping"
             self._send(key, {"error": ["UNAVAILABLE", text]})
+        except Exception as error:  # of a kind that nobody thought of: this request must not wait for ever
+            traceback.print_exc()
+            self._send(key, {"error": ["INTERNAL", f"{type(error).__name__}: {error}"]})
+
+    def _ended(self, key: int, task: asyncio.Task[None]) -> None:
+        del self._tasks[key]
+        if task.cancelled():  # perhaps before it began
+            self._send(key, {"error": ["CANCELLED", "the client has left"]})
 
     async def _prompt_ids(self, message: dict[str, Any]) -> list[int]:
         prompt = message["prompt"]
@@ -142,6 +151,11 @@ class Worker:
         if size <= _SHORT_TEXT:
             return self._llm.tokenizer.encode(prompt)
         return await asyncio.to_thread(self._llm.tokenizer.encode, prompt)
+
+    def _about_prompt(self, ids: list[int], echo: bool) -> dict[str, Any]:
+        """What the first update of a request has besides its tokens; of a prompt that was taken."""
+        about: dict[str, Any] = {"num_input_tokens": len(ids)}
+        return about | {"echo": [self._llm.tokenizer.decode(ids), ids]} if echo else about
 
     def _end_ids(self, end_id: int) -> list[int]:
         vocab = self._llm.bundle.manifest["vocab_size"]

@@ -109,6 +109,11 @@ class TritonPythonModel:
             except Refused as error:
                 flight.refuse("INVALID_ARG", str(error))
                 continue
+            except (
+                Exception
+            ) as error:  # of a kind that nobody thought of: this request must not wait for ever
+                flight.refuse("INTERNAL", f"{type(error).__name__}: {error}")
+                continue
             with self.lock:
                 failure = self.failure
                 if not failure:

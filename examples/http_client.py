@@ -1,0 +1,40 @@
+"""The same over HTTP, with the standard library alone: a POST to generate, or server-sent events.
+
+python examples/http_client.py "def add(a, b):"
+python examples/http_client.py "def add(a, b):" --stream
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import urllib.error
+import urllib.request
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("prompt")
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--url", default="http://localhost:8000")
+    args = parser.parse_args()
+    fields = {"text_input": args.prompt, "max_tokens": args.max_tokens, "stream": args.stream}
+    path = "generate_stream" if args.stream else "generate"
+    request = urllib.request.Request(f"{args.url}/v2/models/dflash/{path}", json.dumps(fields).encode())
+    try:
+        with urllib.request.urlopen(request) as answer:
+            for line in answer:
+                event = json.loads(line.removeprefix(b"data: ") or b"{}") if line.strip() else {}
+                if "error" in event:
+                    raise SystemExit(f"the server says: {event['error']}")
+                print(event.get("text_output", ""), end="", flush=True)
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"the server says: {json.loads(error.read())['error']}") from error
+    print()
+
+
+if __name__ == "__main__":
+    main()

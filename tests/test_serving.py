@@ -1,0 +1,253 @@
+"""Serving without a server: the repository, the engine process on its socket, finding tritonserver, its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt import LLM, AsyncLLM, SamplingParams
+from dflash_trt.cli import main
+from dflash_trt.errors import DFlashError
+from dflash_trt.serving.deploy import container_command, deploy, template
+from dflash_trt.serving.launch import descendants, find_server, server_arguments
+from dflash_trt.serving.worker import Worker
+from tests.test_async import bundle, prompt
+
+__all__ = ["bundle"]  # the fixture
+
+
+def names(config: str, section: str) -> list[tuple[str, ...]]:
+    body = re.search(rf"^{section} \[\n(.*?)^\]", config, re.MULTILINE | re.DOTALL)
+    assert body
+    return re.findall(r'name: "(\w+)" data_type: (\w+) dims: (\[[^]]*\])', body[1])
+
+
+def test_deploy_writes_a_repository(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "repository"
+    options = ["--max-batch-size", "5", "--max-queue", "7", "--block-length", "3"]
+    assert main(["deploy", str(bundle), "--out", str(out), *options]) == 0
+    config = (out / "dflash" / "config.pbtxt").read_text()
+    given = dict(re.findall(r'key: "(\w+)" value \{ string_value: "(.*)" \}', config))
+    assert given == {
+        "bundle": "bundle", "python": "", "max_batch_size": "5", "max_queue": "7", "block_length": "3", "threads": "",
+    }  # fmt: skip
+    assert "${" not in config
+    linked = out / "dflash" / "1" / "bundle"
+    assert (linked.is_symlink(), linked.resolve()) == (True, bundle.resolve())
+    assert sorted(path.name for path in out.rglob("*.pbtxt")) == ["config.pbtxt"] * 2
+    assert (out / "ensemble" / "1").is_dir()
+    assert main(["deploy", str(bundle), "--out", str(out)]) == 1
+    assert "is there already" in capsys.readouterr().err
+    copied = deploy(bundle, tmp_path / "copied", copy=True) / "dflash" / "1" / "bundle"
+    assert not copied.is_symlink()
+    assert {p.name for p in copied.iterdir()} == {p.name for p in bundle.iterdir()}
+
+
+def test_deploy_refuses_what_could_not_run(bundle: Path, tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"max_batch_size": 0}, "max_batch_size is 0"),
+        ({"max_queue": -1}, "max_queue is -1"),
+        ({"block_length": 99}, "block_length is 99, expected 1.."),
+    ]
+    for options, message in wrong:
+        with pytest.raises(DFlashError, match=message):
+            deploy(bundle, tmp_path / "out", **options)
+    with pytest.raises(DFlashError, match="no such directory"):
+        deploy(tmp_path / "nothing", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_ensemble_has_every_tensor_of_the_model() -> None:
+    model, ensemble = ((template() / name / "config.pbtxt").read_text() for name in ("dflash", "ensemble"))
+    for section in ("input", "output"):
+        assert names(ensemble, section) == names(model, section)
+        maps = re.findall(rf'{section}_map {{ key: "(\w+)" value: "(\w+)" }}', ensemble)
+        assert maps == [(name, name) for name, _, _ in names(model, section)]
+    assert model.count("optional: true") == len(names(model, "input"))
+
+
+def request(key: int, prompt: list[int], **params: Any) -> bytes:
+    message = {
+        "id": key,
+        "prompt": prompt,
+        "field": "input_ids",
+        "params": params,
+        "end_id": -1,
+        "stream": True,
+    }
+    message |= {"echo": False, "speculate": True, "block_length": None, "timeout": None}
+    return json.dumps(message).encode() + b"\n"
+
+
+class Engine:
+    """The worker, as the Triton model starts it."""
+
+    def __init__(self, bundle: Path, **settings: str) -> None:
+        self.socket, theirs = socket.socketpair()
+        arguments = json.dumps({"bundle": str(bundle), "threads": "1", "block_length": "", **settings})
+        command = [sys.executable, "-m", "dflash_trt.serving.worker", str(theirs.fileno()), arguments]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.file = self.socket.makefile("rb")
+
+    def ask(self, key: int, prompt: Any, **params: Any) -> None:
+        self.socket.sendall(request(key, prompt, **params))
+
+    def updates(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        for line in self.file:
+            yield from ((key, update) for key, update in json.loads(line) if key != "metrics")
+
+    def end(self) -> int:
+        self.socket.shutdown(socket.SHUT_WR)
+        return self.process.wait(20)
+
+
+def test_the_engine_process_answers_and_ends_with_its_socket(bundle: Path) -> None:
+    with LLM(bundle, threads=1) as llm:
+        expected = llm.generate(prompt(9), SamplingParams(max_tokens=30, temperature=1.0, seed=3))
+    engine = Engine(bundle)
+    assert json.loads(engine.file.readline()) == {"ready": True}
+    engine.ask(1, prompt(9), max_tokens=30, temperature=1.0, seed=3)
+    engine.ask(2, [10**6], max_tokens=3)
+    engine.ask(3, prompt(5), max_tokens=200, ignore_eos=True)
+    engine.socket.sendall(b'{"cancel": 3}\n{"cancel": 77}\n')
+    tokens: list[int] = []
+    ends: dict[int, Any] = {}
+    for key, update in engine.updates():
+        if key == 1:
+            tokens += update["token_ids"]
+        if "error" in update or "finish_reason" in update:
+            ends[key] = update.get("error") or update["finish_reason"]
+        if len(ends) == 3:
+            break
+    assert tokens == expected.token_ids
+    assert ends[1] == expected.finish_reason
+    assert ends[2][0] == "INVALID_ARG"
+    assert ends[2][1].startswith("input_ids has token id 1000000")
+    assert ends[3][0] == "CANCELLED"
+    assert engine.end() == 0
+
+
+def test_the_engine_process_says_why_it_cannot_start(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    assert "manifest.json" in json.loads(engine.file.readline())["fatal"]
+    assert engine.process.wait(20) == 1
+
+
+def test_sigterm_cancels_what_is_in_flight_and_takes_nothing_more(bundle: Path) -> None:
+    engine = Engine(bundle)
+    engine.file.readline()
+    engine.ask(1, prompt(5), max_tokens=220, ignore_eos=True)
+    updates = engine.updates()
+    next(updates)
+    engine.process.terminate()
+    key, update = next((k, u) for k, u in updates if "finish_reason" in u)
+    assert (key, update["finish_reason"]) == (1, "cancelled")
+    engine.ask(2, prompt(5), max_tokens=2)
+    assert next(updates) == (2, {"error": ["UNAVAILABLE", "the server is stopping"]})
+    assert engine.end() == 0
+
+
+def test_a_failed_engine_refuses_its_requests_and_ends_the_process(bundle: Path) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(bundle, threads=1)
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("out of order")
+
+        llm._runtime.pair.verify = broken  # type: ignore[method-assign, union-attr]
+        ours, theirs = socket.socketpair()
+        serving = asyncio.create_task(Worker(llm).serve(theirs))
+        reader, writer = await asyncio.open_connection(sock=ours)
+        for key in (1, 2):
+            writer.write(request(key, prompt(5), max_tokens=20))
+        failed: dict[int, list[str]] = {}
+        await reader.readline()
+        while len(failed) < 2:
+            failed |= {k: u["error"] for k, u in json.loads(await reader.readline()) if "error" in u}
+        assert all(
+            code == "UNAVAILABLE" and "RuntimeError: out of order" in text for code, text in failed.values()
+        )
+        assert await serving == 1
+        await llm.close()
+
+    asyncio.run(run())
+
+
+def test_the_server_on_the_path_is_taken_and_without_one_the_container_is_told(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pytriton", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert find_server(tmp_path / "work") is None
+    assert main(["serve", str(bundle)]) == 1
+    out, err = capsys.readouterr()
+    assert "dflash-trt[triton-local]" in err
+    assert out.startswith(f"dflash-trt deploy {bundle} --out triton --copy\ndocker run ")
+    assert "nvcr.io/nvidia/tritonserver:26.07-py3" in out
+    server = tmp_path / "tritonserver"
+    server.write_text("#!/bin/sh\necho got: $*\nexit 3\n")
+    server.chmod(0o755)
+    found = find_server(tmp_path / "work")
+    assert found is not None
+    assert (found.command, found.environment) == ([str(server)], {})
+    assert main(["serve", str(bundle), "--http-port", "1"]) == 3
+    assert "tritonserver ended with exit code 3" in capsys.readouterr().err
+
+
+def test_containers_fit_the_engine_of_the_bundle(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(engine: str, **versions: str) -> str:
+        manifest = {"engine": engine, "versions": versions}
+        monkeypatch.setattr(
+            "dflash_trt.serving.deploy.Bundle.open", lambda _: type("B", (), {"manifest": manifest})
+        )
+        return container_command(bundle, "repo")
+
+    assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt", tensorrt="10.14.1.48")
+    assert "tritonserver:25.10-trtllm-python-py3" in command("tensorrt", tensorrt="10.11.0.33")
+    assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt-llm")
+    assert "dflash-trt tensorrt-rtx" in command("tensorrt-rtx")
+    assert "--gpus" not in command("onnxruntime")
+    with pytest.raises(DFlashError, match=r"plans are of TensorRT 10\.2"):
+        command("tensorrt", tensorrt="10.2.0")
+
+
+def test_arguments_of_the_server() -> None:
+    def arguments(level: Any) -> list[str]:
+        ports = {"http_port": 1, "grpc_port": 2, "metrics_port": 3}
+        return server_arguments(Path("r"), host="127.0.0.1", log_level=level, **ports)
+
+    assert {"--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1"} < {
+        *arguments("info")
+    }
+    for level, shown in (("error", 0), ("warning", 1), ("info", 2), ("verbose", 3)):
+        logs = [a.rpartition("=")[2] for a in arguments(level) if a.startswith("--log")]
+        assert logs == [str(int(shown > 2)), str(shown > 1).lower(), str(shown > 0).lower()]
+
+
+def test_descendants_are_found_at_any_depth() -> None:
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    child = subprocess.Popen([sys.executable, "-c", script])
+    end = time.monotonic() + 20
+    while not (
+        found := [
+            p for p, (_, _, a) in descendants(os.getpid()).items() if "sleep(60)" in a and "run" not in a
+        ]
+    ):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    child.kill()
+    child.wait()
+    os.kill(found[0], 9)
