@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.engines.tensorrt.flavour import FLAVOURS
+
 REQUIRED = (
     "numpy",
     "ml_dtypes",
@@ -71,9 +73,21 @@ def _engines(missing: list[str]) -> list[dict[str, Any]]:
     ready = not missing
     note = "on the CPU" if ready else f"install {', '.join(missing)}"
     rows = [{"engine": "onnxruntime", "build": ready, "run": ready, "note": note}]
-    for name in ("tensorrt", "tensorrt-rtx"):
+    present = compute_capabilities()
+    for flavour in FLAVOURS.values():
+        there = importlib.util.find_spec(flavour.module) is not None
+        here = [capability for capability in present if capability in flavour.capabilities]
+        absent = [] if there else [flavour.module]
+        if importlib.util.find_spec("torch") is None:
+            absent.append("torch, to run")
+        serves = f"for compute capability {', '.join(map(str, flavour.capabilities))}"
         rows.append(
-            {"engine": name, "build": False, "run": False, "note": "not in this version of dflash-trt"}
+            {
+                "engine": flavour.name,
+                "build": ready and there and (flavour.ahead or bool(here)),
+                "run": ready and not absent and bool(here),
+                "note": "; ".join([serves, *([f"install {', '.join(absent)}"] if absent else [])]),
+            }
         )
     schemas, package = (importlib.util.find_spec(name) is not None for name in ("jsonschema", "tensorrt_llm"))
     lacks = {"jsonschema, to build": schemas, "tensorrt_llm, to run": package}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def _bundle(path: Path) -> dict[str, Any]:
             if "tensorrt_llm" in manifest
             else {"cache_rows": bundle.capacity}
         ),
+        **_plans(manifest),
         **_weights(sum(side["parameters"] for side in sides), by_dtype),
         "files": {name: entry["size"] for name, entry in manifest["files"].items()},
     }
@@ -94,6 +96,34 @@ def _deployment(found: dict[str, Any]) -> dict[str, Any]:
         "room": found["room"],
         "choices": choices,
     }
+
+
+def _plans(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a bundle for TensorRT: what its plans were built by and for, and what is in each of them."""
+    if "tensorrt" not in manifest:
+        return {}
+    built = manifest["tensorrt"]
+    plans = {
+        f"sm{capability}/{role}": {
+            "precision": manifest["precision"][role],
+            "size": manifest["files"][plan["plan"]]["size"],
+            "scratch_bytes": plan["activation_bytes"],
+            "weight_bytes": plan["weight_bytes"],
+            **{profile["name"]: _lengths(profile) for profile in plan["profiles"]},
+        }
+        for capability, both in built["plans"].items()
+        for role, plan in both.items()
+    }
+    shown = ("version", "max_batch_size", "prefill_chunk")
+    return {"tensorrt": {field: built[field] for field in shown}, "plans": plans}
+
+
+def _lengths(profile: Mapping[str, Any]) -> str:
+    """A profile's ranges: B 1..8, S 1..16."""
+    ranges = {name: lengths for name, lengths in profile.items() if name != "name"}
+    return " ".join(
+        f"{name} {low}" if low == high else f"{name} {low}..{high}" for name, (low, _, high) in ranges.items()
+    )
 
 
 def _weights(parameters: int, by_dtype: Counter[str]) -> dict[str, Any]:

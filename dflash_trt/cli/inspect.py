@@ -17,6 +17,9 @@ examples:
 """
 
 
+_BYTES = ("files", "size", "weight_bytes", "weight_bytes_by_dtype", "scratch_bytes")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a bundle, a target or a drafter directory")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -45,10 +48,12 @@ def _rows(name: str, value: object) -> Iterator[tuple[str, str]]:
 
 def _show(name: str, value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_show(name, item)}" for key, item in value.items())
+        return ", ".join(
+            f"{key} {_show(key if key in _BYTES else name, item)}" for key, item in value.items()
+        )
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    if isinstance(value, int) and name in ("files", "weight_bytes", "weight_bytes_by_dtype"):
+    if isinstance(value, int) and name in _BYTES:
         return byte_count(value)
     if isinstance(value, int) and name == "parameters":
         return f"{value:,}"

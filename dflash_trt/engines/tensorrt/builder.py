@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,20 +71,24 @@ def build_plan(
         monitor = _monitor(trt, step, progress)
         config.progress_monitor = monitor
         progress(step, 0, 1)
-        # Unbuffered, so that a full disk shows where it is met.
-        with partial.open("wb", buffering=0) as file:
-            writer = _writer(trt, file)
-            built = builder.build_serialized_network_to_stream(network, config, writer)
-            for failure in (monitor.failure, writer.failure):
-                if isinstance(failure, OSError):
-                    partial.unlink()
-                    raise BuildError(f"{plan}: cannot be written: {failure.strerror or failure}") from failure
-                if failure is not None:
-                    raise failure
-        if not built:
-            partial.unlink()
-            raise BuildError(f"{graph.name}: {_builder_error(logger, flavour)}; the log is {log_file}")
-    partial.rename(plan)
+        try:
+            # Unbuffered, so that a full disk shows where it is met.
+            with partial.open("wb", buffering=0) as file:
+                writer = _writer(trt, file)
+                built = builder.build_serialized_network_to_stream(network, config, writer)
+                for failure in (monitor.failure, writer.failure):
+                    if isinstance(failure, OSError):
+                        raise BuildError(f"{plan}: cannot be written: {failure.strerror}") from failure
+                    if failure is not None:
+                        raise failure
+                if not built:
+                    raise BuildError(
+                        f"{graph.name}: {_builder_error(logger, flavour)}; the log is {log_file}"
+                    )
+                os.fsync(file.fileno())
+            partial.rename(plan)
+        finally:
+            partial.unlink(missing_ok=True)
     progress(step, 1, 1)
     return {
         "profiles": [profile.describe() for profile in profiles],
@@ -163,16 +168,17 @@ def _writer(trt: Any, file: Any) -> Any:
             self.size, self.sha256 = 0, hashlib.sha256()
 
         def write(self, data: bytes) -> int:
+            # TensorRT takes a short write for a whole one, and exceptions do not cross it.
+            rest = memoryview(data)
             try:
-                written = int(file.write(data))
-                self.sha256.update(data)
-                self.size += written
-                return written
-            except (
-                OSError
-            ) as error:  # an exception would not cross TensorRT; writing less than it gave ends the build
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError as error:
                 self.failure = error
                 return 0
+            self.sha256.update(data)
+            self.size += len(data)
+            return len(data)
 
     return Writer()
 
