@@ -164,8 +164,8 @@ def decide_round(
     column = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     sampled, _ = sample_rows(logits, params, start[:, None] + 1 + column)
     drafted = torch.where(column < lengths[:, None], tokens, -1)  # no token: never the one sampled
-    sizes = {"block_size": tokens.shape[1], "mask_token": mask_token}
-    return accept_block(drafted, column.contiguous(), sampled, start, **sizes)
+    rows, block_size = column.contiguous(), tokens.shape[1]
+    return accept_block(drafted, rows, sampled, start, block_size=block_size, mask_token=mask_token)
 
 
 def gather_taps(

@@ -54,7 +54,7 @@ class Tile:
 
 
 # For the few tokens of a verification, and (the last) for the many of a prefill. TensorRT times them and chooses.
-TILES = (Tile(64, 128, 16, 4, 4), Tile(128, 128, 16, 8, 3), Tile(64, 256, 16, 8, 3), Tile(128, 128, 64, 8, 2))
+TILES = (Tile(64, 128, 16, 4, 4), Tile(128, 128, 16, 8, 3), Tile(64, 128, 16, 4, 5), Tile(128, 128, 64, 8, 2))
 
 
 def power_of_two(n: int) -> int:
