@@ -232,7 +232,9 @@ def test_favourites_are_drafted(pair: Pair) -> None:
     """Or the equality above would say little of accepted drafts."""
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     accepted = [
-        pair.llm.generate(pair.case.tokens(9, seed=seed), params).statistics.num_accepted_tokens
+        pair.llm.generate(
+            pair.case.tokens(9, seed=seed), params, block_length=8
+        ).statistics.num_accepted_tokens
         for seed in (1, 2)
     ]
     assert sum(accepted) > 0

@@ -13,7 +13,7 @@ from dflash_trt.checkpoint.config import DrafterConfig
 from dflash_trt.checkpoint.fields import read_object
 from dflash_trt.checkpoint.tensors import Checkpoint
 
-_REMOTE = ("auto_map", "dtype", "torch_dtype")
+_DROPPED = ("auto_map", "dtype", "torch_dtype")
 
 
 def as_it_is(config: DrafterConfig, checkpoint: Checkpoint) -> bool:
@@ -25,7 +25,7 @@ def as_it_is(config: DrafterConfig, checkpoint: Checkpoint) -> bool:
 
 def drafter_config(config: DrafterConfig) -> dict[str, Any]:
     """config.json with what TensorRT-LLM reads in the places where it reads it, and no code to fetch."""
-    values = {key: value for key, value in read_object(config.path).items() if key not in _REMOTE}
+    values = {key: value for key, value in read_object(config.path).items() if key not in _DROPPED}
     dflash = dict(values.get("dflash_config", {}))
     dflash |= {
         "mask_token_id": config.mask_token_id,
