@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
+from dflash_trt.bundle import Bundle
 
 PROMPTS, LONGEST = 48, 24
 
@@ -89,7 +90,11 @@ async def soak(args: argparse.Namespace, asked: Any, whole: list[list[int]]) -> 
             ends[reason or "left"] += 1
             wrong += got != (expected if reason in ("stop", "length") else expected[: len(got)])
 
-    async with AsyncLLM(args.bundle, max_batch_size=args.max_batch_size, threads=1) as llm:
+    # The whole block, whether it pays on these prompts or not: so that drafting is tried too.
+    block = Bundle.open(args.bundle).manifest["block_size"]
+    async with AsyncLLM(
+        args.bundle, max_batch_size=args.max_batch_size, block_length=block, threads=1
+    ) as llm:
         await asyncio.gather(*(client(llm) for _ in range(args.concurrency)))
         scheduler = llm._runtime.scheduler
         while not scheduler.idle:  # the round in which the last one left

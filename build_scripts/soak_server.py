@@ -54,7 +54,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng = random.Random(args.seed)
-    words = "def add(a, b):|\\n    return|the|sum of|17 and 25|stickers|, please.|héllo|{'x': [1, 2]}".split("|")
+    words = [
+        "def add(a, b):",
+        "\\n    return",
+        "the",
+        "sum of",
+        "17 and 25",
+        "stickers",
+        ", please.",
+        "héllo",
+        "{'x': [1, 2]}",
+    ]
     prompts = [" ".join(rng.choices(words, k=rng.randint(1, 20))) for _ in range(PROMPTS)]
     params = [
         SamplingParams(max_tokens=LONGEST, temperature=rng.choice((0.0, 1.0)), seed=i, ignore_eos=True)
