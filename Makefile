@@ -48,7 +48,7 @@ clean:
 .venv-test/installed: pyproject.toml
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) $(TORCH)
-	@$(@D)/bin/python $(PIP) --editable '.[test,dev,tensorrt-rtx]'
+	@$(@D)/bin/python $(PIP) --editable '.[test,dev,tensorrt-rtx,quantize]'
 	@touch $@
 
 .venv-server/installed: pyproject.toml

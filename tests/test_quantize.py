@@ -14,16 +14,19 @@ import pytest
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.build import build
 from dflash_trt.checkpoint import numbers
+from dflash_trt.checkpoint.config import read_target_config
 from dflash_trt.checkpoint.linears import stored_linear, widen
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.graph import functions
 from dflash_trt.inspection import inspect
+from dflash_trt.models.target import build_target
 from dflash_trt.precision import SCHEMES, parse_precision
 from dflash_trt.quantization import convert
 from dflash_trt.quantization.calibrate import activation_amax, calibration_set
 from dflash_trt.quantization.convert import quantize, repack_int4
+from tests.family_checkpoints import make_qwen3_moe
 from tests.quantized_checkpoints import write_quant_config, write_safetensors
 
 TINY = Path(functions.__file__).parent.parent / "shipped" / "tiny"
@@ -342,3 +345,31 @@ def test_configurations_that_are_not_read_are_refused(
         Checkpoint(tmp_path)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_experts_stay_as_they_are_and_quantized_ones_are_refused(tmp_path: Path) -> None:
+    source = make_qwen3_moe(tmp_path / "source")
+    out = quantize(source, tmp_path / "out", "nvfp4")
+    found = Checkpoint(out).quantization
+    assert found.algorithm("model.layers.1.mlp.experts.0.gate_proj") is None
+    assert found.algorithm("model.layers.1.self_attn.q_proj") is not None
+    config = read_target_config(out)
+    build_target(config, Checkpoint(out), (0,), functions.OnnxRuntime(), folder=".")
+    said = json.loads((out / "hf_quant_config.json").read_text())
+    said["quantization"]["exclude_modules"] = ["lm_head"]
+    (out / "hf_quant_config.json").write_text(json.dumps(said))
+    shutil.copy(source / "model.safetensors", out / "model.safetensors")
+    tensors = Checkpoint(out)
+    experts = {n: tensors.array(n) for n in tensors.tensors}
+    name = next(n for n in sorted(experts) if n.endswith("experts.0.gate_proj.weight"))
+    rows, columns = experts[name].shape
+    layer = name.removesuffix(".weight")
+    experts |= {
+        name: np.zeros((rows, columns // 2), np.uint8),
+        f"{layer}.weight_scale": np.zeros((rows, columns // 16), numbers.E4M3),
+        f"{layer}.weight_scale_2": np.ones((), np.float32),
+    }
+    write_safetensors(out / "new.safetensors", experts)
+    (out / "new.safetensors").rename(out / "model.safetensors")
+    with pytest.raises(CheckpointError, match="experts of this family are read in floating point only"):
+        build_target(config, Checkpoint(out), (0,), functions.OnnxRuntime(), folder=".")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.config import TargetConfig
+from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.schema import MoEConfig
+from dflash_trt.errors import CheckpointError
 from dflash_trt.graph.builder import FLOAT
 
 from . import dense
@@ -30,6 +32,13 @@ def layer(m: Module, attention: CachedAttention, c: TargetConfig, i: int, x: ir.
 def _stack(m: Module, hidden: int, moe: MoEConfig) -> Experts:
     """Three matrices per expert into the operator's two tensors; an engine does this once, as it loads."""
     g, n, inner = m.g, moe.num_experts, moe.intermediate_size
+    first = f"{m.prefix}experts.0.gate_proj"
+    stored = stored_linear(m.checkpoint, first, hidden, inner)
+    if stored is not None:
+        raise CheckpointError(
+            f"{stored.weight.file}: {first} is {stored.algorithm.name}, but experts of this family are read "
+            "in floating point only; quantize the original checkpoint with: dflash-trt quantize, which leaves them as they are"
+        )
 
     def stacked(name: str, rows: int, columns: int) -> ir.Value:
         each = [m.raw(f"experts.{e}.{name}.weight", rows, columns) for e in range(n)]

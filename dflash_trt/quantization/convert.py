@@ -32,7 +32,7 @@ from dflash_trt.precision import SCHEMES
 from dflash_trt.workspace import Progress, silent, workspace
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
-_QUANTIZED_ROLES = ("attention", "mlp", "experts", "fc")
+_QUANTIZED_ROLES = ("attention", "mlp", "fc")
 _COPIED = (".json", ".jinja", ".txt", ".model")
 # What one step widens to float32.
 _STEP_BYTES = 32 << 20
@@ -60,10 +60,10 @@ def quantize(
 ) -> Path:
     """Write the checkpoint in `source` to `out` with its linear layers in `scheme`; returns `out`.
 
-    `scheme` is fp8, nvfp4, mxfp4 or int4. Embedding, norms and routers stay as they are, and so do the LM head, unless
-    `head` names a scheme for it, and the layers that a pattern of `exclude` matches (`model.layers.0.*`). gpt-oss's
-    experts are in MXFP4 already. `calibration`: layer -> largest magnitude of its input; fp8 and nvfp4 then get static
-    input scales. `replace_other`: what is in `out` may go, where it is something else.
+    `scheme` is fp8, nvfp4, mxfp4 or int4. What stays as it is: embedding, norms, routers, experts (gpt-oss's are in
+    MXFP4 already), layers that a pattern of `exclude` matches (`model.layers.0.*`), and the LM head, unless `head` names a
+    scheme for it. `calibration`: layer -> largest magnitude of its input; fp8 and nvfp4 then get static input
+    scales. `replace_other`: what is in `out` may go, where it is something else.
 
     Works shard by shard beside `out`, which appears when all is whole; an interrupted run continues where it was. Holds
     one step of a tensor in memory, 32 MiB in float32, and what the system keeps of the mapped files.
@@ -366,9 +366,10 @@ def _quant_config(
     linear = {
         t.name.removesuffix(".weight") for t in copied if len(t.shape) == 2 and t.name.endswith(".weight")
     }
-    left = sorted(name for name in linear | {HEAD} if name not in layers and "embed" not in name)
+    left = {name for name in linear | {HEAD} if name not in layers and "embed" not in name}
+    left = {"*.experts.*" if ".experts." in name else name for name in left}
     algorithms = {layer.algorithm for layer in layers.values()}
-    said: dict[str, Any] = {"kv_cache_quant_algo": None, "exclude_modules": left}
+    said: dict[str, Any] = {"kv_cache_quant_algo": None, "exclude_modules": sorted(left)}
     if len(algorithms) == 1:
         said |= of(algorithms.pop())
     else:
