@@ -60,10 +60,10 @@ def quantize(
 ) -> Path:
     """Write the checkpoint in `source` to `out` with its linear layers in `scheme`; returns `out`.
 
-    `scheme` is fp8, nvfp4, mxfp4 or int4. What stays as it is: embedding, norms, routers, experts (gpt-oss's are in
-    MXFP4 already), layers that a pattern of `exclude` matches (`model.layers.0.*`), and the LM head, unless `head` names a
-    scheme for it. `calibration`: layer -> largest magnitude of its input; fp8 and nvfp4 then get static input
-    scales. `replace_other`: what is in `out` may go, where it is something else.
+    `scheme` is fp8, nvfp4, mxfp4 or int4. Embedding, norms, routers and experts stay as they are (gpt-oss's experts are
+    in MXFP4 already), and so do layers that a pattern of `exclude` matches, as `model.layers.0.*`, and the LM head,
+    unless `head` names a scheme for it. `calibration`: layer -> largest magnitude of its input; fp8 and nvfp4 then get
+    static input scales. `replace_other`: what is in `out` may go, where it is something else.
 
     Works shard by shard beside `out`, which appears when all is whole; an interrupted run continues where it was. Holds
     one step of a tensor in memory, 32 MiB in float32, and what the system keeps of the mapped files.
