@@ -37,7 +37,7 @@ def _stack(m: Module, hidden: int, moe: MoEConfig) -> Experts:
     if stored is not None:
         raise CheckpointError(
             f"{stored.weight.file}: {first} is {stored.algorithm.name}, but experts of this family are read "
-            "in floating point only; quantize the original one with: dflash-trt quantize, which leaves experts as they are"
+            "in floating point only; quantize the original one with: dflash-trt quantize, which leaves them so"
         )
 
     def stacked(name: str, rows: int, columns: int) -> ir.Value:
