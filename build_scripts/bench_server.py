@@ -6,7 +6,9 @@ Wants the environment of the server tests (make .venv-server/installed). Closed 
 next. Both serve the shipped prompts, greedy, the same number of tokens, in turns within each load, so that a slow
 moment of the machine hits both. Three methods: `process` streams from AsyncLLM here; `stream` streams over gRPC, and
 `whole` asks over gRPC for one response. Rounds verify the whole block. The server's client runs on the same cores and
-is part of what is measured. The last line is one JSON document.
+is part of what is measured. CPU time, which a busy machine does not stretch as it does the time on the clock, is told
+apart: of the client (for `process`, of the engine too), tritonserver, its backend process and the engine. The last
+line is one JSON document.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 from tritonclient.grpc import aio
@@ -45,6 +48,7 @@ class Point:
     first: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
     tokens: int = 0
+    cpu: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, float]:
         figures = {
@@ -53,6 +57,7 @@ class Point:
         }
         for name, values in (("ttft", self.first), ("tpot", self.per_token)):
             figures |= {f"{name}_ms_p{p}": 1e3 * quantile(values, p / 100) for p in (50, 99)}
+        figures |= {f"{name}_cpu_ms_per_request": 1e3 * s / len(self.first) for name, s in self.cpu.items()}
         return {name: round(value, 3) for name, value in figures.items()}
 
 
@@ -73,7 +78,7 @@ def main() -> int:
         options += [f"--threads={args.threads}"] * (args.threads > 0)
         server = Serving(args.bundle, Path(directory) / "log", *options)
         try:
-            rows = asyncio.run(bench(args, loads, server.grpc))
+            rows = asyncio.run(bench(args, loads, server))
         finally:
             server.stop()
     document = {"bundle": args.bundle.name, "processor": processor(), "requests": args.requests}
@@ -81,12 +86,12 @@ def main() -> int:
     return 0
 
 
-async def bench(args: argparse.Namespace, loads: list[int], address: str) -> list[dict[str, Any]]:
+async def bench(args: argparse.Namespace, loads: list[int], server: Serving) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     settings = {"block_length": args.block_size, "threads": args.threads or None}
     async with (
         AsyncLLM(args.bundle, max_batch_size=max(loads), **settings) as llm,
-        aio.InferenceServerClient(address) as client,
+        aio.InferenceServerClient(server.grpc) as client,
     ):
         prompts = [
             llm.tokenizer.encode(p.content) if isinstance(p.content, str) else llm.chat_prompt(p.content)
@@ -101,13 +106,13 @@ async def bench(args: argparse.Namespace, loads: list[int], address: str) -> lis
         for load in loads:
             points = {name: Point() for name in METHODS}
             for name in METHODS:
-                await closed_loop(ways[name], prompts[:load], load, Point())
+                await closed_loop(ways[name], prompts[:load], load, Point(), server)
             segments = max(1, min(SEGMENTS, args.requests // (3 * load)))
             for segment in range(segments):
                 part = range(args.requests * segment // segments, args.requests * (segment + 1) // segments)
                 asked = [prompts[n % len(prompts)] for n in part]
                 for name in METHODS[segment % 3 :] + METHODS[: segment % 3]:
-                    await closed_loop(ways[name], asked, load, points[name])
+                    await closed_loop(ways[name], asked, load, points[name], server)
             base = points["process"].to_dict()
             for name, point in points.items():
                 figures = point.to_dict()
@@ -117,13 +122,14 @@ async def bench(args: argparse.Namespace, loads: list[int], address: str) -> lis
                     f"({figures['requests_per_second'] / base['requests_per_second']:.2f}x) "
                     f"{figures['tokens_per_second']:>7.0f} tokens/s  "
                     f"TTFT {figures['ttft_ms_p50']:.1f}/{figures['ttft_ms_p99']:.1f} ms  "
-                    f"TPOT {figures['tpot_ms_p50']:.2f}/{figures['tpot_ms_p99']:.2f} ms",
+                    f"TPOT {figures['tpot_ms_p50']:.2f}/{figures['tpot_ms_p99']:.2f} ms  CPU ms per request: "
+                    + ", ".join(f"{k} {1e3 * s / len(point.first):.1f}" for k, s in point.cpu.items()),
                     flush=True,
                 )
     return rows
 
 
-async def closed_loop(ask: Ask, prompts: list[list[int]], load: int, point: Point) -> None:
+async def closed_loop(ask: Ask, prompts: list[list[int]], load: int, point: Point, server: Serving) -> None:
     """`load` requests at a time until each prompt has been asked."""
     waiting = iter(prompts)
 
@@ -134,9 +140,26 @@ async def closed_loop(ask: Ask, prompts: list[list[int]], load: int, point: Poin
             point.per_token.append((last - first) / max(tokens - 1, 1))
             point.tokens += tokens
 
-    begin = perf_counter()
+    begin, before = perf_counter(), cpu_seconds(server)
     await asyncio.gather(*(one() for _ in range(load)))
     point.seconds += perf_counter() - begin
+    for name, seconds in cpu_seconds(server).items():
+        point.cpu[name] = point.cpu.get(name, 0.0) + seconds - before[name]
+
+
+def cpu_seconds(server: Serving) -> dict[str, float]:
+    """CPU time so far of this process and of the server's."""
+    marks = {
+        "tritonserver": "bin/tritonserver",
+        "backend": "backends/python/triton",
+        "engine": "serving.worker",
+    }
+    seconds = {"client": process_time()}
+    for name, mark in marks.items():
+        (pid,) = server.processes(mark)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        seconds[name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 async def in_process(llm: AsyncLLM, ids: list[int], most: int) -> tuple[float, float, int]:
