@@ -25,7 +25,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """In a process that compiles kernels and does not interpret them."""
-    environment = os.environ | {"DFLASH_KERNEL_CACHE": str(cache), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    environment = os.environ | {"DFLASH_KERNEL_CACHE": str(cache), "PYTHONPATH": path}
     environment.pop("TRITON_INTERPRET", None)
     return subprocess.run(
         [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True
