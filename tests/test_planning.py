@@ -19,7 +19,7 @@ from dflash_trt.planning.inventory import Inventory, take_inventory
 from dflash_trt.planning.memory import GIB, Settings, arena_bytes, plan
 from dflash_trt.precision import Precision, parse_precision
 
-# Bytes of the published safetensors: metadata.total_size of the index, or the file's size less its header.
+# Bytes of the published safetensors, as far as known: only gpt-oss's were held against a source (OpenAI's GiB).
 PUBLISHED_TARGETS = {
     "qwen3-4b": 8_044_936_192,
     "qwen3-8b": 16_381_470_720,
