@@ -193,7 +193,6 @@ def build(
             precision,
             block_size=size,
             capacity=capacity,
-            experts=moe is not None,
             formats=_formats(sides, head),
             expert_formats={"mxfp4"} if moe is not None and moe.quantization else (),
         )

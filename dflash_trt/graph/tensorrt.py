@@ -111,8 +111,10 @@ class TensorRT(Dialect):
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
     ) -> ir.Function:
-        """Each row takes its experts' matrices by Gather. TensorRT-RTX fuses dequantization, Gather and product where
-        a profile has enough rows (engines/profiles.py). The sum over experts is in float32.
+        """Every expert for every row, weighted by 0 where it was not chosen; the sum over experts is in float32.
+
+        Gathering the matrices that each row chose would read less, but TensorRT-RTX 1.7 writes them out: 72 GB
+        for 512 rows of gpt-oss-20b, against a copy of one layer's experts here (docs/tensorrt.md).
         """
         g = self._builder("MoE")
         x, router = g.input("x", self.dtype, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
@@ -123,21 +125,24 @@ class TensorRT(Dialect):
         k = g.op("Constant", name="k", value_int=ir.RefAttr("value_int", "k", ir.AttributeType.INT))
         k = g.op("Reshape", k, g.constant([1]), name="count")
         logits, best = g.multi("TopK", router, k, outputs=2, name="best", axis=-1)
-        shares = g.unsqueeze(g.op("Softmax", logits, name="shares", axis=-1), 2)
+        none = g.op("Expand", g.scalar(0.0, FLOAT), g.op("Shape", router, name="all"), name="none")
+        chosen = g.op("Softmax", logits, name="softmax", axis=-1)
+        shares = g.op("ScatterElements", none, best, chosen, name="shares", axis=1)
+        shares = g.unsqueeze(g.op("Transpose", shares, name="by_expert", perm=[1, 0]), 2)
 
         def linear(name: str, value: ir.Value) -> ir.Value:
-            """[rows, 1 or k, I] -> [rows, k, O] by the matrices of each row's experts."""
+            """[1 or E, rows, I] -> [E, rows, O]"""
             weight, bias = weights[name]
-            weight = g.op("Gather", g.cast(weight, self.dtype), best, name=f"{name}/experts", axis=0)
-            weight = g.op("Transpose", weight, name=f"{name}/transposed", perm=[0, 1, 3, 2])
-            value = g.op("MatMul", g.unsqueeze(value, 2), weight, name=name)
-            value = g.op("Squeeze", value, g.constant([2]), name=f"{name}/rows")
-            if bias is None:
-                return value
-            return g.op("Add", value, g.op("Gather", bias, best, name=f"{name}/bias", axis=0))
+            weight = g.op("Transpose", g.cast(weight, self.dtype), name=f"{name}/transposed", perm=[0, 2, 1])
+            value = g.op("MatMul", value, weight, name=name)
+            return value if bias is None else g.op("Add", value, g.unsqueeze(bias, 1), name=f"{name}/biased")
 
-        y = linear("down", self._swiglu(g, linear("gate_up", g.unsqueeze(x, 1))))
-        y = g.op("ReduceSum", g.op("Mul", g.to_float(y), shares, name="shared"), g.constant([1]), keepdims=0)
+        y = g.to_float(linear("down", self._swiglu(g, linear("gate_up", g.unsqueeze(x, 0)))))
+        # Not 0 * y: an expert that nobody asked may have overflowed.
+        y = g.op(
+            "Where", g.op("Greater", shares, g.scalar(0.0, FLOAT), name="chosen"), y, g.scalar(0.0, FLOAT)
+        )
+        y = g.op("ReduceSum", g.op("Mul", y, shares, name="shared"), g.constant([0]), name="sum", keepdims=0)
         g.output(g.to_dtype(y, FLOAT), "y", self.dtype, ["rows", "D"])
         return g.function(declared())
 
@@ -180,7 +185,7 @@ class TensorRT(Dialect):
         return g.op("TRT_Attention", q, k, v, a.mask, None, ends, domain=TRT_DOMAIN, name="attention"), k, v
 
     def _swiglu(self, g: GraphBuilder, x: ir.Value) -> ir.Value:
-        """[rows, k, 2I], gate and up in turns -> [rows, k, I]; in float32, where no limit overflows."""
+        """[E, rows, 2I], gate and up in turns -> [E, rows, I]; in float32, where no limit overflows."""
 
         def attribute(name: str) -> ir.Value:
             reference = ir.RefAttr("value_float", name, ir.AttributeType.FLOAT)

@@ -68,7 +68,6 @@ class Plans:
         *,
         block_size: int,
         capacity: int,
-        experts: bool,
         formats: Iterable[str],
         expert_formats: Iterable[str],
     ) -> None:
@@ -81,7 +80,6 @@ class Plans:
         if chunk is None:
             chunk = max(1, min(DEFAULT_PREFILL_CHUNK, capacity - block_size - 1))
         self.limits = Limits(options.max_batch_size, chunk, block_size, capacity)
-        self.experts = experts
         dtypes = {role: DTYPES[precision.compute(role, "bf16")] for role in ("target", "drafter")}
         self.plugins = (
             options.plugins == "auto"
@@ -132,7 +130,7 @@ class Plans:
                 plan, memo = folder / f"{role}.plan", folder / f"{role}.json"
                 entry = _finished(memo, plan, key)
                 if entry is None:
-                    ranges = profiles(role, self.limits, experts=self.experts and role == "target")
+                    ranges = profiles(role, self.limits)
                     entry = {
                         "key": key,
                         "weight_bytes": weight_bytes(model),

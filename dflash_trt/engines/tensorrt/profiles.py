@@ -9,9 +9,6 @@ from typing import Any
 from dflash_trt.errors import BuildError
 
 PREFILL, DECODE = 0, 1
-# From this many rows on TensorRT-RTX 1.7 does not write out the matrices that the experts' Gather picks: for gpt-oss
-# 48 rows reserve 9.6 GB, 64 rows 15 MB (docs/tensorrt.md).
-EXPERT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -55,13 +52,12 @@ class Profile:
         return {"name": self.name, **{name: list(lengths) for name, lengths in self.lengths.items()}}
 
 
-def profiles(role: str, limits: Limits, *, experts: bool) -> tuple[Profile, Profile]:
-    """Of "target" or "drafter", in the order PREFILL, DECODE. `experts`: the graph has expert layers."""
+def profiles(role: str, limits: Limits) -> tuple[Profile, Profile]:
+    """Of "target" or "drafter", in the order PREFILL, DECODE."""
     batch, chunk, block = limits.max_batch_size, limits.prefill_chunk, limits.block_size
     one, batches, chunks = (1, 1, 1), (1, max(1, batch // 2), batch), (1, chunk, chunk)
     if role == "target":
-        rows = max(block, -(-EXPERT_ROWS // batch)) if experts else block
-        decode = {"B": batches, "S": (1, block, min(rows, limits.capacity)), "R": (1, block, block)}
+        decode = {"B": batches, "S": (1, block, block), "R": (1, block, block)}
         return Profile("prefill", {"B": one, "S": chunks, "R": one}), Profile("verify", decode)
     # The features that wait for the drafter lie in a buffer of one block per sequence, and go in all together.
     decode = {"B": batches, "S": (block, block, block), "K": (2, block, block)}
