@@ -83,7 +83,6 @@ def made(
         parse_precision(precision),
         block_size=8,
         capacity=128,
-        experts=True,
         formats=(),
         expert_formats=expert_formats,
     )
