@@ -1,9 +1,9 @@
-"""Time, peak memory and plan sizes of `dflash-trt build --engine tensorrt-rtx` on gpt-oss-20b's layers at full width.
+"""Time, peak memory and plan sizes of `dflash-trt build --engine tensorrt-rtx` on a known pair's layers at full width.
 
-    python -m build_scripts.bench_tensorrt [--layers 2 4] [--compute-capability 120] [--dir DIR]
+    python -m build_scripts.bench_tensorrt [--pair gpt-oss-20b] [--layers 2 4] [--compute-capability 120] [--dir DIR]
 
-The checkpoint is generated: names, shapes and dtypes of gpt-oss-20b and its drafter, MXFP4 experts included, with noise
-in them and fewer layers, which tap, slide and see everything as the first ones do. Needs no GPU. Peak memory is the
+The checkpoint is generated: names, shapes and dtypes of the pair, MXFP4 experts included, with noise in them and fewer
+layers, which tap, slide and see everything as the first ones do. Needs no GPU. Peak memory is the
 largest ru_maxrss of the building process, mapped weights included. The last line is one JSON document.
 """
 
@@ -40,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--pair", default="gpt-oss-20b", help="a known pair")
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 4], help="of the target, per build")
     parser.add_argument("--compute-capability", default="120")
     parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
@@ -47,12 +48,12 @@ def main() -> None:
     results = []
     for layers in args.layers:
         with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-            results.append(one(Path(folder), layers, args.compute_capability))
-    print(json.dumps({"processor": processor(), "builds": results}))
+            results.append(one(Path(folder), args.pair, layers, args.compute_capability))
+    print(json.dumps({"processor": processor(), "pair": args.pair, "builds": results}))
 
 
-def one(work: Path, layers: int, capability: str) -> dict[str, Any]:
-    sizes = write_pair(work, layers)
+def one(work: Path, pair: str, layers: int, capability: str) -> dict[str, Any]:
+    sizes = write_pair(work, pair, layers)
     command = [sys.executable, "-m", "dflash_trt", "build", "--engine", "tensorrt-rtx"]
     command += ["--target", str(work / "target"), "--drafter", str(work / "drafter")]
     command += ["--compute-capability", capability, "--out", str(work / "bundle")]
@@ -76,14 +77,16 @@ def one(work: Path, layers: int, capability: str) -> dict[str, Any]:
     return result
 
 
-def write_pair(work: Path, layers: int) -> dict[str, int]:
+def write_pair(work: Path, pair: str, layers: int) -> dict[str, int]:
     """`work`/target and /drafter; returns the bytes of their weights."""
     target, drafter = work / "target", work / "drafter"
-    for source, place in zip(known_configs("gpt-oss-20b"), (target, drafter), strict=True):
+    for source, place in zip(known_configs(pair), (target, drafter), strict=True):
         place.mkdir()
         config = json.loads((source / "config.json").read_text())
         if place == target:
-            config |= {"num_hidden_layers": layers, "layer_types": config["layer_types"][:layers]}
+            config["num_hidden_layers"] = layers
+            if "layer_types" in config:
+                config["layer_types"] = config["layer_types"][:layers]
         else:
             taps = [i * layers // 5 for i in range(5)]
             config["dflash_config"]["target_layer_ids"] = sorted(set(taps))

@@ -131,6 +131,7 @@ class Driver:
     def close(self) -> None:
         self.clear()
         self._llm.shutdown()
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -233,3 +234,11 @@ class Driver:
             if run.result is not None:
                 self._loop.call_soon_threadsafe(run.result.abort)
         return emissions
+
+
+async def _cancel_all() -> None:
+    """End the loop's other tasks: those that wait for requests which were given up."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
