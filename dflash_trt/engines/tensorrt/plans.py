@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 import re
@@ -141,7 +140,6 @@ class Plans:
                         ),
                     }
                     memo.write_text(json.dumps(entry))
-                    _return_memory()
                 name = str(plan.relative_to(work))
                 files[name] = entry.pop("file")
                 del entry["key"]
@@ -153,12 +151,6 @@ class Plans:
         # The plans have the weights now. The graphs stay, to be looked at.
         shutil.rmtree(work / "weights")
         return found, files
-
-
-def _return_memory() -> None:
-    """Give back what TensorRT freed, which glibc keeps for later: the next plan needs as much again."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
 
 
 def _finished(memo: Path, plan: Path, key: str) -> dict[str, Any] | None:
