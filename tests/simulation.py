@@ -47,13 +47,14 @@ class World:
 
     def run(self, policy: AdaptiveLength, rounds: int) -> np.ndarray:
         """[rounds, 3]: tokens that the choice was good for on average, true seconds, tokens verified per request."""
-        log = np.zeros((rounds, 3))
+        log, memory = np.zeros((rounds, 3)), np.zeros((self.batch, self.block - 1), np.float32)
         for i in range(rounds):
             chance, logprobs = self.drafts(self.rng, i, self.batch, self.block - 1)
             drafted = policy.draft(self.batch)
             verified, said = 1, None
             if drafted > 1:
-                said = logprobs[:, : drafted - 1]
+                said = memory[:, : drafted - 1]  # as an engine's output: the next round overwrites it
+                said[...] = logprobs[:, : drafted - 1]
                 verified = policy.verify(said)
             right = self.rng.random((self.batch, verified - 1)) < chance[:, : verified - 1]
             accepted = np.cumprod(right, axis=1).sum(axis=1)

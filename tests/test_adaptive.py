@@ -109,6 +109,43 @@ def test_blocks_cut_short_by_a_budget() -> None:
         )
 
 
+class OnDevice:
+    """What an engine's outputs are on a GPU: a shape, and numbers when somebody asks; the next pass overwrites them."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory, self.shape = memory, memory.shape
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        return self.memory.copy() if copy else self.memory
+
+
+def test_what_the_next_pass_overwrites_is_remembered() -> None:
+    rng, memory = np.random.default_rng(2), np.zeros((2, 7), np.float32)
+    policies = [World(8, gpu, small_drafter, honest(2.0)).controller() for _ in range(2)]
+    for _ in range(100):
+        said = np.log(rng.uniform(0.05, 0.99, (2, 7))).astype(np.float32)
+        right = rng.random((2, 7)) < np.exp(said)
+        memory[...] = said
+        chosen = []
+        for policy, given in zip(policies, (said, OnDevice(memory)), strict=True):
+            policy.draft(2)
+            chosen.append(policy.verify(given))  # type: ignore[arg-type]
+            accepted = np.cumprod(right[:, : chosen[-1] - 1], axis=1).sum(axis=1).tolist()
+            policy.observe(
+                batch=2,
+                drafted=8,
+                verified=chosen[-1],
+                accepted=accepted,
+                offered=[chosen[-1] - 1] * 2,
+                logprobs=given,  # type: ignore[arg-type]
+                draft_seconds=0.2,
+                verify_seconds=1.0,
+            )
+        assert chosen[0] == chosen[1]
+    said = np.full((1, 7), 0.5)
+    assert np.array_equal(*(policy._calibration.survival(said) for policy in policies))
+
+
 def test_the_smallest_block() -> None:
     world = World(2, gpu, small_drafter, honest(2.0))
     assert world.run(world.controller(), 100)[:, 2].mean() > 1.8

@@ -106,7 +106,7 @@ class AdaptiveLength:
             self._draft_times.observe(batch, drafted, draft_seconds)
         else:  # the drafter also took in what was committed meanwhile
             self._idle, self._in_a_row = 0, 1
-        self._unlearnt.append((logprobs, accepted, offered))
+        self._unlearnt.append((np.array(logprobs), accepted, offered))  # a view: the next pass overwrites it
         if self._in_a_row < _NEW:
             seconds = self._draft_times(batch, drafted) + self._verify_times(batch, verified)
             lost = seconds / self._verify_times(batch, 1) - (batch + sum(accepted)) / batch

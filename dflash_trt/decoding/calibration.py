@@ -58,7 +58,7 @@ class Calibration:
         *offsets, weight = (self._hope if hope else self._mean).tolist()
         factors = [exp(-offset) for offset in offsets]
         right = [0.0] * (logprobs.shape[1] + 1)
-        for row in logprobs.tolist():  # few numbers: this is quicker than a dozen NumPy calls
+        for row in np.asarray(logprobs).tolist():  # few numbers: this is quicker than a dozen NumPy calls
             survival = 1.0
             for place, logprob in enumerate(row):
                 odds_against = expm1(-min(max(logprob, _LEAST), _MOST)) ** weight
