@@ -9,8 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from dflash_trt.checkpoint import numbers
 from dflash_trt.checkpoint.numbers import E4M3
 
+INT4_GROUP = 64
 NAMES = {
     np.dtype(np.float32): "F32",
     np.dtype(np.float16): "F16",
@@ -37,3 +39,39 @@ def write_safetensors(file: Path, tensors: dict[str, Any]) -> None:
 def write_quant_config(directory: Path, algorithm: str | None, **fields: Any) -> None:
     config = {"producer": {"name": "tests"}, "quantization": {"quant_algo": algorithm, **fields}}
     (directory / "hf_quant_config.json").write_text(json.dumps(config))
+
+
+def encoded(layer: str, algorithm: str, w: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors of a layer."""
+    if algorithm == "FP8":
+        scale = numbers.fp8_scale(np.abs(w).max())
+        return {f"{layer}.weight": numbers.encode_e4m3(w / scale), f"{layer}.weight_scale": scale}
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        scale = numbers.fp8_scale(np.abs(w).max(axis=1))
+        return {f"{layer}.weight": numbers.encode_e4m3(w / scale[:, None]), f"{layer}.weight_scale": scale}
+    if "NVFP4" in algorithm:
+        second = numbers.nvfp4_global_scale(np.abs(w).max())
+        packed, scales = numbers.quantize_nvfp4(w, second)
+        return {f"{layer}.weight": packed, f"{layer}.weight_scale": scales, f"{layer}.weight_scale_2": second}
+    if algorithm in ("W4A16_MXFP4", "MXFP4"):
+        packed, exponents = numbers.quantize_mxfp4(w)
+        return {f"{layer}.weight": packed, f"{layer}.weight_scale": exponents}
+    codes, scales = numbers.quantize_int4(w, INT4_GROUP)
+    return {f"{layer}.weight": numbers.pack_rows(codes), f"{layer}.weight_scale": scales}
+
+
+def rounded(algorithm: str, x: np.ndarray, input_scale: float | None) -> np.ndarray:
+    """x as the format rounds it."""
+    if not algorithm.startswith(("FP8", "NVFP4")):
+        return x
+    fp8 = algorithm.startswith("FP8")
+    rows = np.ones((len(x), 1), np.float32)
+    if not input_scale:
+        rows = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(2.0**-100))
+    scale = np.float32(input_scale or 1 / (448 if fp8 else 2688))
+    if fp8:
+        return numbers.encode_e4m3(x / rows / scale).astype(np.float32) * scale * rows
+    blocks = (x / rows).reshape(len(x), -1, 16)
+    block_scale = np.clip(np.abs(blocks).max(axis=-1) / (6 * scale), 2.0**-9, 448)
+    stored = block_scale.astype(numbers.E4M3).astype(np.float32)[..., None] * scale
+    return (numbers.E2M1[numbers.encode_e2m1(blocks / stored)] * stored).reshape(x.shape) * rows

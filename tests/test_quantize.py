@@ -10,24 +10,25 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.build import build
 from dflash_trt.checkpoint import numbers
-from dflash_trt.checkpoint.config import read_target_config
 from dflash_trt.checkpoint.linears import stored_linear, widen
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.graph import functions
 from dflash_trt.inspection import inspect
-from dflash_trt.models.target import build_target
 from dflash_trt.precision import SCHEMES, parse_precision
 from dflash_trt.quantization import convert
 from dflash_trt.quantization.calibrate import activation_amax, calibration_set
 from dflash_trt.quantization.convert import quantize, repack_int4
+from tests.checkpoints import make_drafter
 from tests.family_checkpoints import make_qwen3_moe
 from tests.quantized_checkpoints import write_quant_config, write_safetensors
+from tests.test_families import load
 
 TINY = Path(functions.__file__).parent.parent / "shipped" / "tiny"
 ERRORS = {"fp8": 0.03, "nvfp4": 0.1, "mxfp4": 0.12, "int4": 0.12}
@@ -347,29 +348,84 @@ def test_configurations_that_are_not_read_are_refused(
     assert "\n" not in str(error.value)
 
 
-def test_experts_stay_as_they_are_and_quantized_ones_are_refused(tmp_path: Path) -> None:
-    source = make_qwen3_moe(tmp_path / "source")
-    out = quantize(source, tmp_path / "out", "nvfp4")
-    found = Checkpoint(out).quantization
-    assert found.algorithm("model.layers.1.mlp.experts.0.gate_proj") is None
-    assert found.algorithm("model.layers.1.self_attn.q_proj") is not None
-    config = read_target_config(out)
-    build_target(config, Checkpoint(out), (0,), functions.OnnxRuntime(), folder=".")
-    said = json.loads((out / "hf_quant_config.json").read_text())
-    said["quantization"]["exclude_modules"] = ["lm_head"]
-    (out / "hf_quant_config.json").write_text(json.dumps(said))
-    shutil.copy(source / "model.safetensors", out / "model.safetensors")
-    tensors = Checkpoint(out)
-    experts = {n: tensors.array(n) for n in tensors.tensors}
-    name = next(n for n in sorted(experts) if n.endswith("experts.0.gate_proj.weight"))
-    rows, columns = experts[name].shape
-    layer = name.removesuffix(".weight")
-    experts |= {
-        name: np.zeros((rows, columns // 2), np.uint8),
-        f"{layer}.weight_scale": np.zeros((rows, columns // 16), numbers.E4M3),
-        f"{layer}.weight_scale_2": np.ones((), np.float32),
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Qwen3-MoE pair."""
+    folder = tmp_path_factory.mktemp("moe")
+    sizes = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "decoder_sparse_step": 2,
     }
-    write_safetensors(out / "new.safetensors", experts)
-    (out / "new.safetensors").rename(out / "model.safetensors")
-    with pytest.raises(CheckpointError, match="experts of this family are read in floating point only"):
-        build_target(config, Checkpoint(out), (0,), functions.OnnxRuntime(), folder=".")
+    target = make_qwen3_moe(folder / "target", favourites=6, **sizes)
+    return target, make_drafter(folder / "drafter", target, taps=(0, 1))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_are_quantized_like_other_layers(moe: tuple[Path, Path], tmp_path: Path, scheme: str) -> None:
+    original, found = Checkpoint(moe[0]), Checkpoint(quantize(moe[0], tmp_path / "out", scheme))
+    experts = [n.removesuffix(".weight") for n in original.tensors if ".experts." in n]
+    assert len(experts) == 3 * 8  # in the second layer; the first has a plain MLP
+    for name in experts:
+        rows, columns = original[f"{name}.weight"].shape
+        stored = stored_linear(found, name, columns, rows)
+        assert stored is not None
+        w = original.array(f"{name}.weight").astype(np.float32)
+        assert np.linalg.norm(widen(found, stored) - w) < ERRORS[scheme] * np.linalg.norm(w)
+    assert found["model.layers.1.mlp.gate.weight"].dtype == "BF16"
+    bundle = build(str(tmp_path / "out"), str(moe[1]), tmp_path / "bundle")
+    with LLM(bundle.path) as llm:
+        prompt = llm.chat_prompt([{"role": "user", "content": "What is 17 + 25?"}])
+        params = SamplingParams(max_tokens=32, ignore_eos=True)
+        drafted, plain = (llm.generate(prompt, params, speculate=s) for s in (True, False))
+    assert drafted.token_ids == plain.token_ids
+    assert len(plain.token_ids) == 32
+
+
+def test_excluding_experts(moe: tuple[Path, Path], tmp_path: Path) -> None:
+    kept = quantize(moe[0], tmp_path / "kept", "nvfp4", exclude=["*.experts.*"])
+    downs = quantize(moe[0], tmp_path / "downs", "nvfp4", exclude=["*.experts.*.down_proj"])
+    layer = "model.layers.1.mlp.experts.3"
+    for path, expected in ((kept, [None, None]), (downs, ["NVFP4", None])):
+        found = Checkpoint(path).quantization
+        named = [found.algorithm(f"{layer}.{name}_proj") for name in ("up", "down")]
+        assert [a and a.name for a in named] == expected
+        assert found.algorithm("model.layers.1.self_attn.q_proj") is not None
+        assert len(found.excluded) < 8
+        build(str(path), str(moe[1]), tmp_path / f"{path.name}-bundle")
+    with pytest.raises(
+        BuildError, match=r"leaves some of model\.layers\.1\.mlp\.experts\.\*\.down_proj as they are"
+    ):
+        quantize(moe[0], tmp_path / "out", "nvfp4", exclude=[f"{layer}.*"])
+
+
+def test_experts_share_their_calibrated_scales(moe: tuple[Path, Path], tmp_path: Path) -> None:
+    """No token need reach an expert; what reaches the down projections is seen behind the activation."""
+    prompts = [ids[:2] for ids in calibration_set(moe[0], None)[:1]]
+    amax = activation_amax(moe[0], None, prompts, work=tmp_path)
+    found = Checkpoint(quantize(moe[0], tmp_path / "out", "fp8", calibration=amax))
+    layer = "model.layers.1.mlp.experts"
+    scales = {
+        name: {found.array(f"{layer}.{e}.{name}_proj.input_scale").item() for e in range(8)}
+        for name in ("gate", "up", "down")
+    }
+    assert [len(values) for values in scales.values()] == [1, 1, 1]
+    assert scales["gate"] == scales["up"]
+    assert scales["gate"].pop() == pytest.approx(amax["model.layers.1.mlp.gate"] / 448)
+    assert scales["down"].pop() == pytest.approx(_largest_hidden(moe[0], prompts[0]) / 448, rel=1e-4)
+
+
+def _largest_hidden(target: Path, prompt: list[int]) -> float:
+    """Between SwiGLU and the down projections of layer 1, of the experts chosen, by Transformers."""
+    model, tokens, seen = load(target), list(prompt), list[tuple[Any, ...]]()
+    model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+    weights = model.model.layers[1].mlp.experts.gate_up_proj
+    with torch.no_grad():
+        for _ in range(32):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        seen.clear()
+        model(torch.tensor([tokens]))
+        ((hidden, chosen, *_),) = seen
+        gate, up = torch.einsum("rd,rkid->rki", hidden, weights[chosen]).chunk(2, dim=-1)
+        return float((torch.nn.functional.silu(gate) * up).abs().max())

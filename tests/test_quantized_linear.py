@@ -11,51 +11,14 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from dflash_trt.checkpoint import numbers
 from dflash_trt.checkpoint.linears import stored_linear, widen
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.quantized import INPUTS, kind_of, onnxruntime_linear, tensors
-from tests.quantized_checkpoints import write_quant_config, write_safetensors
+from tests.quantized_checkpoints import INT4_GROUP, encoded, rounded, write_quant_config, write_safetensors
 
-IN, OUT, GROUP = 256, 48, 64
+IN, OUT = 256, 48
 FORMATS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A16_MXFP4", "W4A16_AWQ"]
-
-
-def encoded(algorithm: str, w: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of a layer called "l"."""
-    if algorithm == "FP8":
-        scale = numbers.fp8_scale(np.abs(w).max())
-        return {"l.weight": numbers.encode_e4m3(w / scale), "l.weight_scale": scale}
-    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-        scale = numbers.fp8_scale(np.abs(w).max(axis=1))
-        return {"l.weight": numbers.encode_e4m3(w / scale[:, None]), "l.weight_scale": scale}
-    if algorithm in ("NVFP4", "W4A16_NVFP4"):
-        second = numbers.nvfp4_global_scale(np.abs(w).max())
-        packed, scales = numbers.quantize_nvfp4(w, second)
-        return {"l.weight": packed, "l.weight_scale": scales, "l.weight_scale_2": second}
-    if algorithm == "W4A16_MXFP4":
-        packed, exponents = numbers.quantize_mxfp4(w)
-        return {"l.weight": packed, "l.weight_scale": exponents}
-    codes, scales = numbers.quantize_int4(w, GROUP)
-    return {"l.weight": numbers.pack_rows(codes), "l.weight_scale": scales}
-
-
-def rounded(algorithm: str, x: np.ndarray, input_scale: float | None) -> np.ndarray:
-    """x as the format rounds it."""
-    if not algorithm.startswith(("FP8", "NVFP4")):
-        return x
-    fp8 = algorithm.startswith("FP8")
-    rows = np.ones((len(x), 1), np.float32)
-    if not input_scale:
-        rows = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(2.0**-100))
-    scale = np.float32(input_scale or 1 / (448 if fp8 else 2688))
-    if fp8:
-        return numbers.encode_e4m3(x / rows / scale).astype(np.float32) * scale * rows
-    blocks = (x / rows).reshape(len(x), -1, 16)
-    block_scale = np.clip(np.abs(blocks).max(axis=-1) / (6 * scale), 2.0**-9, 448)
-    stored = block_scale.astype(numbers.E4M3).astype(np.float32)[..., None] * scale
-    return (numbers.E2M1[numbers.encode_e2m1(blocks / stored)] * stored).reshape(x.shape) * rows
 
 
 def run(directory: Path, x: np.ndarray, *, biased: bool, resident: bool) -> np.ndarray:
@@ -93,7 +56,7 @@ def test_matches_numpy(tmp_path: Path, algorithm: str, static: bool, extras: boo
     w = random.standard_t(3, (OUT, IN)).astype(np.float32)
     x = random.standard_t(3, (5, IN)).astype(np.float32)
     x[3], w[7] = 0, 0
-    found: dict[str, Any] = encoded(algorithm, w)
+    found: dict[str, Any] = encoded("l", algorithm, w)
     input_scale = None
     if static:
         input_scale = float(np.abs(x).max() / (448 if algorithm == "FP8" else 2688))
@@ -103,7 +66,7 @@ def test_matches_numpy(tmp_path: Path, algorithm: str, static: bool, extras: boo
         smooth, bias = random.uniform(0.5, 2, IN).astype(np.float32), random.standard_normal(OUT)
         found |= {"l.pre_quant_scale": smooth, "l.bias": bias.astype(np.float32)}
     write_safetensors(tmp_path / "model.safetensors", found)
-    write_quant_config(tmp_path, algorithm, group_size=GROUP if algorithm == "W4A16_AWQ" else None)
+    write_quant_config(tmp_path, algorithm, group_size=INT4_GROUP if algorithm == "W4A16_AWQ" else None)
 
     y = run(tmp_path, x, biased=extras, resident=resident)
     checkpoint = Checkpoint(tmp_path)

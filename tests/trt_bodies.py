@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from dflash_trt.checkpoint.numbers import E2M1, unpack_pairs
 from dflash_trt.graph.experts import unpack_mxfp4
 
 STANDARD = helper.make_opsetid("", 24)
@@ -18,12 +19,13 @@ STANDARD = helper.make_opsetid("", 24)
 def executable(model: onnx.ModelProto) -> onnx.ModelProto:
     """The same model for ONNX Runtime; weights must have been loaded."""
     _dequantize(model.graph)
+    _dequantize_nvfp4(model.graph)
     for nodes in (model.graph.node, *(function.node for function in model.functions)):
         for node in nodes:
             kept = [a for a in node.attribute if a.name != "TRT_decomposable"]
             del node.attribute[:]
             node.attribute.extend(kept)
-    model.functions.extend([_cache_update(), _attention()])
+    model.functions.extend([_cache_update(), _attention(), _dynamic_quantize(), _in_blocks()])
     if all(opset.domain != "trt" for opset in model.opset_import):
         model.opset_import.append(helper.make_opsetid("trt", 1))
     return model
@@ -94,3 +96,81 @@ def _dequantize(graph: onnx.GraphProto) -> None:
             graph.initializer.remove(tensor)
         graph.initializer.append(numpy_helper.from_array(values.astype(dtype), node.output[0]))
         graph.node.remove(node)
+
+
+def _dequantize_nvfp4(graph: onnx.GraphProto) -> None:
+    """E2M1 codes as float32 numbers, in initializers too, and what multiplies them by a scale for each 16."""
+    for tensor in graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT4E2M1:
+            values = E2M1[unpack_pairs(np.frombuffer(tensor.raw_data, np.uint8))].reshape(tensor.dims)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    for node in graph.node:
+        block = [a.i for a in node.attribute if a.name == "block_size"]
+        if node.op_type == "DequantizeLinear" and block == [16]:
+            node.op_type, node.domain = "InBlocks", "trt"
+            del node.attribute[:]
+
+
+def _in_blocks() -> onnx.FunctionProto:
+    """y = x * scale, one scale for 16 numbers of the last axis."""
+    nodes = [
+        helper.make_node("Constant", [], ["split"], value_ints=[-1, 16]),
+        helper.make_node("Constant", [], ["column"], value_ints=[-1, 1]),
+        helper.make_node("Reshape", ["x", "split"], ["blocks"]),
+        helper.make_node("Reshape", ["scale", "column"], ["scales"]),
+        helper.make_node("Mul", ["blocks", "scales"], ["scaled"]),
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Reshape", ["scaled", "shape"], ["y"]),
+    ]
+    return helper.make_function("trt", "InBlocks", ["x", "scale"], ["y"], nodes, [STANDARD])
+
+
+def _dynamic_quantize() -> onnx.FunctionProto:
+    """Blocks of 16 along the last axis: scale = E4M3(largest / 6 / second), codes = E2M1(x / (scale * second))."""
+
+    def node(op: str, inputs: str, output: str, **attributes: object) -> onnx.NodeProto:
+        return helper.make_node(op, inputs.split(), [output], **attributes)
+
+    def constant(name: str, value: np.ndarray) -> onnx.NodeProto:
+        return node("Constant", "", name, value=numpy_helper.from_array(value))
+
+    middles = (E2M1[:7] + E2M1[1:8]) / 2
+    return helper.make_function(
+        "trt",
+        "TRT_FP4DynamicQuantize",
+        ["x", "second"],
+        ["codes", "scales"],
+        [
+            constant("split", np.array([-1, 16])),
+            constant("last", np.array([-1])),
+            constant("six", np.float32(6)),
+            constant("least", np.float32(2**-9)),
+            constant("most", np.float32(448)),
+            constant("middles", middles),
+            constant("numbers", E2M1[:8]),
+            node("Shape", "x", "shape"),
+            node("Shape", "x", "outer", start=0, end=-1),
+            node("Concat", "outer last", "scales_shape", axis=0),
+            node("Reshape", "x split", "blocks"),
+            node("Abs", "blocks", "magnitudes"),
+            node("ReduceMax", "magnitudes last", "largest", keepdims=1),
+            node("Div", "largest six", "sixth"),
+            node("Div", "sixth second", "wanted"),
+            node("Clip", "wanted least most", "clipped"),
+            node("Cast", "clipped", "stored", to=TensorProto.FLOAT8E4M3FN),
+            node("Reshape", "stored scales_shape", "scales"),
+            node("Cast", "stored", "scale", to=TensorProto.FLOAT),
+            node("Mul", "scale second", "step"),
+            node("Div", "magnitudes step", "quotient"),
+            node("Unsqueeze", "quotient last", "each"),
+            node("Greater", "each middles", "above"),
+            node("Cast", "above", "ones", to=TensorProto.INT64),
+            node("ReduceSum", "ones last", "index", keepdims=0),
+            node("Gather", "numbers index", "rounded"),
+            node("Sign", "blocks", "sign"),
+            node("Mul", "rounded sign", "signed"),
+            node("Reshape", "signed shape", "codes"),
+        ],
+        [STANDARD],
+        attributes=["axis", "block_size", "scale_type"],
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -107,6 +108,42 @@ def stored_linear(
     )
 
 
+def stored_experts(
+    checkpoint: Checkpoint | Outline, layers: Sequence[str], inputs: int, outputs: int
+) -> list[StoredLinear] | None:
+    """One linear layer of every expert, whose tensors begin with `layers`; None where they are in floating point.
+
+    Raises CheckpointError as `stored_linear` does, and where an expert's is not stored as the first one's.
+    """
+    found = [stored_linear(checkpoint, layer, inputs, outputs) for layer in layers]
+    first = _form(found[0])
+    for layer, stored in zip(layers, found, strict=True):
+        if (form := _form(stored)) != first:
+            names = [name for name in form | first if form.get(name) != first.get(name)]
+            differing = "weight" if "weight" in names else names[0]
+            said = [each.get(differing, "not there") for each in (form, first)]
+            raise CheckpointError(
+                f"{checkpoint.directory}: {layer}.{differing} is {said[0]}, but {layers[0]}.{differing} is {said[1]}; "
+                "the experts of a layer must be stored alike: quantize again, all of them or none"
+            )
+    return [stored for stored in found if stored is not None] or None
+
+
+def _form(stored: StoredLinear | None) -> dict[str, str]:
+    """What must be alike for layers to be stacked, by the ends of their tensors' names."""
+    if stored is None:
+        return {"weight": "in floating point"}
+    form = {}
+    for info in stored.tensors:
+        one = math.prod(info.shape) == 1
+        form[info.name.rpartition(".")[2]] = (
+            f"{info.dtype} {'[]' if one else [n for n in info.shape if n > 1]}"
+        )
+    algorithm = stored.algorithm
+    form["weight"] += f" in {algorithm.name}{f' of {algorithm.group_size}' if algorithm.group_size else ''}"
+    return form
+
+
 def widen(checkpoint: Checkpoint, stored: StoredLinear) -> NDArray[np.float32]:
     """The weight that the codes stand for, float32 [out, in], without pre_quant_scale."""
     codes, scale = checkpoint.array(stored.weight.name), checkpoint.array(stored.scale.name)
@@ -148,12 +185,12 @@ def _expect(
 
 
 def widened_bytes(checkpoint: Checkpoint | Outline) -> int:
-    """What the quantized linear layers of a checkpoint would take in float32."""
+    """What the quantized linear layers of a checkpoint would take in float32, without experts."""
     numbers_in_byte = {"F8_E4M3": 1, "U8": 2}
     return 4 * sum(
         info.nbytes * numbers_in_byte.get(info.dtype, 0)
         for info in checkpoint.tensors.values()
-        if info.name.endswith(".weight")
+        if info.name.endswith(".weight") and ".experts." not in info.name
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -43,6 +44,7 @@ class GraphBuilder:
         self.dtype = dtype
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET} | (opsets or {}), name=name)
         self.functions: dict[str, ir.Function] = {}
+        self._outermost = self.graph
         self._scopes = [name]
         self._used: dict[str, int] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
@@ -55,6 +57,13 @@ class GraphBuilder:
             yield
         finally:
             self._scopes.pop()
+
+    def body(self, name: str) -> GraphBuilder:
+        """A builder of a subgraph, as a Loop has one. What it computes with may come from outside; constants do."""
+        inner = copy(self)
+        inner.graph = ir.Graph([], [], nodes=[], name=self._path(name))
+        inner._scopes = [*self._scopes, name]
+        return inner
 
     def _path(self, name: str) -> str:
         path = "/".join([*self._scopes, name])
@@ -113,7 +122,7 @@ class GraphBuilder:
                 shape=ir.Shape(array.shape),
                 const_value=tensor,
             )
-            self.graph.register_initializer(initializer)
+            self._outermost.register_initializer(initializer)
             self._constants[key] = initializer
         return self._constants[key]
 
@@ -136,7 +145,7 @@ class GraphBuilder:
             value = ir.Value(
                 name=tensor.name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor
             )
-            self.graph.register_initializer(value)
+            self._outermost.register_initializer(value)
             self._weights[key] = value
         return self._weights[key]
 

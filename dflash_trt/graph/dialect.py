@@ -1,11 +1,12 @@
 """What models/ know of an engine: a dtype to compute in, and the bodies of the `dflash::` operators.
 
-Signatures are at the top of functions.py and experts.py.
+Signatures are at the top of functions.py, experts.py, quantized.py and quantized_experts.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
@@ -13,6 +14,7 @@ from dflash_trt.checkpoint.linears import StoredLinear
 
 from .builder import BOOL, FLOAT, INT64, GraphBuilder
 from .experts import Storage
+from .quantized_experts import Projection, Stack
 
 # Extra key columns that carry the sink; eight keep the rows aligned.
 SINK_PADDING = 8
@@ -22,6 +24,8 @@ class Dialect(ABC):
     """`dtype` is that of hidden states, caches and linears; norms, rotations, routers and logits are float32."""
 
     name: str
+    # Whether `quantized_experts` is asked for experts in floating point too.
+    experts_apart = False
 
     def __init__(self, dtype: ir.DataType = FLOAT) -> None:
         self.dtype = dtype
@@ -69,6 +73,23 @@ class Dialect(ABC):
         """x [rows, in] through a layer whose weights are in `folder`, see quantized.py.
 
         `widened_bytes`: what all quantized linear layers of the checkpoint take in float32.
+        """
+
+    @abstractmethod
+    def quantized_experts(
+        self,
+        g: GraphBuilder,
+        x: ir.Value,
+        router: ir.Value,
+        stacks: Mapping[Projection, Stack],
+        folder: str,
+        *,
+        k: int,
+        widened_bytes: int,
+    ) -> ir.Value:
+        """x [rows, D], router logits [rows, E] in float32 -> [rows, D], see quantized_experts.py.
+
+        `widened_bytes`: what all experts of the model take in float32.
         """
 
     def hidden_state_tap(self, taps: int) -> ir.Function:

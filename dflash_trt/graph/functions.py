@@ -18,11 +18,12 @@ SinkAttention(the same, sinks [H]) -> the same
 HiddenStateTap(h_0 .. h_n-1 [rows,D]) -> features [rows, n*D]
 BlockAcceptance(tokens [B,S], rows [B,R], logits [B,R,V]) -> accepted [B], next_token [B]
     Greedy: the drafted token at rows[i+1] is accepted while it equals the argmax of logits[i].
-MoE: see experts.py.
+MoE: see experts.py. FP8Linear and the like: see quantized.py. QuantizedExperts: see quantized_experts.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from .builder import BOOL, INT64, GraphBuilder
 from .dialect import SINK_PADDING, AttentionInputs, Dialect
 from .experts import Storage, onnxruntime_moe
 from .quantized import INPUTS, kind_of, onnxruntime_linear, tensors
+from .quantized_experts import Projection, Stack, onnxruntime_experts, onnxruntime_inputs
 
 # Up to this size all experts are widened to float32 as the engine loads (its peak then is four times that); beyond it,
 # those in use are, in every pass.
@@ -118,6 +120,22 @@ class OnnxRuntime(Dialect):
         kind, resident = kind_of(stored, biased=bias is not None), widened_bytes <= RESIDENT_LINEAR_BYTES
         body = onnxruntime_linear(kind, inputs, self.dtype, resident=resident)
         (y,) = g.call(body, x, *(inputs[n] for n in INPUTS if n in inputs), name=name)
+        return y
+
+    def quantized_experts(
+        self,
+        g: GraphBuilder,
+        x: ir.Value,
+        router: ir.Value,
+        stacks: Mapping[Projection, Stack],
+        folder: str,
+        *,
+        k: int,
+        widened_bytes: int,
+    ) -> ir.Value:
+        inputs = [value for stack in stacks.values() for value in onnxruntime_inputs(g, stack, folder)]
+        body = onnxruntime_experts(stacks, resident=widened_bytes <= RESIDENT_EXPERT_BYTES)
+        (y,) = g.call(body, x, router, *inputs, name="experts", k=k)
         return y
 
 

@@ -116,9 +116,9 @@ def tensors(
 INPUTS = ("weight", "scale", "global_scale", "input_scale", "pre_quant_scale", "bias")
 
 
-def _split_rows(g: GraphBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """x in float32 as x / m and m [rows, 1], the largest magnitude of each row."""
-    largest = g.op("ReduceMax", g.op("Abs", x), g.constant([1]), name="largest", keepdims=1)
+def split_rows(g: GraphBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """x in float32 as x / m and m [..., 1], the largest magnitude of each row."""
+    largest = g.op("ReduceMax", g.op("Abs", x), g.constant([-1]), name="largest", keepdims=1)
     largest = g.op("Max", largest, g.constant(_TINY, np.float32), name="at_least")
     return g.op("Div", x, largest, name="by_row"), largest
 
@@ -155,22 +155,29 @@ def onnxruntime_linear(
     g.graph.inputs.extend(inputs.values())
     weight = _widened(g, kind, inputs, x, resident)
     x = x if dtype == FLOAT else g.op("Cast", x, name="x_float", to=int(FLOAT))
+    y = product(g, kind, inputs, x, weight)
+    g.output(y if dtype == FLOAT else g.op("Cast", y, to=int(dtype)), "y", dtype, ["rows", "out"])
+    return g.function()
+
+
+def product(
+    g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, weight: ir.Value
+) -> ir.Value:
+    """The layer for ONNX Runtime, its weight widened already; all in float32."""
     if kind.smoothed:
         smooth = g.op("Cast", inputs["pre_quant_scale"], name="smooth", to=int(FLOAT))
         x = g.op("Mul", x, smooth, name="smoothed")
     factor: ir.Value | None = None
     if kind.activations == "row":
-        x, factor = _split_rows(g, x)
+        x, factor = split_rows(g, x)
     if kind.activations != "none":
-        scale = _input_scale(g, kind, inputs)
+        scale = input_scale(g, kind, inputs)
         x = _rounded_fp8(g, scale, x) if kind.scheme == "fp8" else _rounded_nvfp4(g, scale, x)
     bias = g.op("Cast", inputs["bias"], name="bias_float", to=int(FLOAT)) if kind.biased else None
-    y = _product(g, x, weight, factor, bias, FLOAT)
-    g.output(y if dtype == FLOAT else g.op("Cast", y, to=int(dtype)), "y", dtype, ["rows", "out"])
-    return g.function()
+    return _product(g, x, weight, factor, bias, FLOAT)
 
 
-def _input_scale(g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+def input_scale(g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
     """A row that was divided by its largest magnitude is at most 1."""
     if kind.activations == "static":
         return inputs["input_scale"]
@@ -219,11 +226,11 @@ def _widened(
     tables = [BYTE_TO_PAIR[:, 0], BYTE_TO_PAIR[:, 1], E8M0]
     low, high, powers = (_table(g, table, x, resident) for table in tables)
     # On entries this small, Gather takes many times as long as GatherElements on one axis.
-    halves = [g.unsqueeze(_lookup(g, half, weight), 2) for half in (low, high)]
+    halves = [g.unsqueeze(lookup(g, half, weight), 2) for half in (low, high)]
     numbers = g.op("Concat", *halves, name="numbers", axis=2)
     numbers = g.op("Reshape", numbers, g.constant([0, -1, kind.group_size]), name="numbers_by_block")
     if kind.scheme == "mxfp4":
-        factors = _lookup(g, powers, scale)
+        factors = lookup(g, powers, scale)
     elif resident:
         factors = g.op("Mul", g.op("Cast", scale, to=int(FLOAT)), inputs["global_scale"], name="factors")
     else:
@@ -262,7 +269,7 @@ def _table(g: GraphBuilder, values: np.ndarray, x: ir.Value, resident: bool) -> 
     return g.op("Slice", table, g.constant([0]), end, name="table")
 
 
-def _lookup(g: GraphBuilder, table: ir.Value, codes: ir.Value) -> ir.Value:
+def lookup(g: GraphBuilder, table: ir.Value, codes: ir.Value) -> ir.Value:
     flat = g.op("Reshape", codes, g.constant([-1]), name="flat")
     index = g.op("Cast", flat, name="index", to=int(ir.DataType.INT32))
     found = g.op("GatherElements", table, index, name="looked_up", axis=0)
@@ -280,42 +287,44 @@ def tensorrt_linear(
     """
     kind = kind_of(stored, biased=bias is not None)
     inputs = tensors(g, stored, folder, packed_as_bytes=False)
-    weight, scale, block = inputs["weight"], inputs["scale"], kind.group_size
-    as_dtype: dict[str, Any] = {"output_dtype": int(g.dtype)}
     factor: ir.Value | None = None
     with g.scope(name):
         if kind.smoothed:
             smooth = g.op("Cast", inputs["pre_quant_scale"], name="smooth", to=int(g.dtype))
             x = g.op("Mul", x, smooth, name="smoothed")
         if kind.activations == "row":
-            x, factor = _split_rows(g, g.op("Cast", x, name="x_float", to=int(FLOAT)))
+            x, factor = split_rows(g, g.op("Cast", x, name="x_float", to=int(FLOAT)))
             x = g.op("Cast", x, name="x_by_row", to=int(g.dtype))
         if kind.activations != "none":
-            x = _quantized_input(g, kind, _input_scale(g, kind, inputs), x, as_dtype)
-        if kind.scheme == "fp8":
-            weight = g.op("DequantizeLinear", weight, scale, name="widened", axis=0, **as_dtype)
-        elif kind.scheme == "mxfp4":
-            weight = g.op(
-                *("TRT_MXFP8DequantizeLinear", weight, scale),
-                name="widened",
-                domain=TRT_DOMAIN,
-                axis=-1,
-                block_size=block,
-                **as_dtype,
-            )
-        else:
-            if kind.scheme == "nvfp4":
-                scale = g.op("DequantizeLinear", scale, inputs["global_scale"], name="scales", **as_dtype)
-            else:
-                scale = g.op("Cast", scale, name="scales", to=int(g.dtype))
-            weight = g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
-        return _product(g, x, weight, factor, bias, g.dtype)
+            x = quantized_input(g, kind.scheme, input_scale(g, kind, inputs), x)
+        return _product(g, x, tensorrt_weight(g, kind, inputs), factor, bias, g.dtype)
 
 
-def _quantized_input(
-    g: GraphBuilder, kind: LinearKind, scale: ir.Value, x: ir.Value, as_dtype: dict[str, Any]
-) -> ir.Value:
+def tensorrt_weight(g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+    """[out, in] in the graph's dtype. Packed constants go nowhere but into a DequantizeLinear."""
+    weight, scale, block = inputs["weight"], inputs["scale"], kind.group_size
+    as_dtype: dict[str, Any] = {"output_dtype": int(g.dtype)}
     if kind.scheme == "fp8":
+        return g.op("DequantizeLinear", weight, scale, name="widened", axis=0, **as_dtype)
+    if kind.scheme == "mxfp4":
+        return g.op(
+            *("TRT_MXFP8DequantizeLinear", weight, scale),
+            name="widened",
+            domain=TRT_DOMAIN,
+            axis=-1,
+            block_size=block,
+            **as_dtype,
+        )
+    if kind.scheme == "nvfp4":
+        scale = g.op("DequantizeLinear", scale, inputs["global_scale"], name="scales", **as_dtype)
+    else:
+        scale = g.op("Cast", scale, name="scales", to=int(g.dtype))
+    return g.op("DequantizeLinear", weight, scale, name="widened", axis=1, block_size=block)
+
+
+def quantized_input(g: GraphBuilder, scheme: Scheme, scale: ir.Value, x: ir.Value) -> ir.Value:
+    as_dtype: dict[str, Any] = {"output_dtype": int(g.dtype)}
+    if scheme == "fp8":
         codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(E4M3))
         return g.op("DequantizeLinear", codes, scale, name="x_rounded", **as_dtype)
     codes, scales = g.multi(

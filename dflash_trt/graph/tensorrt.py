@@ -6,6 +6,7 @@ Caches have a static capacity C, and attention goes over all of it, under a mask
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from .builder import BOOL, FLOAT, INT64, GraphBuilder
 from .dialect import SINK_PADDING, AttentionInputs, Dialect
 from .experts import MXFP4_BLOCK, Storage, declared
 from .quantized import TRT_DOMAIN, tensorrt_linear
+from .quantized_experts import Projection, Stack, tensorrt_experts
 
 
 class TensorRT(Dialect):
@@ -107,6 +109,20 @@ class TensorRT(Dialect):
         widened_bytes: int,
     ) -> ir.Value:
         return tensorrt_linear(g, x, stored, folder, bias, name)
+
+    def quantized_experts(
+        self,
+        g: GraphBuilder,
+        x: ir.Value,
+        router: ir.Value,
+        stacks: Mapping[Projection, Stack],
+        folder: str,
+        *,
+        k: int,
+        widened_bytes: int,
+    ) -> ir.Value:
+        with g.scope("experts"):
+            return tensorrt_experts(g, x, router, stacks, k, folder)
 
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.config import DecoderConfig, LayerAttention
 from dflash_trt.checkpoint.linears import StoredLinear, stored_linear, widened_bytes
 from dflash_trt.checkpoint.rope import inverse_frequencies
-from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
 from dflash_trt.errors import CheckpointError
 from dflash_trt.graph.builder import FLOAT, FLOAT_DTYPES, INT64, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
@@ -37,20 +37,24 @@ class Module:
 
     def raw(self, name: str, *shape: int) -> ir.Value:
         """The tensor as stored, in a floating-point type."""
-        return self._stored(name, shape, FLOAT_DTYPES)
+        return self.g.raw_weight(self.stored(name, *shape), self.folder)
+
+    def stored(self, name: str, *shape: int) -> TensorInfo:
+        """Where the tensor lies, in a floating-point type."""
+        return self._checked(name, shape, FLOAT_DTYPES)
 
     def packed(self, name: str, *shape: int) -> ir.Value:
         """Quantized data or its scales: bytes."""
-        return self._stored(name, shape, ("U8",))
+        return self.g.raw_weight(self._checked(name, shape, ("U8",)), self.folder)
 
     def dtype_of(self, name: str) -> ir.DataType:
         """Of a tensor that was used before."""
         return ONNX_DTYPES[self.checkpoint.tensors[self.prefix + name].dtype]
 
-    def _stored(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> ir.Value:
+    def _checked(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> TensorInfo:
         info = self.checkpoint.expect(self.prefix + name, shape, dtypes)
         self.used.add(info.name)
-        return self.g.raw_weight(info, self.folder)
+        return info
 
     def weight(self, name: str, *shape: int, dtype: ir.DataType | None = None) -> ir.Value:
         """The tensor in `dtype`, by default the graph's: as it lies on disk, if it has that dtype already."""

@@ -36,7 +36,7 @@ def experts(
     e: Experts,
 ) -> ir.Value:
     """x [rows, D], router logits [rows, E] in float32 -> [rows, D]."""
-    widened = 4 * 3 * hidden * moe.intermediate_size * moe.num_experts * sum(moe.sparse_layers)
+    widened = widened_bytes(hidden, moe)
     body = dialect.moe(e.storage, e.gate_up.dtype or g.dtype, biased=moe.expert_bias, widened_bytes=widened)
     tensors = (e.gate_up, e.gate_up_scales, e.gate_up_bias, e.down, e.down_scales, e.down_bias)
     (y,) = g.call(
@@ -48,11 +48,18 @@ def experts(
         beta=1.0 if moe.activation == "gpt_oss" else 0.0,
         limit=float(np.finfo(np.float32).max) if moe.limit is None else moe.limit,
     )
-    return y if moe.normalize_weights else _times_chosen_share(g, y, logits, moe)
+    return weighted(g, y, logits, moe)
 
 
-def _times_chosen_share(g: GraphBuilder, y: ir.Value, logits: ir.Value, moe: MoEConfig) -> ir.Value:
-    """Weights from a softmax over all experts: the operator's, over the chosen ones, times their share of it."""
+def widened_bytes(hidden: int, moe: MoEConfig) -> int:
+    """What all experts of the model take in float32."""
+    return 4 * 3 * hidden * moe.intermediate_size * moe.num_experts * sum(moe.sparse_layers)
+
+
+def weighted(g: GraphBuilder, y: ir.Value, logits: ir.Value, moe: MoEConfig) -> ir.Value:
+    """Operators weight by a softmax over the chosen experts; one over all is that, times their share of it."""
+    if moe.normalize_weights:
+        return y
     best, _ = g.multi("TopK", logits, g.constant([moe.experts_per_token]), outputs=2, name="chosen")
     axis = g.constant([-1])
     chosen, total = (g.op("ReduceLogSumExp", v, axis, name="log_total") for v in (best, logits))

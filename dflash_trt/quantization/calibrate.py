@@ -18,8 +18,9 @@ from dflash_trt.checkpoint.pair import check_pair
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError
-from dflash_trt.graph.builder import FLOAT
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.functions import OnnxRuntime
+from dflash_trt.graph.quantized_experts import Projection, Stack, onnxruntime_experts, onnxruntime_inputs
 from dflash_trt.models.drafter import build_drafter
 from dflash_trt.models.target import build_target
 from dflash_trt.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ from dflash_trt.workspace import Progress, gather, silent
 
 # Of each prompt so much is read, and so many tokens are decoded after it.
 PROMPT_TOKENS, DECODED_TOKENS = 1024, 32
-_OBSERVED = "observed/"
+_OBSERVED, _FIRST_EXPERT = "observed/", ".experts.0."
 
 
 def calibration_set(directory: Path, file: Path | None) -> list[list[int]]:
@@ -54,6 +55,8 @@ def activation_amax(
 ) -> dict[str, float]:
     """Layer -> largest magnitude of its input, of the drafter, or of the target where there is no drafter.
 
+    Experts of a layer have one between them, as Model Optimizer has it: some may not see a single token.
+
     The target decodes greedily after each prompt; the drafter takes in what it read and drafts a block after the prompt
     and one after what was decoded. `work` is a directory on the checkpoints' file system, for links to their files.
     """
@@ -67,7 +70,7 @@ def activation_amax(
     for checkpoint in checkpoints.values():
         if checkpoint.quantization.name is not None:
             raise BuildError(f"{checkpoint.directory}: is quantized already; calibrate with the original one")
-    dialect = OnnxRuntime()
+    dialect = OnnxRuntime() if drafter else _Observing()
     graphs = {"target": build_target(config, checkpoints["target"], taps, dialect, folder="weights/target")}
     room = PROMPT_TOKENS + DECODED_TOKENS + 2
     if drafter is not None:
@@ -100,6 +103,9 @@ def activation_amax(
         (progress or silent)("calibrate", len(prompts), len(prompts))
         for engine in engines.values():
             engine.close()
+    for name in [name for name in largest if _FIRST_EXPERT in name]:
+        for e in range(config.moe.num_experts if config.moe else 0):
+            largest[name.replace(_FIRST_EXPERT, f".experts.{e}.")] = largest[name]
     return largest
 
 
@@ -135,6 +141,30 @@ def _run(
             _note(engines["drafter"].run(feeds), largest)
 
 
+class _Observing(OnnxRuntime):
+    """Experts say what reaches their down projections; what all experts of a layer see goes by the first one's name."""
+
+    experts_apart = True
+
+    def quantized_experts(
+        self,
+        g: GraphBuilder,
+        x: ir.Value,
+        router: ir.Value,
+        stacks: Mapping[Projection, Stack],
+        folder: str,
+        *,
+        k: int,
+        widened_bytes: int,
+    ) -> ir.Value:
+        inputs = [value for stack in stacks.values() for value in onnxruntime_inputs(g, stack, folder)]
+        body = onnxruntime_experts(stacks, resident=False, observed=True)
+        y, largest = g.call(body, x, router, *inputs, outputs=2, name="experts", k=k)
+        for stack, value in zip(stacks.values(), (x, x, largest), strict=True):
+            _output(g.graph, value, stack.plain[0].name)
+        return y
+
+
 def _note(outputs: Mapping[str, np.ndarray[Any, Any]], largest: dict[str, float]) -> None:
     for name, value in outputs.items():
         if name.startswith(_OBSERVED):
@@ -152,12 +182,16 @@ def _observe(model: ir.Model) -> None:
         if widening is not None:
             weight = widening.inputs[0]
         name = weight.name if weight is not None else None
-        if name is None or weight is None or weight.const_value is None:
-            continue
-        layer = name.rpartition("/")[2].removesuffix(".weight")
-        magnitude = ir.node("Abs", [x])
-        top = ir.node("ReduceMax", [magnitude.outputs[0]], attributes={"keepdims": 1})
-        model.graph.extend([magnitude, top])
-        value = top.outputs[0]
-        value.name, value.type, value.shape = f"{_OBSERVED}{layer}", ir.TensorType(FLOAT), ir.Shape([1, 1])
-        model.graph.outputs.append(value)
+        if x is not None and name is not None and weight is not None and weight.const_value is not None:
+            _output(model.graph, x, name.rpartition("/")[2])
+
+
+def _output(graph: ir.Graph, x: ir.Value, weight: str) -> None:
+    """The largest magnitude in x as an output under the name of the layer that x goes into."""
+    magnitude = ir.node("Abs", [x])
+    top = ir.node("ReduceMax", [magnitude.outputs[0]], attributes={"keepdims": 0})
+    graph.extend([magnitude, top])
+    value = top.outputs[0]
+    value.name = f"{_OBSERVED}{weight.removesuffix('.weight')}"
+    value.type, value.shape = ir.TensorType(FLOAT), ir.Shape([])
+    graph.outputs.append(value)

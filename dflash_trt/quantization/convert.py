@@ -32,11 +32,12 @@ from dflash_trt.precision import SCHEMES
 from dflash_trt.workspace import Progress, silent, workspace
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
-_QUANTIZED_ROLES = ("attention", "mlp", "fc")
+_QUANTIZED_ROLES = ("attention", "mlp", "experts", "fc")
 _COPIED = (".json", ".jinja", ".txt", ".model")
 # What one step widens to float32.
 _STEP_BYTES = 32 << 20
 # Layers that engines multiply as one share their scales, as Model Optimizer has them.
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")  # a layer's, and which of the expert's linear layers
 _FUSED = ((re.compile(r"\.[qkv]_proj$"), ".qkv_proj"), (re.compile(r"\.(gate|up)_proj$"), ".gate_up_proj"))
 
 
@@ -60,10 +61,10 @@ def quantize(
 ) -> Path:
     """Write the checkpoint in `source` to `out` with its linear layers in `scheme`; returns `out`.
 
-    `scheme` is fp8, nvfp4, mxfp4 or int4. Embedding, norms, routers and experts stay as they are (gpt-oss's experts are
-    in MXFP4 already), and so do layers that a pattern of `exclude` matches, as `model.layers.0.*`, and the LM head,
-    unless `head` names a scheme for it. `calibration`: layer -> largest magnitude of its input; fp8 and nvfp4 then get
-    static input scales. `replace_other`: what is in `out` may go, where it is something else.
+    `scheme` is fp8, nvfp4, mxfp4 or int4. Embedding, norms, routers and gpt-oss's experts (in MXFP4 already) stay as
+    they are, and so do layers that a pattern of `exclude` matches, as `model.layers.0.*`, and the LM head, unless
+    `head` names a scheme for it. `calibration`: layer -> largest magnitude of its input; fp8 and nvfp4 then get static
+    input scales. `replace_other`: what is in `out` may go, where it is something else.
 
     Works shard by shard beside `out`, which appears when all is whole; an interrupted run continues where it was. Holds
     one step of a tensor in memory, 32 MiB in float32, and what the system keeps of the mapped files.
@@ -128,7 +129,7 @@ def data_free(scheme: str, *, calibrated: bool = False, inputs: Sequence[int] = 
 def linear_layers(checkpoint: Checkpoint, exclude: Sequence[str] = ()) -> dict[str, TensorInfo]:
     """The weights that are quantized, by layer.
 
-    Raises BuildError for a pattern of `exclude` that matches none.
+    Raises BuildError for a pattern of `exclude` that matches none, or some of a layer's experts but not all.
     """
     named = {
         tensor.name.removesuffix(".weight"): tensor
@@ -143,7 +144,18 @@ def linear_layers(checkpoint: Checkpoint, exclude: Sequence[str] = ()) -> dict[s
             raise BuildError(
                 f"--exclude {pattern!r} matches no linear layer, as {next(iter(named), 'none')} is"
             )
-    return {n: t for n, t in named.items() if not any(fnmatchcase(n, pattern) for pattern in exclude)}
+    kept = {n: t for n, t in named.items() if not any(fnmatchcase(n, pattern) for pattern in exclude)}
+    halved = {_of_all_experts(name) for name in kept} & {_of_all_experts(n) for n in named if n not in kept}
+    if halved:
+        raise BuildError(
+            f"--exclude leaves some of {min(halved)} as they are, but not all; the experts of a layer are stored alike"
+        )
+    return kept
+
+
+def _of_all_experts(name: str) -> str:
+    """An expert's linear layer as a pattern for that of all experts of its layer; any other name as it is."""
+    return _EXPERT.sub(r"\1.*.\2", name)
 
 
 def _layers(
@@ -367,7 +379,7 @@ def _quant_config(
         t.name.removesuffix(".weight") for t in copied if len(t.shape) == 2 and t.name.endswith(".weight")
     }
     left = {name for name in linear | {HEAD} if name not in layers and "embed" not in name}
-    left = {"*.experts.*" if ".experts." in name else name for name in left}
+    left = {_of_all_experts(name) for name in left}
     algorithms = {layer.algorithm for layer in layers.values()}
     said: dict[str, Any] = {"kv_cache_quant_algo": None, "exclude_modules": sorted(left)}
     if len(algorithms) == 1:

@@ -1,0 +1,292 @@
+"""Experts of which at least one linear layer is quantized, for families whose gates and ups are apart (Qwen3-MoE).
+
+QuantizedExperts(x [rows,D], router_logits [rows,E], and for gate, up and down each: weight, scale, global_scale,
+    input_scale, pre_quant_scale, those of all experts one behind the other; k) -> y [rows,D]
+
+y = sum over the k best experts e of p_e * down_e(silu(gate_e(x)) * up_e(x)), p = softmax over the k best logits.
+Each of an expert's layers is one as quantized.py describes them, its input rounded as its format says, which
+`dflash::MoE` of experts.py cannot do. What a format does not have is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.checkpoint.numbers import BYTE_TO_PAIR, E4M3, E8M0
+from dflash_trt.checkpoint.tensors import TensorInfo
+
+from .builder import BOOL, FLOAT, INT64, GraphBuilder
+from .quantized import (
+    INPUTS,
+    LinearKind,
+    input_scale,
+    kind_of,
+    lookup,
+    product,
+    quantized_input,
+    split_rows,
+    tensorrt_weight,
+    tensors,
+)
+
+Projection = Literal["gate", "up", "down"]
+_BYTES = np.arange(256, dtype=np.uint8)
+_NIBBLES = np.stack([_BYTES & 15, _BYTES >> 4], axis=-1).astype(np.int8)
+# The numbers in a byte of the weight, by scheme: one or two.
+_NUMBERS: Mapping[str, np.ndarray] = {
+    "fp8": _BYTES.view(E4M3).astype(np.float32)[:, None],
+    "nvfp4": BYTE_TO_PAIR,
+    "mxfp4": BYTE_TO_PAIR,
+    "int4": ((_NIBBLES ^ 8) - 8).astype(np.float32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One linear layer [rows, columns] of every expert: all `stored` alike, or all `plain`, in floating point."""
+
+    rows: int
+    columns: int
+    stored: tuple[StoredLinear, ...] = ()
+    plain: tuple[TensorInfo, ...] = ()
+
+    @property
+    def kind(self) -> LinearKind | None:
+        return kind_of(self.stored[0], biased=False) if self.stored else None
+
+    @property
+    def parts(self) -> list[str]:
+        """Which of the operator's inputs there are."""
+        if not self.stored:
+            return ["weight"]
+        return [name for name in INPUTS[:-1] if getattr(self.stored[0], name) is not None]
+
+
+def onnxruntime_inputs(g: GraphBuilder, stack: Stack, folder: str) -> list[ir.Value]:
+    """The operator's inputs for one projection. Codes and their scales are bytes: no other type can be gathered."""
+    if stack.plain:
+        return [_concat(g, [g.raw_weight(info, folder) for info in stack.plain])]
+    each: dict[str, list[ir.Value]] = {part: [] for part in stack.parts}
+    for stored in stack.stored:
+        for part, values in each.items():
+            info: TensorInfo = getattr(stored, part)
+            value = g.raw_weight(info, folder)
+            if info.dtype == "F8_E4M3":
+                value = g.reinterpret(value, ir.DataType.UINT8, info.shape)
+            elif part in ("global_scale", "input_scale") or (part == "scale" and stored.scheme == "fp8"):
+                value = g.reinterpret(value, FLOAT, [info.nbytes // 4])
+            values.append(value)
+    return [_concat(g, values) for values in each.values()]
+
+
+def _concat(g: GraphBuilder, values: list[ir.Value]) -> ir.Value:
+    return g.op("Concat", *values, name="stacked", axis=0)
+
+
+def onnxruntime_experts(
+    stacks: Mapping[Projection, Stack], *, resident: bool, observed: bool = False
+) -> ir.Function:
+    """The body for ONNX Runtime: a loop over the experts that some row chose, in float32.
+
+    `resident`: all experts are widened to float32 as the engine loads. Otherwise every pass widens those in use, one
+    at a time, so that what it reads and holds follows their number. `observed`: a second output, the largest magnitude
+    that reaches a down projection.
+    """
+    kinds = "_".join(_signature(stack) for stack in stacks.values())
+    g = GraphBuilder(f"QuantizedExperts_{kinds}{'_observed' * observed}")
+    x, router = g.input("x", FLOAT, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
+    given: dict[Projection, dict[str, ir.Value]] = {}
+    for name, stack in stacks.items():
+        given[name] = {part: ir.Value(name=f"{name}_{part}") for part in stack.parts}
+        g.graph.inputs.extend(given[name].values())
+    by_expert = {name: _by_expert(g, stack, given[name], resident) for name, stack in stacks.items()}
+
+    k = g.op("Constant", name="k", value_int=ir.RefAttr("value_int", "k", ir.AttributeType.INT))
+    k = g.op("Reshape", k, g.constant([1]), name="count")
+    logits, best = g.multi("TopK", router, k, outputs=2, name="best", axis=-1)
+    shares = g.op("Softmax", logits, name="shares", axis=-1)
+    active = g.op(
+        "Unique", best, name="active", sorted=1
+    )  # so that a row's sum does not depend on other rows
+    nothing = g.op("Expand", g.constant(0, np.float32), g.op("Shape", x, name="all"), name="nothing")
+
+    body = g.body("experts")
+    step, go_on = (ir.Value(name=f"{body.graph.name}/{n}", type=ir.TensorType(t), shape=ir.Shape([]))
+                   for n, t in (("step", INT64), ("go_on", BOOL)))  # fmt: skip
+    total = ir.Value(
+        name=f"{body.graph.name}/total", type=ir.TensorType(FLOAT), shape=ir.Shape(["rows", "D"])
+    )
+    body.graph.inputs.extend([step, go_on, total])
+    expert = body.op("Gather", active, step, name="expert", axis=0)
+    places = body.op("NonZero", body.op("Equal", best, expert, name="is_chosen"), name="places")
+    places = body.op("Transpose", places, name="by_place", perm=[1, 0])  # [n, 2]: row, and which of its k
+    rows = body.op("Slice", places, *map(g.constant, ([0], [1], [1])), name="rows")  # [n, 1]
+
+    def linear(name: Projection, value: ir.Value) -> ir.Value:
+        stack, kind = stacks[name], stacks[name].kind
+        own = {
+            part: body.op("Gather", whole, expert, name=f"{name}_{part}", axis=0)
+            for part, whole in by_expert[name].items()
+        }
+        if kind is None:
+            weight = body.op("Cast", own["weight"], name=name, to=int(FLOAT))
+            return body.op("Gemm", value, weight, name=f"{name}_product", transB=1)
+        weight = own["weight"] if resident else _widened(body, kind, stack.columns, own)
+        return product(body, kind, own, value, weight)
+
+    asking = body.op("GatherND", x, rows, name="asking")
+    gate, up = linear("gate", asking), linear("up", asking)
+    hidden = body.op("Mul", body.op("Swish", gate, name="silu"), up, name="gated")
+    share = body.unsqueeze(body.op("GatherND", shares, places, name="share"), 1)
+    y = body.op("Mul", linear("down", hidden), share, name="weighted")
+    y = body.op("ScatterND", total, rows, y, name="added", reduction="add")
+    outputs = [(body.op("Identity", go_on), BOOL, []), (y, FLOAT, ["rows", "D"])]
+    if observed:
+        outputs.append((body.op("ReduceMax", body.op("Abs", hidden), name="largest", keepdims=0), FLOAT, []))
+    for value, dtype, shape in outputs:
+        value.type, value.shape = ir.TensorType(dtype), ir.Shape(shape)
+        body.graph.outputs.append(value)
+    count = g.op("Size", active, name="count")
+    y, *seen = g.multi("Loop", count, None, nothing, outputs=1 + observed, name="loop", body=body.graph)
+    g.output(y, "y", FLOAT, ["rows", "D"])
+    if observed:
+        g.output(g.op("ReduceMax", seen[0], keepdims=0), "largest", FLOAT, [])
+    return g.function([ir.Attr("k", ir.AttributeType.UNDEFINED, None)])
+
+
+def _signature(stack: Stack) -> str:
+    """What the body depends on besides the layer's size, which is the same throughout a model."""
+    if stack.kind is None:
+        return "Linear"
+    per_row = stack.kind.scheme == "fp8" and stack.stored[0].scale.nbytes > 4
+    return stack.kind.operator + "_per_row" * per_row
+
+
+def _by_expert(
+    g: GraphBuilder, stack: Stack, given: Mapping[str, ir.Value], resident: bool
+) -> dict[str, ir.Value]:
+    """Everything with an axis of experts in front; `weight` in float32 where it is resident."""
+    kind = stack.kind
+    if kind is None:
+        return {"weight": g.op("Reshape", given["weight"], g.constant([-1, stack.rows, stack.columns]))}
+    rows = stack.rows
+
+    def per_row(name: str) -> ir.Value:
+        """[E * rows, 1] of one number for each expert, or for each row."""
+        value = given[name]
+        if name == "global_scale" or stack.stored[0].scale.nbytes == 4:
+            value = g.op("Reshape", value, g.constant([-1, 1]), name=f"{name}_by_expert")
+            experts = g.dim(value, 0, name="experts")
+            value = g.op("Expand", value, g.shape(experts, rows), name=f"{name}_of_rows")
+        return g.op("Reshape", value, g.constant([-1, 1]), name=f"{name}_per_row")
+
+    found = dict(given)
+    if kind.scheme == "fp8":
+        found["scale"] = per_row("scale")
+    elif kind.scheme == "nvfp4":
+        found["global_scale"] = per_row("global_scale")
+    shapes = {
+        "weight": stack.stored[0].weight.shape,
+        "scale": (rows, stack.columns // (kind.group_size or stack.columns)),
+        "global_scale": (rows, 1),
+        "pre_quant_scale": (stack.columns,),
+        "input_scale": (),
+    }
+    if resident:
+        shapes["weight"] = (rows, stack.columns)
+        found["weight"] = _widened(g, kind, stack.columns, found)
+        found = {name: v for name, v in found.items() if name not in ("scale", "global_scale")}
+    return {
+        name: g.op("Reshape", value, g.constant([-1, *shapes[name]]), name=f"{name}_by_expert")
+        for name, value in found.items()
+    }
+
+
+def _widened(g: GraphBuilder, kind: LinearKind, columns: int, parts: Mapping[str, ir.Value]) -> ir.Value:
+    """Weights of one expert or of all, [rows, columns]: exactly the numbers that the codes stand for."""
+    tables = _NUMBERS[kind.scheme]
+    found = [lookup(g, g.constant(table, np.float32), parts["weight"]) for table in tables.T]
+    if kind.scheme == "fp8":
+        return g.op("Mul", found[0], parts["scale"], name="widened")
+    axis = 2 if kind.by_row else 1  # the two in a byte are neighbours in a row, or in a column
+    numbers = g.op("Concat", *(g.unsqueeze(half, axis) for half in found), name="numbers", axis=axis)
+    groups = columns // kind.group_size
+    numbers = g.op("Reshape", numbers, g.constant([-1, groups, kind.group_size]), name="numbers_by_block")
+    if kind.scheme == "nvfp4":
+        factors = lookup(g, g.constant(_NUMBERS["fp8"][:, 0], np.float32), parts["scale"])
+        factors = g.op("Mul", factors, parts["global_scale"], name="factors")
+    elif kind.scheme == "mxfp4":
+        factors = lookup(g, g.constant(E8M0, np.float32), parts["scale"])
+    else:
+        factors = g.op("Cast", parts["scale"], name="factors", to=int(FLOAT))
+    widened = g.op("Mul", numbers, g.unsqueeze(factors, 2), name="widened_by_block")
+    return g.op("Reshape", widened, g.constant([-1, columns]), name="widened")
+
+
+def tensorrt_experts(
+    g: GraphBuilder,
+    x: ir.Value,
+    router: ir.Value,
+    stacks: Mapping[Projection, Stack],
+    k: int,
+    folder: str,
+) -> ir.Value:
+    """The layer for TensorRT and TensorRT-RTX, written out in the graph itself (see quantized.py), in its dtype.
+
+    As in tensorrt.py's `moe`, every expert is computed for every row. Packed constants cannot be concatenated: each is
+    dequantized first, and one product goes over all experts. Where inputs have static scales, each expert's own, they
+    are divided by it, rounded with a scale of 1, and the product is multiplied by it.
+    """
+    logits, best = g.multi("TopK", router, g.constant([k]), outputs=2, name="best", axis=-1)
+    none = g.op("Expand", g.scalar(0.0, FLOAT), g.op("Shape", router, name="all"), name="none")
+    chosen = g.op("Softmax", logits, name="softmax", axis=-1)
+    shares = g.op("ScatterElements", none, best, chosen, name="shares", axis=1)
+    shares = g.unsqueeze(g.op("Transpose", shares, name="by_expert", perm=[1, 0]), 2)
+
+    def linear(name: Projection, value: ir.Value) -> ir.Value:
+        """[1 or E, rows, columns] -> [E, rows, rows of the stack]"""
+        with g.scope(name):
+            return _tensorrt_linear(g, stacks[name], value, folder)
+
+    x = g.unsqueeze(x, 0)
+    gate, up = (g.to_float(linear(name, x)) for name in ("gate", "up"))
+    hidden = g.op(
+        "Mul", g.op("Mul", gate, g.op("Sigmoid", gate, name="share"), name="silu"), up, name="gated"
+    )
+    y = g.to_float(linear("down", g.to_dtype(hidden, FLOAT)))
+    zero = g.scalar(0.0, FLOAT)
+    # Not 0 * y: an expert that nobody asked may have overflowed.
+    y = g.op("Where", g.op("Greater", shares, zero, name="chosen"), y, zero, name="asked")
+    y = g.op("ReduceSum", g.op("Mul", y, shares, name="shared"), g.constant([0]), name="sum", keepdims=0)
+    return g.to_dtype(y, FLOAT)
+
+
+def _tensorrt_linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value:
+    kind, factor = stack.kind, None
+    if kind is None:
+        weights = [g.cast(g.raw_weight(info, folder), g.dtype) for info in stack.plain]
+    else:
+        each = [tensors(g, stored, folder, packed_as_bytes=False) for stored in stack.stored]
+        weights = [tensorrt_weight(g, kind, inputs) for inputs in each]
+        if kind.smoothed:
+            smooth = [g.unsqueeze(g.cast(inputs["pre_quant_scale"], g.dtype), 0, 1) for inputs in each]
+            x = g.op("Mul", x, _concat(g, smooth), name="smoothed")
+        if kind.activations == "row":
+            x, factor = split_rows(g, g.to_float(x))
+            scale = input_scale(g, kind, {})
+        elif kind.activations == "static":
+            factor = _concat(g, [g.unsqueeze(inputs["input_scale"], 0, 1, 2) for inputs in each])
+            x, scale = g.op("Div", g.to_float(x), factor, name="by_scale"), g.scalar(1.0, FLOAT)
+        if factor is not None:
+            x = quantized_input(g, kind.scheme, scale, g.to_dtype(x, FLOAT))
+    weight = _concat(g, [g.unsqueeze(value, 0) for value in weights])
+    y = g.op("MatMul", x, g.op("Transpose", weight, name="transposed", perm=[0, 2, 1]), name="product")
+    if factor is None:
+        return y
+    return g.to_dtype(g.op("Mul", g.to_float(y), factor, name="rescaled"), FLOAT)
