@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -14,6 +15,8 @@ from dflash_trt.workspace import workspace
 
 from .convert import copy_files, data_free, linear_layers
 
+AWQ_TOKENS, AWQ_ROW = 4096, 1024
+_EXPERT = re.compile(r"\.experts\.\d+\.(?=(gate|up|down)_proj$)")
 # Scheme -> the name of Model Optimizer's configuration.
 CONFIGURATIONS = {"fp8": "FP8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG", "int4": "INT4_AWQ_CFG"}
 
@@ -23,7 +26,8 @@ def quantize_with_modelopt(
 ) -> Path:
     """Write the target in `source` to `out`, as Model Optimizer calibrates it on `prompts` (token ids) and exports it.
 
-    The model is held in BF16, whole, on the CPU. `exclude` as in `quantize`.
+    The model is held in BF16, whole, on the CPU. `exclude` as in `quantize`. AWQ, the calibration of int4, multiplies
+    every layer eleven times for each row of tokens: it gets the first AWQ_TOKENS, one prompt behind the other.
 
     Raises BuildError where torch, Transformers or nvidia-modelopt are missing, or the scheme is not one it calibrates.
     """
@@ -31,6 +35,19 @@ def quantize_with_modelopt(
         raise BuildError(
             f"--scheme {scheme}: --calibrator modelopt is for {', '.join(CONFIGURATIONS)}; {scheme} is of weights only"
         )
+    checkpoint = Checkpoint(source)
+    experts = any(_EXPERT.search(name) for name in linear_layers(checkpoint))
+    if scheme == "int4" and experts:
+        raise BuildError(
+            f"{source}: nvidia-modelopt 0.47 cannot export experts from AWQ with Transformers 5; quantize to int4 "
+            "without --calibration"
+        )
+    if any(name.endswith("_blocks") for name in checkpoint.tensors):
+        raise BuildError(
+            f"{source}: has experts in MXFP4, which Transformers would widen for Model Optimizer; use --calibrator "
+            "onnxruntime, which leaves them as they are"
+        )
+    disabled = _disabled(checkpoint, exclude)
     try:
         torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
         mtq = importlib.import_module("modelopt.torch.quantization")
@@ -43,11 +60,10 @@ def quantize_with_modelopt(
     if out.exists():
         raise BuildError(f"{out}: exists; choose another --out")
     config: dict[str, Any] = deepcopy(getattr(mtq, CONFIGURATIONS[scheme]))
-    config["quant_cfg"] += [
-        {"quantizer_name": f"{pattern}.*quantizer", "enable": False} for pattern in exclude
-    ]
+    config["quant_cfg"] += [{"quantizer_name": pattern, "enable": False} for pattern in disabled]
     if scheme == "int4":
-        layers = linear_layers(Checkpoint(source), exclude)
+        prompts = _packed(prompts)
+        layers = linear_layers(checkpoint, exclude)
         group = data_free(scheme, inputs=[tensor.shape[1] for tensor in layers.values()]).group_size
         for entry in config["quant_cfg"]:
             if "block_sizes" in (entry.get("cfg") or {}):
@@ -65,3 +81,26 @@ def quantize_with_modelopt(
         copy_files(source, work)
         work.rename(out)
     return out
+
+
+def _disabled(checkpoint: Checkpoint, exclude: Sequence[str]) -> list[str]:
+    """The names of the quantizers that `exclude` turns off; Transformers holds all gates and ups of experts as one."""
+    kept, left = linear_layers(checkpoint, exclude), dict[str, set[str]]()
+    for name in linear_layers(checkpoint):
+        if name not in kept:
+            found = _EXPERT.search(name)
+            whole = "down_proj" if found and found[1] == "down" else "gate_up_proj"
+            quantizer = f"{name[: found.start()]}.experts.{whole}*" if found else f"{name}.*quantizer"
+            left.setdefault(quantizer, set()).add(found[1] if found else name)
+    for quantizer, names in left.items():
+        if names in ({"gate"}, {"up"}):
+            raise BuildError(
+                f"--exclude leaves {names.pop()} projections of {quantizer.partition('.gate_up')[0]} as they are, but "
+                "Model Optimizer quantizes gate and up as one: leave both, or use --calibrator onnxruntime"
+            )
+    return list(left)
+
+
+def _packed(prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    tokens = [token for prompt in prompts for token in prompt][:AWQ_TOKENS]
+    return [tokens[i : i + AWQ_ROW] for i in range(0, len(tokens), AWQ_ROW)]
