@@ -11,7 +11,8 @@ target       perplexity and agreement of the quantized target on the unquantized
 pair         acceptance length where the drafter, the drafter and its head, or all of it are quantized
 
 Prompts are the shipped ones, every category in turn: the first `--prompts` are for measuring, calibrated scales come
-from as many others.
+from as many others. Needs the extra [quantize]: Model Optimizer's AWQ is measured beside the data-free int4 of targets
+whose experts are not in MXFP4.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from dflash_trt.graph.functions import OnnxRuntime
 from dflash_trt.precision import SCHEMES, parse_precision
 from dflash_trt.quantization.calibrate import activation_amax, calibration_set
 from dflash_trt.quantization.convert import quantize
+from dflash_trt.quantization.modelopt import quantize_with_modelopt
 
 Array = np.ndarray[Any, Any]
 INPUTS, OUTPUTS, ROWS = 2048, 2048, 256
@@ -165,6 +167,9 @@ def checkpoints(
                 out = folder / f"{role}-{scheme}-{scales}"
                 used = amax if scales == "calibrated" else None
                 found[role, scheme, scales] = quantize(path, out, scheme, calibration=used)
+    if not any(name.endswith("_blocks") for name in Checkpoint(sources["target"]).tensors):
+        out = folder / "target-int4-awq"
+        found["target", "int4", "AWQ"] = quantize_with_modelopt(sources["target"], out, "int4", calibration)
     return found
 
 
@@ -200,6 +205,8 @@ def measure(pair: str, count: int, tokens: int, folder: Path) -> Iterator[dict[s
         if scheme != "none":
             ways["drafter, its head"] = (target, f"head={scheme}")
             ways["target, drafter, its head"] = (found["target", scheme, scales], f"head={scheme}")
+            if ("target", scheme, "AWQ") in found:
+                ways["target by AWQ, drafter, its head"] = (found["target", scheme, "AWQ"], f"head={scheme}")
         for name, (first, precision) in ways.items():
             length = acceptance(built(first, path, precision), measured, tokens)
             yield {

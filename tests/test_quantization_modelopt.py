@@ -166,18 +166,25 @@ def test_quantizing_without_data_gives_the_same_bytes(
             assert ours.array(name).tobytes() == theirs.array(name).tobytes()
 
 
-def test_calibrating_with_model_optimizer(pair: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scheme", "algorithm"), [("fp8", "FP8"), ("int4", "W4A16_AWQ")])
+def test_calibrating_with_model_optimizer(
+    pair: tuple[Path, Path], tmp_path: Path, scheme: str, algorithm: str
+) -> None:
     prompts = [ids[:32] for ids in calibration_set(pair[0], None)[:2]]
-    out = quantize_with_modelopt(pair[0], tmp_path / "out", "fp8", prompts, exclude=["model.layers.0.*"])
+    out = quantize_with_modelopt(pair[0], tmp_path / "out", scheme, prompts, exclude=["model.layers.0.*"])
     checkpoint = Checkpoint(out)
-    assert checkpoint.quantization.name == "FP8"
+    assert checkpoint.quantization.name == algorithm
     stored = [stored_linear(checkpoint, layer, HIDDEN, outputs(layer)) for layer in LAYERS]
     assert [s is not None for s in stored] == [".1." in layer for layer in LAYERS]
     down = stored[-1]
     assert down is not None
-    assert down.input_scale is not None
-    w = Checkpoint(pair[0]).array(down.weight.name).astype(np.float32)
-    assert np.linalg.norm(widen(checkpoint, down) - w) < 0.03 * np.linalg.norm(w)
+    w, found = Checkpoint(pair[0]).array(down.weight.name).astype(np.float32), widen(checkpoint, down)
+    if scheme == "int4":
+        assert down.pre_quant_scale is not None
+        found = found * checkpoint.array(down.pre_quant_scale.name).astype(np.float32)
+    else:
+        assert down.input_scale is not None
+    assert np.linalg.norm(found - w) < {"fp8": 0.03, "int4": 0.15}[scheme] * np.linalg.norm(w)
 
 
 def test_a_scale_that_is_missing_is_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
