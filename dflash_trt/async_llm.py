@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
@@ -21,12 +23,23 @@ from dflash_trt.runtime import Messages, Prompt, Runtime
 _Item = Chunk | DFlashError
 
 
+@dataclass(slots=True)
+class _Stream:
+    """Where the chunks of a request go; before `due`, a time of perf_counter, only the last one does."""
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[_Item]
+    due: float
+
+
 class AsyncLLM:
     """A bundle that serves many requests at a time. Arguments as `LLM`'s, and:
 
     max_queue: requests that may wait beyond the `max_batch_size` being decoded; further ones get BusyError at once.
     block_length: tokens verified per round, 1..block_size (default: what is expected to be fastest, see
         `AdaptiveLength`).
+    stream_interval: seconds. What follows a chunk of a stream sooner is held back and comes as one chunk, by the first
+        step of the engine after them; the end never waits (default 0: a chunk per round).
 
     A request's tokens do not depend on what else is served. Use it as an async context manager, or `await close()`.
     """
@@ -38,6 +51,7 @@ class AsyncLLM:
         max_batch_size: int = 8,
         max_queue: int = 256,
         block_length: int | None = None,
+        stream_interval: float = 0.0,
         prefill_chunk: int = 512,
         prefix_cache_bytes: int = 256 << 20,
         threads: int | None = None,
@@ -45,6 +59,8 @@ class AsyncLLM:
     ) -> None:
         if max_queue < 0:
             raise DFlashError(f"max_queue is {max_queue}, expected 0 or more")
+        if not stream_interval >= 0:
+            raise DFlashError(f"stream_interval is {stream_interval}, expected 0 or more seconds")
         self._runtime = Runtime(
             bundle,
             max_batch_size=max_batch_size,
@@ -57,7 +73,9 @@ class AsyncLLM:
         self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
         self._lengths = self._runtime.lengths(True, block_length)
         self._limit = max_batch_size + max_queue
-        self._streams: dict[InFlight, tuple[asyncio.AbstractEventLoop, asyncio.Queue[_Item]]] = {}
+        self._stream_interval = stream_interval
+        self._streams: dict[InFlight, _Stream] = {}
+        self._held: dict[InFlight, list[Emission]] = {}  # what streams wait for; the engine thread's
         self._arrivals: list[InFlight] = []
         self._wake = threading.Condition()
         self._closing = False
@@ -84,7 +102,7 @@ class AsyncLLM:
         block_length: int | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Complete one prompt, as chunks: runs of tokens, as each round commits them.
+        """Complete one prompt, as chunks: runs of tokens, as rounds commit them (see `stream_interval`).
 
         A consumer that leaves (`aclose`, a cancelled task) frees the slot before the next round. After `timeout`
         seconds the request ends with finish_reason "timeout". `block_length`: most tokens that a round verifies for
@@ -99,7 +117,7 @@ class AsyncLLM:
         request = self._runtime.request(
             prompt, params, draft=speculate, deadline=deadline, block_length=block_length
         )
-        async with contextlib.aclosing(self._follow(request)) as items:
+        async with contextlib.aclosing(self._follow(request, due=0.0)) as items:
             async for item in items:
                 yield item
 
@@ -118,13 +136,9 @@ class AsyncLLM:
         request = self._runtime.request(
             prompt, params, draft=speculate, deadline=deadline, block_length=block_length
         )
-        text: list[str] = []
-        tokens: list[int] = []
-        async with contextlib.aclosing(self._follow(request)) as items:
-            async for item in items:
-                text.append(item.text)
-                tokens += item.token_ids
-        return completion(request, "".join(text), tokens)
+        async with contextlib.aclosing(self._follow(request, due=math.inf)) as items:
+            (whole,) = [item async for item in items]
+        return completion(request, whole.text, whole.token_ids)
 
     def chat_prompt(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -149,7 +163,7 @@ class AsyncLLM:
     async def __aexit__(self, *error: object) -> None:
         await self.close(finish=error[0] is None)
 
-    async def _follow(self, request: InFlight) -> AsyncGenerator[Chunk, None]:
+    async def _follow(self, request: InFlight, due: float) -> AsyncGenerator[Chunk, None]:
         queue: asyncio.Queue[_Item] = asyncio.Queue()
         with self._wake:
             if self._failure is not None or self._closing:
@@ -158,7 +172,7 @@ class AsyncLLM:
                 raise BusyError(
                     f"{len(self._streams)} requests are in flight, the most taken at a time; try again later"
                 )
-            self._streams[request] = asyncio.get_running_loop(), queue
+            self._streams[request] = _Stream(asyncio.get_running_loop(), queue, due)
             self._arrivals.append(request)
             self._wake.notify()
         try:
@@ -193,13 +207,19 @@ class AsyncLLM:
             self._fail(error)
 
     def _deliver(self, emissions: list[Emission]) -> None:
-        """Hand a step's results to their streams, with one wake-up per event loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[_Item], _Item]]] = {}
+        """Hand what is due to the streams, with one wake-up per event loop."""
         for emission in emissions:
-            stream = self._streams.get(emission.request)
+            self._held.setdefault(emission.request, []).append(emission)
+        now = perf_counter()
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[_Item], _Item]]] = {}
+        for request, held in list(self._held.items()):
+            stream = self._streams.get(request)
             if stream is not None:
-                item = emission.refused or chunk(emission)
-                by_loop.setdefault(stream[0], []).append((stream[1], item))
+                if held[-1].finish_reason is None and now < stream.due:
+                    continue
+                stream.due = now + self._stream_interval
+                by_loop.setdefault(stream.loop, []).extend((stream.queue, item) for item in _items(held))
+            del self._held[request]
         for loop, items in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put, items)
@@ -209,7 +229,7 @@ class AsyncLLM:
     def _forget(self, loop: asyncio.AbstractEventLoop) -> None:
         """A closed loop runs nothing any more, not even the end of its streams."""
         with self._wake:
-            for request in [r for r, stream in self._streams.items() if stream[0] is loop]:
+            for request in [r for r, stream in self._streams.items() if stream.loop is loop]:
                 request.cancelled = True
                 del self._streams[request]
 
@@ -218,10 +238,20 @@ class AsyncLLM:
         with self._wake:
             self._failure = DFlashError(f"the engine failed: {type(error).__name__}: {error}")
             self._failure.__cause__ = error
-            streams = list(self._streams.values())
-        for loop, queue in streams:
+            streams = dict(self._streams)
+        for request, stream in streams.items():
+            items = [*_items(self._held.pop(request, [])), self._failure]
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(queue.put_nowait, self._failure)
+                stream.loop.call_soon_threadsafe(_put, [(stream.queue, item) for item in items])
+
+
+def _items(held: list[Emission]) -> Iterator[_Item]:
+    """A chunk of what was held back, and the error where that is how it ended."""
+    refused = held[-1].refused if held else None
+    if given := held if refused is None else held[:-1]:
+        yield chunk(given)
+    if refused is not None:
+        yield refused
 
 
 def _put(items: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:

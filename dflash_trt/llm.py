@@ -119,7 +119,7 @@ class LLM:
     ) -> Iterator[Chunk]:
         """Complete one prompt, as chunks: runs of tokens, as each round commits them. See `generate`."""
         request = self._runtime.request(prompt, sampling_params or SamplingParams(), draft=speculate)
-        return (chunk(e) for e in self._decode([request], speculate, block_length))
+        return (chunk([e]) for e in self._decode([request], speculate, block_length))
 
     def chat(
         self,

@@ -123,8 +123,8 @@ class Runtime:
         """Raise RequestError where a block length is not one of this bundle's."""
         if block_length is not None and not 1 <= block_length <= self.block_size:
             raise RequestError(
-                f"block_length is {block_length}, expected 1..{self.block_size} (this bundle's block size), or None "
-                "for the adaptive one"
+                f"block_length is {block_length}, expected 1..{self.block_size} (this bundle's block size); leave "
+                "it out for the default"
             )
         if self.driver is not None:
             self.driver.check_block_length(block_length)

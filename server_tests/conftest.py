@@ -37,7 +37,9 @@ def served(
     bundle = bundles[request.param]
     # A fixed length: by itself the engine stops to draft where that does not pay.
     length = Bundle.open(bundle).manifest["block_size"]
-    options = ("--max-batch-size=8", "--max-queue=64", f"--block-length={length}")
+    # One of the pairs with a response per round, the other with one per interval, as by default.
+    interval = ["--stream-interval=0"] * (request.param == SHIPPED[0])
+    options = ("--max-batch-size=8", "--max-queue=64", f"--block-length={length}", *interval)
     server = Serving(bundle, tmp_path_factory.mktemp("log") / "log", *options)
     with LLM(bundle, max_batch_size=8, threads=1) as llm:
         yield Served(bundle, server, llm)

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -52,22 +53,23 @@ class Serving:
         command = [sys.executable, "-m", "dflash_trt", "serve", str(bundle), *ports, *options]
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-        self.until(lambda: "serving " in self.log or self.process.poll() is not None, 60)
+        self.until(lambda: "serving " in self.log or self.process.poll() is not None)
         assert self.process.poll() is None, self.log
 
     @property
     def log(self) -> str:
         return self.log_file.read_text()
 
-    def until(self, condition: Callable[[], Any], seconds: float = 20) -> None:
-        end = time.monotonic() + seconds
+    def until(self, condition: Callable[[], Any]) -> None:
+        """Long enough for a machine that has much else to do; what is counted is shown once a second."""
+        end = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < end, f"waited in vain\n{self.log}"
             time.sleep(0.05)
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def processes(self, what: str) -> list[int]:
         """The server's processes with this in their command line: tritonserver, stub, worker."""
@@ -84,10 +86,12 @@ class Serving:
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample of the metrics port."""
-        for line in self.get("/metrics", self.metrics_port)[1].splitlines():
-            if line.startswith(name + "{") and all(f'{k}="{v}"' in line for k, v in labels.items()):
-                return float(line.rsplit(" ", 1)[1])
-        return 0.0
+        return self.metrics()(name, **labels)
+
+    def metrics(self) -> Callable[..., float]:
+        """The samples of one moment."""
+        lines = self.get("/metrics", self.metrics_port)[1].splitlines()
+        return partial(sample, lines)
 
     def generate(self, *, model: str = "dflash", **fields: Any) -> tuple[int, dict[str, Any]]:
         """POST generate: the status, and the answer."""
@@ -98,16 +102,23 @@ class Serving:
     def generate_stream(self, *, model: str = "dflash", **fields: Any) -> Iterator[dict[str, Any]]:
         url = f"http://127.0.0.1:{self.http_port}/v2/models/{model}/generate_stream"
         body = json.dumps({"stream": True, **fields}).encode()
-        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=120) as answer:
             for line in answer:
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
 
 
+def sample(lines: list[str], name: str, **labels: str) -> float:
+    for line in lines:
+        if line.startswith(name + "{") and all(f'{k}="{v}"' in line for k, v in labels.items()):
+            return float(line.rsplit(" ", 1)[1])
+    return 0.0
+
+
 def fetch(url: str, body: Any = None) -> tuple[int, str]:
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=60) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=120) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -155,7 +166,7 @@ class Client:
 
     def wait(self) -> tuple[str, dict[str, Any], bool]:
         """The next answer: of which request, its outputs, whether it is the last. Raises what the server says."""
-        result, error = self._answers.get(timeout=60)
+        result, error = self._answers.get(timeout=120)
         if error is not None:
             raise error
         response = result.get_response()

@@ -15,12 +15,14 @@ from server_tests.serving import Serving
 
 ROOT = Path(__file__).parent.parent
 TOKENS = list(range(400, 430))
+FAILS = 7  # a prompt of this one token
 # What `import tensorrt_llm` finds: a module that puts the double in its own place.
 PACKAGE = f"""
 import sys
 from tests.tensorrt_llm_double import make_double
-sys.modules[__name__] = module = make_double(lambda prompt: {TOKENS})
-module.LLM.delay = 0.01  # seconds between responses, so that a stream has several
+answers = {{({FAILS},): {TOKENS[:12]} + [ValueError("out of blocks")]}}
+sys.modules[__name__] = module = make_double(lambda prompt: answers.get(tuple(prompt), {TOKENS}))
+module.LLM.delay = 0.03  # seconds between responses, so that a stream has several
 """
 
 
@@ -47,7 +49,17 @@ def test_answers_whole_and_streamed(server: tuple[Serving, Tokenizer]) -> None:
     assert answer["output_ids"] == TOKENS[:20]
     events = list(serving.generate_stream(**asked))
     assert "".join(event["text_output"] for event in events) == text
-    assert len(events) > 3
+    assert len(events) > 1
+
+
+def test_an_error_comes_after_the_tokens_before_it(server: tuple[Serving, Tokenizer]) -> None:
+    serving, tokenizer = server
+    events = list(serving.generate_stream(input_ids=[FAILS], max_tokens=20))
+    assert "".join(event["text_output"] for event in events[:-1]) == tokenizer.decode(TOKENS[:12])
+    assert "out of blocks" in events[-1]["error"]
+    status, answer = serving.generate(input_ids=[FAILS], max_tokens=20)
+    assert (status, answer["error"]) == (400, events[-1]["error"])
+    assert serving.ready()
 
 
 def test_what_tensorrt_llm_has_not_is_an_error_of_the_request(server: tuple[Serving, Tokenizer]) -> None:

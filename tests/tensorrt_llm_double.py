@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from dflash_trt.trtllm.releases import find_release
 
-Answer = Callable[[list[int]], list[int]]
+Answer = Callable[[list[int]], list[Any]]  # tokens; an exception among them ends the request
 
 
 class Field:
@@ -121,7 +121,10 @@ class RequestOutput:
         while at < end and not self.aborted:
             run = 1 if at == 0 else self.llm.runs[self.decoding_iter % len(self.llm.runs)]
             self.decoding_iter += 1
-            output.token_ids.extend(tokens[at : min(at + run, end)])
+            for token in tokens[at : min(at + run, end)]:
+                if isinstance(token, Exception):
+                    raise token
+                output.token_ids.append(token)
             at += run
             if at >= end:
                 self.finished = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import random
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams
 from dflash_trt.build import build
 from dflash_trt.decoding.inflight import InFlight
+from dflash_trt.decoding.request import Chunk
 from dflash_trt.errors import BusyError, DFlashError, RequestError
 from tests.checkpoints import VOCAB, make_drafter, make_target
 
@@ -70,7 +72,8 @@ async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_streams_and_completions_are_what_each_request_gets_alone(bundle, alone) -> None:
+@pytest.mark.parametrize("stream_interval", [0.0, 0.004])
+def test_streams_and_completions_are_what_each_request_gets_alone(bundle, alone, stream_interval) -> None:
     async def body(llm: AsyncLLM) -> None:
         async def stream(i: int) -> None:
             chunks = [chunk async for chunk in llm.stream(*ASKED[i], speculate=i % 2 == 0)]
@@ -90,7 +93,38 @@ def test_streams_and_completions_are_what_each_request_gets_alone(bundle, alone)
         assert text.prompt_token_ids == llm.tokenizer.encode("The answer is")
         assert len(llm.chat_prompt([{"role": "user", "content": "Hi"}])) > 5
 
-    serve(bundle, body)
+    serve(bundle, body, stream_interval=stream_interval)
+
+
+def test_what_follows_a_chunk_too_soon_comes_as_one(bundle, monkeypatch) -> None:
+    """By a clock that every step of the engine moves on by 10 ms, and one token per step."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=True)
+
+    async def chunks(llm: AsyncLLM) -> list[Chunk]:
+        return [chunk async for chunk in llm.stream(prompt(9), params, speculate=False)]
+
+    async def each_round(llm: AsyncLLM) -> None:
+        got[0.0] = await chunks(llm)
+
+    async def at_intervals(llm: AsyncLLM) -> None:
+        clock = itertools.count()
+        monkeypatch.setattr("dflash_trt.async_llm.perf_counter", lambda: next(clock) / 100)
+        got[0.035] = await chunks(llm)
+        whole.append(await llm.generate(prompt(9), params, speculate=False))
+
+    got: dict[float, list[Chunk]] = {}
+    whole: list[Completion] = []
+    serve(bundle, each_round)
+    serve(bundle, at_intervals, stream_interval=0.035)
+    assert [len(chunk.token_ids) for chunk in got[0.0]] == [1] * 12
+    assert [len(chunk.token_ids) for chunk in got[0.035]] == [1, 4, 4, 3]
+    for each in got.values():
+        assert [token for chunk in each for token in chunk.token_ids] == whole[0].token_ids
+        assert "".join(chunk.text for chunk in each) == whole[0].text
+        assert [x for chunk in each for x in chunk.logprobs] == pytest.approx(whole[0].logprobs, abs=1e-4)
+        assert [chunk.finish_reason for chunk in each] == [None] * (len(each) - 1) + ["length"]
+    with pytest.raises(DFlashError, match="stream_interval is -1"):
+        AsyncLLM(bundle, stream_interval=-1)
 
 
 @pytest.mark.parametrize("how", ["aclose", "cancel", "break"])
@@ -135,7 +169,8 @@ def test_who_leaves_frees_the_slot_before_the_next_round(bundle, how, monkeypatc
     serve(bundle, body)
 
 
-def test_a_timeout_ends_with_the_tokens_so_far(bundle, alone) -> None:
+@pytest.mark.parametrize("stream_interval", [0.0, 1e9])
+def test_a_timeout_ends_with_the_tokens_so_far(bundle, alone, stream_interval) -> None:
     async def body(llm: AsyncLLM) -> None:
         late = await llm.generate(prompt(9), LONG, timeout=0)
         assert (late.token_ids, late.text, late.finish_reason) == ([], "", "timeout")
@@ -155,7 +190,7 @@ def test_a_timeout_ends_with_the_tokens_so_far(bundle, alone) -> None:
         reasons = llm.metrics.snapshot()["request_success"]
         assert reasons == {"stop": 0, "length": 2, "cancelled": 0, "timeout": 2}
 
-    serve(bundle, body, block_length=2)
+    serve(bundle, body, block_length=2, stream_interval=stream_interval)
 
 
 def test_a_full_queue_is_refused_at_once(bundle) -> None:
@@ -235,6 +270,20 @@ def test_an_engine_failure_reaches_every_stream_and_later_requests(bundle) -> No
     asyncio.run(main())
 
 
+def test_an_engine_failure_comes_after_the_tokens_before_it(bundle) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(bundle, threads=1, stream_interval=1e9)
+        verify, calls = llm._runtime.pair.verify, iter(range(100))
+        llm._runtime.pair.verify = lambda *a: verify(*a) if next(calls) < 5 else 1 / 0  # type: ignore[method-assign]
+        stream = llm.stream(prompt(5), LONG, speculate=False)
+        assert [len((await anext(stream)).token_ids) for _ in range(2)] == [1, 5]
+        with pytest.raises(DFlashError, match="engine failed: ZeroDivisionError"):
+            await anext(stream)
+        await llm.close()
+
+    asyncio.run(main())
+
+
 def test_a_loop_that_was_closed_leaves_no_request_behind(bundle, alone) -> None:
     llm = AsyncLLM(bundle, max_batch_size=1, max_queue=0, threads=1)
     loop = asyncio.new_event_loop()
@@ -270,7 +319,8 @@ def test_two_event_loops_share_one_engine(bundle, alone) -> None:
     asyncio.run(llm.close())
 
 
-def test_hundreds_of_requests_that_come_and_go_leave_nothing_behind(bundle, alone) -> None:
+@pytest.mark.parametrize("stream_interval", [0.0, 0.004])
+def test_hundreds_of_requests_that_come_and_go_leave_nothing_behind(bundle, alone, stream_interval) -> None:
     rng = random.Random(5)
 
     async def body(llm: AsyncLLM) -> None:
@@ -313,4 +363,4 @@ def test_hundreds_of_requests_that_come_and_go_leave_nothing_behind(bundle, alon
         alive = [each for each in gc.get_objects() if type(each) is InFlight]
         assert len(alive) <= 2  # the engine thread's last ones
 
-    serve(bundle, body, max_queue=1000)
+    serve(bundle, body, max_queue=1000, stream_interval=stream_interval)

@@ -40,7 +40,8 @@ def test_deploy_writes_a_repository(bundle: Path, tmp_path: Path, capsys: pytest
     config = (out / "dflash" / "config.pbtxt").read_text()
     given = dict(re.findall(r'key: "(\w+)" value \{ string_value: "(.*)" \}', config))
     assert given == {
-        "bundle": "bundle", "python": "", "max_batch_size": "5", "max_queue": "7", "block_length": "3", "threads": "",
+        "bundle": "bundle", "python": "", "max_batch_size": "5", "max_queue": "7", "block_length": "3",
+        "stream_interval_ms": "50", "threads": "",
     }  # fmt: skip
     assert "${" not in config
     linked = out / "dflash" / "1" / "bundle"
@@ -49,6 +50,11 @@ def test_deploy_writes_a_repository(bundle: Path, tmp_path: Path, capsys: pytest
     assert (out / "ensemble" / "1").is_dir()
     assert main(["deploy", str(bundle), "--out", str(out)]) == 1
     assert "is there already" in capsys.readouterr().err
+    options = ["--block-length", "auto", "--stream-interval", "0"]
+    assert main(["deploy", str(bundle), "--out", str(tmp_path / "other"), *options]) == 0
+    config = (tmp_path / "other" / "dflash" / "config.pbtxt").read_text()
+    assert 'key: "block_length" value { string_value: "auto" }' in config
+    assert 'key: "stream_interval_ms" value { string_value: "0" }' in config
     copied = deploy(bundle, tmp_path / "copied", copy=True) / "dflash" / "1" / "bundle"
     assert not copied.is_symlink()
     assert {p.name for p in copied.iterdir()} == {p.name for p in bundle.iterdir()}
@@ -59,6 +65,7 @@ def test_deploy_refuses_what_could_not_run(bundle: Path, tmp_path: Path) -> None
         ({"max_batch_size": 0}, "max_batch_size is 0"),
         ({"max_queue": -1}, "max_queue is -1"),
         ({"block_length": 99}, "block_length is 99, expected 1.."),
+        ({"stream_interval_ms": -1}, "stream_interval_ms is -1"),
     ]
     for options, message in wrong:
         with pytest.raises(DFlashError, match=message):
@@ -139,10 +146,39 @@ def test_the_engine_process_answers_and_ends_with_its_socket(bundle: Path) -> No
     assert engine.end() == 0
 
 
-def test_the_engine_process_says_why_it_cannot_start(tmp_path: Path) -> None:
-    engine = Engine(tmp_path)
-    assert "manifest.json" in json.loads(engine.file.readline())["fatal"]
-    assert engine.process.wait(20) == 1
+def test_a_stream_gets_a_response_per_round_or_one_per_interval(bundle: Path) -> None:
+    got: dict[str, list[dict[str, Any]]] = {}
+    for interval in ("0", "1000000000"):
+        engine = Engine(bundle, stream_interval_ms=interval, block_length="auto")
+        engine.file.readline()
+        engine.ask(1, prompt(9), max_tokens=60, ignore_eos=True, logprobs=True)
+        got[interval] = []
+        for _, update in engine.updates():
+            got[interval].append(update)
+            if "finish_reason" in update:
+                break
+        assert engine.end() == 0
+    assert len(got["1000000000"]) == 2 < len(got["0"])
+    tokens, texts = (
+        [[x for u in each for x in u[key]] for each in got.values()] for key in ("token_ids", "text")
+    )
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 60
+    assert texts[0] == texts[1]
+    assert [len(u["logprobs"]) for u in got["1000000000"]] == [1, 59]
+
+
+def test_the_engine_process_says_why_it_cannot_start(bundle: Path, tmp_path: Path) -> None:
+    for engine, reason in (
+        (Engine(tmp_path), "manifest.json"),
+        (
+            Engine(bundle, block_length="none"),
+            "parameter block_length is 'none', expected a whole number or auto",
+        ),
+        (Engine(bundle, max_queue="-1"), "parameter max_queue is '-1', expected a whole number"),
+    ):
+        assert reason in json.loads(engine.file.readline())["fatal"]
+        assert engine.process.wait(20) == 1
 
 
 def test_sigterm_cancels_what_is_in_flight_and_takes_nothing_more(bundle: Path) -> None:

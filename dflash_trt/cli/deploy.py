@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.cli.options import at_least
+from dflash_trt.cli.options import at_least, block_length
 
 SUMMARY = "write a Triton model repository that serves a bundle"
 DESCRIPTION = """\
@@ -43,14 +43,23 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-queue", type=at_least(0), default=256, metavar="N",
         help="requests that may wait beyond these; further ones are refused at once (default: 256)",
     )  # fmt: skip
-    engine.add_argument("--block-length", type=at_least(1), metavar="N", help="tokens verified per round")
+    engine.add_argument(
+        "--block-length", type=block_length, metavar="auto|N",
+        help="tokens verified per round (default: auto, what is expected to be fastest, round by round)",
+    )  # fmt: skip
+    engine.add_argument(
+        "--stream-interval", type=at_least(0), default=50, metavar="MS",
+        help="what follows a response of a stream within so many milliseconds is sent as one; 0: a response per round "
+        "(default: 50)",
+    )  # fmt: skip
     engine.add_argument(
         "--threads", type=at_least(1), metavar="N", help="CPU threads per pass (default: all)"
     )
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in ("max_batch_size", "max_queue", "block_length", "threads")}
+    names = ("max_batch_size", "max_queue", "block_length", "threads")
+    return {name: getattr(args, name) for name in names} | {"stream_interval_ms": args.stream_interval}
 
 
 def run(args: argparse.Namespace) -> int:

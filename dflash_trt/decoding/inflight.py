@@ -92,11 +92,17 @@ class Emission:
     refused: RequestError | None = None
 
 
-def chunk(emission: Emission) -> Chunk:
-    """What a stream yields; the last chunk has the statistics."""
-    ended = emission.finish_reason is not None
-    statistics = emission.request.statistics if ended else None
-    return Chunk(emission.text, emission.token_ids, emission.finish_reason, statistics, emission.logprobs)
+def chunk(emissions: Sequence[Emission]) -> Chunk:
+    """What a stream yields, of what one or more steps gave its request; the last chunk has the statistics."""
+    last = emissions[-1]
+    logprobs = [each.logprobs for each in emissions if each.logprobs is not None]
+    return Chunk(
+        "".join([each.text for each in emissions]),
+        [token for each in emissions for token in each.token_ids],
+        last.finish_reason,
+        None if last.finish_reason is None else last.request.statistics,
+        [logprob for each in logprobs for logprob in each] if logprobs else None,
+    )
 
 
 def completion(request: InFlight, text: str, token_ids: list[int]) -> Completion:

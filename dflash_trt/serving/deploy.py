@@ -22,17 +22,21 @@ def deploy(
     max_batch_size: int = 8,
     max_queue: int = 256,
     block_length: int | None = None,
+    stream_interval_ms: int = 50,
     threads: int | None = None,
 ) -> Path:
     """Write the models `dflash` and `ensemble` into the directory `out`, which must not exist or be empty.
 
     copy: whether the repository holds the bundle itself (to be taken elsewhere), or a link to it.
     python: the interpreter that runs the engine; "" is the one that Triton's Python backend runs.
-    The rest are `AsyncLLM`'s. Returns `out`. Raises DFlashError: the bundle is not whole, a setting is out of range,
-    or `out` is taken.
+    stream_interval_ms: `AsyncLLM`'s stream_interval, in milliseconds. The rest are `AsyncLLM`'s.
+
+    Returns `out`. Raises DFlashError: the bundle is not whole, a setting is out of range, or `out` is taken.
     """
     opened = Bundle.open(bundle)
-    for name, value, least in (("max_batch_size", max_batch_size, 1), ("max_queue", max_queue, 0)):
+    numbers = {"max_batch_size": (max_batch_size, 1), "max_queue": (max_queue, 0)}
+    numbers["stream_interval_ms"] = (stream_interval_ms, 0)
+    for name, (value, least) in numbers.items():
         if value < least:
             raise DFlashError(f"{name} is {value}, expected {least} or more")
     block_size = opened.manifest["block_size"]
@@ -47,7 +51,8 @@ def deploy(
         "python": python,
         "max_batch_size": max_batch_size,
         "max_queue": max_queue,
-        "block_length": block_length or "",
+        "block_length": block_length or "auto",
+        "stream_interval_ms": stream_interval_ms,
         "threads": threads or "",
     }
     source, version = template(), out / MODEL / "1"

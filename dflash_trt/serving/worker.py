@@ -48,15 +48,29 @@ _HELP = {
 def main(arguments: Sequence[str]) -> int:
     connection = socket.socket(fileno=int(arguments[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    settings = {key: value for key, value in json.loads(arguments[1]).items() if value != ""}
+    settings = json.loads(arguments[1])
     bundle = settings.pop("bundle")
     try:
-        numbers: dict[str, Any] = {key: int(value) for key, value in settings.items()}
-        llm = AsyncLLM(bundle, **numbers)
+        llm = AsyncLLM(bundle, **_options(settings))
     except (DFlashError, OSError) as error:
         connection.sendall(json.dumps({"fatal": str(error)}).encode() + b"\n")
         return 1
     return asyncio.run(Worker(llm).serve(connection))
+
+
+def _options(settings: dict[str, str]) -> dict[str, Any]:
+    """`AsyncLLM`'s arguments: what the parameters of config.pbtxt say, where they say something."""
+    options: dict[str, Any] = {}
+    for name, value in settings.items():
+        if value == "" or (name, value) == ("block_length", "auto"):
+            continue
+        if not value.isdecimal():
+            expected = "a whole number" + (" or auto" if name == "block_length" else "")
+            raise DFlashError(f"config.pbtxt: parameter {name} is {value!r}, expected {expected}")
+        options[name] = int(value)
+    if "stream_interval_ms" in options:
+        options["stream_interval"] = options.pop("stream_interval_ms") / 1e3
+    return options
 
 
 class Worker:

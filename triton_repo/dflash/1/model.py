@@ -183,10 +183,11 @@ class TritonPythonModel:
         if final:
             with self.lock:
                 del self.requests[key]
+        if "token_ids" in update:
+            response = pb_utils.InferenceResponse(tensors(flight, update))
+            flight.send(response, final="finish_reason" in update)
         if "error" in update:
             flight.refuse(*update["error"])
-        else:
-            flight.send(pb_utils.InferenceResponse(tensors(flight, update)), final=final)
 
     def watch(self) -> None:
         """The thread that sees clients leave: tell the engine, whose answer ends the request."""
