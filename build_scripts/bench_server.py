@@ -4,8 +4,9 @@
 
 Wants the environment of the server tests (make .venv-server/installed). Closed loops: each request is followed by the
 next. Both serve the shipped prompts, greedy, the same number of tokens, in turns within each load, so that a slow
-moment of the machine hits both. Three methods: `process` streams from AsyncLLM here; `stream` streams over gRPC, and
-`whole` asks over gRPC for one response. Rounds verify the whole block. The server's client runs on the same cores and
+moment of the machine hits both. Four methods: `process` streams from AsyncLLM here; `stream` streams over gRPC,
+`rounds` does so from a server that sends a response per round, and `whole` asks for one response. Rounds verify the
+whole block. The server's client runs on the same cores and
 is part of what is measured. CPU time, which a busy machine does not stretch as it does the time on the clock, is told
 apart: of the client (for `process`, of the engine too), tritonserver, its backend process and the engine. The last
 line is one JSON document.
@@ -33,7 +34,7 @@ from dflash_trt.environment import processor
 from dflash_trt.verification import read_prompts
 from server_tests.serving import Serving, tensors
 
-METHODS = ("process", "stream", "whole")
+METHODS = ("process", "stream", "rounds", "whole")
 SEGMENTS = 4
 Ask = Callable[
     [list[int]], Awaitable[tuple[float, float, int]]
@@ -76,43 +77,53 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         options = [f"--max-batch-size={max(loads)}", f"--block-length={args.block_size}"]
         options += [f"--threads={args.threads}"] * (args.threads > 0)
-        server = Serving(args.bundle, Path(directory) / "log", *options)
+        servers: list[Serving] = []
         try:
-            rows = asyncio.run(bench(args, loads, server))
+            for interval in ([], ["--stream-interval=0"]):
+                servers.append(
+                    Serving(args.bundle, Path(directory) / f"log{len(servers)}", *options, *interval)
+                )
+            rows = asyncio.run(bench(args, loads, *servers))
         finally:
-            server.stop()
+            for server in servers:
+                server.stop()
     document = {"bundle": args.bundle.name, "processor": processor(), "requests": args.requests}
     print(json.dumps(document | {"max_tokens": args.max_tokens, "points": rows}))
     return 0
 
 
-async def bench(args: argparse.Namespace, loads: list[int], server: Serving) -> list[dict[str, Any]]:
+async def bench(
+    args: argparse.Namespace, loads: list[int], server: Serving, by_round: Serving
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     settings = {"block_length": args.block_size, "threads": args.threads or None}
     async with (
         AsyncLLM(args.bundle, max_batch_size=max(loads), **settings) as llm,
         aio.InferenceServerClient(server.grpc) as client,
+        aio.InferenceServerClient(by_round.grpc) as other,
     ):
         prompts = [
             llm.tokenizer.encode(p.content) if isinstance(p.content, str) else llm.chat_prompt(p.content)
             for p in read_prompts(None, 0)
         ]
-        ways: dict[str, Ask] = {
-            "process": lambda ids: in_process(llm, ids, args.max_tokens),
-            "stream": lambda ids: over_grpc(client, ids, args.max_tokens, stream=True),
-            "whole": lambda ids: over_grpc(client, ids, args.max_tokens, stream=False),
+        ways: dict[str, tuple[Ask, Serving]] = {
+            "process": (lambda ids: in_process(llm, ids, args.max_tokens), server),
+            "stream": (lambda ids: over_grpc(client, ids, args.max_tokens, stream=True), server),
+            "rounds": (lambda ids: over_grpc(other, ids, args.max_tokens, stream=True), by_round),
+            "whole": (lambda ids: over_grpc(client, ids, args.max_tokens, stream=False), server),
         }
         print(f"{processor()}; {args.requests} requests per load and method, {args.max_tokens} tokens each")
         for load in loads:
             points = {name: Point() for name in METHODS}
             for name in METHODS:
-                await closed_loop(ways[name], prompts[:load], load, Point(), server)
+                await closed_loop(*ways[name], prompts[:load], load, Point())
             segments = max(1, min(SEGMENTS, args.requests // (3 * load)))
             for segment in range(segments):
                 part = range(args.requests * segment // segments, args.requests * (segment + 1) // segments)
                 asked = [prompts[n % len(prompts)] for n in part]
-                for name in METHODS[segment % 3 :] + METHODS[: segment % 3]:
-                    await closed_loop(ways[name], asked, load, points[name], server)
+                first = segment % len(METHODS)
+                for name in METHODS[first:] + METHODS[:first]:
+                    await closed_loop(*ways[name], asked, load, points[name])
             base = points["process"].to_dict()
             for name, point in points.items():
                 figures = point.to_dict()
@@ -129,7 +140,7 @@ async def bench(args: argparse.Namespace, loads: list[int], server: Serving) -> 
     return rows
 
 
-async def closed_loop(ask: Ask, prompts: list[list[int]], load: int, point: Point, server: Serving) -> None:
+async def closed_loop(ask: Ask, server: Serving, prompts: list[list[int]], load: int, point: Point) -> None:
     """`load` requests at a time until each prompt has been asked."""
     waiting = iter(prompts)
 

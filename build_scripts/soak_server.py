@@ -3,11 +3,11 @@
     python -m build_scripts.soak_server BUNDLE [--seconds 600] [--clients 24] [--seed 0]
 
 Wants the environment of the server tests (make .venv-server/installed). Clients over gRPC and HTTP send what comes to
-their minds: streams, whole answers, drafting and not, deadlines, cancellations, and requests that are wrong. After a
-third of the time the engine process is killed, after two thirds the backend process. Every request has to be answered,
-refused or cut off within a minute; what is answered in full must be what the engine alone gives. Resident memory of the
-server's processes is read at intervals. The last line is one JSON document; exit code 1 where a request hung or a
-token was wrong.
+their minds: streams, whole answers, drafting and not, deadlines, cancellations, and requests that are wrong; those over
+gRPC keep their connections. After a third of the time the engine process is killed, after two thirds the backend
+process. Every request has to be answered, refused or cut off within a minute; what is answered in full must be what the
+engine alone gives. Resident memory of the server's processes is read at intervals. The last line is one JSON document;
+exit code 1 where a request hung or a token was wrong.
 """
 
 from __future__ import annotations
@@ -105,9 +105,7 @@ class Soak:
 
     async def run(self) -> dict[str, Any]:
         watch = asyncio.create_task(self.watch())
-        clients = [
-            self.client(self.over_http if n % 4 == 3 else self.over_grpc) for n in range(self.args.clients)
-        ]
+        clients = [self.client(http=n % 4 == 3) for n in range(self.args.clients)]
         await asyncio.gather(*clients, self.killer())
         watch.cancel()
         await asyncio.sleep(2)
@@ -122,16 +120,15 @@ class Soak:
             "resident_mb": self.memory,
         }
 
-    async def client(self, ask: Any) -> None:
-        while time.monotonic() < self.end:
-            try:
-                async with asyncio.timeout(HANGING_SECONDS):
-                    self.ends[await ask()] += 1
-            except TimeoutError:
-                self.hung += 1
-            if not self.server.log_file.exists():
-                return
-            await asyncio.sleep(self.rng.uniform(0, 0.1))
+    async def client(self, *, http: bool) -> None:
+        async with aio.InferenceServerClient(self.server.grpc) as connection:
+            while time.monotonic() < self.end:
+                try:
+                    async with asyncio.timeout(HANGING_SECONDS):
+                        self.ends[await (self.over_http() if http else self.over_grpc(connection))] += 1
+                except TimeoutError:
+                    self.hung += 1
+                await asyncio.sleep(self.rng.uniform(0, 0.1))
 
     def request(self) -> tuple[dict[str, Any], int]:
         """A request's fields, and which prompt it has; -1: it is wrong."""
@@ -148,7 +145,7 @@ class Soak:
         self.wrong += got != (expected if reason == "length" else expected[: len(got)])
         return reason
 
-    async def over_grpc(self) -> str:
+    async def over_grpc(self, connection: Any) -> str:
         fields, which = self.request()
         leave = self.rng.choice((None, None, None, 0, 2)) if which >= 0 else None
         timeout = self.rng.choice((None, None, 1, 20_000, 200_000))
@@ -160,9 +157,8 @@ class Soak:
             if leave is not None:  # keep the stream open, to be cancelled
                 await asyncio.sleep(HANGING_SECONDS)
 
-        client = aio.InferenceServerClient(self.server.grpc)
+        answers = connection.stream_infer(requests())
         try:
-            answers = client.stream_infer(requests())
             async for result, error in answers:
                 if error is not None:
                     return refusal(str(error.message()), which)
@@ -170,17 +166,16 @@ class Soak:
                 end = result.as_numpy("finish_reason")
                 if end is not None:
                     reason = end[0, 0].decode()
-                    break
-                if leave is not None and (leave := leave - 1) < 0:
-                    answers.cancel()
+                    if leave is not None:
+                        break
+                elif leave is not None and (leave := leave - 1) < 0:
                     return self.check(which, got, fields, "left")
         except (InferenceServerException, grpc.RpcError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
             return "cut off"
         finally:
-            with suppress(Exception):
-                await client.close()
+            answers.cancel()
         return self.check(which, got, fields, reason) if which >= 0 else "WRONG TAKEN"
 
     async def over_http(self) -> str:
