@@ -20,7 +20,7 @@ from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving.deploy import container_command, deploy, template
-from dflash_trt.serving.launch import descendants, find_server, server_arguments
+from dflash_trt.serving.launch import dead_since, descendants, find_server, server_arguments
 from dflash_trt.serving.worker import Worker
 from tests.test_async import bundle, prompt
 
@@ -271,6 +271,19 @@ def test_arguments_of_the_server() -> None:
     for level, shown in (("error", 0), ("warning", 1), ("info", 2), ("verbose", 3)):
         logs = [a.rpartition("=")[2] for a in arguments(level) if a.startswith("--log")]
         assert logs == [str(int(shown > 2)), str(shown > 1).lower(), str(shown > 0).lower()]
+
+
+def test_since_when_backend_processes_are_dead() -> None:
+    def tree(*states: str) -> dict[int, tuple[str, str, str]]:
+        return {pid: ("triton_python_b", state, "") for pid, state in enumerate(states)} | {
+            9: ("python", "Z", "")
+        }
+
+    dead = dead_since(tree("Z", "S"), {}, 10.0)
+    assert dead == {0: 10.0}
+    dead = dead_since(tree("S", "Z"), dead, 11.5)
+    assert dead == {1: 11.5}
+    assert dead_since(tree("Z", "Z"), dead, 12.5) == {0: 12.5, 1: 11.5}
 
 
 def test_descendants_are_found_at_any_depth() -> None:

@@ -12,10 +12,11 @@ import sysconfig
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Literal, get_args
 
 from dflash_trt.errors import DFlashError
@@ -25,6 +26,8 @@ LogLevel = Literal["error", "warning", "info", "verbose"]
 _STUB = "triton_python_backend_stub"
 _WORKER = "dflash_trt.serving.worker"
 _LOOK_SECONDS = 0.5
+_DEAD_SECONDS = 1.0
+Process = tuple[str, str, str]  # name, state, arguments
 
 
 @dataclass
@@ -145,13 +148,13 @@ class Supervisor:
         self, process: subprocess.Popen[bytes], ready: Callable[[], None], say: Callable[[str], None]
     ) -> int | None:
         """The exit code to return; None: stop, or start again."""
-        served = False
+        served, dead = False, dict[int, float]()
         while not self._stop.wait(_LOOK_SECONDS if served else 0.1):
             if (code := process.poll()) is not None:
                 say(f"tritonserver ended with exit code {code}")
                 return code or 1
-            tree = descendants(process.pid)
-            if any(command.startswith(_STUB[:15]) and state == "Z" for command, state, _ in tree.values()):
+            dead = dead_since(descendants(process.pid), dead, now := monotonic())
+            if any(now - since >= _DEAD_SECONDS for since in dead.values()):
                 say("the model's backend process has died: starting the server again")
                 return None
             if self._get(f"/v2/models/{MODEL}/ready"):
@@ -197,8 +200,16 @@ class Supervisor:
         return False
 
 
+def dead_since(processes: Mapping[int, Process], before: Mapping[int, float], now: float) -> dict[int, float]:
+    """Backend processes that have died, and when each was first seen so, of which `before` tells.
+
+    Triton collects those that it has done with in a moment, as while it loads a model.
+    """
+    dead = [pid for pid, (name, state, _) in processes.items() if (name, state) == (_STUB[:15], "Z")]
+    return {pid: before.get(pid, now) for pid in dead}
+
+
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
-Process = tuple[str, str, str]  # name, state, arguments
 
 
 def descendants(root: int) -> dict[int, Process]:
