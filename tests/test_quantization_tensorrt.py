@@ -23,6 +23,8 @@ from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.precision import parse_precision
 from dflash_trt.quantization.convert import quantize, repack_int4
 from dflash_trt.workspace import silent
+from tests.checkpoints import make_drafter
+from tests.family_checkpoints import make_qwen3_moe
 
 SIZE, LAYER = 2048, "layers.0.mlp.up_proj"
 BF16_BYTES = 2 * SIZE * SIZE
@@ -165,6 +167,24 @@ def test_formats_a_gpu_lacks_are_refused(
             precision=parse_precision(precision),
         )
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(("scheme", "capability"), [("nvfp4", 120), ("int4", 80)])
+def test_a_pair_with_experts_builds(tmp_path: Path, scheme: str, capability: int) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
+    target = make_qwen3_moe(tmp_path / "target", norm_topk_prob=False, **sizes)
+    drafter = make_drafter(tmp_path / "drafter", target, layers=1, taps=(0, 1))
+    bundle = build(
+        str(target),
+        str(drafter),
+        tmp_path / "bundle",
+        engine="tensorrt-rtx",
+        tensorrt=Options((capability,), max_batch_size=2, prefill_chunk=16),
+        max_seq_len=64,
+        precision=parse_precision(f"target={scheme}"),
+    )
+    stored = bundle.manifest["target"]["weight_bytes"]["experts"]
+    assert "BF16" not in stored
 
 
 def test_the_shipped_pair_builds(tmp_path: Path) -> None:

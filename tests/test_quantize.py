@@ -363,7 +363,9 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_experts_are_quantized_like_other_layers(moe: tuple[Path, Path], tmp_path: Path, scheme: str) -> None:
+def test_experts_are_quantized_like_other_layers(
+    moe: tuple[Path, Path], tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original, found = Checkpoint(moe[0]), Checkpoint(quantize(moe[0], tmp_path / "out", scheme))
     experts = [n.removesuffix(".weight") for n in original.tensors if ".experts." in n]
     assert len(experts) == 3 * 8  # in the second layer; the first has a plain MLP
@@ -374,13 +376,16 @@ def test_experts_are_quantized_like_other_layers(moe: tuple[Path, Path], tmp_pat
         w = original.array(f"{name}.weight").astype(np.float32)
         assert np.linalg.norm(widen(found, stored) - w) < ERRORS[scheme] * np.linalg.norm(w)
     assert found["model.layers.1.mlp.gate.weight"].dtype == "BF16"
-    bundle = build(str(tmp_path / "out"), str(moe[1]), tmp_path / "bundle")
-    with LLM(bundle.path) as llm:
-        prompt = llm.chat_prompt([{"role": "user", "content": "What is 17 + 25?"}])
-        params = SamplingParams(max_tokens=32, ignore_eos=True)
-        drafted, plain = (llm.generate(prompt, params, speculate=s) for s in (True, False))
-    assert drafted.token_ids == plain.token_ids
-    assert len(plain.token_ids) == 32
+    answers = []
+    for limit in (functions.RESIDENT_EXPERT_BYTES, 0):
+        monkeypatch.setattr(functions, "RESIDENT_EXPERT_BYTES", limit)
+        bundle = build(str(tmp_path / "out"), str(moe[1]), tmp_path / f"bundle{limit}")
+        with LLM(bundle.path) as llm:
+            prompt = llm.chat_prompt([{"role": "user", "content": "What is 17 + 25?"}])
+            params = SamplingParams(max_tokens=32, ignore_eos=True)
+            answers += [llm.generate(prompt, params, speculate=s).token_ids for s in (True, False)]
+    assert len(answers[0]) == 32
+    assert all(answer == answers[0] for answer in answers)
 
 
 def test_excluding_experts(moe: tuple[Path, Path], tmp_path: Path) -> None:
