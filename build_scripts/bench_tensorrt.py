@@ -1,10 +1,12 @@
 """Time, peak memory and plan sizes of `dflash-trt build --engine tensorrt-rtx` on a known pair's layers at full width.
 
-    python -m build_scripts.bench_tensorrt [--pair gpt-oss-20b] [--layers 2 4] [--compute-capability 120] [--dir DIR]
+    python -m build_scripts.bench_tensorrt [--pair gpt-oss-20b] [--layers 2 4] [--compute-capability 120] \
+        [--precision target=nvfp4] [--dir DIR]
 
 The checkpoint is generated: names, shapes and dtypes of the pair, MXFP4 experts included, with noise in them and fewer
 layers, which tap, slide and see everything as the first ones do. Needs no GPU. Peak memory is the
-largest ru_maxrss of the building process, mapped weights included. The last line is one JSON document.
+largest ru_maxrss of the building process, mapped weights included. With --precision, quantizing is part of the build.
+The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -43,26 +45,29 @@ def main() -> None:
     parser.add_argument("--pair", default="gpt-oss-20b", help="a known pair")
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 4], help="of the target, per build")
     parser.add_argument("--compute-capability", default="120")
+    parser.add_argument("--precision", help="as for dflash-trt build (default: as stored, in bf16)")
     parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
     args = parser.parse_args()
     results = []
     for layers in args.layers:
         with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-            results.append(one(Path(folder), args.pair, layers, args.compute_capability))
+            results.append(one(Path(folder), args.pair, layers, args.compute_capability, args.precision))
     print(json.dumps({"processor": processor(), "pair": args.pair, "builds": results}))
 
 
-def one(work: Path, pair: str, layers: int, capability: str) -> dict[str, Any]:
+def one(work: Path, pair: str, layers: int, capability: str, precision: str | None) -> dict[str, Any]:
     sizes = write_pair(work, pair, layers)
     command = [sys.executable, "-m", "dflash_trt", "build", "--engine", "tensorrt-rtx"]
     command += ["--target", str(work / "target"), "--drafter", str(work / "drafter")]
     command += ["--compute-capability", capability, "--out", str(work / "bundle")]
     command += ["--max-batch-size", "2", "--prefill-chunk", "512", "--max-seq-len", "4096"]
+    command += ["--precision", precision] if precision else []
     seconds, peak = measure(command)
     found = inspect(work / "bundle")
     largest = max(entry["size"] for entry in found["plans"].values())
     result = {
         "layers": layers,
+        "precision": precision,
         "checkpoint_bytes": sizes,
         "seconds": round(seconds, 1),
         "peak_rss_bytes": peak,
