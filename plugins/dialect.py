@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.graph.builder import DFLASH_DOMAIN, DFLASH_VERSION, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.experts import Storage, declared
 from dflash_trt.graph.quantized import TRT_DOMAIN
 from dflash_trt.graph.tensorrt import TensorRT
@@ -22,6 +23,8 @@ class TensorRTPlugins(TensorRT):
     """`dtype` must be BF16 or FP16."""
 
     name = "tensorrt-plugins"
+
+    experts = Dialect.experts  # in one operator, whatever they are stored in
 
     def mxfp4_experts(
         self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value

@@ -159,6 +159,27 @@ class GraphBuilder:
         weight.type, weight.shape = ir.TensorType(dtype), ir.Shape(shape)
         return weight
 
+    def parts(self, weight: ir.Value, dtype: ir.DataType, shape: Sequence[int]) -> list[ir.Value]:
+        """A raw weight's slices along its first axis, each taken for `dtype` and `shape`, where they lie."""
+        whole = weight.const_value
+        assert isinstance(whole, ir.ExternalTensor)
+        assert whole.offset is not None
+        count = whole.shape.numpy()[0]
+        size = whole.nbytes // count
+        found = []
+        for i in range(count):
+            tensor = ir.ExternalTensor(
+                *(whole.location, whole.offset + i * size, size, dtype),
+                shape=ir.Shape(shape),
+                name=f"{whole.name}/{i}",
+            )
+            found.append(
+                ir.Value(name=tensor.name, type=ir.TensorType(dtype), shape=tensor.shape, const_value=tensor)
+            )
+            self.graph.register_initializer(found[-1])
+        del self.graph.initializers[whole.name]
+        return found
+
     def cast(self, value: ir.Value, dtype: ir.DataType, name: str = "cast") -> ir.Value:
         return value if value.dtype == dtype else self.op("Cast", value, name=name, to=int(dtype))
 

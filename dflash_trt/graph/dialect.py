@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
 
 from .builder import BOOL, FLOAT, INT64, GraphBuilder
-from .experts import Storage
+from .experts import Experts, Storage
 from .quantized_experts import Projection, Stack
 
 # Extra key columns that carry the sink; eight keep the rows aligned.
@@ -52,11 +53,30 @@ class Dialect(ABC):
         """What `moe` takes for matrices stored as blocks [E,O,G,16] and scales [E,O,G], bytes both."""
         return "mxfp4", blocks, scales
 
+    def experts(
+        self,
+        g: GraphBuilder,
+        x: ir.Value,
+        logits: ir.Value,
+        e: Experts,
+        *,
+        widened_bytes: int,
+        **attributes: Any,
+    ) -> ir.Value:
+        """x [rows, D] through a layer of experts; `attributes` are those of `dflash::MoE`.
+
+        `widened_bytes`: what all experts of the model take in float32.
+        """
+        biased = e.gate_up_bias is not None
+        body = self.moe(e.storage, e.gate_up.dtype or g.dtype, biased=biased, widened_bytes=widened_bytes)
+        tensors = (e.gate_up, e.gate_up_scales, e.gate_up_bias, e.down, e.down_scales, e.down_bias)
+        (y,) = g.call(body, x, logits, *(t for t in tensors if t is not None), name="experts", **attributes)
+        return y
+
     @abstractmethod
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
-    ) -> ir.Function:
-        """`widened_bytes`: what all experts of the model take in float32."""
+    ) -> ir.Function: ...
 
     @abstractmethod
     def quantized_linear(

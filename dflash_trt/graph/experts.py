@@ -14,6 +14,7 @@ A signature has only what is there: no scales for "float", and biases may be abs
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -26,6 +27,19 @@ from .builder import FLOAT, GraphBuilder
 MICROSOFT_DOMAIN = "com.microsoft"
 Storage = Literal["float", "mxfp4"]
 MXFP4_BLOCK = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The weights of one layer's experts, as `dflash::MoE` takes them."""
+
+    storage: Storage
+    gate_up: ir.Value
+    down: ir.Value
+    gate_up_scales: ir.Value | None = None
+    gate_up_bias: ir.Value | None = None
+    down_scales: ir.Value | None = None
+    down_bias: ir.Value | None = None
 
 
 def onnxruntime_moe(

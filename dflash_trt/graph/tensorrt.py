@@ -16,7 +16,7 @@ from dflash_trt.checkpoint.linears import StoredLinear
 
 from .builder import BOOL, FLOAT, INT64, GraphBuilder
 from .dialect import SINK_PADDING, AttentionInputs, Dialect
-from .experts import MXFP4_BLOCK, Storage, declared
+from .experts import MXFP4_BLOCK, Experts, Storage, declared
 from .quantized import TRT_DOMAIN, tensorrt_linear
 from .quantized_experts import Projection, Stack, tensorrt_experts
 
@@ -76,27 +76,6 @@ class TensorRT(Dialect):
         a.output(g.op("Slice", y, *map(g.constant, ([0], [head_dim], [3])), name="without_sink"), *caches)
         return g.function()
 
-    def mxfp4_experts(
-        self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
-    ) -> tuple[Storage, ir.Value, ir.Value | None]:
-        """Dequantized in the main graph: inside a function the parser takes the scales' exponents for numbers.
-
-        The blocks are FLOAT4E2M1 as they lie; the plan keeps the four bits.
-        """
-        experts, rows, groups, _ = (int(str(n)) for n in blocks.shape or ())
-        fp4 = g.reinterpret(blocks, ir.DataType.FLOAT4E2M1, (experts, rows, groups * MXFP4_BLOCK))
-        weight = g.op(
-            "TRT_MXFP8DequantizeLinear",
-            *(fp4, scales),
-            domain=TRT_DOMAIN,
-            name="dequantize",
-            axis=-1,
-            block_size=MXFP4_BLOCK,
-            output_dtype=int(self.dtype),
-        )
-        weight.type = ir.TensorType(self.dtype)
-        return "float", weight, None
-
     def quantized_linear(
         self,
         g: GraphBuilder,
@@ -124,13 +103,78 @@ class TensorRT(Dialect):
         with g.scope("experts"):
             return tensorrt_experts(g, x, router, stacks, k, folder)
 
+    def experts(
+        self,
+        g: GraphBuilder,
+        x: ir.Value,
+        logits: ir.Value,
+        e: Experts,
+        *,
+        widened_bytes: int,
+        **attributes: Any,
+    ) -> ir.Value:
+        """MXFP4 experts one after the other: TensorRT then widens a few at a time. Of a layer in one product it
+        widens all, and those of several layers at once (docs/tensorrt.md).
+
+        The blocks are FLOAT4E2M1 as they lie; the plan keeps the four bits. They are dequantized in the main graph:
+        inside a function the parser takes the scales' exponents for numbers.
+        """
+        if e.storage != "mxfp4":
+            return super().experts(g, x, logits, e, widened_bytes=widened_bytes, **attributes)
+        assert e.gate_up_scales is not None
+        assert e.down_scales is not None
+        gate_up, down = self._widened(g, e.gate_up, e.gate_up_scales), self._widened(g, e.down, e.down_scales)
+        count, biases = len(gate_up), [b for b in (e.gate_up_bias, e.down_bias) if b is not None]
+        (shares,) = g.call(_shares(), logits, name="shares", k=attributes.pop("k"))
+        split = [g.multi("Split", b, outputs=count, name="biases", axis=0, num_outputs=count) for b in biases]
+        share = g.multi("Split", shares, outputs=count, name="by_expert", axis=1, num_outputs=count)
+        body = self._expert(biased=bool(biases))
+        total = g.op("Expand", g.scalar(0.0, FLOAT), g.op("Shape", x, name="shape"), name="zero")
+        for i in range(count):
+            each = (gate_up[i], down[i], *(b[i] for b in split))
+            (total,) = g.call(body, total, x, share[i], *each, name=f"expert_{i}", **attributes)
+        return g.to_dtype(total, FLOAT)
+
+    def _widened(self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value) -> list[ir.Value]:
+        """[O,I] of each expert, from blocks [E,O,G,16] and scales [E,O,G]."""
+        _, rows, groups, _ = (int(str(n)) for n in blocks.shape or ())
+        fp4 = g.parts(blocks, ir.DataType.FLOAT4E2M1, (rows, groups * MXFP4_BLOCK))
+        exponents = g.parts(scales, ir.DataType.UINT8, (rows, groups))
+        widened = [
+            g.op(
+                "TRT_MXFP8DequantizeLinear",
+                *pair,
+                domain=TRT_DOMAIN,
+                name="dequantize",
+                axis=-1,
+                block_size=MXFP4_BLOCK,
+                output_dtype=int(self.dtype),
+            )
+            for pair in zip(fp4, exponents, strict=True)
+        ]
+        for weight in widened:
+            weight.type = ir.TensorType(self.dtype)
+        return widened
+
+    def _expert(self, *, biased: bool) -> ir.Function:
+        """`Expert(total, x, share [rows,1], gate_up [2I,D], down [D,I], biases [1,2I] and [1,D]) -> total`, float32."""
+        g = self._builder("Expert")
+        total, x = g.input("total", FLOAT, ["rows", "D"]), g.input("x", self.dtype, ["rows", "D"])
+        share = g.input("share", FLOAT, ["rows", 1])
+        weights = [g.input(name, self.dtype, ["O", "I"]) for name in ("gate_up", "down")]
+        biases = [g.input(f"{w.name}_bias", self.dtype, [1, "O"]) if biased else None for w in weights]
+        h = self._swiglu(g, g.op("Gemm", x, weights[0], biases[0], name="gate_up", transB=1))
+        y = g.to_float(g.op("Gemm", h, weights[1], biases[1], name="down", transB=1))
+        g.output(g.op("Add", total, _shared(g, y, share), name="total"), "total_out", FLOAT, ["rows", "D"])
+        return g.function([a for a in declared() if a.name != "k"])
+
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
     ) -> ir.Function:
         """Every expert for every row, weighted by 0 where it was not chosen; the sum over experts is in float32.
 
         Gathering the matrices that each row chose would read less, but TensorRT-RTX 1.7 writes them out: 72 GB
-        for 512 rows of gpt-oss-20b, against a copy of one layer's experts here (docs/tensorrt.md).
+        for 512 rows of gpt-oss-20b.
         """
         g = self._builder("MoE")
         x, router = g.input("x", self.dtype, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
@@ -138,12 +182,7 @@ class TensorRT(Dialect):
         for name in ("gate_up", "down"):
             weight = g.input(name, weight_dtype, ["E", "O", "I"])
             weights[name] = weight, g.input(f"{name}_bias", self.dtype, ["E", "O"]) if biased else None
-        k = g.op("Constant", name="k", value_int=ir.RefAttr("value_int", "k", ir.AttributeType.INT))
-        k = g.op("Reshape", k, g.constant([1]), name="count")
-        logits, best = g.multi("TopK", router, k, outputs=2, name="best", axis=-1)
-        none = g.op("Expand", g.scalar(0.0, FLOAT), g.op("Shape", router, name="all"), name="none")
-        chosen = g.op("Softmax", logits, name="softmax", axis=-1)
-        shares = g.op("ScatterElements", none, best, chosen, name="shares", axis=1)
+        shares = _router_shares(g, router)
         shares = g.unsqueeze(g.op("Transpose", shares, name="by_expert", perm=[1, 0]), 2)
 
         def linear(name: str, value: ir.Value) -> ir.Value:
@@ -154,11 +193,7 @@ class TensorRT(Dialect):
             return value if bias is None else g.op("Add", value, g.unsqueeze(bias, 1), name=f"{name}/biased")
 
         y = g.to_float(linear("down", self._swiglu(g, linear("gate_up", g.unsqueeze(x, 0)))))
-        # Not 0 * y: an expert that nobody asked may have overflowed.
-        y = g.op(
-            "Where", g.op("Greater", shares, g.scalar(0.0, FLOAT), name="chosen"), y, g.scalar(0.0, FLOAT)
-        )
-        y = g.op("ReduceSum", g.op("Mul", y, shares, name="shared"), g.constant([0]), name="sum", keepdims=0)
+        y = g.op("ReduceSum", _shared(g, y, shares), g.constant([0]), name="sum", keepdims=0)
         g.output(g.to_dtype(y, FLOAT), "y", self.dtype, ["rows", "D"])
         return g.function(declared())
 
@@ -201,7 +236,7 @@ class TensorRT(Dialect):
         return g.op("TRT_Attention", q, k, v, a.mask, None, ends, domain=TRT_DOMAIN, name="attention"), k, v
 
     def _swiglu(self, g: GraphBuilder, x: ir.Value) -> ir.Value:
-        """[E, rows, 2I], gate and up in turns -> [E, rows, I]; in float32, where no limit overflows."""
+        """[..., 2I], gate and up in turns -> [..., I]; in float32, where no limit overflows."""
 
         def attribute(name: str) -> ir.Value:
             reference = ir.RefAttr("value_float", name, ir.AttributeType.FLOAT)
@@ -209,7 +244,7 @@ class TensorRT(Dialect):
 
         limit = attribute("limit")
         gate, up = (
-            g.op("Slice", g.to_float(x), *map(g.constant, ([i], [2**31], [2], [2])), name=name)
+            g.op("Slice", g.to_float(x), *map(g.constant, ([i], [2**31], [-1], [2])), name=name)
             for i, name in enumerate(("gate", "up"))
         )
         gate = g.op("Min", gate, limit, name="gate_cut")
@@ -219,6 +254,31 @@ class TensorRT(Dialect):
         share = g.op("Sigmoid", g.op("Mul", gate, attribute("alpha"), name="scaled_gate"), name="share")
         up = g.op("Add", up, attribute("beta"), name="shifted")
         return g.to_dtype(g.op("Mul", g.op("Mul", gate, share, name="activated"), up, name="gated"), FLOAT)
+
+
+def _shares() -> ir.Function:
+    """`ExpertShares(router_logits [rows,E]; k) -> shares [rows,E]`, in float32."""
+    g = GraphBuilder("ExpertShares")
+    shares = _router_shares(g, g.input("router_logits", FLOAT, ["rows", "E"]))
+    g.output(shares, "shares", FLOAT, ["rows", "E"])
+    return g.function([a for a in declared() if a.name == "k"])
+
+
+def _router_shares(g: GraphBuilder, router: ir.Value) -> ir.Value:
+    """Softmax over the k best logits of each row at their places, 0 elsewhere; [rows,E]."""
+    k = g.op("Constant", name="k", value_int=ir.RefAttr("value_int", "k", ir.AttributeType.INT))
+    k = g.op("Reshape", k, g.constant([1]), name="count")
+    logits, best = g.multi("TopK", router, k, outputs=2, name="best", axis=-1)
+    none = g.op("Expand", g.scalar(0.0, FLOAT), g.op("Shape", router, name="all"), name="none")
+    chosen = g.op("Softmax", logits, name="softmax", axis=-1)
+    return g.op("ScatterElements", none, best, chosen, name="shares", axis=1)
+
+
+def _shared(g: GraphBuilder, y: ir.Value, shares: ir.Value) -> ir.Value:
+    """Not 0 * y: an expert that nobody asked may have overflowed."""
+    chosen = g.op("Greater", shares, g.scalar(0.0, FLOAT), name="chosen")
+    y = g.op("Where", chosen, y, g.scalar(0.0, FLOAT), name="asked")
+    return g.op("Mul", y, shares, name="shared")
 
 
 def _mask(name: str, *, sinks: bool) -> ir.Function:

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import MoEConfig
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
-from dflash_trt.graph.experts import Storage
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The weights of one layer's experts, as `dflash::MoE` takes them (graph/experts.py)."""
-
-    storage: Storage
-    gate_up: ir.Value
-    down: ir.Value
-    gate_up_scales: ir.Value | None = None
-    gate_up_bias: ir.Value | None = None
-    down_scales: ir.Value | None = None
-    down_bias: ir.Value | None = None
+from dflash_trt.graph.experts import Experts
 
 
 def experts(
@@ -36,13 +21,12 @@ def experts(
     e: Experts,
 ) -> ir.Value:
     """x [rows, D], router logits [rows, E] in float32 -> [rows, D]."""
-    widened = widened_bytes(hidden, moe)
-    body = dialect.moe(e.storage, e.gate_up.dtype or g.dtype, biased=moe.expert_bias, widened_bytes=widened)
-    tensors = (e.gate_up, e.gate_up_scales, e.gate_up_bias, e.down, e.down_scales, e.down_bias)
-    (y,) = g.call(
-        body,
-        *(x, logits, *(tensor for tensor in tensors if tensor is not None)),
-        name="experts",
+    y = dialect.experts(
+        g,
+        x,
+        logits,
+        e,
+        widened_bytes=widened_bytes(hidden, moe),
         k=moe.experts_per_token,
         alpha=moe.alpha,
         beta=1.0 if moe.activation == "gpt_oss" else 0.0,

@@ -8,10 +8,10 @@ from dflash_trt.checkpoint.config import TargetConfig
 from dflash_trt.checkpoint.schema import MoEConfig
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.dialect import Dialect
-from dflash_trt.graph.experts import MXFP4_BLOCK, Storage
+from dflash_trt.graph.experts import MXFP4_BLOCK, Experts, Storage
 
 from .decoder import CachedAttention, Module, attention_block
-from .experts import Experts, experts
+from .experts import experts
 
 
 def layer(m: Module, attention: CachedAttention, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:

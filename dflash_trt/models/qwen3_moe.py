@@ -10,11 +10,12 @@ from dflash_trt.checkpoint.config import TargetConfig
 from dflash_trt.checkpoint.linears import stored_experts
 from dflash_trt.checkpoint.schema import MoEConfig
 from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES
+from dflash_trt.graph.experts import Experts
 from dflash_trt.graph.quantized_experts import Projection, Stack
 
 from . import dense
 from .decoder import CachedAttention, Module, attention_block
-from .experts import Experts, experts, weighted, widened_bytes
+from .experts import experts, weighted, widened_bytes
 
 
 def layer(m: Module, attention: CachedAttention, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:
