@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_SECONDS = 0.1
+_SECONDS = 0.05
 
 
 @contextmanager
