@@ -143,7 +143,7 @@ def test_plans_keep_experts_packed(
     g.output(y, "y", dialect.dtype, ["R", WIDTH])
     weights = len(layers) * WIDTH * WIDTH
     packed = PACKED[scheme] * weights
-    assert packed <= plan_bytes(g, folder, capability) < packed + 3 * KERNELS < 2 * weights
+    assert packed <= plan_bytes(g, folder, capability) < packed + 4 * KERNELS < 2 * weights
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from dflash_trt.checkpoint.linears import StoredLinear
 
 from .builder import BOOL, FLOAT, INT64, GraphBuilder
 from .dialect import SINK_PADDING, AttentionInputs, Dialect
-from .experts import MXFP4_BLOCK, Experts, Storage, declared
+from .experts import Experts, Storage, declared
 from .quantized import TRT_DOMAIN, tensorrt_linear
-from .quantized_experts import Projection, Stack, tensorrt_experts
+from .quantized_experts import Projection, Stack
+from .tensorrt_experts import linear_experts, mxfp4_experts, router_shares, shared
 
 
 class TensorRT(Dialect):
@@ -101,7 +102,7 @@ class TensorRT(Dialect):
         widened_bytes: int,
     ) -> ir.Value:
         with g.scope("experts"):
-            return tensorrt_experts(g, x, router, stacks, k, folder)
+            return linear_experts(g, x, router, stacks, k, folder)
 
     def experts(
         self,
@@ -113,48 +114,16 @@ class TensorRT(Dialect):
         widened_bytes: int,
         **attributes: Any,
     ) -> ir.Value:
-        """MXFP4 experts one after the other: TensorRT then widens a few at a time. Of a layer in one product it
-        widens all, and those of several layers at once (docs/tensorrt.md).
-
-        The blocks are FLOAT4E2M1 as they lie; the plan keeps the four bits. They are dequantized in the main graph:
-        inside a function the parser takes the scales' exponents for numbers.
-        """
         if e.storage != "mxfp4":
             return super().experts(g, x, logits, e, widened_bytes=widened_bytes, **attributes)
-        assert e.gate_up_scales is not None
-        assert e.down_scales is not None
-        gate_up, down = self._widened(g, e.gate_up, e.gate_up_scales), self._widened(g, e.down, e.down_scales)
-        count, biases = len(gate_up), [b for b in (e.gate_up_bias, e.down_bias) if b is not None]
-        (shares,) = g.call(_shares(), logits, name="shares", k=attributes.pop("k"))
-        split = [g.multi("Split", b, outputs=count, name="biases", axis=0, num_outputs=count) for b in biases]
-        share = g.multi("Split", shares, outputs=count, name="by_expert", axis=1, num_outputs=count)
-        body = self._expert(biased=bool(biases))
-        total = g.op("Expand", g.scalar(0.0, FLOAT), g.op("Shape", x, name="shape"), name="zero")
-        for i in range(count):
-            each = (gate_up[i], down[i], *(b[i] for b in split))
-            (total,) = g.call(body, total, x, share[i], *each, name=f"expert_{i}", **attributes)
-        return g.to_dtype(total, FLOAT)
+        body, k = self._expert(biased=e.gate_up_bias is not None), attributes.pop("k")
 
-    def _widened(self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value) -> list[ir.Value]:
-        """[O,I] of each expert, from blocks [E,O,G,16] and scales [E,O,G]."""
-        _, rows, groups, _ = (int(str(n)) for n in blocks.shape or ())
-        fp4 = g.parts(blocks, ir.DataType.FLOAT4E2M1, (rows, groups * MXFP4_BLOCK))
-        exponents = g.parts(scales, ir.DataType.UINT8, (rows, groups))
-        widened = [
-            g.op(
-                "TRT_MXFP8DequantizeLinear",
-                *pair,
-                domain=TRT_DOMAIN,
-                name="dequantize",
-                axis=-1,
-                block_size=MXFP4_BLOCK,
-                output_dtype=int(self.dtype),
-            )
-            for pair in zip(fp4, exponents, strict=True)
-        ]
-        for weight in widened:
-            weight.type = ir.TensorType(self.dtype)
-        return widened
+        def expert(total: ir.Value, share: ir.Value, weights: list[ir.Value]) -> ir.Value:
+            (y,) = g.call(body, total, x, share, *weights, name="expert", **attributes)
+            return y
+
+        with g.scope("experts"):
+            return mxfp4_experts(g, x, logits, e, k, expert)
 
     def _expert(self, *, biased: bool) -> ir.Function:
         """`Expert(total, x, share [rows,1], gate_up [2I,D], down [D,I], biases [1,2I] and [1,D]) -> total`, float32."""
@@ -164,8 +133,8 @@ class TensorRT(Dialect):
         weights = [g.input(name, self.dtype, ["O", "I"]) for name in ("gate_up", "down")]
         biases = [g.input(f"{w.name}_bias", self.dtype, [1, "O"]) if biased else None for w in weights]
         h = self._swiglu(g, g.op("Gemm", x, weights[0], biases[0], name="gate_up", transB=1))
-        y = g.to_float(g.op("Gemm", h, weights[1], biases[1], name="down", transB=1))
-        g.output(g.op("Add", total, _shared(g, y, share), name="total"), "total_out", FLOAT, ["rows", "D"])
+        y = g.op("Gemm", h, weights[1], biases[1], name="down", transB=1)
+        g.output(g.op("Add", total, shared(g, y, share), name="total"), "total_out", FLOAT, ["rows", "D"])
         return g.function([a for a in declared() if a.name != "k"])
 
     def moe(
@@ -182,7 +151,8 @@ class TensorRT(Dialect):
         for name in ("gate_up", "down"):
             weight = g.input(name, weight_dtype, ["E", "O", "I"])
             weights[name] = weight, g.input(f"{name}_bias", self.dtype, ["E", "O"]) if biased else None
-        shares = _router_shares(g, router)
+        k = g.op("Constant", name="k", value_int=ir.RefAttr("value_int", "k", ir.AttributeType.INT))
+        shares = router_shares(g, router, g.op("Reshape", k, g.constant([1]), name="count"))
         shares = g.unsqueeze(g.op("Transpose", shares, name="by_expert", perm=[1, 0]), 2)
 
         def linear(name: str, value: ir.Value) -> ir.Value:
@@ -192,8 +162,8 @@ class TensorRT(Dialect):
             value = g.op("MatMul", value, weight, name=name)
             return value if bias is None else g.op("Add", value, g.unsqueeze(bias, 1), name=f"{name}/biased")
 
-        y = g.to_float(linear("down", self._swiglu(g, linear("gate_up", g.unsqueeze(x, 0)))))
-        y = g.op("ReduceSum", _shared(g, y, shares), g.constant([0]), name="sum", keepdims=0)
+        y = linear("down", self._swiglu(g, linear("gate_up", g.unsqueeze(x, 0))))
+        y = g.op("ReduceSum", shared(g, y, shares), g.constant([0]), name="sum", keepdims=0)
         g.output(g.to_dtype(y, FLOAT), "y", self.dtype, ["rows", "D"])
         return g.function(declared())
 
@@ -254,31 +224,6 @@ class TensorRT(Dialect):
         share = g.op("Sigmoid", g.op("Mul", gate, attribute("alpha"), name="scaled_gate"), name="share")
         up = g.op("Add", up, attribute("beta"), name="shifted")
         return g.to_dtype(g.op("Mul", g.op("Mul", gate, share, name="activated"), up, name="gated"), FLOAT)
-
-
-def _shares() -> ir.Function:
-    """`ExpertShares(router_logits [rows,E]; k) -> shares [rows,E]`, in float32."""
-    g = GraphBuilder("ExpertShares")
-    shares = _router_shares(g, g.input("router_logits", FLOAT, ["rows", "E"]))
-    g.output(shares, "shares", FLOAT, ["rows", "E"])
-    return g.function([a for a in declared() if a.name == "k"])
-
-
-def _router_shares(g: GraphBuilder, router: ir.Value) -> ir.Value:
-    """Softmax over the k best logits of each row at their places, 0 elsewhere; [rows,E]."""
-    k = g.op("Constant", name="k", value_int=ir.RefAttr("value_int", "k", ir.AttributeType.INT))
-    k = g.op("Reshape", k, g.constant([1]), name="count")
-    logits, best = g.multi("TopK", router, k, outputs=2, name="best", axis=-1)
-    none = g.op("Expand", g.scalar(0.0, FLOAT), g.op("Shape", router, name="all"), name="none")
-    chosen = g.op("Softmax", logits, name="softmax", axis=-1)
-    return g.op("ScatterElements", none, best, chosen, name="shares", axis=1)
-
-
-def _shared(g: GraphBuilder, y: ir.Value, shares: ir.Value) -> ir.Value:
-    """Not 0 * y: an expert that nobody asked may have overflowed."""
-    chosen = g.op("Greater", shares, g.scalar(0.0, FLOAT), name="chosen")
-    y = g.op("Where", chosen, y, g.scalar(0.0, FLOAT), name="asked")
-    return g.op("Mul", y, shares, name="shared")
 
 
 def _mask(name: str, *, sinks: bool) -> ir.Function:
