@@ -30,9 +30,9 @@ from dflash_trt.errors import BuildError
 from dflash_trt.graph.builder import INT64, GraphBuilder
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.inspection import inspect
-from dflash_trt.precision import Precision
+from dflash_trt.precision import Precision, parse_precision
 from tests.checkpoints import make_drafter, make_target
-from tests.family_checkpoints import make_gpt_oss, make_llama, make_qwen3_moe
+from tests.tensorrt_matrix import CASES, FAMILIES, Case, make_pair
 
 SMALL = Options(capabilities=(120,), max_batch_size=2, prefill_chunk=16)
 RTX = FLAVOURS["tensorrt-rtx"]
@@ -86,29 +86,22 @@ def test_shipped_pairs(name: str, capabilities: tuple[int, ...], tmp_path: Path)
     assert all("tmp" not in log.read_text() for log in bundle.path.rglob("*.log"))
 
 
-FAMILIES: dict[str, tuple[Any, dict[str, Any], int, Precision]] = {
-    "llama, fp16, sm86": (make_llama, {"attention_bias": True}, 86, Precision("fp16", "fp16")),
-    "qwen3, fp16 drafter, sm89": (make_target, {"layers": 2}, 89, Precision("bf16", "fp16")),
-    "qwen3, fp32, sm80": (make_target, {"layers": 2}, 80, Precision("fp32", "fp32")),
-    "qwen3-moe, bf16, sm80": (make_qwen3_moe, {"norm_topk_prob": False}, 80, Precision()),
-    "gpt-oss, fp16, sm121": (make_gpt_oss, {}, 121, Precision("fp16", "bf16")),
-    "gpt-oss without MXFP4, bf16, sm89": (make_gpt_oss, {"quantized": False}, 89, Precision()),
-}
+NOT_ABOVE = [case for case in CASES if case.precision or case.pair in FAMILIES]
 
 
-@pytest.mark.parametrize("case", FAMILIES)
-def test_families(case: str, tmp_path: Path) -> None:
-    make, settings, capability, precision = FAMILIES[case]
-    if make is not make_target:
-        settings = {"num_hidden_layers": 2, **settings}
-    target = make(tmp_path / "target", **settings)
-    drafter = make_drafter(tmp_path / "drafter", target, layers=1, taps=(0, 1), block_size=4)
-    options = Options(capabilities=(capability,), max_batch_size=2, prefill_chunk=16)
-    bundle = rtx((str(target), str(drafter)), tmp_path / "bundle", options, precision=precision)
-    assert set(plan_sizes(bundle)) == {f"plans/sm{capability}/{role}.plan" for role in ("target", "drafter")}
+@pytest.mark.parametrize("case", NOT_ABOVE, ids=lambda c: f"{c.pair} {c.precision or 'bf16'} sm{c.capability}")
+def test_families_and_precisions(case: Case, tmp_path: Path) -> None:
+    sources, precision = make_pair(case.pair, tmp_path), parse_precision(case.precision or None)
+    options = Options(capabilities=(case.capability,), max_batch_size=2, prefill_chunk=16)
+    bundle = rtx(sources, tmp_path / "bundle", options, precision=precision)
+    roles = ("target", "drafter")
+    assert set(plan_sizes(bundle)) == {f"plans/sm{case.capability}/{role}.plan" for role in roles}
     names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float"}
-    expected = {role: names[precision.compute(role, "bf16")] for role in ("target", "drafter")}
-    assert bundle.manifest["precision"] == expected
+    assert bundle.manifest["precision"] == {role: names[precision.compute(role, "bf16")] for role in roles}
+    stored = {"fp8": "FLOAT8E4M3FN", "nvfp4": "FLOAT4E2M1", "mxfp4": "FLOAT4E2M1", "int4": "INT4"}
+    for role, plan in bundle.manifest["tensorrt"]["plans"][str(case.capability)].items():
+        if scheme := precision.scheme(role):
+            assert plan["weight_bytes"][stored[scheme]] > 0
 
 
 @pytest.mark.parametrize(("options", "length"), [((1, 4), 20), ((16, 200), 1000)], ids=["smallest", "larger"])
