@@ -89,7 +89,9 @@ def test_shipped_pairs(name: str, capabilities: tuple[int, ...], tmp_path: Path)
 NOT_ABOVE = [case for case in CASES if case.precision or case.pair in FAMILIES]
 
 
-@pytest.mark.parametrize("case", NOT_ABOVE, ids=lambda c: f"{c.pair} {c.precision or 'bf16'} sm{c.capability}")
+@pytest.mark.parametrize(
+    "case", NOT_ABOVE, ids=lambda c: f"{c.pair} {c.precision or 'bf16'} sm{c.capability}"
+)
 def test_families_and_precisions(case: Case, tmp_path: Path) -> None:
     sources, precision = make_pair(case.pair, tmp_path), parse_precision(case.precision or None)
     options = Options(capabilities=(case.capability,), max_batch_size=2, prefill_chunk=16)
