@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import tempfile
 import time
 from collections import Counter
@@ -224,7 +225,7 @@ def refusal(message: str, which: int) -> str:
         return "refused: wrong"
     return (
         "refused: no engine"
-        if "engine process" in message or "no available" in message
+        if re.search("engine process|no available|not healthy", message)
         else f"? {message[:60]}"
     )
 
