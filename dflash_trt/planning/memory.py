@@ -16,7 +16,7 @@ from dflash_trt.checkpoint.quantization import INT4_GROUPS
 from dflash_trt.errors import BuildError
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.inventory import WEIGHT_BYTES, Inventory, weight_bytes
-from dflash_trt.precision import Precision
+from dflash_trt.precision import SCHEMES, Precision
 
 ENGINES = ("onnxruntime", "tensorrt", "tensorrt-rtx", "tensorrt-llm")
 GIB = 1 << 30
@@ -24,6 +24,9 @@ GIB = 1 << 30
 TRTLLM_RUNTIME_BYTES, TRTLLM_ACTIVATION_BYTES, TRTLLM_ARENA_SAFETY = 4 * GIB, 6 * GIB, 0.70
 # CUDA context, libraries and workspace of an engine of ours on a GPU: an allowance, not a measurement.
 RUNTIME_BYTES = GIB
+# What plans of TensorRT-RTX ask for beside the estimate from shapes, target's and drafter's together; and for experts in
+# few bits besides (docs/tensorrt.md). The first is taken for TensorRT too; its plugins do without the second.
+SCRATCH_BYTES, EXPERT_SCRATCH_BYTES = GIB // 4, 3 * GIB // 4
 PREFILL_CHUNK = 512
 KV_FRACTION = 0.9  # TensorRT-LLM's default
 _PAGE = 32  # tokens
@@ -157,7 +160,8 @@ def plan(inventory: Inventory, settings: Settings) -> Plan:
         raise BuildError(f"--tp is {s.tensor_parallel}, but {s.engine} runs on one GPU; use tensorrt-llm")
     weights = {side: _weights(inventory, s, side) for side in ("target", "drafter")}
     held = sum(n for side in weights.values() for role in side.values() for n in role.values())
-    ours = _Layout(inventory, s, held)
+    packed = bool(set(weights["target"].get("experts", {})) & set(SCHEMES))
+    ours = _Layout(inventory, s, held, packed_experts=packed)
     total = ours.total(s.max_batch_size, s.max_seq_len)
     limit = min(inventory.target.max_position_embeddings, inventory.drafter.max_position_embeddings)
     fraction, pool = ours.pool(s.max_batch_size, s.max_seq_len)
@@ -193,7 +197,9 @@ def gib(count: float) -> str:
 class _Layout:
     """Sizes on one GPU as functions of batch and context."""
 
-    def __init__(self, inventory: Inventory, settings: Settings, weight_bytes: int) -> None:
+    def __init__(
+        self, inventory: Inventory, settings: Settings, weight_bytes: int, *, packed_experts: bool
+    ) -> None:
         self.inventory, self.s, self.weight_bytes = inventory, settings, weight_bytes
         self.ours = settings.engine != "tensorrt-llm"
         cache = settings.cache or settings.compute("target")
@@ -203,6 +209,9 @@ class _Layout:
             self.runtime = 0
         else:
             self.runtime = RUNTIME_BYTES if self.ours else TRTLLM_RUNTIME_BYTES
+        self.scratch = SCRATCH_BYTES if settings.engine in ("tensorrt", "tensorrt-rtx") else 0
+        if settings.engine == "tensorrt-rtx" and packed_experts:
+            self.scratch += EXPERT_SCRATCH_BYTES
 
     def _per_token(self, side: str, element: float) -> int:
         c = self.inventory.config(side)
@@ -241,7 +250,7 @@ class _Layout:
         working = rows * (4 * c.hidden_size + 2 * widest) * element
         taps = rows * len(self.inventory.drafter.target_layer_ids) * c.hidden_size * element
         estimate = round(working + taps + verified * c.vocab_size * 4)
-        return estimate if self.ours else max(estimate, TRTLLM_ACTIVATION_BYTES)
+        return estimate + self.scratch if self.ours else max(estimate, TRTLLM_ACTIVATION_BYTES)
 
     def total(self, batch: int, length: int) -> int:
         fixed = self.weight_bytes + self.runtime + self.activations(batch, length)
