@@ -24,8 +24,8 @@ GIB = 1 << 30
 TRTLLM_RUNTIME_BYTES, TRTLLM_ACTIVATION_BYTES, TRTLLM_ARENA_SAFETY = 4 * GIB, 6 * GIB, 0.70
 # CUDA context, libraries and workspace of an engine of ours on a GPU: an allowance, not a measurement.
 RUNTIME_BYTES = GIB
-# What plans of TensorRT-RTX ask for beside the estimate from shapes, target's and drafter's together; and for experts in
-# few bits besides (docs/tensorrt.md). The first is taken for TensorRT too; its plugins do without the second.
+# What plans of TensorRT-RTX ask for beside the estimate from shapes: both together, and more where experts are in few
+# bits (docs/tensorrt.md). The first is taken for TensorRT too; its plugins do without the second.
 SCRATCH_BYTES, EXPERT_SCRATCH_BYTES = GIB // 4, 3 * GIB // 4
 PREFILL_CHUNK = 512
 KV_FRACTION = 0.9  # TensorRT-LLM's default
