@@ -14,12 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import GenericAlias
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_trt.errors import BuildError
 
 from . import uses
 from .version import NAMESPACE, versioned
+
+if TYPE_CHECKING:
+    from .compiler import Compiled
 
 # Largest number of taps that a drafter is built for.
 MAX_TAPS = 16
@@ -192,6 +195,9 @@ PLUGINS = (
 )
 
 _ONES = Symbols([(1,) * 4] * MAX_TAPS, lambda a, b: 1, min)  # enough to count outputs
+# More shared memory needs an attribute that a launch by TensorRT may not set. What a kernel takes depends on Triton's
+# version.
+SHARED_BYTES = 48 << 10
 _registered_for: list[int] = []  # the one compute capability that this process builds for
 
 
@@ -229,21 +235,30 @@ def _register(trt: Any, plugin: Plugin, capability: int) -> None:
             made.append(trtp.from_shape_expr(shape, dtype))
         return tuple(made)
 
+    def compiled_for(inputs: Sequence[Any], attributes: Mapping[str, Any], tile: uses.Tile) -> Compiled:
+        from .compiler import compile_kernel
+
+        return compile_kernel(plugin.use(Sizes(name, inputs), attributes, tile), capability)
+
     def tune(*arguments: Any) -> Any:
-        """The ways to cut the work, for TensorRT to time."""
-        inputs, outputs = arguments[:count], arguments[-1]
+        """The ways to cut the work, for TensorRT to time: those that it can launch."""
+        inputs, values, outputs = arguments[:count], arguments[count:-1], arguments[-1]
+        attributes = dict(zip(plugin.attributes, values, strict=True))
         types = ", ".join(_type_name(t.dtype) for t in (*inputs, *outputs))
-        return [trtp.AutoTuneCombination(types, "LINEAR", list(range(1, len(plugin.tiles) + 1)))]
+        tactics = [
+            i
+            for i, tile in enumerate(plugin.tiles, 1)
+            if compiled_for(inputs, attributes, tile).shared_bytes <= SHARED_BYTES
+        ]
+        return [trtp.AutoTuneCombination(types, "LINEAR", tactics)]
 
     def implement(*arguments: Any) -> Any:
         """The compiled kernel and its launch."""
-        from .compiler import compile_kernel
-
         inputs, values, tactic = arguments[:count], arguments[count:-2], arguments[-1]
         attributes = dict(zip(plugin.attributes, values, strict=True))
         # Tactics count from 1; 0 is TensorRT's own default.
         tile = plugin.tiles[max(tactic, 1) - 1] if plugin.tiles else uses.TILES[0]
-        compiled = compile_kernel(plugin.use(Sizes(name, inputs), attributes, tile), capability)
+        compiled = compiled_for(inputs, attributes, tile)
         s = symbols(inputs)
         launch = trtp.KernelLaunchParams()
         for axis, size in zip("xyz", plugin.grid(s, attributes, tile), strict=False):

@@ -10,6 +10,8 @@ import torch
 from triton import language as tl
 from triton.runtime import interpreter
 
+from dflash_trt.graph.experts import MXFP4_BLOCK, unpack_mxfp4
+
 _convert_float = interpreter._convert_float
 
 
@@ -21,6 +23,24 @@ def _round_to_bfloat16(data: Any, source: Any, target: Any, mode: Any) -> Any:
 
 
 interpreter._convert_float = _round_to_bfloat16
+
+
+def _create_dot_scaled(
+    self: Any, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any, *rest: Any
+) -> Any:
+    """MXFP4 weights [M, K/2] times BF16 or FP16 columns [K, N], added up in float32."""
+    assert lhs_format.name == "E2M1"
+    assert rhs_scale is None
+    groups = lhs.data.reshape(len(lhs.data), -1, MXFP4_BLOCK // 2)
+    columns = rhs.data.view(ml_dtypes.bfloat16) if rhs.data.dtype == np.uint16 else rhs.data
+    product = unpack_mxfp4(groups, lhs_scale.data) @ columns.astype(np.float32)
+    return interpreter.TensorHandle(product + rest[-1].data, tl.float32)
+
+
+if not hasattr(
+    interpreter.InterpreterBuilder, "create_dot_scaled"
+):  # Triton 3.7, which torch 2.13 for CUDA brings
+    interpreter.InterpreterBuilder.create_dot_scaled = _create_dot_scaled
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+E2M1 = tl.constexpr("e2m1")  # the interpreter of Triton 3.7 takes a format as no plain string
+
 
 @triton.jit(do_not_specialize=["rows"])
 def route(
@@ -136,8 +138,8 @@ def gate_up(
             next_up_scale = _scales(scales, row + 1, in_row, k + BLOCK_K, D, BLOCK_K)
             gate_weight = _blocks(blocks, row, in_row, k, D, BLOCK_K)
             up_weight = _blocks(blocks, row + 1, in_row, k, D, BLOCK_K)
-            gate = tl.dot_scaled(gate_weight, gate_scale, "e2m1", columns, None, FORMAT, acc=gate)
-            up = tl.dot_scaled(up_weight, up_scale, "e2m1", columns, None, FORMAT, acc=up)
+            gate = tl.dot_scaled(gate_weight, gate_scale, E2M1, columns, None, tl.constexpr(FORMAT), acc=gate)
+            up = tl.dot_scaled(up_weight, up_scale, E2M1, columns, None, tl.constexpr(FORMAT), acc=up)
             columns, gate_scale, up_scale = next_columns, next_gate_scale, next_up_scale
         if bias is not None:
             gate += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
@@ -181,7 +183,7 @@ def down(
             next_columns = _columns(activated, first + place, in_token, k + BLOCK_K, INNER, BLOCK_K)
             next_scale = _scales(scales, row, in_row, k + BLOCK_K, INNER, BLOCK_K)
             weight = _blocks(blocks, row, in_row, k, INNER, BLOCK_K)
-            y = tl.dot_scaled(weight, scale, "e2m1", columns, None, FORMAT, acc=y)
+            y = tl.dot_scaled(weight, scale, E2M1, columns, None, tl.constexpr(FORMAT), acc=y)
             columns, scale = next_columns, next_scale
         if bias is not None:
             y += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
