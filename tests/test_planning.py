@@ -185,12 +185,15 @@ def test_what_tensorrt_rtx_widens_is_counted(inventories: dict[str, Inventory]) 
     for name, scratch in measured.items():
         s = settings(engine="tensorrt-rtx", max_seq_len=4096, max_batch_size=2, block_size=8)
         assert scratch < plan(inventories[name], s).activation_bytes < 2 * scratch, name
-    quantized = replace(s, precision=parse_precision("target=nvfp4"))
-    coder = inventories["qwen3-coder-30b-a3b"]
-    more = plan(coder, quantized).activation_bytes - plan(coder, s).activation_bytes
-    assert more == EXPERT_SCRATCH_BYTES
     with_plugins = plan(inventories["gpt-oss-20b"], replace(s, engine="tensorrt"))
-    assert plan(inventories["gpt-oss-20b"], s).activation_bytes - with_plugins.activation_bytes == more
+    more = plan(inventories["gpt-oss-20b"], s).activation_bytes - with_plugins.activation_bytes
+    assert more == EXPERT_SCRATCH_BYTES
+    coder, quantized = (
+        inventories["qwen3-coder-30b-a3b"],
+        replace(s, precision=parse_precision("target=nvfp4")),
+    )
+    more = plan(coder, quantized).activation_bytes - plan(coder, s).activation_bytes
+    assert 1.76e9 < more < 2 * 1.76e9
 
 
 def test_precision_changes_the_weights_it_names(inventories: dict[str, Inventory]) -> None:

@@ -25,10 +25,16 @@ from .builder import BOOL, FLOAT, INT64, GraphBuilder
 from .quantized import (
     INPUTS,
     LinearKind,
+    input_scale,
     kind_of,
     lookup,
     product,
+    quantized_input,
+    split_rows,
+    tensorrt_weight,
+    tensors,
 )
+from .tensorrt_experts import router_shares, shared
 
 Projection = Literal["gate", "up", "down"]
 _BYTES = np.arange(256, dtype=np.uint8)
@@ -222,3 +228,60 @@ def _widened(g: GraphBuilder, kind: LinearKind, columns: int, parts: Mapping[str
         factors = g.op("Cast", parts["scale"], name="factors", to=int(FLOAT))
     widened = g.op("Mul", numbers, g.unsqueeze(factors, 2), name="widened_by_block")
     return g.op("Reshape", widened, g.constant([-1, columns]), name="widened")
+
+
+def tensorrt_experts(
+    g: GraphBuilder,
+    x: ir.Value,
+    router: ir.Value,
+    stacks: Mapping[Projection, Stack],
+    k: int,
+    folder: str,
+) -> ir.Value:
+    """The layer for TensorRT and TensorRT-RTX, written out in the graph itself (see quantized.py), in its dtype.
+
+    As in tensorrt.py's `moe`, every expert is computed for every row. Packed constants cannot be concatenated: each is
+    dequantized first, and one product goes over all experts. Where inputs have static scales, each expert's own, they
+    are divided by it, rounded with a scale of 1, and the product is multiplied by it.
+    """
+    shares = router_shares(g, router, g.constant([k]))
+    shares = g.unsqueeze(g.op("Transpose", shares, name="by_expert", perm=[1, 0]), 2)
+
+    def linear(name: Projection, value: ir.Value) -> ir.Value:
+        """[1 or E, rows, columns] -> [E, rows, rows of the stack]"""
+        with g.scope(name):
+            return _tensorrt_linear(g, stacks[name], value, folder)
+
+    x = g.unsqueeze(x, 0)
+    gate, up = (g.to_float(linear(name, x)) for name in ("gate", "up"))
+    hidden = g.op(
+        "Mul", g.op("Mul", gate, g.op("Sigmoid", gate, name="share"), name="silu"), up, name="gated"
+    )
+    y = linear("down", g.to_dtype(hidden, FLOAT))
+    y = g.op("ReduceSum", shared(g, y, shares), g.constant([0]), name="sum", keepdims=0)
+    return g.to_dtype(y, FLOAT)
+
+
+def _tensorrt_linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value:
+    kind, factor = stack.kind, None
+    if kind is None:
+        weights = [g.cast(g.raw_weight(info, folder), g.dtype) for info in stack.plain]
+    else:
+        each = [tensors(g, stored, folder, packed_as_bytes=False) for stored in stack.stored]
+        weights = [tensorrt_weight(g, kind, inputs) for inputs in each]
+        if kind.smoothed:
+            smooth = [g.unsqueeze(g.cast(inputs["pre_quant_scale"], g.dtype), 0, 1) for inputs in each]
+            x = g.op("Mul", x, _concat(g, smooth), name="smoothed")
+        if kind.activations == "row":
+            x, factor = split_rows(g, g.to_float(x))
+            scale = input_scale(g, kind, {})
+        elif kind.activations == "static":
+            factor = _concat(g, [g.unsqueeze(inputs["input_scale"], 0, 1, 2) for inputs in each])
+            x, scale = g.op("Div", g.to_float(x), factor, name="by_scale"), g.scalar(1.0, FLOAT)
+        if factor is not None:
+            x = quantized_input(g, kind.scheme, scale, g.to_dtype(x, FLOAT))
+    weight = _concat(g, [g.unsqueeze(value, 0) for value in weights])
+    y = g.op("MatMul", x, g.op("Transpose", weight, name="transposed", perm=[0, 2, 1]), name="product")
+    if factor is None:
+        return y
+    return g.to_dtype(g.op("Mul", g.to_float(y), factor, name="rescaled"), FLOAT)

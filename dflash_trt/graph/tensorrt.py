@@ -18,8 +18,8 @@ from .builder import BOOL, FLOAT, INT64, GraphBuilder
 from .dialect import SINK_PADDING, AttentionInputs, Dialect
 from .experts import Experts, Storage, declared
 from .quantized import TRT_DOMAIN, tensorrt_linear
-from .quantized_experts import Projection, Stack
-from .tensorrt_experts import linear_experts, mxfp4_experts, router_shares, shared
+from .quantized_experts import Projection, Stack, tensorrt_experts
+from .tensorrt_experts import mxfp4_experts, router_shares, shared
 
 
 class TensorRT(Dialect):
@@ -102,7 +102,7 @@ class TensorRT(Dialect):
         widened_bytes: int,
     ) -> ir.Value:
         with g.scope("experts"):
-            return linear_experts(g, x, router, stacks, k, folder)
+            return tensorrt_experts(g, x, router, stacks, k, folder)
 
     def experts(
         self,

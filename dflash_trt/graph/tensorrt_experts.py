@@ -1,20 +1,18 @@
-"""Experts for TensorRT and TensorRT-RTX that are stored in few bits: one after the other, each for every row.
+"""MXFP4 experts for TensorRT and TensorRT-RTX: one after the other, each for every row.
 
-TensorRT-RTX widens packed weights before it multiplies them, unless their inputs are quantized as well. Of experts in
-one product it widens all, and those of several layers at once; of experts in a chain, a few at a time
-(docs/tensorrt.md).
+TensorRT-RTX widens MXFP4 weights before it multiplies them. Of experts in one product it widens all, and those of
+several layers at once; of experts in a chain, a few at a time (docs/tensorrt.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
 from .builder import FLOAT, GraphBuilder
 from .experts import MXFP4_BLOCK, Experts
-from .quantized import TRT_DOMAIN, tensorrt_linear
-from .quantized_experts import Projection, Stack
+from .quantized import TRT_DOMAIN
 
 
 def router_shares(g: GraphBuilder, router: ir.Value, k: ir.Value) -> ir.Value:
@@ -55,53 +53,11 @@ def mxfp4_experts(
     for bias in (e.gate_up_bias, e.down_bias):
         if bias is not None:
             weights.append(g.multi("Split", bias, outputs=count, name="biases", axis=0, num_outputs=count))
-    return _one_by_one(
-        g, x, router, k, count, lambda i, total, share: expert(total, share, [w[i] for w in weights])
-    )
-
-
-def linear_experts(
-    g: GraphBuilder,
-    x: ir.Value,
-    router: ir.Value,
-    stacks: Mapping[Projection, Stack],
-    k: int,
-    folder: str,
-) -> ir.Value:
-    """The layer that quantized_experts.py describes, written out in the graph itself (see quantized.py)."""
-
-    def linear(name: Projection, i: int, value: ir.Value) -> ir.Value:
-        stack = stacks[name]
-        if stack.stored:
-            return tensorrt_linear(g, value, stack.stored[i], folder, None, name)
-        weight = g.cast(g.raw_weight(stack.plain[i], folder), g.dtype)
-        return g.op("Gemm", value, weight, name=name, transB=1)
-
-    def expert(i: int, total: ir.Value, share: ir.Value) -> ir.Value:
-        with g.scope(str(i)):
-            gate, up = (g.to_float(linear(name, i, x)) for name in ("gate", "up"))
-            silu = g.op("Mul", gate, g.op("Sigmoid", gate, name="open"), name="silu")
-            y = linear("down", i, g.to_dtype(g.op("Mul", silu, up, name="gated"), FLOAT))
-            return g.op("Add", total, shared(g, y, share), name="total")
-
-    gates = stacks["gate"]
-    return _one_by_one(g, x, router, k, len(gates.stored or gates.plain), expert)
-
-
-def _one_by_one(
-    g: GraphBuilder,
-    x: ir.Value,
-    router: ir.Value,
-    k: int,
-    count: int,
-    expert: Callable[[int, ir.Value, ir.Value], ir.Value],
-) -> ir.Value:
-    """`expert(i, total, share [rows,1])` is the next total, [rows,D] in float32."""
     shares = router_shares(g, router, g.constant([k]))
     share = g.multi("Split", shares, outputs=count, name="by_expert", axis=1, num_outputs=count)
     total = g.op("Expand", g.scalar(0.0, FLOAT), g.op("Shape", x, name="shape"), name="zero")
     for i in range(count):
-        total = expert(i, total, share[i])
+        total = expert(total, share[i], [w[i] for w in weights])
     return g.to_dtype(total, FLOAT)
 
 

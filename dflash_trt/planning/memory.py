@@ -16,7 +16,7 @@ from dflash_trt.checkpoint.quantization import INT4_GROUPS
 from dflash_trt.errors import BuildError
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.inventory import WEIGHT_BYTES, Inventory, weight_bytes
-from dflash_trt.precision import SCHEMES, Precision
+from dflash_trt.precision import Precision
 
 ENGINES = ("onnxruntime", "tensorrt", "tensorrt-rtx", "tensorrt-llm")
 GIB = 1 << 30
@@ -24,8 +24,8 @@ GIB = 1 << 30
 TRTLLM_RUNTIME_BYTES, TRTLLM_ACTIVATION_BYTES, TRTLLM_ARENA_SAFETY = 4 * GIB, 6 * GIB, 0.70
 # CUDA context, libraries and workspace of an engine of ours on a GPU: an allowance, not a measurement.
 RUNTIME_BYTES = GIB
-# What plans of TensorRT-RTX ask for beside the estimate from shapes: both together, and more where experts are in few
-# bits (docs/tensorrt.md). The first is taken for TensorRT too; its plugins do without the second.
+# What plans of TensorRT-RTX ask for beside the estimate from shapes: both together, and more for MXFP4 experts
+# (docs/tensorrt.md). The first is taken for TensorRT too; its plugins do without the second.
 SCRATCH_BYTES, EXPERT_SCRATCH_BYTES = GIB // 4, 3 * GIB // 4
 PREFILL_CHUNK = 512
 KV_FRACTION = 0.9  # TensorRT-LLM's default
@@ -160,7 +160,7 @@ def plan(inventory: Inventory, settings: Settings) -> Plan:
         raise BuildError(f"--tp is {s.tensor_parallel}, but {s.engine} runs on one GPU; use tensorrt-llm")
     weights = {side: _weights(inventory, s, side) for side in ("target", "drafter")}
     held = sum(n for side in weights.values() for role in side.values() for n in role.values())
-    packed = bool(set(weights["target"].get("experts", {})) & set(SCHEMES))
+    packed = bool(set(weights["target"].get("experts", {})) & {"fp8", "nvfp4", "mxfp4"})
     ours = _Layout(inventory, s, held, packed_experts=packed)
     total = ours.total(s.max_batch_size, s.max_seq_len)
     limit = min(inventory.target.max_position_embeddings, inventory.drafter.max_position_embeddings)
@@ -211,12 +211,21 @@ class _Layout:
             self.runtime = RUNTIME_BYTES if self.ours else TRTLLM_RUNTIME_BYTES
         self.scratch = SCRATCH_BYTES if settings.engine in ("tensorrt", "tensorrt-rtx") else 0
         if settings.engine == "tensorrt-rtx" and packed_experts:
-            self.scratch += EXPERT_SCRATCH_BYTES
+            self.scratch += self._widened_experts()
 
     def _per_token(self, side: str, element: float) -> int:
         c = self.inventory.config(side)
         heads = max(1, c.num_key_value_heads // self.s.tensor_parallel)
         return round(2 * c.num_hidden_layers * heads * c.head_dim * element)
+
+    def _widened_experts(self) -> int:
+        """Of gpt-oss a few; of others, where a layer's experts are one product, those of two layers."""
+        c = self.inventory.target
+        assert c.moe is not None
+        if c.moe.quantization == "mxfp4":
+            return EXPERT_SCRATCH_BYTES
+        layer = 3 * c.hidden_size * c.moe.intermediate_size * c.moe.num_experts
+        return round(2 * layer * WEIGHT_BYTES[self.s.compute("target")])
 
     def rows(self, length: int) -> int:
         """Cache rows of one sequence: passes of ours write blocks past the last token; TensorRT-LLM has pages."""
