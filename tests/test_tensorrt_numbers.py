@@ -18,6 +18,7 @@ import pytest
 from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.graph import tensorrt_experts
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.models.drafter import build_drafter
@@ -114,14 +115,47 @@ def make_pair(directory: Path, family: str) -> Path:
     return directory
 
 
+def two_at_a_time() -> TensorRT:
+    """Of experts, as where they are too large for more; elsewhere here all are multiplied at once."""
+    return fused()
+
+
 @pytest.fixture(
     scope="module",
-    params=[(f, d) for f in FAMILIES for d in (fused, standard)],
+    params=[*((f, d) for f in FAMILIES for d in (fused, standard)), ("gpt-oss", two_at_a_time)],
     ids=lambda c: f"{c[0]}, {c[1].__name__}",
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     family, dialect = request.param
-    return Case(make_pair(tmp_path_factory.mktemp("numbers"), family), dialect())
+    with pytest.MonkeyPatch.context() as patch:
+        if dialect is two_at_a_time:
+            patch.setattr(tensorrt_experts, "WIDENED_BYTES", 0)
+        return Case(make_pair(tmp_path_factory.mktemp("numbers"), family), dialect())
+
+
+@pytest.mark.parametrize(
+    ("experts", "size", "count"),
+    [
+        (32, 2 * 5760 * 2880, 8),  # gpt-oss
+        (128, 2 * 5760 * 2880, 8),
+        (8, 1024, 8),
+        (32, 1 << 28, 2),
+        (12, 50 << 20, 4),
+        (7, 1 << 27, 1),
+    ],
+)
+def test_as_many_experts_at_a_time_as_fit(experts: int, size: int, count: int) -> None:
+    assert tensorrt_experts.at_a_time(experts, size) == count
+
+
+def test_experts_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_pair(tmp_path, "gpt-oss")
+    counts = []
+    for widened in (1 << 28, 0):
+        monkeypatch.setattr(tensorrt_experts, "WIDENED_BYTES", widened)
+        nodes = export(tmp_path, fused())["target"].graph
+        counts.append(sum(node.op_type == "Experts" for node in nodes))
+    assert counts == [4, 16]  # of 4 layers with 8 experts each
 
 
 def session(path: Path) -> ort.InferenceSession:

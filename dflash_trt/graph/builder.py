@@ -159,12 +159,11 @@ class GraphBuilder:
         weight.type, weight.shape = ir.TensorType(dtype), ir.Shape(shape)
         return weight
 
-    def parts(self, weight: ir.Value, dtype: ir.DataType, shape: Sequence[int]) -> list[ir.Value]:
-        """A raw weight's slices along its first axis, each taken for `dtype` and `shape`, where they lie."""
+    def parts(self, weight: ir.Value, count: int, dtype: ir.DataType, shape: Sequence[int]) -> list[ir.Value]:
+        """A raw weight's bytes in `count` equal parts, each taken for `dtype` and `shape`, where they lie."""
         whole = weight.const_value
         assert isinstance(whole, ir.ExternalTensor)
         assert whole.offset is not None
-        count = whole.shape.numpy()[0]
         size = whole.nbytes // count
         found = []
         for i in range(count):

@@ -116,25 +116,32 @@ class TensorRT(Dialect):
     ) -> ir.Value:
         if e.storage != "mxfp4":
             return super().experts(g, x, logits, e, widened_bytes=widened_bytes, **attributes)
-        body, k = self._expert(biased=e.gate_up_bias is not None), attributes.pop("k")
+        body, k = self._some_experts(biased=e.gate_up_bias is not None), attributes.pop("k")
 
-        def expert(total: ir.Value, share: ir.Value, weights: list[ir.Value]) -> ir.Value:
-            (y,) = g.call(body, total, x, share, *weights, name="expert", **attributes)
-            return y
+        def some(*inputs: ir.Value) -> ir.Value:
+            (total,) = g.call(body, *inputs, name="some", **attributes)
+            return total
 
         with g.scope("experts"):
-            return mxfp4_experts(g, x, logits, e, k, expert)
+            return mxfp4_experts(g, x, logits, e, k, some)
 
-    def _expert(self, *, biased: bool) -> ir.Function:
-        """`Expert(total, x, share [rows,1], gate_up [2I,D], down [D,I], biases [1,2I] and [1,D]) -> total`, float32."""
-        g = self._builder("Expert")
-        total, x = g.input("total", FLOAT, ["rows", "D"]), g.input("x", self.dtype, ["rows", "D"])
-        share = g.input("share", FLOAT, ["rows", 1])
-        weights = [g.input(name, self.dtype, ["O", "I"]) for name in ("gate_up", "down")]
-        biases = [g.input(f"{w.name}_bias", self.dtype, [1, "O"]) if biased else None for w in weights]
-        h = self._swiglu(g, g.op("Gemm", x, weights[0], biases[0], name="gate_up", transB=1))
-        y = g.op("Gemm", h, weights[1], biases[1], name="down", transB=1)
-        g.output(g.op("Add", total, shared(g, y, share), name="total"), "total_out", FLOAT, ["rows", "D"])
+    def _some_experts(self, *, biased: bool) -> ir.Function:
+        """`Experts(total, x, shares, gate_up, down, biases) -> total`, as tensorrt_experts.py calls it."""
+        g = self._builder("Experts")
+        total, x = g.input("total", FLOAT, ["D", "rows"]), g.input("x", self.dtype, [1, "D", "rows"])
+        shares = g.input("shares", FLOAT, ["n", 1, "rows"])
+        weights = [g.input(name, self.dtype, ["n", "O", "I"]) for name in ("gate_up", "down")]
+        biases = [g.input(f"{w.name}_bias", self.dtype, ["n", "O", 1]) for w in weights] if biased else []
+
+        def linear(which: int, value: ir.Value) -> ir.Value:
+            """[1 or n, I, rows] -> [n, O, rows]"""
+            name = str(weights[which].name)
+            value = g.op("MatMul", weights[which], value, name=name)
+            return g.op("Add", value, biases[which], name=f"{name}/biased") if biased else value
+
+        y = shared(g, linear(1, self._swiglu(g, linear(0, x), axis=1)), shares)
+        y = g.op("ReduceSum", y, g.constant([0]), name="sum", keepdims=0)
+        g.output(g.op("Add", total, y, name="total"), "total_out", FLOAT, ["D", "rows"])
         return g.function([a for a in declared() if a.name != "k"])
 
     def moe(
@@ -205,8 +212,8 @@ class TensorRT(Dialect):
         )
         return g.op("TRT_Attention", q, k, v, a.mask, None, ends, domain=TRT_DOMAIN, name="attention"), k, v
 
-    def _swiglu(self, g: GraphBuilder, x: ir.Value) -> ir.Value:
-        """[..., 2I], gate and up in turns -> [..., I]; in float32, where no limit overflows."""
+    def _swiglu(self, g: GraphBuilder, x: ir.Value, axis: int = -1) -> ir.Value:
+        """2I numbers along an axis, gate and up in turns -> I; in float32, where no limit overflows."""
 
         def attribute(name: str) -> ir.Value:
             reference = ir.RefAttr("value_float", name, ir.AttributeType.FLOAT)
@@ -214,7 +221,7 @@ class TensorRT(Dialect):
 
         limit = attribute("limit")
         gate, up = (
-            g.op("Slice", g.to_float(x), *map(g.constant, ([i], [2**31], [-1], [2])), name=name)
+            g.op("Slice", g.to_float(x), *map(g.constant, ([i], [2**31], [axis], [2])), name=name)
             for i, name in enumerate(("gate", "up"))
         )
         gate = g.op("Min", gate, limit, name="gate_cut")

@@ -1,7 +1,6 @@
-"""MXFP4 experts for TensorRT and TensorRT-RTX: one after the other, each for every row.
+"""MXFP4 experts for TensorRT and TensorRT-RTX: some at a time, each for every row.
 
-TensorRT-RTX widens MXFP4 weights before it multiplies them. Of experts in one product it widens all, and those of
-several layers at once; of experts in a chain, a few at a time (docs/tensorrt.md).
+TensorRT-RTX widens MXFP4 weights before it multiplies them, and has room for those of one product (docs/tensorrt.md).
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import onnx_ir as ir
 from .builder import FLOAT, GraphBuilder
 from .experts import MXFP4_BLOCK, Experts
 from .quantized import TRT_DOMAIN
+
+WIDENED_BYTES = 1 << 28  # of one product's weights: eight of gpt-oss's experts
 
 
 def router_shares(g: GraphBuilder, router: ir.Value, k: ir.Value) -> ir.Value:
@@ -36,36 +37,55 @@ def mxfp4_experts(
     router: ir.Value,
     e: Experts,
     k: int,
-    expert: Callable[[ir.Value, ir.Value, list[ir.Value]], ir.Value],
+    some: Callable[..., ir.Value],
 ) -> ir.Value:
-    """`expert` adds one to the total: from total, share [rows,1], and gate_up [2I,D], down [D,I] and their biases.
+    """x [rows,D] -> [rows,D] in g's dtype, by `some` experts at a time, as many as WIDENED_BYTES hold, one at least.
+
+    `some` adds n experts to the total [D,rows], in float32: from the total, x [1,D,rows], shares [n,1,rows],
+    gate_up [n,2I,D], down [n,D,I] and, where there are biases, those [n,2I,1] and [n,D,1]. Weights stand on the left
+    of their products: what stands on the right TensorRT would copy transposed, for each profile, while it builds.
 
     The blocks are FLOAT4E2M1 as they lie; the plan keeps the four bits. They are dequantized in the main graph:
     inside a function the parser takes the scales' exponents for numbers.
     """
     assert e.gate_up_scales is not None
     assert e.down_scales is not None
-    weights: list[Sequence[ir.Value]] = [
-        _widened(g, e.gate_up, e.gate_up_scales),
-        _widened(g, e.down, e.down_scales),
-    ]
-    count = len(weights[0])
-    for bias in (e.gate_up_bias, e.down_bias):
+    experts, rows, groups, _ = (int(str(n)) for n in e.gate_up.shape or ())
+    steps = experts // at_a_time(experts, rows * groups * MXFP4_BLOCK * g.dtype.numpy().itemsize)
+
+    def by_step(value: ir.Value, name: str) -> Sequence[ir.Value]:
+        return g.multi("Split", value, outputs=steps, name=name, axis=0, num_outputs=steps)
+
+    weights = [_widened(g, e.gate_up, e.gate_up_scales, steps), _widened(g, e.down, e.down_scales, steps)]
+    for name, bias in (("gate_up_biases", e.gate_up_bias), ("down_biases", e.down_bias)):
         if bias is not None:
-            weights.append(g.multi("Split", bias, outputs=count, name="biases", axis=0, num_outputs=count))
+            weights.append(by_step(g.unsqueeze(bias, 2), name))
     shares = router_shares(g, router, g.constant([k]))
-    share = g.multi("Split", shares, outputs=count, name="by_expert", axis=1, num_outputs=count)
-    total = g.op("Expand", g.scalar(0.0, FLOAT), g.op("Shape", x, name="shape"), name="zero")
-    for i in range(count):
-        total = expert(total, share[i], [w[i] for w in weights])
-    return g.to_dtype(total, FLOAT)
+    shares = g.unsqueeze(g.op("Transpose", shares, name="by_expert", perm=[1, 0]), 1)
+    columns = g.op("Transpose", x, name="columns", perm=[1, 0])
+    total = g.op("Expand", g.scalar(0.0, FLOAT), g.op("Shape", columns, name="shape"), name="zero")
+    columns = g.unsqueeze(columns, 0)
+    for share, *some_weights in zip(by_step(shares, "shares"), *weights, strict=True):
+        total = some(total, columns, share, *some_weights)
+    return g.to_dtype(g.op("Transpose", total, name="rows", perm=[1, 0]), FLOAT)
 
 
-def _widened(g: GraphBuilder, blocks: ir.Value, scales: ir.Value) -> list[ir.Value]:
-    """[O,I] of each expert, from blocks [E,O,G,16] and scales [E,O,G]."""
-    _, rows, groups, _ = (int(str(n)) for n in blocks.shape or ())
-    fp4 = g.parts(blocks, ir.DataType.FLOAT4E2M1, (rows, groups * MXFP4_BLOCK))
-    exponents = g.parts(scales, ir.DataType.UINT8, (rows, groups))
+def at_a_time(experts: int, size: int) -> int:
+    """How many of `experts`, whose larger matrix takes `size` bytes widened, are multiplied in one product.
+
+    A divisor of their number, and two where they are too large: products of one expert TensorRT-RTX joins, and
+    widens what all of them multiply.
+    """
+    most = max(WIDENED_BYTES, 2 * size)
+    return max(n for n in range(1, experts + 1) if experts % n == 0 and n * size <= most)
+
+
+def _widened(g: GraphBuilder, blocks: ir.Value, scales: ir.Value, steps: int) -> Sequence[ir.Value]:
+    """[E/steps,O,I] for each step, from blocks [E,O,G,16] and scales [E,O,G]."""
+    experts, rows, groups, _ = (int(str(n)) for n in blocks.shape or ())
+    count = experts // steps
+    fp4 = g.parts(blocks, steps, ir.DataType.FLOAT4E2M1, (count, rows, groups * MXFP4_BLOCK))
+    exponents = g.parts(scales, steps, ir.DataType.UINT8, (count, rows, groups))
     widened = [
         g.op(
             *("TRT_MXFP8DequantizeLinear", *pair),

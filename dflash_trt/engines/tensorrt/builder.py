@@ -64,6 +64,8 @@ def build_plan(
             trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"
         ):  # or its runtime may allocate, and not be captured
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+        # On several streams weights that are widened before a product would be so all at once, as far as they fit.
+        config.max_aux_streams = 0
         if flavour.ahead:
             config.num_compute_capabilities = 1
             config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability}"), 0)
