@@ -158,7 +158,7 @@ def _logger(trt: Any, log: Any) -> Any:
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
                 self.errors.append(message)
             if found := re.match(r"Total Activation Memory: (\d+) bytes", message):
-                self.activation_bytes = int(found[1])
+                self.activation_bytes = max(self.activation_bytes or 0, int(found[1]))  # one for each profile
 
     return Logger()
 
