@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from dflash_trt.checkpoint import numbers
 from dflash_trt.checkpoint.fields import read_object
 from dflash_trt.checkpoint.linears import FLOAT_DTYPES
+from dflash_trt.checkpoint.mapped import released
 from dflash_trt.checkpoint.quantization import ALGORITHMS, INT4_GROUPS, QUANT_CONFIG, Algorithm
 from dflash_trt.checkpoint.roles import role_of
 from dflash_trt.checkpoint.tensors import INDEX, Checkpoint, TensorInfo
@@ -67,7 +68,7 @@ def quantize(
     input scales. `replace_other`: what is in `out` may go, where it is something else.
 
     Works shard by shard beside `out`, which appears when all is whole; an interrupted run continues where it was. Holds
-    one step of a tensor in memory, 32 MiB in float32, and what the system keeps of the mapped files.
+    one step of a tensor in memory, 32 MiB in float32.
 
     Raises:
         CheckpointError: the source is quantized already, or has a weight that is not finite.
@@ -222,7 +223,7 @@ def _convert(
                 f"{out}: exists and is not this checkpoint quantized this way; choose another --out"
             )
         shutil.rmtree(out)
-    with workspace(out) as work:
+    with workspace(out) as work, released(checkpoint.directory):
         begun = work / QUANT_CONFIG
         if not begun.is_file() or json.loads(begun.read_text()) != config:
             shutil.rmtree(work)

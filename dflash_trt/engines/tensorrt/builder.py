@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.checkpoint.mapped import released
 from dflash_trt.errors import BuildError
 from dflash_trt.plugins.quick import register
 from dflash_trt.workspace import Progress
 
 from .flavour import Flavour
-from .mapped import released
 from .profiles import Profile
 
 _NODE = re.compile(r"\b(?:target|drafter)/[\w./:-]+")

@@ -1,4 +1,4 @@
-"""Mapped weight files stay out of resident memory while a plan is built."""
+"""Mapped weight files stay out of resident memory while a plan is built or a checkpoint quantized."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_trt.engines.tensorrt.mapped import released
+from dflash_trt.checkpoint.mapped import released
 
 SIZE = 4 << 20
 

@@ -1,4 +1,4 @@
-"""Memory that a build holds and does not need: pages of the weights' files that TensorRT has mapped and read."""
+"""Memory that is held and not needed: pages of mapped weights that have been read, by TensorRT or by us."""
 
 from __future__ import annotations
 
