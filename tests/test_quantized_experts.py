@@ -16,7 +16,7 @@ import pytest
 from dflash_trt.checkpoint.linears import stored_experts, stored_linear, widen
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError
-from dflash_trt.graph import functions
+from dflash_trt.graph import functions, tensorrt_experts
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.functions import OnnxRuntime
@@ -188,12 +188,20 @@ def test_what_a_row_gets_does_not_depend_on_the_others(tmp_path: Path) -> None:
         np.testing.assert_allclose(alone[0], y[row], rtol=1e-5, atol=1e-5 * np.abs(y[row]).max())
 
 
+@pytest.mark.parametrize("widened_bytes", [1 << 28, 0], ids=["at once", "two at a time"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_tensorrt_gets_against_numpy(tmp_path: Path, name: str) -> None:
+def test_what_tensorrt_gets_against_numpy(
+    tmp_path: Path, name: str, widened_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32, its own operators as functions of standard ones."""
+    monkeypatch.setattr(tensorrt_experts, "WIDENED_BYTES", widened_bytes)
     checkpoint = write(tmp_path / "source", name)
     checkpoint = Checkpoint(repack_int4(checkpoint, tmp_path)) if name == "AWQ" else write(tmp_path, name)
-    document = ir.to_proto(model(checkpoint, TensorRT(FLOAT)))
+    exported = model(checkpoint, TensorRT(FLOAT))
+    assert sum(node.op_type == "ReduceSum" for node in exported.graph) == (
+        1 if widened_bytes else EXPERTS // 2
+    )
+    document = ir.to_proto(exported)
     document.opset_import.append(onnx.helper.make_opsetid("trt", 1))
     onnx.external_data_helper.load_external_data_for_model(document, str(tmp_path))
     onnx.save(executable(document), tmp_path / "model.onnx")

@@ -11,7 +11,7 @@ Each of an expert's layers is one as quantized.py describes them, its input roun
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -34,7 +34,7 @@ from .quantized import (
     tensorrt_weight,
     tensors,
 )
-from .tensorrt_experts import router_shares, shared
+from .tensorrt_experts import after, at_a_time, router_shares, shared
 
 Projection = Literal["gate", "up", "down"]
 _BYTES = np.arange(256, dtype=np.uint8)
@@ -56,6 +56,14 @@ class Stack:
     columns: int
     stored: tuple[StoredLinear, ...] = ()
     plain: tuple[TensorInfo, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.stored or self.plain)
+
+    def part(self, first: int, count: int) -> Stack:
+        """`count` experts from `first` on."""
+        some = slice(first, first + count)
+        return replace(self, stored=self.stored[some], plain=self.plain[some])
 
     @property
     def kind(self) -> LinearKind | None:
@@ -241,25 +249,35 @@ def tensorrt_experts(
     """The layer for TensorRT and TensorRT-RTX, written out in the graph itself (see quantized.py), in its dtype.
 
     As in tensorrt.py's `moe`, every expert is computed for every row. Packed constants cannot be concatenated: each is
-    dequantized first, and one product goes over all experts. Where inputs have static scales, each expert's own, they
-    are divided by it, rounded with a scale of 1, and the product is multiplied by it.
+    dequantized first, and one product goes over as many experts as tensorrt_experts.py's `at_a_time` says, one product
+    after the other. Where inputs have static scales, each expert's own, they are divided by it, rounded with a scale of
+    1, and the product is multiplied by it.
     """
     shares = router_shares(g, router, g.constant([k]))
     shares = g.unsqueeze(g.op("Transpose", shares, name="by_expert", perm=[1, 0]), 2)
-
-    def linear(name: Projection, value: ir.Value) -> ir.Value:
-        """[1 or E, rows, columns] -> [E, rows, rows of the stack]"""
-        with g.scope(name):
-            return _tensorrt_linear(g, stacks[name], value, folder)
-
+    gate = stacks["gate"]
+    count = at_a_time(len(gate), 2 * gate.rows * gate.columns * g.dtype.numpy().itemsize)
+    steps = len(gate) // count
     x = g.unsqueeze(x, 0)
-    gate, up = (g.to_float(linear(name, x)) for name in ("gate", "up"))
-    hidden = g.op(
-        "Mul", g.op("Mul", gate, g.op("Sigmoid", gate, name="share"), name="silu"), up, name="gated"
-    )
-    y = linear("down", g.to_dtype(hidden, FLOAT))
-    y = g.op("ReduceSum", shared(g, y, shares), g.constant([0]), name="sum", keepdims=0)
-    return g.to_dtype(y, FLOAT)
+
+    def some(x: ir.Value, first: int, share: ir.Value) -> ir.Value:
+        """What `count` experts add, in float32."""
+
+        def linear(name: Projection, value: ir.Value) -> ir.Value:
+            """[1 or count, rows, columns] -> [count, rows, rows of the stack]"""
+            with g.scope(name):
+                return _tensorrt_linear(g, stacks[name].part(first, count), value, folder)
+
+        gate, up = (g.to_float(linear(name, x)) for name in ("gate", "up"))
+        silu = g.op("Mul", gate, g.op("Sigmoid", gate, name="share"), name="silu")
+        y = linear("down", g.to_dtype(g.op("Mul", silu, up, name="gated"), FLOAT))
+        return g.op("ReduceSum", shared(g, y, share), g.constant([0]), name="sum", keepdims=0)
+
+    by_step = g.multi("Split", shares, outputs=steps, name="shares", axis=0, num_outputs=steps)
+    total = some(x, 0, by_step[0])
+    for i, share in enumerate(by_step[1:], 1):
+        total = g.op("Add", total, some(after(g, x, total), i * count, share), name="total")
+    return g.to_dtype(total, FLOAT)
 
 
 def _tensorrt_linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value:

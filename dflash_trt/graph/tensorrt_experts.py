@@ -65,9 +65,19 @@ def mxfp4_experts(
     columns = g.op("Transpose", x, name="columns", perm=[1, 0])
     total = g.op("Expand", g.scalar(0.0, FLOAT), g.op("Shape", columns, name="shape"), name="zero")
     columns = g.unsqueeze(columns, 0)
-    for share, *some_weights in zip(by_step(shares, "shares"), *weights, strict=True):
-        total = some(total, columns, share, *some_weights)
+    for i, inputs in enumerate(zip(by_step(shares, "shares"), *weights, strict=True)):
+        total = some(total, after(g, columns, total) if i else columns, *inputs)
     return g.to_dtype(g.op("Transpose", total, name="rows", perm=[1, 0]), FLOAT)
+
+
+def after(g: GraphBuilder, x: ir.Value, total: ir.Value) -> ir.Value:
+    """x [1,...] as it is, but not before `total` [...], float32, is there: x + 0, which the compiler cannot know.
+
+    What multiplies the same x is otherwise one product to it, for which all weights are widened.
+    """
+    zero = g.scalar(0.0, FLOAT)
+    nothing = g.op("Min", g.op("Max", total, zero, name="positive"), zero, name="nothing")
+    return g.op("Add", x, g.unsqueeze(g.to_dtype(nothing, FLOAT), 0), name="after")
 
 
 def at_a_time(experts: int, size: int) -> int:
