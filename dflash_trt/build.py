@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -231,7 +232,7 @@ def build(
         digests = digest_files(
             gather(_wanted(sides, head), work, progress, keep=PLANS if plans else ""), work, progress
         )
-        manifest["key"] = key_of(manifest, digests)
+        manifest["key"] = key_of(manifest, {**digests, **{name: _digest(m) for name, m in models.items()}})
         existing = existing_bundle(out, manifest["key"], force=force)
         if existing is not None:
             shutil.rmtree(work)
@@ -337,6 +338,11 @@ def _quantized(
 def _formats(sides: tuple[Side, Side], head: Checkpoint | Outline | None) -> set[str]:
     checkpoints = [side.checkpoint for side in sides] + ([] if head is None else [head])
     return {scheme for checkpoint in checkpoints for scheme in number_formats(checkpoint)}
+
+
+def _digest(model: ir.Model) -> dict[str, str]:
+    """Of a graph without its weights, which are external data and have digests of their own."""
+    return {"sha256": hashlib.sha256(ir.to_proto(model).SerializeToString(deterministic=True)).hexdigest()}
 
 
 def _wanted(sides: tuple[Side, Side], head: Checkpoint | Outline | None) -> dict[str, Path]:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import pytest
 from safetensors.torch import load_file, save_file
 
 from dflash_trt import LLM
+from dflash_trt import build as build_module
 from dflash_trt.build import build
 from dflash_trt.bundle import MANIFEST, Bundle
 from dflash_trt.checkpoint.pairs import PAIRS
@@ -116,6 +118,22 @@ def test_changed_weights_make_another_bundle(checkpoints: Path, built: Path) -> 
     assert other.manifest["key"] != manifest_of(built)["key"]
 
 
+def test_changed_graphs_make_another_bundle(
+    checkpoints: Path, built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = build_module._export
+
+    def renamed(*args: Any) -> dict[str, ir.Model]:
+        models = export(*args)
+        next(iter(models["target"].graph)).name = "target/renamed"
+        return models
+
+    monkeypatch.setattr(build_module, "_export", renamed)
+    other = build_pair(checkpoints, checkpoints / "other-graph")
+    assert other.manifest["key"] != manifest_of(built)["key"]
+    assert other.manifest.keys() == manifest_of(built).keys()
+
+
 def test_a_damaged_bundle_is_built_again(checkpoints: Path, bundle: Path) -> None:
     (bundle / "target.onnx").write_bytes(b"")
     build_pair(checkpoints, bundle)
@@ -178,6 +196,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from dflash_trt import LLM
+from dflash_trt import build as build_module
 from dflash_trt.build import build
 step, count = sys.argv[4], int(sys.argv[5])
 def progress(name, done, total):

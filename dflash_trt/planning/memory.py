@@ -13,10 +13,12 @@ from typing import Any
 
 from dflash_trt.checkpoint.config import DrafterConfig
 from dflash_trt.checkpoint.quantization import INT4_GROUPS
+from dflash_trt.checkpoint.schema import MoEConfig
 from dflash_trt.errors import BuildError
+from dflash_trt.graph.tensorrt_experts import at_a_time
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.inventory import WEIGHT_BYTES, Inventory, weight_bytes
-from dflash_trt.precision import Precision
+from dflash_trt.precision import SCHEMES, Precision
 
 ENGINES = ("onnxruntime", "tensorrt", "tensorrt-rtx", "tensorrt-llm")
 GIB = 1 << 30
@@ -24,9 +26,9 @@ GIB = 1 << 30
 TRTLLM_RUNTIME_BYTES, TRTLLM_ACTIVATION_BYTES, TRTLLM_ARENA_SAFETY = 4 * GIB, 6 * GIB, 0.70
 # CUDA context, libraries and workspace of an engine of ours on a GPU: an allowance, not a measurement.
 RUNTIME_BYTES = GIB
-# What plans of TensorRT-RTX ask for beside the estimate from shapes: both together, and more for MXFP4 experts
-# (docs/tensorrt.md). The first is taken for TensorRT too; its plugins do without the second.
-SCRATCH_BYTES, EXPERT_SCRATCH_BYTES = GIB // 4, 3 * GIB // 4
+# What both plans of TensorRT-RTX together ask for beside the estimate from shapes (docs/tensorrt.md), and beside what
+# experts need. Taken for TensorRT too.
+SCRATCH_BYTES = GIB // 4
 PREFILL_CHUNK = 512
 KV_FRACTION = 0.9  # TensorRT-LLM's default
 _PAGE = 32  # tokens
@@ -160,7 +162,7 @@ def plan(inventory: Inventory, settings: Settings) -> Plan:
         raise BuildError(f"--tp is {s.tensor_parallel}, but {s.engine} runs on one GPU; use tensorrt-llm")
     weights = {side: _weights(inventory, s, side) for side in ("target", "drafter")}
     held = sum(n for side in weights.values() for role in side.values() for n in role.values())
-    packed = bool(set(weights["target"].get("experts", {})) & {"fp8", "nvfp4", "mxfp4"})
+    packed = bool(set(weights["target"].get("experts", {})) & set(SCHEMES))
     ours = _Layout(inventory, s, held, packed_experts=packed)
     total = ours.total(s.max_batch_size, s.max_seq_len)
     limit = min(inventory.target.max_position_embeddings, inventory.drafter.max_position_embeddings)
@@ -210,22 +212,24 @@ class _Layout:
         else:
             self.runtime = RUNTIME_BYTES if self.ours else TRTLLM_RUNTIME_BYTES
         self.scratch = SCRATCH_BYTES if settings.engine in ("tensorrt", "tensorrt-rtx") else 0
-        if settings.engine == "tensorrt-rtx" and packed_experts:
-            self.scratch += self._widened_experts()
+        moe = inventory.target.moe
+        if self.scratch and moe is not None:
+            self.scratch += self._experts(moe, packed=packed_experts)
 
     def _per_token(self, side: str, element: float) -> int:
         c = self.inventory.config(side)
         heads = max(1, c.num_key_value_heads // self.s.tensor_parallel)
         return round(2 * c.num_hidden_layers * heads * c.head_dim * element)
 
-    def _widened_experts(self) -> int:
-        """Of gpt-oss a few; of others, where a layer's experts are one product, those of two layers."""
-        c = self.inventory.target
-        assert c.moe is not None
-        if c.moe.quantization == "mxfp4":
-            return EXPERT_SCRATCH_BYTES
-        layer = 3 * c.hidden_size * c.moe.intermediate_size * c.moe.num_experts
-        return round(2 * layer * WEIGHT_BYTES[self.s.compute("target")])
+    def _experts(self, moe: MoEConfig, *, packed: bool) -> int:
+        """What one product over experts needs: their rows of a prompt's chunk, and packed weights widened."""
+        if self.s.engine == "tensorrt" and moe.quantization == "mxfp4":
+            return 0  # plugins, which widen nothing and compute no expert that was not asked
+        hidden, element = self.inventory.target.hidden_size, WEIGHT_BYTES[self.s.compute("target")]
+        size = round(2 * moe.intermediate_size * hidden * element)
+        count = at_a_time(moe.num_experts, size) if packed else moe.num_experts
+        rows = PREFILL_CHUNK * count * (moe.intermediate_size + hidden) * element
+        return round(rows) + count * size * packed
 
     def rows(self, length: int) -> int:
         """Cache rows of one sequence: passes of ours write blocks past the last token; TensorRT-LLM has pages."""
