@@ -4,7 +4,7 @@
 
 With --genai (needs onnxruntime-genai, torch and transformers) its model builder converts the same target in the same
 run, to float32 for the CPU: what it does there is not the same work, since it writes the weights anew and its graph
-has no taps. The last line is one JSON document. Peak memory is the largest ru_maxrss of the process.
+has no taps. The last line is one JSON document. Peak memory is the VmHWM of the process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from build_scripts.generated import write_pair
+
+_SECONDS = 0.02  # between two looks at a process
 
 
 def main() -> None:
@@ -83,17 +86,19 @@ def main() -> None:
 
 
 def measure(command: list[str]) -> tuple[float, int]:
-    """Seconds and peak resident bytes of one process."""
-    begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    errors = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    seconds = time.perf_counter() - begin
-    if process.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{errors.decode()[-2000:]}")
-    return seconds, usage.ru_maxrss * 1024
+    """Seconds and peak resident bytes of one process. Not ru_maxrss, which would begin with what this one holds."""
+    begin, peak = time.perf_counter(), 0
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        while process.poll() is None:
+            found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text(), re.M)
+            peak = max(peak, int(found[1]) << 10 if found else 0)  # a process that has ended has none
+            time.sleep(_SECONDS)
+        seconds = time.perf_counter() - begin
+        if process.returncode:
+            errors.seek(0)
+            sys.exit(f"{' '.join(command)} failed:\n{errors.read().decode()[-2000:]}")
+    return seconds, peak
 
 
 if __name__ == "__main__":

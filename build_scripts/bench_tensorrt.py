@@ -5,7 +5,7 @@
 
 The checkpoint is generated: names, shapes and dtypes of the pair, MXFP4 experts included, with noise in them and fewer
 layers, which tap, slide and see everything as the first ones do. Needs no GPU. Peak memory is the
-largest ru_maxrss of the building process, mapped weights included. With --precision, quantizing is part of the build.
+VmHWM of the building process, mapped weights included. With --precision, quantizing is part of the build.
 The last line is one JSON document.
 """
 

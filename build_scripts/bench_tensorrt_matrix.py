@@ -2,7 +2,7 @@
 
     python -m build_scripts.bench_tensorrt_matrix
 
-Each build is a process of its own; seconds and peak resident memory (ru_maxrss, mapped files included) are the whole
+Each build is a process of its own; seconds and peak resident memory (VmHWM, mapped files included) are the whole
 process's, Python and its packages with it. Needs the test environment (torch makes the small checkpoints) and no GPU.
 """
 
