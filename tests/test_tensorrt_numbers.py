@@ -23,6 +23,7 @@ from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.models.drafter import build_drafter
 from dflash_trt.models.target import build_target
+from dflash_trt.quantization.convert import quantize
 from tests.checkpoints import VOCAB, make_drafter, make_target
 from tests.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
 from tests.reference import Drafter, target_outputs
@@ -37,6 +38,7 @@ from tests.test_parity import (  # noqa: F401  # the tests among them run on thi
 from tests.trt_bodies import executable
 
 CAPACITY = 160
+CONFIGS: Any = ((read_target_config, "target"), (read_drafter_config, "drafter"))
 SLIDING, FULL = "sliding_attention", "full_attention"
 FAMILIES: dict[str, Any] = {
     "qwen3": (make_target, make_drafter, {"layer_types": (SLIDING, FULL), "sliding_window": 10}),
@@ -156,6 +158,32 @@ def test_experts_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         nodes = export(tmp_path, fused())["target"].graph
         counts.append(sum(node.op_type == "Experts" for node in nodes))
     assert counts == [4, 16]  # of 4 layers with 8 experts each
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4", "mxfp4"])
+def test_quantized_layers_that_lie_together_are_one_product(tmp_path: Path, scheme: str) -> None:
+    make_pair(tmp_path / "plain", "qwen3")
+    for role in ("target", "drafter"):
+        quantize(tmp_path / "plain" / role, tmp_path / role, scheme)
+    outputs, products = [], []
+    for joins in (True, False):
+        dialect = fused()
+        dialect.joins_quantized = joins
+        for role, model in export(tmp_path, dialect).items():
+            ir.save(model, tmp_path / f"{role}.onnx")
+            products.append(sum(node.op_type == "Gemm" for node in model.graph))
+        onnx.save(executable(onnx.load(tmp_path / "target.onnx")), tmp_path / "executable.onnx")
+        engine = OnnxRuntimeEngine(tmp_path / "executable.onnx", slots=1, capacity=CAPACITY, threads=1)
+        tokens = np.random.default_rng(0).integers(0, VOCAB, 20)
+        outputs.append(engine.run({"tokens": ints(tokens), "start": ints(0), "rows": ints(range(20))}))
+    np.testing.assert_allclose(outputs[0]["logits"], outputs[1]["logits"], atol=1e-4)
+    np.testing.assert_allclose(outputs[0]["features"], outputs[1]["features"], atol=1e-4)
+    layers = [read(tmp_path / role).num_hidden_layers for read, role in CONFIGS]
+    # Of queries, keys and values one; gate and up; the drafter's queries are of another input.
+    assert [apart - one for one, apart in zip(products[:2], products[2:], strict=True)] == [
+        3 * layers[0],
+        2 * layers[1],
+    ]
 
 
 def session(path: Path) -> ort.InferenceSession:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dflash_trt.checkpoint import numbers
 from dflash_trt.checkpoint.quantization import Algorithm, Scheme
-from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo, adjacent, same_bytes
 from dflash_trt.errors import CheckpointError
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
@@ -106,6 +106,38 @@ def stored_linear(
         optional("pre_quant_scale", [(inputs,)], FLOAT_DTYPES),
         by_row=weight.shape[0] == outputs,
     )
+
+
+def joined(layers: Mapping[str, StoredLinear]) -> list[tuple[tuple[str, ...], StoredLinear]]:
+    """Layers of the same input, as few as possible: those whose tensors lie one behind the other as one, whose outputs
+    are theirs in the order of the names. Scales that a layer has once must be the same for all.
+    """
+    found, waiting = [], sorted(layers, key=lambda name: layers[name].weight.offset)
+    while waiting:
+        for count in range(len(waiting), 0, -1):
+            whole = _as_one([layers[name] for name in waiting[:count]])
+            if whole is not None:
+                found.append((tuple(waiting[:count]), whole))
+                waiting = waiting[count:]
+                break
+    return found
+
+
+def _as_one(layers: Sequence[StoredLinear]) -> StoredLinear | None:
+    first, *others = layers
+    whole: dict[str, Any] = {}
+    for name in (field.name for field in fields(first) if others):
+        values = [getattr(layer, name) for layer in layers]
+        if not all(isinstance(value, TensorInfo) for value in values):
+            if any(value != values[0] for value in values):
+                return None
+        elif name == "weight" or (name == "scale" and values[0].nbytes > 4):
+            whole[name] = adjacent(values)
+            if whole[name] is None:
+                return None
+        elif not all(same_bytes(values[0], value) for value in values):
+            return None
+    return replace(first, **whole)
 
 
 def stored_experts(

@@ -9,7 +9,7 @@ import difflib
 import math
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,19 @@ def same_bytes(first: TensorInfo, second: TensorInfo) -> bool:
             if one.read(size) != other.read(size):
                 return False
     return True
+
+
+def adjacent(tensors: Sequence[TensorInfo]) -> TensorInfo | None:
+    """Tensors that lie one behind the other, as one that is longer along its first axis; None where they do not."""
+    first, *others = tensors
+    end, rows = first.offset + first.nbytes, first.shape[0]
+    for other in others:
+        alike = (other.file, other.dtype, other.shape[1:]) == (first.file, first.dtype, first.shape[1:])
+        if not alike or other.offset != end:
+            return None
+        end, rows = end + other.nbytes, rows + other.shape[0]
+    name = "+".join(tensor.name for tensor in tensors)
+    return replace(first, name=name, shape=(rows, *first.shape[1:]), nbytes=end - first.offset)
 
 
 class Outline:

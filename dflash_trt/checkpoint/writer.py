@@ -62,8 +62,13 @@ def write_shard(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def _aligned_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Wide types before narrow ones, so that every tensor starts at a multiple of its item's size."""
-    return sorted(entries, key=lambda entry: -DTYPES[entry.dtype].itemsize)
+    """Wide types before narrow ones, so that every tensor starts at a multiple of its item's size.
+
+    And weights apart from their scales: layers that are multiplied as one lie one behind the other where entries do.
+    """
+    return sorted(
+        entries, key=lambda e: (-DTYPES[e.dtype].itemsize, e.dtype, e.name.rpartition(".")[2] != "weight")
+    )
 
 
 def _pieces(entries: Sequence[Entry]) -> Iterator[tuple[str, NDArray[Any]]]:

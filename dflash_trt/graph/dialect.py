@@ -27,6 +27,8 @@ class Dialect(ABC):
     name: str
     # Whether `quantized_experts` is asked for experts in floating point too.
     experts_apart = False
+    # Whether quantized layers of one input are one product where they lie one behind the other in their file.
+    joins_quantized = False
 
     def __init__(self, dtype: ir.DataType = FLOAT) -> None:
         self.dtype = dtype

@@ -30,6 +30,8 @@ class TensorRT(Dialect):
     """
 
     name = "tensorrt"
+    # TensorRT would make one of them itself, of copies, for each profile; others it leaves where they are.
+    joins_quantized = True
 
     def __init__(self, dtype: ir.DataType, *, trt_operators: bool = True) -> None:
         super().__init__(dtype)

@@ -5,13 +5,14 @@ Hidden states are kept flat, [B*S, D], so that every linear is one Gemm on the c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 
 import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.config import DecoderConfig, LayerAttention
-from dflash_trt.checkpoint.linears import StoredLinear, stored_linear, widened_bytes
+from dflash_trt.checkpoint.linears import StoredLinear, joined, stored_linear, widened_bytes
 from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
 from dflash_trt.errors import CheckpointError
@@ -83,6 +84,29 @@ class Module:
         if bias:
             parameters.append(self.weight(f"{name}.bias", outputs, dtype=dtype))
         return self.g.op("Gemm", x, *parameters, name=name, transB=1)
+
+    def linears(
+        self, x: ir.Value, outputs: Mapping[str, int], inputs: int, *, bias: bool = False
+    ) -> list[ir.Value]:
+        """x [rows, inputs] through each of the layers named in `outputs`; see `Dialect.joins_quantized`."""
+        stored = {}
+        if self.dialect.joins_quantized and not bias:
+            for name, n in outputs.items():
+                if (layer := stored_linear(self.checkpoint, self.prefix + name, inputs, n)) is not None:
+                    stored[name] = layer
+        found: dict[str, ir.Value] = {}
+        for names, layer in joined(stored):
+            if len(names) > 1:
+                self.used.update(info.name for name in names for info in stored[name].tensors)
+                name = "-".join(names)
+                y = self._quantized(x, name, layer, None)
+                sizes = self.g.constant([outputs[n] for n in names])
+                split = self.g.multi("Split", y, sizes, outputs=len(names), name=f"{name}/split", axis=1)
+                found |= zip(names, split, strict=True)
+        return [
+            found[name] if name in found else self.linear(x, name, inputs, n, bias=bias)
+            for name, n in outputs.items()
+        ]
 
     def _quantized(self, x: ir.Value, name: str, stored: StoredLinear, bias: ir.Value | None) -> ir.Value:
         self.used.update(info.name for info in stored.tensors)
@@ -213,13 +237,14 @@ class CachedAttention:
         g, c = self.g, self.config
         size, bias = c.head_dim, c.attention_bias
         n_q, n_kv = c.num_attention_heads, c.num_key_value_heads
-        q = self.queries.heads(m.linear(x, "q_proj", c.hidden_size, n_q * size, bias=bias), n_q, size)
-        k = self.written.heads(
-            m.linear(kv_input, "k_proj", c.hidden_size, n_kv * size, bias=bias), n_kv, size
-        )
-        v = self.written.heads(
-            m.linear(kv_input, "v_proj", c.hidden_size, n_kv * size, bias=bias), n_kv, size
-        )
+        asking, written = {"q_proj": n_q * size}, {"k_proj": n_kv * size, "v_proj": n_kv * size}
+        if kv_input is x:
+            q, k, v = m.linears(x, asking | written, c.hidden_size, bias=bias)
+        else:
+            (q,) = m.linears(x, asking, c.hidden_size, bias=bias)
+            k, v = m.linears(kv_input, written, c.hidden_size, bias=bias)
+        q = self.queries.heads(q, n_q, size)
+        k, v = (self.written.heads(value, n_kv, size) for value in (k, v))
         if c.qk_norm:
             q = m.rms_norm(q, "q_norm", size, c.rms_norm_eps)
             k = m.rms_norm(k, "k_norm", size, c.rms_norm_eps)
@@ -254,8 +279,7 @@ def attention_block(m: Module, attention: CachedAttention, i: int, x: ir.Value) 
 
 def gated_mlp(m: Module, x: ir.Value, hidden: int, intermediate: int, *, bias: bool = False) -> ir.Value:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
-    gate = m.linear(x, "gate_proj", hidden, intermediate, bias=bias)
-    up = m.linear(x, "up_proj", hidden, intermediate, bias=bias)
+    gate, up = m.linears(x, {"gate_proj": intermediate, "up_proj": intermediate}, hidden, bias=bias)
     h = m.g.op("Mul", m.g.op("Swish", gate, name="silu"), up, name="gated")
     return m.linear(h, "down_proj", intermediate, hidden, bias=bias)
 

@@ -235,7 +235,7 @@ def _convert(
         for file in checkpoint.files:
             entries = [
                 *(Entry(t.name, t.dtype, t.shape, state.copy(t)) for t in copied if t.file == file),
-                *(e for la in layers.values() if la.source.file == file for e in state.entries(la)),
+                *(e for la in _side_by_side(layers) if la.source.file == file for e in state.entries(la)),
             ]
             weight_map |= {entry.name: file.name for entry in entries}
             if entries and not (work / file.name).is_file():
@@ -361,6 +361,17 @@ def _fused(name: str) -> str:
     for pattern, whole in _FUSED:
         name = pattern.sub(whole, name)
     return name
+
+
+def _side_by_side(layers: Mapping[str, _Layer]) -> list[_Layer]:
+    """Those that engines multiply as one, one behind the other; a drafter's keys and values without its queries."""
+    groups: dict[str, list[_Layer]] = {}
+    for layer in layers.values():
+        groups.setdefault(_fused(layer.name), []).append(layer)
+    queries_first = (
+        sorted(group, key=lambda layer: ".q_proj" not in layer.name) for group in groups.values()
+    )
+    return [layer for group in queries_first for layer in group]
 
 
 def _quant_config(
