@@ -39,7 +39,7 @@ def mxfp4_experts(
     k: int,
     some: Callable[..., ir.Value],
 ) -> ir.Value:
-    """x [rows,D] -> [rows,D] in g's dtype, by `some` experts at a time, as many as WIDENED_BYTES hold, one at least.
+    """x [rows,D] -> [rows,D] in g's dtype, by `some` experts at a time, as many as WIDENED_BYTES hold, two at least.
 
     `some` adds n experts to the total [D,rows], in float32: from the total, x [1,D,rows], shares [n,1,rows],
     gate_up [n,2I,D], down [n,D,I] and, where there are biases, those [n,2I,1] and [n,D,1]. Weights stand on the left
