@@ -39,7 +39,7 @@ def test_what_was_read_is_given_back_and_can_be_read_again(file: Path, tmp_path:
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         content = mapped[:]
         assert resident(file) == SIZE
-        with released(tmp_path / "bundle"):  # by its link there
+        with released((tmp_path / "bundle").iterdir()):  # by its link there
             end = time.monotonic() + 20
             while resident(file):
                 assert time.monotonic() < end
@@ -54,7 +54,7 @@ def test_what_may_have_been_written_to_stays(file: Path, tmp_path: Path) -> None
         other = tmp_path / "bundle" / "other"
         other.write_bytes(bytes(SIZE))
         with other.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-            with released(tmp_path / "bundle"):
+            with released((tmp_path / "bundle").iterdir()):
                 assert mapped[:] == mine[:]
                 end = time.monotonic() + 20
                 while resident(other):  # so that one round is known to be over

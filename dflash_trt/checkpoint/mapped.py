@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,8 +14,8 @@ _SECONDS = 0.05
 
 
 @contextmanager
-def released(folder: Path) -> Iterator[None]:
-    """Keep read-only mappings of the files under `folder` out of this process's resident memory, again and again.
+def released(files: Iterable[Path]) -> Iterator[None]:
+    """Keep read-only mappings of `files` out of this process's resident memory, again and again.
 
     The kernel could take such pages back, but counts them as this process's until it must; what is read once more
     comes from the page cache. On Linux; elsewhere nothing happens.
@@ -23,12 +23,12 @@ def released(folder: Path) -> Iterator[None]:
     if not sys.platform.startswith("linux"):
         yield
         return
-    files = {str(f.resolve()) for f in folder.rglob("*") if f.is_file()}
+    names = {str(file.resolve()) for file in files}
     done = threading.Event()
 
     def release() -> None:
         while not done.wait(_SECONDS):
-            _release(files)
+            _release(names)
 
     thread = threading.Thread(target=release, name="mapped", daemon=True)
     thread.start()
@@ -39,12 +39,12 @@ def released(folder: Path) -> Iterator[None]:
         thread.join()
 
 
-def _release(files: set[str]) -> None:
+def _release(names: set[str]) -> None:
     """Nothing is lost: what cannot be written to has no pages but the file's."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, permissions, _, _, _, *path = line.split(None, 5)
-        if path and path[0] in files and permissions[1] == "-":
+        if path and path[0] in names and permissions[1] == "-":
             start, end = (int(a, 16) for a in addresses.split("-"))
             libc.madvise(start, end - start, mmap.MADV_DONTNEED)

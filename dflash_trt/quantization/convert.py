@@ -223,7 +223,7 @@ def _convert(
                 f"{out}: exists and is not this checkpoint quantized this way; choose another --out"
             )
         shutil.rmtree(out)
-    with workspace(out) as work, released(checkpoint.directory):
+    with workspace(out) as work, released(checkpoint.files):
         begun = work / QUANT_CONFIG
         if not begun.is_file() or json.loads(begun.read_text()) != config:
             shutil.rmtree(work)

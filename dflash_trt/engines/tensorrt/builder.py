@@ -46,7 +46,7 @@ def build_plan(
     log_file = plan.with_suffix(".log")
     partial = plan.with_name(plan.name + ".part")
     plan.parent.mkdir(parents=True, exist_ok=True)
-    with log_file.open("w", encoding="utf-8") as log, released(graph.parent):
+    with log_file.open("w", encoding="utf-8") as log, released(graph.parent.rglob("*")):
         logger = _logger(trt, log)
         builder = trt.Builder(logger)
         # From TensorRT 11 on every network is strongly typed, and the flag is but accepted.
