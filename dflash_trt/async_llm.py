@@ -77,6 +77,7 @@ class AsyncLLM:
         self._streams: dict[InFlight, _Stream] = {}
         self._held: dict[InFlight, list[Emission]] = {}  # what streams wait for; the engine thread's
         self._arrivals: list[InFlight] = []
+        self._departures: list[InFlight] = []  # whose streams have left before the end
         self._wake = threading.Condition()
         self._closing = False
         self._failure: DFlashError | None = None
@@ -151,8 +152,7 @@ class AsyncLLM:
         with self._wake:
             self._closing = True
             if not finish:
-                for request in self._streams:
-                    request.cancelled = True
+                self._departures += self._streams
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
         self._runtime.pair.close()
@@ -184,9 +184,10 @@ class AsyncLLM:
                 if item.finish_reason is not None:
                     return
         finally:
-            request.cancelled = True  # of no effect on one that has ended
             with self._wake:
                 self._streams.pop(request, None)
+                if request.stop.finish_reason is None:
+                    self._departures.append(request)
                 self._wake.notify()
 
     def _serve(self) -> None:
@@ -200,8 +201,11 @@ class AsyncLLM:
                     if self._closing and scheduler.idle and not self._arrivals:
                         return
                     arrivals, self._arrivals = self._arrivals, []
+                    departures, self._departures = self._departures, []
                 for request in arrivals:
                     scheduler.submit(request)
+                for request in departures:
+                    scheduler.cancel(request)
                 self._deliver(scheduler.step(self._lengths))
         except Exception as error:
             self._fail(error)
@@ -230,7 +234,7 @@ class AsyncLLM:
         """A closed loop runs nothing any more, not even the end of its streams."""
         with self._wake:
             for request in [r for r, stream in self._streams.items() if stream.loop is loop]:
-                request.cancelled = True
+                self._departures.append(request)
                 del self._streams[request]
 
     def _fail(self, error: Exception) -> None:

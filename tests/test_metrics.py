@@ -66,7 +66,8 @@ def served() -> tuple[Pool, list[InFlight]]:
     for each in requests:
         pool.scheduler.submit(each)
     for step in range(2000):
-        requests[20].cancelled = step >= 4
+        if step == 4:
+            pool.scheduler.cancel(requests[20])
         pool.scheduler.step(lengths)
     return pool, requests
 

@@ -154,7 +154,8 @@ def test_any_schedule_gives_each_request_its_own_tokens(arrivals, batch, spare, 
             for at, leaves, made in due:
                 if at == step:
                     pool.scheduler.submit(made)
-                made.cancelled = made.cancelled or leaves == step
+                if leaves == step:
+                    pool.scheduler.cancel(made)
             for emission in pool.scheduler.step(lengths):
                 assert reasons[emission.request] is None, "an emission after the end"
                 got[emission.request] += emission.token_ids
@@ -247,7 +248,7 @@ def test_who_leaves_is_gone_before_the_next_round(state: str, how: str, clock: C
     assert leaves in {"waiting": s.waiting, "filling": [s.filling], "active": s.active}[state]
     s.submit(after)
     if how == "cancelled":
-        leaves.cancelled = True
+        s.cancel(leaves)
     else:
         clock.now += 50
     emissions = s.step(lengths)
@@ -260,6 +261,50 @@ def test_who_leaves_is_gone_before_the_next_round(state: str, how: str, clock: C
     for each, seed in ((stays, 1), (after, 3)):
         whole = expected(each.prompt, each.params, seed)
         assert each.output[: len(whole)] == whole
+
+
+class Counted(InFlight):
+    """A request that counts how often its deadline and its cancellation are looked at."""
+
+    looked_at = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("deadline", "cancelled"):
+            type(self).looked_at += 1
+        return super().__getattribute__(name)
+
+
+def test_a_step_does_not_look_at_the_requests_that_wait(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool(1, 1)
+    monkeypatch.setattr(Counted, "looked_at", 0)
+    waiting = []
+    for i in range(1000):
+        made = request([1], SamplingParams(max_tokens=1000), deadline=clock.now + 10 + 7 * i % 1000)
+        made.__class__ = Counted
+        waiting.append(made)
+        pool.scheduler.submit(made)
+    submitting, Counted.looked_at = Counted.looked_at, 0
+    for _ in range(100):
+        assert all(e.finish_reason is None for e in pool.scheduler.step(Lengths(1)))
+    assert Counted.looked_at == 0
+    assert submitting < 10 * len(waiting)
+    pool.scheduler.cancel(waiting[600])
+    (gone,) = [e.request for e in pool.scheduler.step(Lengths(1)) if e.finish_reason == "cancelled"]
+    assert gone is waiting[600]
+    while not pool.scheduler.idle:  # each at its own time
+        clock.now += 1
+        late = [e.request for e in pool.scheduler.step(Lengths(1)) if e.finish_reason == "timeout"]
+        assert all(clock.now - 1 < r.deadline <= clock.now for r in late if r.deadline)
+    assert {r.stop.finish_reason for r in waiting} == {"timeout", "cancelled"}
+
+
+def test_deadlines_of_requests_that_have_ended_are_forgotten(clock: Clock) -> None:
+    pool = Pool(4, 4)
+    for i in range(500):
+        finish(pool, Lengths(1), request([1 + i % 9], SamplingParams(max_tokens=1), deadline=clock.now + 1e6))
+    assert len(pool.scheduler._leaving._deadlines) < 100
 
 
 def test_clear_leaves_nothing_behind() -> None:
@@ -382,7 +427,7 @@ def test_any_schedule_on_onnx_runtime(bundle: Path, seed: int) -> None:
             if at == step:
                 served.scheduler.submit(each)
         if rng.random() < 0.05:
-            rng.choice(due)[1].cancelled = True
+            served.scheduler.cancel(rng.choice(due)[1])
         for emission in served.scheduler.step(lengths):
             got[emission.request] += emission.token_ids
     assert served.scheduler.idle

@@ -6,7 +6,7 @@ that wait, first come first served. So a long prompt holds the others up for one
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from dflash_trt.decoding.acceptance import accept
 from dflash_trt.decoding.inflight import Emission, InFlight
+from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.lengths import Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.pair import Pair
@@ -33,17 +34,23 @@ class Scheduler:
 
     def __init__(self, pair: Pair, max_batch_size: int) -> None:
         self.pair, self.max_batch_size, self.slots = pair, max_batch_size, Slots(pair)
-        self.waiting: deque[InFlight] = deque()
+        self.waiting: OrderedDict[InFlight, None] = OrderedDict()  # in the order they came
         self.active: list[InFlight] = []
         self.filling: InFlight | None = None
         self.metrics = Metrics()
+        self._leaving = Leaving()
 
     @property
     def idle(self) -> bool:
         return not (self.waiting or self.active or self.filling)
 
     def submit(self, request: InFlight) -> None:
-        self.waiting.append(request)
+        self.waiting[request] = None
+        self._leaving.watch(request)
+
+    def cancel(self, request: InFlight) -> None:
+        """End a request that was submitted, in the next step; no effect on one that has ended."""
+        self._leaving.cancel(request)
 
     def logits(self, ids: list[int]) -> Array:
         """The target's logits after these tokens, float32 [V]. Only when idle."""
@@ -59,7 +66,7 @@ class Scheduler:
     def clear(self) -> None:
         """Drop every request, wherever it is."""
         for request in [*self.waiting, *self.active, *([self.filling] if self.filling else [])]:
-            request.cancelled = True
+            self.cancel(request)
         self._give_up()
 
     def step(self, lengths: Lengths) -> list[Emission]:
@@ -116,7 +123,7 @@ class Scheduler:
         begin, slot = perf_counter(), len(self.active)
         request = self.filling
         if request is None:
-            request = self.filling = self.waiting.popleft()
+            request = self.filling = self.waiting.popitem(last=False)[0]
             request.statistics.queue_time = begin - request.arrived
             live = {i: r.rows() for i, r in enumerate(self.active)}
             request.committed = self.slots.occupy(slot, request.prompt, live, draft=request.draft)
@@ -138,21 +145,20 @@ class Scheduler:
     def _give_up(self) -> list[Emission]:
         """Take out what was cancelled or has run out of time."""
         now, emissions = perf_counter(), []
-        for request in [*self.active, *([self.filling] if self.filling else []), *self.waiting]:
-            late = request.deadline is not None and now >= request.deadline
-            if not (request.cancelled or late):
-                continue
-            reason: FinishReason = "cancelled" if request.cancelled else "timeout"
-            if request.output:
-                request.statistics.generation_time = now - request.first_token_at
-            emissions.append(Emission(request, [], request.stop.abandon(reason), reason))
+        for request in self._leaving.take(now):
             if request in self.active:
                 self._retire(self.active.index(request))
             elif request is self.filling:
                 self.filling = None
                 self.slots.keep(len(self.active), request.rows(), len(self.active))
-            else:
-                self.waiting.remove(request)
+            elif request in self.waiting:
+                del self.waiting[request]
+            else:  # not submitted yet
+                continue
+            reason: FinishReason = "cancelled" if request.cancelled else "timeout"
+            if request.output:
+                request.statistics.generation_time = now - request.first_token_at
+            emissions.append(Emission(request, [], request.stop.abandon(reason), reason))
         return emissions
 
     def _retire(self, slot: int) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from dflash_trt.bundle import Bundle
 from dflash_trt.decoding.inflight import Emission, InFlight
+from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.lengths import Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.request import FinishReason, SamplingParams
@@ -58,6 +59,7 @@ class Driver:
         self._module, self._llm = load(bundle)
         self.metrics = Metrics()
         self._runs: dict[InFlight, _Run] = {}
+        self._leaving = Leaving()
         self._responses: queue.SimpleQueue[_Response] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -97,7 +99,12 @@ class Driver:
 
     def submit(self, request: InFlight) -> None:
         self._runs[request] = _Run()
+        self._leaving.watch(request)
         asyncio.run_coroutine_threadsafe(self._follow(request, self._runs[request]), self._loop)
+
+    def cancel(self, request: InFlight) -> None:
+        """End a request that was submitted, in the next step; no effect on one that has ended."""
+        self._leaving.cancel(request)
 
     def step(self, lengths: Lengths) -> list[Emission]:
         """What came since the last step; waits a moment where nothing has. `lengths` plays no part."""
@@ -120,7 +127,7 @@ class Driver:
     def clear(self) -> None:
         """Drop every request."""
         for request in self._runs:
-            request.cancelled = True
+            self.cancel(request)
         self._give_up()
 
     def logits(self, ids: list[int]) -> np.ndarray[Any, Any]:
@@ -222,15 +229,14 @@ class Driver:
     def _give_up(self) -> list[Emission]:
         """Take out what was cancelled or has run out of time."""
         now, emissions = perf_counter(), []
-        for request, run in list(self._runs.items()):
-            late = request.deadline is not None and now >= request.deadline
-            if not (request.cancelled or late):
+        for request in self._leaving.take(now):
+            run = self._runs.pop(request, None)
+            if run is None:  # not submitted yet
                 continue
             reason: FinishReason = "cancelled" if request.cancelled else "timeout"
             if request.output:
                 request.statistics.generation_time = now - request.first_token_at
             emissions.append(Emission(request, [], request.stop.abandon(reason), reason))
-            del self._runs[request]
             if run.result is not None:
                 self._loop.call_soon_threadsafe(run.result.abort)
         return emissions

@@ -1,0 +1,47 @@
+"""Which requests have to leave before their end, found without looking at those that stay."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+from dflash_trt.decoding.inflight import InFlight
+
+_FEW = 64  # requests with a deadline that are not worth a search for the ended ones
+
+
+class Leaving:
+    """Requests that have been cancelled, and those whose deadline has passed. Not thread-safe.
+
+    A step costs as much as there are requests that leave, however many wait.
+    """
+
+    def __init__(self) -> None:
+        self._cancelled: list[InFlight] = []
+        self._deadlines: list[tuple[float, int, InFlight]] = []  # a heap; the number tells equal times apart
+        self._numbers = itertools.count()
+        self._worth = _FEW
+
+    def watch(self, request: InFlight) -> None:
+        """From now on this request may leave."""
+        if request.cancelled:  # already
+            self._cancelled.append(request)
+        if request.deadline is None:
+            return
+        heapq.heappush(self._deadlines, (request.deadline, next(self._numbers), request))
+        if len(self._deadlines) > self._worth:  # half of them may have ended: forget those
+            self._deadlines = [entry for entry in self._deadlines if entry[2].stop.finish_reason is None]
+            heapq.heapify(self._deadlines)
+            self._worth = max(_FEW, 2 * len(self._deadlines))
+
+    def cancel(self, request: InFlight) -> None:
+        """This request leaves next; no effect on one that has ended."""
+        request.cancelled = True
+        self._cancelled.append(request)
+
+    def take(self, now: float) -> list[InFlight]:
+        """The requests that leave at this time of perf_counter, each once. They are no longer watched."""
+        leaving, self._cancelled = self._cancelled, []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            leaving.append(heapq.heappop(self._deadlines)[2])
+        return [request for request in dict.fromkeys(leaving) if request.stop.finish_reason is None]
