@@ -25,9 +25,9 @@ import numpy as np
 import torch
 import triton
 
-from dflash_trt.checkpoint.numbers import BYTE_TO_PAIR
 from dflash_trt.decoding.request import SamplingParams
 from dflash_trt.decoding.sampling import sample
+from dflash_trt.formats.numbers import BYTE_TO_PAIR
 from dflash_trt.plugins import launch, moe, reference, uses
 
 GPU = torch.cuda.is_available()

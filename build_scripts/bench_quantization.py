@@ -41,9 +41,10 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.formats import SCHEMES
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.functions import OnnxRuntime
-from dflash_trt.precision import SCHEMES, parse_precision
+from dflash_trt.precision import parse_precision
 from dflash_trt.quantization.calibrate import activation_amax, calibration_set
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.quantization.modelopt import quantize_with_modelopt

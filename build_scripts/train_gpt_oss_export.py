@@ -26,8 +26,8 @@ from build_scripts.train_gpt_oss_model import (
     mxfp4_scale,
 )
 from build_scripts.train_model import Shape, Target
-from dflash_trt.checkpoint.numbers import E2M1
-from dflash_trt.graph.experts import unpack_mxfp4
+from dflash_trt.formats.mxfp4 import unpack_blocks
+from dflash_trt.formats.numbers import E2M1
 
 # Parameter of Experts: its published name.
 EXPERT_NAMES = {"gate_up": "gate_up_proj", "down": "down_proj"}
@@ -105,7 +105,7 @@ def load_target(shape: Shape, directory: Path) -> GptOss:
             value = stored[f"{published}_bias"].float()
         else:
             packed = (stored[f"{published}_{part}"].numpy() for part in ("blocks", "scales"))
-            value = torch.from_numpy(np.ascontiguousarray(unpack_mxfp4(*packed)))
+            value = torch.from_numpy(np.ascontiguousarray(unpack_blocks(*packed)))
         weights[name] = _halves(value) if parameter.startswith("gate_up") else value
     target.load_state_dict(weights)
     return target.eval()

@@ -6,11 +6,10 @@ import difflib
 from dataclasses import dataclass, fields
 
 from dflash_trt.errors import BuildError
+from dflash_trt.formats import SCHEMES
 
 # What activations, caches and unquantized weights are computed in.
 COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
-# How the weights of linear layers are stored; the rest stays in the compute dtype.
-SCHEMES = ("fp8", "nvfp4", "mxfp4", "int4")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.formats.bodies import TRT_DOMAIN
 from dflash_trt.graph.builder import DFLASH_DOMAIN, DFLASH_VERSION, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.experts import Storage, declared
-from dflash_trt.graph.quantized import TRT_DOMAIN
 from dflash_trt.graph.tensorrt import TensorRT
 
 from .version import NAMESPACE, versioned

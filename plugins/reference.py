@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.graph.experts import unpack_mxfp4
+from dflash_trt.formats.mxfp4 import unpack_blocks
 
 Array = NDArray[Any]
 
@@ -68,5 +68,5 @@ def moe(
 
 def _linear(x: Array, weights: tuple[Array, Array, Array | None], expert: int) -> Array:
     blocks, scales, bias = weights
-    product: Array = unpack_mxfp4(blocks[expert], scales[expert]).astype(np.float64) @ x
+    product: Array = unpack_blocks(blocks[expert], scales[expert]).astype(np.float64) @ x
     return product if bias is None else product + bias[expert].astype(np.float64)

@@ -9,8 +9,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dflash_trt.checkpoint import numbers
-from dflash_trt.checkpoint.numbers import E4M3
+from dflash_trt.formats import numbers
+from dflash_trt.formats.fp8 import fp8_scale
+from dflash_trt.formats.int4 import quantize_int4
+from dflash_trt.formats.mxfp4 import quantize_mxfp4
+from dflash_trt.formats.numbers import E4M3
+from dflash_trt.formats.nvfp4 import nvfp4_global_scale, quantize_nvfp4
 
 INT4_GROUP = 64
 NAMES = {
@@ -44,19 +48,19 @@ def write_quant_config(directory: Path, algorithm: str | None, **fields: Any) ->
 def encoded(layer: str, algorithm: str, w: np.ndarray) -> dict[str, np.ndarray]:
     """The tensors of a layer."""
     if algorithm == "FP8":
-        scale = numbers.fp8_scale(np.abs(w).max())
+        scale = fp8_scale(np.abs(w).max())
         return {f"{layer}.weight": numbers.encode_e4m3(w / scale), f"{layer}.weight_scale": scale}
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-        scale = numbers.fp8_scale(np.abs(w).max(axis=1))
+        scale = fp8_scale(np.abs(w).max(axis=1))
         return {f"{layer}.weight": numbers.encode_e4m3(w / scale[:, None]), f"{layer}.weight_scale": scale}
     if "NVFP4" in algorithm:
-        second = numbers.nvfp4_global_scale(np.abs(w).max())
-        packed, scales = numbers.quantize_nvfp4(w, second)
+        second = nvfp4_global_scale(np.abs(w).max())
+        packed, scales = quantize_nvfp4(w, second)
         return {f"{layer}.weight": packed, f"{layer}.weight_scale": scales, f"{layer}.weight_scale_2": second}
     if algorithm in ("W4A16_MXFP4", "MXFP4"):
-        packed, exponents = numbers.quantize_mxfp4(w)
+        packed, exponents = quantize_mxfp4(w)
         return {f"{layer}.weight": packed, f"{layer}.weight_scale": exponents}
-    codes, scales = numbers.quantize_int4(w, INT4_GROUP)
+    codes, scales = quantize_int4(w, INT4_GROUP)
     return {f"{layer}.weight": numbers.pack_rows(codes), f"{layer}.weight_scale": scales}
 
 

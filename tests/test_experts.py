@@ -18,9 +18,10 @@ import pytest
 
 from dflash_trt.checkpoint.config import read_target_config
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.graph import functions
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.experts import onnxruntime_moe, unpack_mxfp4
+from dflash_trt.graph.experts import onnxruntime_moe
 from dflash_trt.graph.functions import OnnxRuntime
 from dflash_trt.models.target import build_target
 from tests.family_checkpoints import make_gpt_oss, make_qwen3_moe
@@ -243,7 +244,7 @@ def test_mxfp4_widens_exactly() -> None:
     run = session(ir.Model(graph, ir_version=11))
     inputs = {v.name: scales if v.name.endswith("scales") else blocks for v in graph.inputs}
     with np.errstate(over="ignore", invalid="ignore"):
-        ours = unpack_mxfp4(blocks, scales)
+        ours = unpack_blocks(blocks, scales)
     for widened in (*run.run(None, inputs), ours):
         np.testing.assert_array_equal(widened, expected)
         np.testing.assert_array_equal(np.signbit(widened[0, :255]), np.signbit(expected[0, :255]))

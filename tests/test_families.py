@@ -23,10 +23,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from dflash_trt import LLM, Completion, SamplingParams
 from dflash_trt.build import build
 from dflash_trt.checkpoint.config import read_target_config
+from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.graph import functions
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import SINK_PADDING
-from dflash_trt.graph.experts import unpack_mxfp4
 from dflash_trt.graph.functions import OnnxRuntime
 from tests.checkpoints import VOCAB, make_drafter
 from tests.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
@@ -149,7 +149,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         if f"{name}_blocks" in stored:
             blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
-            ours = unpack_mxfp4(blocks.numpy(), scales.numpy()).transpose(0, 2, 1)
+            ours = unpack_blocks(blocks.numpy(), scales.numpy()).transpose(0, 2, 1)
             theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             np.testing.assert_array_equal(ours, theirs.numpy())
             np.testing.assert_array_equal(ours, parameter.detach().numpy())

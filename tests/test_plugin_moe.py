@@ -8,7 +8,7 @@ import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 
-from dflash_trt.graph.experts import unpack_mxfp4
+from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.plugins import moe, reference, uses
 from dflash_trt.plugins.dialect import TensorRTPlugins
@@ -91,7 +91,7 @@ def test_products_are_exact_where_sums_are() -> None:
     bias = torch.from_numpy(rng.integers(-8, 9, (6, 96))).bfloat16()
     use = uses.down(96, 64, "bf16", True, uses.TILES[0])
     kernels.down[(2, 2)](h, shares, pairs, groups, e.down, e.down_scales, bias, outputs, **use.launch)
-    weights = unpack_mxfp4(e.down.numpy(), e.down_scales.numpy())
+    weights = unpack_blocks(e.down.numpy(), e.down_scales.numpy())
     for place, pair in enumerate(pairs.tolist()):
         expert = place // 7
         expected = 0.5 * (weights[expert] @ h[place].float().numpy() + bias[expert].float().numpy())
@@ -142,7 +142,7 @@ def test_the_plugins_give_what_the_function_body_gives(biased: bool) -> None:
     }
     for name, (blocks, scales, bias) in sides.items():
         tensors |= {name: blocks.view(torch.int8), f"{name}_scales": scales.view(torch.int8)}
-        feeds[name] = unpack_mxfp4(blocks.numpy(), scales.numpy())
+        feeds[name] = unpack_blocks(blocks.numpy(), scales.numpy())
         if bias is not None:
             tensors[f"{name}_bias"] = bias
             feeds[f"{name}_bias"] = bias.float().numpy()

@@ -10,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dflash_trt.checkpoint import numbers
+from dflash_trt.formats import numbers
+from dflash_trt.formats.fp8 import fp8_scale
+from dflash_trt.formats.int4 import dequantize_int4, quantize_int4
+from dflash_trt.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from dflash_trt.formats.nvfp4 import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 TIES = st.sampled_from([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0, 6.0, 7.0, -0.0, 2.0**-140])
@@ -49,10 +53,10 @@ def test_packing_loses_nothing(codes: np.ndarray) -> None:
 
 @given(matrices(32))
 def test_nvfp4_is_near_or_the_block_is_too_small_to_tell(w: np.ndarray) -> None:
-    second = numbers.nvfp4_global_scale(np.abs(w).max())
-    packed, scales = numbers.quantize_nvfp4(w, second)
+    second = nvfp4_global_scale(np.abs(w).max())
+    packed, scales = quantize_nvfp4(w, second)
     assert np.isfinite(scales.astype(np.float32)).all()
-    found = numbers.dequantize_nvfp4(packed, scales, second)
+    found = dequantize_nvfp4(packed, scales, second)
     largest = np.abs(w.reshape(4, 2, 16)).max(axis=-1, keepdims=True)
     # Half a step of E2M1 at its top is a sixth of the block's largest; scales round by a sixteenth, down to 2**-9.
     bound = largest * (1 / 6 + 1 / 8) + 0.5 * numbers.E4M3_MIN * second + 2.0**-149
@@ -61,10 +65,10 @@ def test_nvfp4_is_near_or_the_block_is_too_small_to_tell(w: np.ndarray) -> None:
 
 @given(matrices(64))
 def test_mxfp4_takes_the_better_of_two_powers_of_two(w: np.ndarray) -> None:
-    packed, exponents = numbers.quantize_mxfp4(w)
+    packed, exponents = quantize_mxfp4(w)
     assert exponents.max(initial=0) < 255
     blocks = w.reshape(4, 2, 32).astype(np.float64)
-    found = numbers.dequantize_mxfp4(packed, exponents).reshape(blocks.shape)
+    found = dequantize_mxfp4(packed, exponents).reshape(blocks.shape)
     error = np.square(found - blocks).sum(axis=-1)
     # The least that cuts nothing off, and the one below it, worked out another way.
     largest = np.abs(blocks).max(axis=-1)
@@ -77,15 +81,15 @@ def test_mxfp4_takes_the_better_of_two_powers_of_two(w: np.ndarray) -> None:
 
 @given(matrices(64))
 def test_int4_is_within_half_a_step(w: np.ndarray) -> None:
-    codes, scales = numbers.quantize_int4(w, 32)
-    found = numbers.dequantize_int4(codes, scales)
+    codes, scales = quantize_int4(w, 32)
+    found = dequantize_int4(codes, scales)
     steps = np.repeat(scales, 32, axis=1)
     assert (np.abs(found - w) <= steps * 0.5001 + 2.0**-149).all()
 
 
 @given(matrices(16))
 def test_fp8_reaches_from_the_largest_number_down(w: np.ndarray) -> None:
-    scale = numbers.fp8_scale(np.abs(w).max(axis=1))[:, None]
+    scale = fp8_scale(np.abs(w).max(axis=1))[:, None]
     assert (scale > 0).all()
     found = numbers.encode_e4m3(w / scale).astype(np.float32) * scale
     assert (np.abs(found - w) <= np.abs(w) / 16 + scale * 2.0**-10 + 2.0**-149).all()
@@ -93,7 +97,7 @@ def test_fp8_reaches_from_the_largest_number_down(w: np.ndarray) -> None:
 
 def test_zero_blocks_stay_zero() -> None:
     w = np.zeros((2, 128), np.float32)
-    one = numbers.nvfp4_global_scale(0.0)
-    assert not numbers.dequantize_nvfp4(*numbers.quantize_nvfp4(w, one), one).any()
-    assert not numbers.dequantize_mxfp4(*numbers.quantize_mxfp4(w)).any()
-    assert not numbers.dequantize_int4(*numbers.quantize_int4(w, 64)).any()
+    one = nvfp4_global_scale(0.0)
+    assert not dequantize_nvfp4(*quantize_nvfp4(w, one), one).any()
+    assert not dequantize_mxfp4(*quantize_mxfp4(w)).any()
+    assert not dequantize_int4(*quantize_int4(w, 64)).any()

@@ -13,14 +13,15 @@ import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.build import build
-from dflash_trt.checkpoint import numbers
 from dflash_trt.checkpoint.linears import stored_linear, widen
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
+from dflash_trt.formats import SCHEMES, numbers
+from dflash_trt.formats.nvfp4 import nvfp4_global_scale, quantize_nvfp4
 from dflash_trt.graph import functions
 from dflash_trt.inspection import inspect
-from dflash_trt.precision import SCHEMES, parse_precision
+from dflash_trt.precision import parse_precision
 from dflash_trt.quantization import convert
 from dflash_trt.quantization.calibrate import activation_amax, calibration_set
 from dflash_trt.quantization.convert import quantize, repack_int4
@@ -257,8 +258,8 @@ LAYER = "model.layers.0.mlp.up_proj"
 def _one_layer(directory: Path, algorithm: str | None, **changes: Any) -> Checkpoint:
     """A checkpoint of one NVFP4 layer [32, 64] with some tensors other or away."""
     w = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
-    second = numbers.nvfp4_global_scale(np.abs(w).max())
-    packed, scales = numbers.quantize_nvfp4(w, second)
+    second = nvfp4_global_scale(np.abs(w).max())
+    packed, scales = quantize_nvfp4(w, second)
     tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": second, **changes}
     (directory / "config.json").write_text("{}")
     write_quant_config(directory, algorithm)

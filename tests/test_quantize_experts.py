@@ -14,8 +14,8 @@ from dflash_trt.build import build
 from dflash_trt.checkpoint.linears import stored_linear, widen
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import BuildError
+from dflash_trt.formats import SCHEMES
 from dflash_trt.graph import functions
-from dflash_trt.precision import SCHEMES
 from dflash_trt.quantization.calibrate import activation_amax, calibration_set
 from dflash_trt.quantization.convert import quantize
 from tests.checkpoints import make_drafter

@@ -20,9 +20,9 @@ from build_scripts.train_model import Drafter
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.build import build
 from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
-from dflash_trt.checkpoint.numbers import E2M1
 from dflash_trt.errors import RequestError
-from dflash_trt.graph.experts import unpack_mxfp4
+from dflash_trt.formats.mxfp4 import unpack_blocks
+from dflash_trt.formats.numbers import E2M1
 from dflash_trt.tokenizer import Tokenizer
 from tests.test_families import load
 
@@ -74,7 +74,7 @@ def test_mxfp4_is_the_nearest_number_and_is_stored_as_it_is() -> None:
     torch.testing.assert_close((rounded - weight).abs().view(2, 6, 2, 32), distance, rtol=0, atol=0)
     blocks, scales = pack_mxfp4(weight)
     assert (tuple(blocks.shape), tuple(scales.shape)) == ((2, 6, 2, 16), (2, 6, 2))
-    unpacked = torch.from_numpy(unpack_mxfp4(blocks.numpy(), scales.numpy()))
+    unpacked = torch.from_numpy(unpack_blocks(blocks.numpy(), scales.numpy()))
     torch.testing.assert_close(unpacked, rounded, rtol=0, atol=0)
     torch.testing.assert_close(mxfp4_round(rounded), rounded, rtol=0, atol=0)
 

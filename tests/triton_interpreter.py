@@ -10,7 +10,7 @@ import torch
 from triton import language as tl
 from triton.runtime import interpreter
 
-from dflash_trt.graph.experts import MXFP4_BLOCK, unpack_mxfp4
+from dflash_trt.formats.mxfp4 import BLOCK, unpack_blocks
 
 _convert_float = interpreter._convert_float
 
@@ -31,9 +31,9 @@ def _create_dot_scaled(
     """MXFP4 weights [M, K/2] times BF16 or FP16 columns [K, N], added up in float32."""
     assert lhs_format.name == "E2M1"
     assert rhs_scale is None
-    groups = lhs.data.reshape(len(lhs.data), -1, MXFP4_BLOCK // 2)
+    groups = lhs.data.reshape(len(lhs.data), -1, BLOCK // 2)
     columns = rhs.data.view(ml_dtypes.bfloat16) if rhs.data.dtype == np.uint16 else rhs.data
-    product = unpack_mxfp4(groups, lhs_scale.data) @ columns.astype(np.float32)
+    product = unpack_blocks(groups, lhs_scale.data) @ columns.astype(np.float32)
     return interpreter.TensorHandle(product + rest[-1].data, tl.float32)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from dflash_trt.checkpoint.numbers import E2M1, unpack_pairs
-from dflash_trt.graph.experts import unpack_mxfp4
+from dflash_trt.formats.mxfp4 import unpack_blocks
+from dflash_trt.formats.numbers import E2M1, unpack_pairs
 
 STANDARD = helper.make_opsetid("", 24)
 
@@ -89,7 +89,7 @@ def _dequantize(graph: onnx.GraphProto) -> None:
         assert (blocks.data_type, scales.data_type) == (TensorProto.FLOAT4E2M1, TensorProto.UINT8)
         exponents = numpy_helper.to_array(scales)
         packed = np.frombuffer(blocks.raw_data, np.uint8).reshape(*exponents.shape, 16)
-        values = unpack_mxfp4(packed, exponents)
+        values = unpack_blocks(packed, exponents)
         assert list(values.shape) == list(blocks.dims)
         dtype = helper.tensor_dtype_to_np_dtype(attributes["output_dtype"])
         for tensor in (blocks, scales):

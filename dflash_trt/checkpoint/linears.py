@@ -10,26 +10,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.checkpoint import numbers
-from dflash_trt.checkpoint.quantization import Algorithm, Scheme
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo, adjacent, same_bytes
 from dflash_trt.errors import CheckpointError
-
-FLOAT_DTYPES = ("BF16", "F16", "F32")
-_ONE = [(), (1,)]
+from dflash_trt.formats import FORMATS, Algorithm, NumberFormat
+from dflash_trt.formats.base import FLOAT_DTYPES, ONE, Form
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
     """The tensors of a quantized linear layer [out, in]. Scales multiply what the codes stand for.
 
-    weight:       fp8: E4M3 [out, in]. nvfp4, mxfp4: two E2M1 a byte, [out, in/2]. int4: two's complement, two rows in
-                  a byte, [out/2, in] (Model Optimizer's), or two columns, [out, in/2] (ONNX's: `by_row`).
-    scale:        fp8: one number, or one per row of out. nvfp4: E4M3 [out, in/16]. mxfp4: exponents + 127 [out, in/32].
-                  int4: [out, in/group_size].
-    global_scale: nvfp4: one number that multiplies every scale.
-    input_scale:  one number for the activations: what a code 1 stands for (fp8), or the second scale (nvfp4). Where
-                  activations are quantized and it is None, every row brings its own.
+    weight, scale:   see the format's `forms`.  global_scale: one number that multiplies every scale.
+    by_row:          whether the numbers in a byte are neighbours in a row, or in a column.
+    input_scale:     one number for the activations. Where they are quantized and it is None, every row brings its own.
     pre_quant_scale: [in], which multiplies the input first (AWQ).
     """
 
@@ -42,8 +35,8 @@ class StoredLinear:
     by_row: bool = True
 
     @property
-    def scheme(self) -> Scheme:
-        return self.algorithm.scheme
+    def format(self) -> NumberFormat:
+        return FORMATS[self.algorithm.scheme]
 
     @property
     def tensors(self) -> list[TensorInfo]:
@@ -62,49 +55,36 @@ def stored_linear(
     weight = checkpoint.tensors.get(f"{layer}.weight")
     if algorithm is None or (weight is not None and weight.dtype in FLOAT_DTYPES):
         return None
-    group = algorithm.group_size
+    kind, group = FORMATS[algorithm.scheme], algorithm.group_size
     if group and inputs % group:
         raise CheckpointError(
             f"{checkpoint.quantization.path}: {layer} is {algorithm.name} in groups of {group}, but has {inputs} inputs"
         )
-    if algorithm.scheme == "int4" and outputs % 2:
+    if kind.even_rows and outputs % 2:
         raise CheckpointError(
             f"{checkpoint.quantization.path}: {layer} is {algorithm.name}, but has {outputs} outputs"
         )
 
-    def tensor(suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> TensorInfo:
-        return _expect(checkpoint, algorithm, layer, suffix, shapes, dtypes)
+    def tensor(suffix: str, form: Form) -> TensorInfo:
+        return _expect(checkpoint, algorithm, layer, suffix, form)
 
-    def optional(suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> TensorInfo | None:
-        return tensor(suffix, shapes, dtypes) if f"{layer}.{suffix}" in checkpoint.tensors else None
+    def optional(suffix: str, form: Form) -> TensorInfo | None:
+        return tensor(suffix, form) if f"{layer}.{suffix}" in checkpoint.tensors else None
 
-    pairs, global_scale, input_scale = (outputs, inputs // 2), None, None
-    if algorithm.scheme == "fp8":
-        weight = tensor("weight", [(outputs, inputs)], ["F8_E4M3"])
-        per_row: list[tuple[int, ...]] = [(outputs,), (outputs, 1)]
-        scale = tensor("weight_scale", _ONE + per_row if algorithm.static else per_row + _ONE, ["F32"])
-    elif algorithm.scheme == "nvfp4":
-        weight = tensor("weight", [pairs], ["U8"])
-        scale = tensor("weight_scale", [(outputs, inputs // group)], ["F8_E4M3"])
-        global_scale = tensor("weight_scale_2", _ONE, ["F32"])
-    elif algorithm.scheme == "mxfp4":
-        weight = tensor("weight", [pairs], ["U8"])
-        scale = tensor("weight_scale", [(outputs, inputs // group)], ["U8"])
-    else:
-        weight = tensor("weight", [(outputs // 2, inputs), pairs], ["U8"])
-        scale = tensor("weight_scale", [(outputs, inputs // group)], FLOAT_DTYPES)
+    found = {suffix: tensor(suffix, each) for suffix, each in kind.forms(algorithm, outputs, inputs).items()}
+    input_scale = None
     if algorithm.static:
-        input_scale = tensor("input_scale", _ONE, ["F32"])
+        input_scale = tensor("input_scale", Form(ONE, ["F32"]))
     elif algorithm.activations:
-        input_scale = optional("input_scale", _ONE, ["F32"])
+        input_scale = optional("input_scale", Form(ONE, ["F32"]))
     return StoredLinear(
         algorithm,
-        weight,
-        scale,
-        global_scale,
+        found["weight"],
+        found["weight_scale"],
+        found.get("weight_scale_2"),
         input_scale,
-        optional("pre_quant_scale", [(inputs,)], FLOAT_DTYPES),
-        by_row=weight.shape[0] == outputs,
+        optional("pre_quant_scale", Form([(inputs,)], FLOAT_DTYPES)),
+        by_row=found["weight"].shape[0] == outputs,
     )
 
 
@@ -179,17 +159,8 @@ def _form(stored: StoredLinear | None) -> dict[str, str]:
 def widen(checkpoint: Checkpoint, stored: StoredLinear) -> NDArray[np.float32]:
     """The weight that the codes stand for, float32 [out, in], without pre_quant_scale."""
     codes, scale = checkpoint.array(stored.weight.name), checkpoint.array(stored.scale.name)
-    if stored.scheme == "fp8":
-        found: NDArray[np.float32] = codes.astype(np.float32) * scale.astype(np.float32).reshape(-1, 1)
-        return found
-    if stored.scheme == "nvfp4":
-        assert stored.global_scale is not None
-        second: Any = checkpoint.array(stored.global_scale.name).astype(np.float32).reshape(())
-        return numbers.dequantize_nvfp4(codes, scale, second)
-    if stored.scheme == "mxfp4":
-        return numbers.dequantize_mxfp4(codes, scale)
-    unpacked = numbers.unpack_pairs(codes) if stored.by_row else numbers.unpack_rows(codes)
-    return numbers.dequantize_int4(unpacked, scale)
+    second = None if stored.global_scale is None else checkpoint.array(stored.global_scale.name)
+    return stored.format.widen(codes, scale, second, by_row=stored.by_row)
 
 
 def _expect(
@@ -197,9 +168,9 @@ def _expect(
     algorithm: Algorithm,
     layer: str,
     suffix: str,
-    shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[str],
+    form: Form,
 ) -> TensorInfo:
+    shapes, dtypes = form
     name, path = f"{layer}.{suffix}", checkpoint.quantization.path
     found = checkpoint.tensors.get(name)
     if found is None and isinstance(checkpoint, Checkpoint):
@@ -226,7 +197,7 @@ def widened_bytes(checkpoint: Checkpoint | Outline) -> int:
     )
 
 
-def number_formats(checkpoint: Checkpoint | Outline) -> set[Scheme]:
+def number_formats(checkpoint: Checkpoint | Outline) -> set[str]:
     """The schemes in which linear layers are stored."""
     stored = checkpoint.tensors if isinstance(checkpoint, Checkpoint) else ()
     algorithms = {

@@ -6,46 +6,14 @@ The same facts may stand in config.json under quantization_config, with quant_me
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
 
 from dflash_trt.checkpoint.fields import Fields, read_object, show
+from dflash_trt.formats import ALGORITHMS, FORMATS, Algorithm
 
 QUANT_CONFIG = "hf_quant_config.json"
-Scheme = Literal["fp8", "nvfp4", "mxfp4", "int4"]
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """How a linear layer is stored. `activations`: its input is quantized too, to the weights' kind of numbers.
-
-    `static`: with a scale that the checkpoint must give. `group_size`: weights that share a scale, 0 for fp8.
-    """
-
-    name: str
-    scheme: Scheme
-    activations: bool = False
-    static: bool = False
-    group_size: int = 0
-
-
-ALGORITHMS: Mapping[str, Algorithm] = {
-    a.name: a
-    for a in (
-        Algorithm("FP8", "fp8", activations=True, static=True),
-        Algorithm("FP8_PER_CHANNEL_PER_TOKEN", "fp8", activations=True),
-        Algorithm("NVFP4", "nvfp4", activations=True, group_size=16),
-        Algorithm("NVFP4_AWQ", "nvfp4", activations=True, group_size=16),
-        Algorithm("W4A16_NVFP4", "nvfp4", group_size=16),
-        Algorithm("W4A16_MXFP4", "mxfp4", group_size=32),
-        Algorithm("MXFP4", "mxfp4", group_size=32),
-        Algorithm("W4A16_AWQ", "int4", group_size=128),
-    )
-}
-# Of INT4, what TensorRT and ONNX Runtime both take; all other formats have one group size.
-INT4_GROUPS = (128, 64, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +117,8 @@ def _algorithm(fields: Fields, grouped: Fields) -> Algorithm:
     size = grouped.get("group_size")
     if not size:  # null, or 0 where there are no groups
         return algorithm
-    allowed = INT4_GROUPS if algorithm.scheme == "int4" else (algorithm.group_size,)
+    allowed = FORMATS[algorithm.scheme].group_sizes or (0,)
     if size not in allowed or isinstance(size, bool):
         expected = " or ".join(map(str, allowed))
         raise grouped.error("group_size", f"is {show(size)}, but {algorithm.name} is read with {expected}")
-    return Algorithm(algorithm.name, algorithm.scheme, algorithm.activations, algorithm.static, size)
+    return replace(algorithm, group_size=size)

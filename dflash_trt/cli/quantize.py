@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dflash_trt.cli.output import byte_count, print_json, progress_display
 from dflash_trt.errors import BuildError
-from dflash_trt.precision import SCHEMES
+from dflash_trt.formats import FORMATS, SCHEMES
 
 SUMMARY = "write a checkpoint with its linear layers in FP8, NVFP4, MXFP4 or INT4"
 DESCRIPTION = """\
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     amax = None
     with progress_display() as progress:
         if args.calibration:
-            if args.scheme in ("mxfp4", "int4") and args.calibrator != "modelopt":
+            if not FORMATS[args.scheme].activations and args.calibrator != "modelopt":
                 raise BuildError(f"--scheme {args.scheme} is of weights only: there is nothing to calibrate")
             if drafter and args.target is None and Path(args.checkpoint).is_dir():
                 raise BuildError(f"{source} is a drafter: --calibration needs its target, give --target")

@@ -20,7 +20,6 @@ DFLASH_VERSION = 1
 
 FLOAT, BOOL, INT64 = ir.DataType.FLOAT, ir.DataType.BOOL, ir.DataType.INT64
 
-FLOAT_DTYPES = ("BF16", "F16", "F32")
 # Names of safetensors
 ONNX_DTYPES = {
     "F32": ir.DataType.FLOAT,

@@ -20,13 +20,12 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.numbers import BYTE_TO_PAIR, E8M0
+from dflash_trt.formats.mxfp4 import widened_blocks
 
 from .builder import FLOAT, GraphBuilder
 
 MICROSOFT_DOMAIN = "com.microsoft"
 Storage = Literal["float", "mxfp4"]
-MXFP4_BLOCK = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,33 +96,12 @@ def onnxruntime_moe(
 
 
 def _widen(g: GraphBuilder, weight: ir.Value, scales: ir.Value | None, resident: bool) -> ir.Value:
-    """Stored weights to float32 [experts, out, in]: exactly, or infinity where a product reaches 2**128."""
+    """Stored weights to float32 [experts, out, in]."""
     if scales is None:
         return g.op("Cast", weight, name="widen", to=int(FLOAT))
-    index, exponent = (g.op("Cast", t, name="index", to=int(ir.DataType.INT32)) for t in (weight, scales))
-    if resident:  # in few steps: until it has folded the whole graph, the engine holds what each step made
-        numbers = g.op("Gather", g.constant(BYTE_TO_PAIR, np.float32), index, name="numbers")
-        scale = g.op("Gather", g.constant(E8M0, np.float32), exponent, name="scale")
-    else:  # in quick ones: on entries this small, Gather takes ten times as long as GatherElements on one axis
-        halves = [_lookup(g, BYTE_TO_PAIR[:, i], index, name) for i, name in enumerate(("low", "high"))]
-        numbers = g.op("Concat", *(g.unsqueeze(half, 4) for half in halves), name="numbers", axis=4)
-        scale = _lookup(g, E8M0, exponent, "scale")
-    scaled = g.op("Mul", numbers, g.unsqueeze(scale, 3, 4), name="scaled")  # [E,O,G,16,2]
-    return g.op("Reshape", scaled, g.constant([0, 0, -1]), name="widened")
-
-
-def _lookup(g: GraphBuilder, table: np.ndarray, index: ir.Value, name: str) -> ir.Value:
-    flat = g.op("Reshape", index, g.constant([-1]), name="flat")
-    found = g.op("GatherElements", g.constant(table, np.float32), flat, name=name, axis=0)
-    return g.op("Reshape", found, g.op("Shape", index, name="shape"), name="as_index")
+    return widened_blocks(g, weight, scales, resident)
 
 
 def declared() -> list[ir.Attr]:
     """The attributes that a call must give."""
     return [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in ("k", "alpha", "beta", "limit")]
-
-
-def unpack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """MXFP4 in NumPy: uint8 [..., G, 16] and [..., G] -> float32 [..., G*32]."""
-    numbers: np.ndarray = BYTE_TO_PAIR[blocks].reshape(*blocks.shape[:-1], 32) * E8M0[scales][..., None]
-    return numbers.reshape(*blocks.shape[:-2], -1)

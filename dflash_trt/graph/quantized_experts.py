@@ -18,8 +18,8 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
-from dflash_trt.checkpoint.numbers import BYTE_TO_PAIR, E4M3, E8M0
 from dflash_trt.checkpoint.tensors import TensorInfo
+from dflash_trt.formats.bodies import lookup
 
 from .builder import BOOL, FLOAT, INT64, GraphBuilder
 from .quantized import (
@@ -27,25 +27,13 @@ from .quantized import (
     LinearKind,
     input_scale,
     kind_of,
-    lookup,
     product,
-    quantized_input,
     split_rows,
-    tensorrt_weight,
     tensors,
 )
 from .tensorrt_experts import after, at_a_time, router_shares, shared
 
 Projection = Literal["gate", "up", "down"]
-_BYTES = np.arange(256, dtype=np.uint8)
-_NIBBLES = np.stack([_BYTES & 15, _BYTES >> 4], axis=-1).astype(np.int8)
-# The numbers in a byte of the weight, by scheme: one or two.
-_NUMBERS: Mapping[str, np.ndarray] = {
-    "fp8": _BYTES.view(E4M3).astype(np.float32)[:, None],
-    "nvfp4": BYTE_TO_PAIR,
-    "mxfp4": BYTE_TO_PAIR,
-    "int4": ((_NIBBLES ^ 8) - 8).astype(np.float32),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +76,7 @@ def onnxruntime_inputs(g: GraphBuilder, stack: Stack, folder: str) -> list[ir.Va
             value = g.raw_weight(info, folder)
             if info.dtype == "F8_E4M3":
                 value = g.reinterpret(value, ir.DataType.UINT8, info.shape)
-            elif part in ("global_scale", "input_scale") or (part == "scale" and stored.scheme == "fp8"):
+            elif part in ("global_scale", "input_scale") or (part == "scale" and stored.format.scale_by_row):
                 value = g.reinterpret(value, FLOAT, [info.nbytes // 4])
             values.append(value)
     return [_concat(g, values) for values in each.values()]
@@ -173,7 +161,7 @@ def _signature(stack: Stack) -> str:
     """What the body depends on besides the layer's size, which is the same throughout a model."""
     if stack.kind is None:
         return "Linear"
-    per_row = stack.kind.scheme == "fp8" and stack.stored[0].scale.nbytes > 4
+    per_row = stack.kind.format.scale_by_row and stack.stored[0].scale.nbytes > 4
     return stack.kind.operator + "_per_row" * per_row
 
 
@@ -196,10 +184,8 @@ def _by_expert(
         return g.op("Reshape", value, g.constant([-1, 1]), name=f"{name}_per_row")
 
     found = dict(given)
-    if kind.scheme == "fp8":
-        found["scale"] = per_row("scale")
-    elif kind.scheme == "nvfp4":
-        found["global_scale"] = per_row("global_scale")
+    if (expanded := kind.format.expanded) is not None:
+        found[expanded] = per_row(expanded)
     shapes = {
         "weight": stack.stored[0].weight.shape,
         "scale": (rows, stack.columns // (kind.group_size or stack.columns)),
@@ -219,21 +205,15 @@ def _by_expert(
 
 def _widened(g: GraphBuilder, kind: LinearKind, columns: int, parts: Mapping[str, ir.Value]) -> ir.Value:
     """Weights of one expert or of all, [rows, columns]: exactly the numbers that the codes stand for."""
-    tables = _NUMBERS[kind.scheme]
-    found = [lookup(g, g.constant(table, np.float32), parts["weight"]) for table in tables.T]
-    if kind.scheme == "fp8":
-        return g.op("Mul", found[0], parts["scale"], name="widened")
+    form = kind.format
+    found = [lookup(g, g.constant(table, np.float32), parts["weight"]) for table in form.byte_values.T]
+    if form.numbers_in_byte == 1:
+        return g.op("Mul", found[0], form.expert_factors(g, parts), name="widened")
     axis = 2 if kind.by_row else 1  # the two in a byte are neighbours in a row, or in a column
     numbers = g.op("Concat", *(g.unsqueeze(half, axis) for half in found), name="numbers", axis=axis)
     groups = columns // kind.group_size
     numbers = g.op("Reshape", numbers, g.constant([-1, groups, kind.group_size]), name="numbers_by_block")
-    if kind.scheme == "nvfp4":
-        factors = lookup(g, g.constant(_NUMBERS["fp8"][:, 0], np.float32), parts["scale"])
-        factors = g.op("Mul", factors, parts["global_scale"], name="factors")
-    elif kind.scheme == "mxfp4":
-        factors = lookup(g, g.constant(E8M0, np.float32), parts["scale"])
-    else:
-        factors = g.op("Cast", parts["scale"], name="factors", to=int(FLOAT))
+    factors = form.expert_factors(g, parts)
     widened = g.op("Mul", numbers, g.unsqueeze(factors, 2), name="widened_by_block")
     return g.op("Reshape", widened, g.constant([-1, columns]), name="widened")
 
@@ -286,7 +266,7 @@ def _tensorrt_linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) ->
         weights = [g.cast(g.raw_weight(info, folder), g.dtype) for info in stack.plain]
     else:
         each = [tensors(g, stored, folder, packed_as_bytes=False) for stored in stack.stored]
-        weights = [tensorrt_weight(g, kind, inputs) for inputs in each]
+        weights = [kind.format.tensorrt_weight(g, kind, inputs) for inputs in each]
         if kind.smoothed:
             smooth = [g.unsqueeze(g.cast(inputs["pre_quant_scale"], g.dtype), 0, 1) for inputs in each]
             x = g.op("Mul", x, _concat(g, smooth), name="smoothed")
@@ -297,7 +277,7 @@ def _tensorrt_linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) ->
             factor = _concat(g, [g.unsqueeze(inputs["input_scale"], 0, 1, 2) for inputs in each])
             x, scale = g.op("Div", g.to_float(x), factor, name="by_scale"), g.scalar(1.0, FLOAT)
         if factor is not None:
-            x = quantized_input(g, kind.scheme, scale, g.to_dtype(x, FLOAT))
+            x = kind.format.tensorrt_input(g, scale, g.to_dtype(x, FLOAT))
     weight = _concat(g, [g.unsqueeze(value, 0) for value in weights])
     y = g.op("MatMul", x, g.op("Transpose", weight, name="transposed", perm=[0, 2, 1]), name="product")
     if factor is None:

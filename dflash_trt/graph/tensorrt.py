@@ -13,11 +13,12 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.formats.bodies import TRT_DOMAIN
 
 from .builder import BOOL, FLOAT, INT64, GraphBuilder
 from .dialect import SINK_PADDING, AttentionInputs, Dialect
 from .experts import Experts, Storage, declared
-from .quantized import TRT_DOMAIN, tensorrt_linear
+from .quantized import tensorrt_linear
 from .quantized_experts import Projection, Stack, tensorrt_experts
 from .tensorrt_experts import mxfp4_experts, router_shares, shared
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
+from dflash_trt.formats.mxfp4 import BLOCK, tensorrt_blocks
+
 from .builder import FLOAT, GraphBuilder
-from .experts import MXFP4_BLOCK, Experts
-from .quantized import TRT_DOMAIN
+from .experts import Experts
 
 WIDENED_BYTES = 1 << 28  # of one product's weights: eight of gpt-oss's experts
 
@@ -51,12 +52,15 @@ def mxfp4_experts(
     assert e.gate_up_scales is not None
     assert e.down_scales is not None
     experts, rows, groups, _ = (int(str(n)) for n in e.gate_up.shape or ())
-    steps = experts // at_a_time(experts, rows * groups * MXFP4_BLOCK * g.dtype.numpy().itemsize)
+    steps = experts // at_a_time(experts, rows * groups * BLOCK * g.dtype.numpy().itemsize)
 
     def by_step(value: ir.Value, name: str) -> Sequence[ir.Value]:
         return g.multi("Split", value, outputs=steps, name=name, axis=0, num_outputs=steps)
 
-    weights = [_widened(g, e.gate_up, e.gate_up_scales, steps), _widened(g, e.down, e.down_scales, steps)]
+    weights = [
+        tensorrt_blocks(g, e.gate_up, e.gate_up_scales, steps),
+        tensorrt_blocks(g, e.down, e.down_scales, steps),
+    ]
     for name, bias in (("gate_up_biases", e.gate_up_bias), ("down_biases", e.down_bias)):
         if bias is not None:
             weights.append(by_step(g.unsqueeze(bias, 2), name))
@@ -88,25 +92,3 @@ def at_a_time(experts: int, size: int) -> int:
     """
     most = max(WIDENED_BYTES, 2 * size)
     return max(n for n in range(1, experts + 1) if experts % n == 0 and n * size <= most)
-
-
-def _widened(g: GraphBuilder, blocks: ir.Value, scales: ir.Value, steps: int) -> Sequence[ir.Value]:
-    """[E/steps,O,I] for each step, from blocks [E,O,G,16] and scales [E,O,G]."""
-    experts, rows, groups, _ = (int(str(n)) for n in blocks.shape or ())
-    count = experts // steps
-    fp4 = g.parts(blocks, steps, ir.DataType.FLOAT4E2M1, (count, rows, groups * MXFP4_BLOCK))
-    exponents = g.parts(scales, steps, ir.DataType.UINT8, (count, rows, groups))
-    widened = [
-        g.op(
-            *("TRT_MXFP8DequantizeLinear", *pair),
-            domain=TRT_DOMAIN,
-            name="dequantize",
-            axis=-1,
-            block_size=MXFP4_BLOCK,
-            output_dtype=int(g.dtype),
-        )
-        for pair in zip(fp4, exponents, strict=True)
-    ]
-    for weight in widened:
-        weight.type = ir.TensorType(g.dtype)
-    return widened

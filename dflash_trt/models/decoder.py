@@ -16,7 +16,8 @@ from dflash_trt.checkpoint.linears import StoredLinear, joined, stored_linear, w
 from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
 from dflash_trt.errors import CheckpointError
-from dflash_trt.graph.builder import FLOAT, FLOAT_DTYPES, INT64, ONNX_DTYPES, GraphBuilder
+from dflash_trt.formats.base import FLOAT_DTYPES
+from dflash_trt.graph.builder import FLOAT, INT64, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 
 

@@ -6,9 +6,10 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.config import TargetConfig
 from dflash_trt.checkpoint.schema import MoEConfig
+from dflash_trt.formats.mxfp4 import BLOCK
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.dialect import Dialect
-from dflash_trt.graph.experts import MXFP4_BLOCK, Experts, Storage
+from dflash_trt.graph.experts import Experts, Storage
 
 from .decoder import CachedAttention, Module, attention_block
 from .experts import experts
@@ -46,8 +47,8 @@ def _weights(m: Module, hidden: int, moe: MoEConfig, dialect: Dialect) -> Expert
     if moe.quantization == "mxfp4":
 
         def packed(name: str, rows: int, columns: int) -> tuple[Storage, ir.Value, ir.Value | None]:
-            groups = columns // MXFP4_BLOCK
-            blocks = m.packed(f"{name}_blocks", n, rows, groups, MXFP4_BLOCK // 2)
+            groups = columns // BLOCK
+            blocks = m.packed(f"{name}_blocks", n, rows, groups, BLOCK // 2)
             scales = m.packed(f"{name}_scales", n, rows, groups)
             with m.g.scope(name):
                 return dialect.mxfp4_experts(m.g, blocks, scales)

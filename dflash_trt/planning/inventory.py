@@ -10,32 +10,26 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dflash_trt.checkpoint.config import DecoderConfig, DrafterConfig, TargetConfig
-from dflash_trt.checkpoint.linears import FLOAT_DTYPES, stored_linear
-from dflash_trt.checkpoint.quantization import INT4_GROUPS, Quantization, read_quantization
+from dflash_trt.checkpoint.linears import stored_linear
+from dflash_trt.checkpoint.quantization import Quantization, read_quantization
 from dflash_trt.checkpoint.roles import parameters_of, role_of
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
 from dflash_trt.errors import CheckpointError
+from dflash_trt.formats import FORMATS, MXFP4
+from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.graph.functions import OnnxRuntime
 from dflash_trt.models.drafter import build_drafter
 from dflash_trt.models.target import build_target
 
-# Bytes per number; of quantized weights with the scales of their groups, but for fp8 and int4, see weight_bytes.
-WEIGHT_BYTES: Mapping[str, float] = {
-    "fp32": 4,
-    "bf16": 2,
-    "fp16": 2,
-    "fp8": 1,
-    "nvfp4": 0.5 + 1 / 16,
-    "mxfp4": 0.5 + 1 / 32,
-}
+# Bytes of a number in floating point, or in an FP8 cache.
+NUMBER_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _LINEAR = ("attention", "mlp", "experts", "fc")
 
 
-def weight_bytes(precision: str, parameters: int, rows: int, int4_group: int = INT4_GROUPS[0]) -> int:
-    """Of matrices with so many rows: fp8 has a scale of 4 bytes for each row, int4 one for each group."""
-    if precision == "int4":
-        return round(parameters * (0.5 + 4 / int4_group))
-    return round(parameters * WEIGHT_BYTES[precision]) + (4 * rows if precision == "fp8" else 0)
+def weight_bytes(precision: str, parameters: int, rows: int, group_size: int = 0) -> int:
+    """Of matrices with so many rows, in floating point or in a number format with its scales."""
+    form = FORMATS.get(precision)
+    return parameters * NUMBER_BYTES[precision] if form is None else form.nbytes(parameters, rows, group_size)
 
 
 class _Kind(NamedTuple):
@@ -77,7 +71,7 @@ class Inventory:
         totals: dict[str, Counter[str]] = {}
         kv_parts = min(tensor_parallel, self.config(side).num_key_value_heads)
         parts = {"whole": 1, "kv": kv_parts, "split": tensor_parallel}
-        group = self.int4_group(side) if scheme == "int4" else INT4_GROUPS[0]
+        group = 0 if scheme is None else self.group_size(side, scheme)
         for kind, size in self._kinds[side].items():
             precision, count = kind.quantized, size.nbytes
             if precision is None:
@@ -107,16 +101,16 @@ class Inventory:
                 sizes[kind] = _Size(*(one + other for one, other in zip(before, more, strict=True)))
         return found
 
-    def int4_group(self, side: str) -> int:
-        """The largest group that divides the inputs of every linear layer: what `dflash-trt quantize` takes."""
+    def group_size(self, side: str, scheme: str) -> int:
+        """Weights per scale, as `dflash-trt quantize` writes them."""
         inputs = {t.shape[-1] for t in self.tensors[side] if len(t.shape) > 1 and role_of(t.name) in _LINEAR}
-        return next((g for g in INT4_GROUPS if not any(n % g for n in inputs)), INT4_GROUPS[-1])
+        return FORMATS[scheme].algorithm(calibrated=False, inputs=sorted(inputs)).group_size
 
 
 def _quantized(tensor: TensorInfo, scheme: str | None) -> str | None:
     """What a tensor that is quantized, or the scale of one, counts as; None for one in floating point."""
     if tensor.name.endswith(("_blocks", "_scales")):
-        return "mxfp4"
+        return MXFP4.name
     scale = tensor.name.endswith("_scale") or tensor.name.endswith("_scale_2")
     return None if tensor.dtype in FLOAT_DTYPES and not scale else scheme or tensor.dtype.lower()
 

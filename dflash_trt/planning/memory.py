@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dflash_trt.checkpoint.config import DrafterConfig
-from dflash_trt.checkpoint.quantization import INT4_GROUPS
 from dflash_trt.checkpoint.schema import MoEConfig
 from dflash_trt.errors import BuildError
+from dflash_trt.formats import FORMATS, SCHEMES
 from dflash_trt.graph.tensorrt_experts import at_a_time
 from dflash_trt.planning.gpus import Gpu
-from dflash_trt.planning.inventory import WEIGHT_BYTES, Inventory, weight_bytes
-from dflash_trt.precision import SCHEMES, Precision
+from dflash_trt.planning.inventory import NUMBER_BYTES, Inventory, weight_bytes
+from dflash_trt.precision import Precision
 
 ENGINES = ("onnxruntime", "tensorrt", "tensorrt-rtx", "tensorrt-llm")
 GIB = 1 << 30
@@ -205,8 +205,8 @@ class _Layout:
         self.inventory, self.s, self.weight_bytes = inventory, settings, weight_bytes
         self.ours = settings.engine != "tensorrt-llm"
         cache = settings.cache or settings.compute("target")
-        self.kv_per_token = self._per_token("target", WEIGHT_BYTES[cache])
-        self.drafter_per_token = self._per_token("drafter", WEIGHT_BYTES[settings.compute("drafter")])
+        self.kv_per_token = self._per_token("target", NUMBER_BYTES[cache])
+        self.drafter_per_token = self._per_token("drafter", NUMBER_BYTES[settings.compute("drafter")])
         if settings.engine == "onnxruntime":
             self.runtime = 0
         else:
@@ -225,7 +225,7 @@ class _Layout:
         """What one product over experts needs: their rows of a prompt's chunk, and packed weights widened."""
         if self.s.engine == "tensorrt" and moe.quantization == "mxfp4":
             return 0  # plugins, which widen nothing and compute no expert that was not asked
-        hidden, element = self.inventory.target.hidden_size, WEIGHT_BYTES[self.s.compute("target")]
+        hidden, element = self.inventory.target.hidden_size, NUMBER_BYTES[self.s.compute("target")]
         size = round(2 * moe.intermediate_size * hidden * element)
         count = at_a_time(moe.num_experts, size) if packed else moe.num_experts
         rows = PREFILL_CHUNK * count * (moe.intermediate_size + hidden) * element
@@ -258,7 +258,7 @@ class _Layout:
         s, c = self.s, self.inventory.target
         verified = batch * s.block_size
         rows = s.max_num_tokens or max(verified, length if not self.ours else min(length, PREFILL_CHUNK))
-        element = WEIGHT_BYTES[s.compute("target")]
+        element = NUMBER_BYTES[s.compute("target")]
         widest = max(c.intermediate_size // s.tensor_parallel, c.num_attention_heads * c.head_dim)
         working = rows * (4 * c.hidden_size + 2 * widest) * element
         taps = rows * len(self.inventory.drafter.target_layer_ids) * c.hidden_size * element
@@ -299,8 +299,10 @@ def _weights(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str
     found = inventory.weights(side, s.compute(side), s.precision.scheme(side), s.tensor_parallel)
     if side == "drafter" and s.precision.head is not None:  # a copy of its own of the target's head
         rows, columns = inventory.target.vocab_size, inventory.target.hidden_size
-        group = next((g for g in INT4_GROUPS if columns % g == 0), INT4_GROUPS[-1])
-        found["head"] = {s.precision.head: weight_bytes(s.precision.head, rows * columns, rows, group)}
+        algorithm = FORMATS[s.precision.head].algorithm(calibrated=False, inputs=[columns])
+        found["head"] = {
+            s.precision.head: weight_bytes(s.precision.head, rows * columns, rows, algorithm.group_size)
+        }
     return found
 
 

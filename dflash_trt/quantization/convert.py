@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.checkpoint import numbers
 from dflash_trt.checkpoint.fields import read_object
-from dflash_trt.checkpoint.linears import FLOAT_DTYPES
 from dflash_trt.checkpoint.mapped import released
-from dflash_trt.checkpoint.quantization import ALGORITHMS, INT4_GROUPS, QUANT_CONFIG, Algorithm
+from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.roles import role_of
 from dflash_trt.checkpoint.tensors import INDEX, Checkpoint, TensorInfo
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.errors import BuildError, CheckpointError
-from dflash_trt.precision import SCHEMES
+from dflash_trt.formats import FORMATS, INT4, SCHEMES, Algorithm
+from dflash_trt.formats.base import FLOAT_DTYPES
+from dflash_trt.formats.numbers import pack_pairs, unpack_rows
 from dflash_trt.workspace import Progress, silent, workspace
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
@@ -98,11 +98,11 @@ def repack_int4(checkpoint: Checkpoint, out: Path, progress: Progress | None = N
         packed = checkpoint.array(info.name)
         step = max(1, _STEP_BYTES // info.shape[1])
         for begin in range(0, len(packed), step):
-            yield info.name, numbers.pack_pairs(numbers.unpack_rows(packed[begin : begin + step]))
+            yield info.name, pack_pairs(unpack_rows(packed[begin : begin + step]))
 
     def entry(info: TensorInfo) -> Entry:
         algorithm = checkpoint.quantization.algorithm(info.name.removesuffix(".weight"))
-        int4 = algorithm is not None and algorithm.scheme == "int4" and info.dtype == "U8"
+        int4 = algorithm is not None and algorithm.scheme == INT4.name and info.dtype == "U8"
         if not int4 or not info.name.endswith(".weight"):
             return Entry(info.name, info.dtype, info.shape, state.copy(info))
         return Entry(info.name, "U8", (2 * info.shape[0], info.shape[1] // 2), by_row(info))
@@ -118,13 +118,8 @@ def repack_int4(checkpoint: Checkpoint, out: Path, progress: Progress | None = N
 
 
 def data_free(scheme: str, *, calibrated: bool = False, inputs: Sequence[int] = ()) -> Algorithm:
-    """The algorithm that a scheme stands for. int4 takes the largest group that divides all `inputs`."""
-    if scheme == "fp8":
-        return ALGORITHMS["FP8" if calibrated else "FP8_PER_CHANNEL_PER_TOKEN"]
-    if scheme == "int4":
-        fitting = [group for group in INT4_GROUPS if not any(n % group for n in inputs)]
-        return replace(ALGORITHMS["W4A16_AWQ"], group_size=fitting[0] if fitting else INT4_GROUPS[-1])
-    return ALGORITHMS[{"nvfp4": "NVFP4", "mxfp4": "W4A16_MXFP4"}[scheme]]
+    """The algorithm that a scheme stands for, for layers with these numbers of inputs."""
+    return FORMATS[scheme].algorithm(calibrated=calibrated, inputs=inputs)
 
 
 def linear_layers(checkpoint: Checkpoint, exclude: Sequence[str] = ()) -> dict[str, TensorInfo]:
@@ -194,11 +189,11 @@ def _head(checkpoint: Checkpoint, scheme: str) -> _Layer:
 def _check_groups(layers: Mapping[str, _Layer]) -> None:
     for layer in layers.values():
         rows, columns = layer.source.shape
-        group = layer.algorithm.group_size or 1
-        if columns % group or (layer.algorithm.scheme == "int4" and rows % 2):
+        group, even = layer.algorithm.group_size or 1, FORMATS[layer.algorithm.scheme].even_rows
+        if columns % group or (even and rows % 2):
             raise BuildError(
                 f"{layer.source.file}: {layer.name} is [{rows}, {columns}], but {layer.algorithm.scheme} needs inputs "
-                f"in groups of {group}{' and an even number of outputs' * (layer.algorithm.scheme == 'int4')}; "
+                f"in groups of {group}{' and an even number of outputs' * even}; "
                 f"leave it as it is with --exclude {layer.name!r}"
             )
 
@@ -306,20 +301,10 @@ class _State:
 
     def entries(self, layer: _Layer) -> list[Entry]:
         """The tensors that the layer becomes. The first brings the data of those that go row by row."""
-        rows, columns = layer.source.shape
-        name, algorithm, group = layer.name, layer.algorithm, layer.algorithm.group_size
-        half, groups = (rows, columns // 2), (rows, columns // (group or 1))
-        forms: dict[str, tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]] = {
-            "fp8": (("F8_E4M3", (rows, columns)), ("F32", () if algorithm.static else (rows,))),
-            "nvfp4": (("U8", half), ("F8_E4M3", groups)),
-            "mxfp4": (("U8", half), ("U8", groups)),
-            "int4": (("U8", (rows // 2, columns)), ("F32", groups)),
-        }
-        stored, scales = forms[algorithm.scheme]
-        weight = f"{name}.weight"
-        entries = [Entry(weight, *stored, self._encoded(layer)), Entry(f"{weight}_scale", *scales)]
-        if algorithm.scheme == "nvfp4":
-            entries.append(Entry(f"{weight}_scale_2", "F32", ()))
+        name, algorithm = layer.name, layer.algorithm
+        written = FORMATS[algorithm.scheme].written(algorithm, *layer.source.shape)
+        entries = [Entry(f"{name}.{suffix}", *form) for suffix, form in written.items()]
+        entries[0] = replace(entries[0], pieces=self._encoded(layer))
         if algorithm.activations and self.amax[_fused(name)] is not None:
             entries.append(Entry(f"{name}.input_scale", "F32", ()))
         return entries
@@ -327,33 +312,16 @@ class _State:
     def _encoded(self, layer: _Layer) -> Iterator[tuple[str, NDArray[Any]]]:
         """Pieces of the layer's tensors, by name, each tensor's in order."""
         name, algorithm = layer.name, layer.algorithm
-        weight, scale = f"{name}.weight", f"{name}.weight_scale"
-        seen = self.amax[_fused(name)]
+        form, seen = FORMATS[algorithm.scheme], self.amax[_fused(name)]
         if algorithm.activations and seen is not None:
-            wide = numbers.fp8_scale if algorithm.scheme == "fp8" else numbers.nvfp4_global_scale
-            yield f"{name}.input_scale", wide(seen)
+            yield f"{name}.input_scale", form.scale_of(seen)
         shared: NDArray[np.float32] = np.ones((), np.float32)
-        if algorithm.static:
-            shared = numbers.fp8_scale(self.largest(layer))
-            yield scale, shared
-        elif algorithm.scheme == "nvfp4":
-            shared = numbers.nvfp4_global_scale(self.largest(layer))
-            yield f"{weight}_scale_2", shared
+        if (suffix := form.shared_scale(algorithm)) is not None:
+            shared = form.scale_of(self.largest(layer))
+            yield f"{name}.{suffix}", shared
         for rows in self.rows(layer):
-            scales: NDArray[Any]
-            if algorithm.scheme == "fp8":
-                scales = shared if algorithm.static else numbers.fp8_scale(np.abs(rows).max(axis=1))
-                codes = numbers.encode_e4m3(rows / scales.reshape(-1, 1))
-            elif algorithm.scheme == "nvfp4":
-                codes, scales = numbers.quantize_nvfp4(rows, shared)
-            elif algorithm.scheme == "mxfp4":
-                codes, scales = numbers.quantize_mxfp4(rows)
-            else:
-                codes, scales = numbers.quantize_int4(rows, algorithm.group_size)
-                codes = numbers.pack_rows(codes)
-            yield weight, codes
-            if not algorithm.static:
-                yield scale, scales
+            for suffix, piece in form.encode(algorithm, rows, shared).items():
+                yield f"{name}.{suffix}", piece
         self._advance(layer.source.nbytes)
 
 
@@ -383,7 +351,7 @@ def _quant_config(
         found: dict[str, Any] = {"quant_algo": algorithm.name}
         if algorithm.group_size:
             found["group_size"] = algorithm.group_size
-        if algorithm.scheme == "int4":
+        if algorithm.scheme == INT4.name:
             found |= {"has_zero_point": False, "pre_quant_scale": False}
         return found
 

@@ -11,14 +11,13 @@ from typing import Any
 
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import BuildError
+from dflash_trt.formats import FORMATS
 from dflash_trt.workspace import workspace
 
 from .convert import copy_files, data_free, linear_layers
 
 AWQ_TOKENS, AWQ_ROW = 4096, 1024
 _EXPERT = re.compile(r"\.experts\.\d+\.(?=(gate|up|down)_proj$)")
-# Scheme -> the name of Model Optimizer's configuration.
-CONFIGURATIONS = {"fp8": "FP8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG", "int4": "INT4_AWQ_CFG"}
 
 
 def quantize_with_modelopt(
@@ -31,9 +30,11 @@ def quantize_with_modelopt(
 
     Raises BuildError where torch, Transformers or nvidia-modelopt are missing, or the scheme is not one it calibrates.
     """
-    if scheme not in CONFIGURATIONS:
+    configuration = FORMATS[scheme].modelopt_config
+    if configuration is None:
+        calibrated = ", ".join(name for name, form in FORMATS.items() if form.modelopt_config)
         raise BuildError(
-            f"--scheme {scheme}: --calibrator modelopt is for {', '.join(CONFIGURATIONS)}; {scheme} is of weights only"
+            f"--scheme {scheme}: --calibrator modelopt is for {calibrated}; {scheme} is of weights only"
         )
     checkpoint = Checkpoint(source)
     experts = any(_EXPERT.search(name) for name in linear_layers(checkpoint))
@@ -59,7 +60,7 @@ def quantize_with_modelopt(
         ) from error
     if out.exists():
         raise BuildError(f"{out}: exists; choose another --out")
-    config: dict[str, Any] = deepcopy(getattr(mtq, CONFIGURATIONS[scheme]))
+    config: dict[str, Any] = deepcopy(getattr(mtq, configuration))
     config["quant_cfg"] += [{"quantizer_name": pattern, "enable": False} for pattern in disabled]
     if scheme == "int4":
         prompts = _packed(prompts)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from dflash_trt.checkpoint.linears import number_formats
-from dflash_trt.checkpoint.quantization import INT4_GROUPS, Quantization
+from dflash_trt.checkpoint.quantization import Quantization
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import BuildError
+from dflash_trt.formats import FORMATS, INT4
 from dflash_trt.precision import Precision
 from dflash_trt.workspace import Progress
 
@@ -51,14 +52,15 @@ def in_precision(
                 quantize(checkpoint.directory, folder / role, scheme, replace_other=True, progress=progress)
             )
         else:
-            algorithm = data_free(scheme, inputs=INT4_GROUPS[-1:])  # the layers' widths are not known here
+            # The layers' widths are not known here.
+            algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
             path = checkpoint.directory / "config.json"
             found[role] = Outline(checkpoint.directory, Quantization(path, algorithm, excluded=(HEAD,)))
     if int4_by_row:
         for role, checkpoint in found.items():
-            if isinstance(checkpoint, Checkpoint) and "int4" in number_formats(checkpoint):
+            if isinstance(checkpoint, Checkpoint) and INT4.name in number_formats(checkpoint):
                 found[role] = Checkpoint(repack_int4(checkpoint, folder / f"{role}-by-row", progress))
-        if isinstance(head, Checkpoint) and "int4" in number_formats(head):
+        if isinstance(head, Checkpoint) and INT4.name in number_formats(head):
             head = Checkpoint(repack_int4(head, folder / "head-by-row", progress))
     return found["target"], found["drafter"], head
 

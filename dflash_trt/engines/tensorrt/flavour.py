@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_trt.errors import BuildError
-
-# GPUs that compute in the numbers weights are stored in; INT4 is widened on all of them. Seen with TensorRT-RTX 1.7.
-_FP4 = (100, 103, 110, 120, 121)
-FORMAT_CAPABILITIES = {"fp8": (89, 90, *_FP4), "nvfp4": _FP4, "mxfp4": _FP4}
+from dflash_trt.formats import FORMATS
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,8 @@ class Flavour:
                     f"on such a machine{hint}"
                 )
             for scheme in sorted(formats):
-                having = FORMAT_CAPABILITIES.get(scheme, (capability,))
-                if capability not in having:
+                having = FORMATS[scheme].capabilities
+                if having is not None and capability not in having:
                     raise BuildError(
                         f"--compute-capability {capability}: has no {scheme.upper()} arithmetic, and weights of "
                         f"this pair are in it; GPUs that have: {', '.join(map(str, having))}"

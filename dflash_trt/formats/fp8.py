@@ -1,0 +1,116 @@
+"""FP8: E4M3 numbers, with one scale for the whole weight or one for each row.
+
+Source: OCP 8-bit Floating Point v1.0, and the checkpoints of NVIDIA's Model Optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from . import bodies
+from .base import ONE, Algorithm, Floats, Form, NumberFormat, Shape
+from .numbers import E4M3, E4M3_MAX, encode_e4m3, scale_for
+
+if TYPE_CHECKING:
+    from dflash_trt.checkpoint.linears import StoredLinear
+    from dflash_trt.graph.builder import GraphBuilder
+    from dflash_trt.graph.quantized import LinearKind
+
+_STATIC = Algorithm("FP8", "fp8", activations=True, static=True)
+_BY_ROW = Algorithm("FP8_PER_CHANNEL_PER_TOKEN", "fp8", activations=True)
+
+
+def fp8_scale(largest: Any) -> Floats:
+    """What E4M3 codes are multiplied by, from the largest magnitude they stand for; 1 where that is 0."""
+    return scale_for(largest, E4M3_MAX)
+
+
+class FP8(NumberFormat):
+    name = "fp8"
+    algorithms = (_STATIC, _BY_ROW)
+    numbers_in_byte = 1
+    capabilities = (89, 90, 100, 103, 110, 120, 121)  # seen with TensorRT-RTX 1.7
+    modelopt_config = "FP8_DEFAULT_CFG"
+    scale_by_row = True
+    activations = True
+    expanded = "scale"
+
+    def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
+        per_row: tuple[Shape, ...] = ((rows,), (rows, 1))
+        shapes = ONE + per_row if algorithm.static else per_row + ONE
+        return {"weight": Form([(rows, columns)], ["F8_E4M3"]), "weight_scale": Form(shapes, ["F32"])}
+
+    def widen(
+        self, codes: NDArray[Any], scale: NDArray[Any], global_scale: NDArray[Any] | None, *, by_row: bool
+    ) -> Floats:
+        found: Floats = codes.astype(np.float32) * scale.astype(np.float32).reshape(-1, 1)
+        return found
+
+    def nbytes(self, parameters: int, rows: int, group_size: int) -> int:
+        return parameters + 4 * rows
+
+    def algorithm(self, *, calibrated: bool, inputs: Sequence[int]) -> Algorithm:
+        return _STATIC if calibrated else _BY_ROW
+
+    def written(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, tuple[str, Shape]]:
+        return {
+            "weight": ("F8_E4M3", (rows, columns)),
+            "weight_scale": ("F32", () if algorithm.static else (rows,)),
+        }
+
+    def shared_scale(self, algorithm: Algorithm) -> str | None:
+        return "weight_scale" if algorithm.static else None
+
+    def scale_of(self, largest: float | NDArray[Any]) -> Floats:
+        return fp8_scale(largest)
+
+    def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
+        if algorithm.static:
+            return {"weight": encode_e4m3(rows / shared)}
+        scales = fp8_scale(np.abs(rows).max(axis=1))
+        return {"weight": encode_e4m3(rows / scales.reshape(-1, 1)), "weight_scale": scales}
+
+    def weight(
+        self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool
+    ) -> ir.Value:
+        return raw
+
+    def onnxruntime_weight(
+        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+    ) -> ir.Value:
+        weight, scale = inputs["weight"], inputs["scale"]
+        if not resident:
+            return g.op("DequantizeLinear", weight, scale, name="widened", axis=0)
+        column = g.op("Reshape", scale, g.constant([-1, 1]), name="column")
+        return g.op("Mul", g.op("Cast", weight, to=int(bodies.FLOAT)), column, name="widened")
+
+    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+        return g.op(
+            *("DequantizeLinear", inputs["weight"], inputs["scale"]),
+            name="widened",
+            axis=0,
+            output_dtype=int(g.dtype),
+        )
+
+    unit_input_scale = 1 / E4M3_MAX
+
+    def onnxruntime_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
+        codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(bodies.E4M3))
+        return g.op("DequantizeLinear", codes, scale, name="x_rounded")
+
+    def tensorrt_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
+        codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(bodies.E4M3))
+        return g.op("DequantizeLinear", codes, scale, name="x_rounded", output_dtype=int(g.dtype))
+
+    @property
+    def byte_values(self) -> NDArray[np.float32]:
+        values: NDArray[np.float32] = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)[:, None]
+        return values
+
+    def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
+        return parts["scale"]

@@ -1,0 +1,126 @@
+"""INT4: two's complement numbers in groups, each with a scale. Weights only.
+
+Model Optimizer lays two rows in a byte, ONNX and TensorRT two columns (`by_row`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from . import bodies
+from .base import FLOAT_DTYPES, Algorithm, Floats, Form, NumberFormat, Shape
+from .numbers import INT4_MAX, pack_rows, unpack_pairs, unpack_rows
+
+if TYPE_CHECKING:
+    from dflash_trt.checkpoint.linears import StoredLinear
+    from dflash_trt.graph.builder import GraphBuilder
+    from dflash_trt.graph.quantized import LinearKind
+
+_AWQ = Algorithm("W4A16_AWQ", "int4", group_size=128)
+_BYTES = np.arange(256, dtype=np.uint8)
+_NIBBLES = np.stack([_BYTES & 15, _BYTES >> 4], axis=-1).astype(np.int8)
+
+
+def quantize_int4(w: Floats, block: int) -> tuple[NDArray[np.uint8], Floats]:
+    """[out, in] -> two's complement codes [out, in], one a byte, and float32 scales [out, in/block]."""
+    blocks = w.reshape(w.shape[0], -1, block)
+    scales = np.abs(blocks).max(axis=-1) / np.float32(INT4_MAX)
+    scales[scales == 0] = 1
+    codes = np.clip(np.rint(blocks / scales[..., None]), -8, 7).astype(np.int8)
+    return codes.view(np.uint8).reshape(w.shape) & 15, scales
+
+
+def dequantize_int4(codes: NDArray[np.uint8], scales: NDArray[Any]) -> Floats:
+    signed = (codes.astype(np.int8) ^ 8) - 8
+    blocks = signed.reshape(*scales.shape, -1).astype(np.float32)
+    return (blocks * scales.astype(np.float32)[..., None]).reshape(codes.shape)
+
+
+class INT4(NumberFormat):
+    name = "int4"
+    algorithms = (_AWQ,)
+    group_sizes = (128, 64, 32)  # what TensorRT and ONNX Runtime both take
+    even_rows = True
+    modelopt_config = "INT4_AWQ_CFG"
+
+    def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
+        return {
+            "weight": Form([(rows // 2, columns), (rows, columns // 2)], ["U8"]),
+            "weight_scale": Form([(rows, columns // algorithm.group_size)], FLOAT_DTYPES),
+        }
+
+    def widen(
+        self, codes: NDArray[Any], scale: NDArray[Any], global_scale: NDArray[Any] | None, *, by_row: bool
+    ) -> Floats:
+        return dequantize_int4(unpack_pairs(codes) if by_row else unpack_rows(codes), scale)
+
+    def nbytes(self, parameters: int, rows: int, group_size: int) -> int:
+        return round(parameters * (0.5 + 4 / (group_size or self.group_sizes[0])))
+
+    def algorithm(self, *, calibrated: bool, inputs: Sequence[int]) -> Algorithm:
+        """With the largest group that divides all `inputs`."""
+        fitting = [group for group in self.group_sizes if not any(n % group for n in inputs)]
+        return replace(_AWQ, group_size=fitting[0] if fitting else self.group_sizes[-1])
+
+    def written(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, tuple[str, Shape]]:
+        groups = columns // algorithm.group_size
+        return {"weight": ("U8", (rows // 2, columns)), "weight_scale": ("F32", (rows, groups))}
+
+    def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
+        codes, scales = quantize_int4(rows, algorithm.group_size)
+        return {"weight": pack_rows(codes), "weight_scale": scales}
+
+    def operator(self, kind: LinearKind) -> str:
+        return f"INT4Linear{kind.group_size}{'' if kind.by_row else 'x2'}"
+
+    def weight(
+        self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool
+    ) -> ir.Value:
+        rows, columns = stored.weight.shape
+        return g.reinterpret(raw, bodies.INT4, (rows, 2 * columns) if stored.by_row else (rows, columns, 2))
+
+    def onnxruntime_weight(
+        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+    ) -> ir.Value:
+        weight = inputs["weight"]
+        scale = g.op("Cast", inputs["scale"], name="scale_float", to=int(bodies.FLOAT))
+        if not kind.by_row:  # the weight is [out/2, in, 2]: bring its scales, [out, groups], into that order
+            pairs = g.op("Reshape", scale, g.shape(-1, 2, g.dim(scale, 1)), name="scale_pairs")
+            scale = g.op("Transpose", pairs, name="scale_by_pair", perm=[0, 2, 1])
+        if resident:
+            split = [0, -1, kind.group_size, 2][: 3 if kind.by_row else 4]
+            numbers = g.op("Cast", weight, to=int(bodies.FLOAT))
+            numbers = g.op("Reshape", numbers, g.constant(split), name="by_block")
+            widened = g.op("Mul", numbers, g.unsqueeze(scale, 2), name="widened_by_block")
+            whole = [0, -1] if kind.by_row else [0, -1, 2]
+            widened = g.op("Reshape", widened, g.constant(whole), name="widened")
+        else:
+            widened = g.op(
+                *("DequantizeLinear", weight, scale), name="widened", axis=1, block_size=kind.group_size
+            )
+        if kind.by_row:
+            return widened
+        by_row = g.op("Transpose", widened, name="by_row", perm=[0, 2, 1])
+        return g.op("Reshape", by_row, g.shape(-1, g.dim(x, 1)), name="rows")
+
+    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+        scales = g.op("Cast", inputs["scale"], name="scales", to=int(g.dtype))
+        return g.op(
+            *("DequantizeLinear", inputs["weight"], scales),
+            name="widened",
+            axis=1,
+            block_size=kind.group_size,
+        )
+
+    @property
+    def byte_values(self) -> NDArray[np.float32]:
+        return ((_NIBBLES ^ 8) - 8).astype(np.float32)
+
+    def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
+        return g.op("Cast", parts["scale"], name="factors", to=int(bodies.FLOAT))
