@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -111,6 +112,60 @@ def test_byte_fallback_takes_any_bytes(tokens: list[int]) -> None:
     for token in tokens:
         detokenizer.push([token])
     detokenizer.flush()
+
+
+@cache
+def any_bytes() -> tokenizers.Tokenizer:
+    """A byte-level tokenizer whose tokens may begin and end within a character, with two special tokens."""
+    plain = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (ord(c) > 0xFF, ord(c)))
+    runs = ["©Ã", "ðŁĺ", "Ģ", "½łä", "  ", "Ĺ" * 9]
+    vocabulary = {piece: token for token, piece in enumerate(dict.fromkeys([*plain, *runs]))}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|start|>"])
+    return tokenizer
+
+
+UNFINISHED = st.lists(
+    st.tuples(st.integers(0, any_bytes().get_vocab_size() + 3), st.sampled_from([1, 1, 2, 3, 7, 40, 90])),
+    min_size=1,
+    max_size=12,
+).map(lambda parts: [token for token, times in parts for _ in range(times)])
+
+
+@given(UNFINISHED, st.lists(st.integers(0, 400), max_size=8))
+@settings(deadline=None, max_examples=400)
+def test_any_bytes_for_long_add_up_to_the_whole_decode(tokens: list[int], cuts: list[int]) -> None:
+    detokenizer = Detokenizer(any_bytes())
+    pieces = [detokenizer.push(run) for run in runs(tokens, cuts)]
+    assert "".join(pieces) + detokenizer.flush() == any_bytes().decode(tokens)
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self.tokenizer, self.decoded = tokenizer, 0
+        self.id_to_token = tokenizer.id_to_token
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.decoded += len(tokens)
+        return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("run", [1, 8])
+@pytest.mark.parametrize(
+    "pieces", [["Ģ"], ["ä"], ["<|end|>"], ["©Ã"], ["ä", *["<|start|>"] * 50, "½"], ["<0xFF>"], ["▁"]]
+)
+def test_the_time_to_detokenize_grows_with_the_tokens_only(pieces: list[str], run: int) -> None:
+    tokenizer = byte_fallback() if pieces[0] in ("<0xFF>", "▁") else any_bytes()
+    tokens = [tokenizer.token_to_id(piece) for piece in pieces] * (4000 // len(pieces))
+    assert None not in tokens
+    counting = Counting(tokenizer)
+    detokenizer = Detokenizer(counting)  # type: ignore[arg-type]
+    text = "".join([detokenizer.push(tokens[at : at + run]) for at in range(0, len(tokens), run)])
+    assert text + detokenizer.flush() == tokenizer.decode(tokens)
+    assert counting.decoded < 100 * len(tokens)
 
 
 Result = tuple[list[int], str, str | None]
