@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_trt.decoding.automaton import Automaton
 from dflash_trt.decoding.philox import (
     GUMBEL_MAX,
     GUMBEL_MIN,
@@ -37,7 +38,7 @@ _MARGIN = np.float32(1e-3)
 class TokenCounts:
     """The tokens of one request so far, for its penalties: the prompt's, and how often each was generated.
 
-    bad_words: token sequences that are never completed; only generated tokens count as their beginning.
+    bad_words: non-empty token sequences that are never completed; only generated tokens count as their beginning.
     """
 
     def __init__(self, prompt: Iterable[int], bad_words: Sequence[Sequence[int]] = ()) -> None:
@@ -46,9 +47,15 @@ class TokenCounts:
         self._tokens = np.empty(max(64, 2 * len(seen)), dtype=np.int64)
         self._tokens[: len(seen)] = list(seen)
         self._output = np.zeros(self._tokens.size, dtype=np.float32)
-        self._bad_words = [list(word) for word in bad_words]
-        self._recent: list[int] = []  # the latest generated tokens, as many as the longest of these has
-        self._reach = max(map(len, self._bad_words), default=0)
+        # The beginnings of bad words, and for each of them the tokens that would complete one.
+        self._beginnings = Automaton(word[:-1] for word in bad_words) if bad_words else None
+        self._state = 0  # the longest of them that the generated tokens end with
+        self._last: dict[int, Tokens] = {}
+        if self._beginnings is not None:
+            last: dict[int, set[int]] = {}
+            for state, word in zip(self._beginnings.state_of, bad_words, strict=True):
+                last.setdefault(state, set()).add(word[-1])
+            self._last = {state: np.array(sorted(tokens)) for state, tokens in last.items()}
 
     def add(self, token: int) -> None:
         """Count a generated token. Each row is sampled after every token before it was added."""
@@ -58,7 +65,8 @@ class TokenCounts:
             self._output = np.concatenate((self._output, np.zeros_like(self._output)))
         self._tokens[slot] = token
         self._output[slot] += 1
-        self._recent = [*self._recent, token][-self._reach :] if self._reach else []
+        if self._beginnings is not None:
+            self._state = self._beginnings.step(self._state, token)
 
     def penalize(self, logits: Floats, params: SamplingParams) -> Floats:
         """A penalized copy of `logits` [V]: repetition (Keskar et al. 2019), frequency and presence, bad words."""
@@ -70,9 +78,9 @@ class TokenCounts:
         values -= np.float32(params.presence_penalty) * (count > 0)
         penalized = logits.copy()
         penalized[tokens] = values
-        for *beginning, last in self._bad_words:
-            if not beginning or self._recent[-len(beginning) :] == beginning:
-                penalized[last] = -np.inf
+        if self._beginnings is not None:
+            for beginning in self._beginnings.ending(self._state):
+                penalized[self._last[beginning]] = -np.inf
         return penalized
 
 

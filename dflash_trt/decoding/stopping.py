@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from dflash_trt.decoding.automaton import Automaton
 from dflash_trt.decoding.request import FinishReason, SamplingParams
 from dflash_trt.decoding.text import Detokenizer
 
@@ -31,7 +32,8 @@ class StopChecker:
     ) -> None:
         self.finish_reason: FinishReason | None = None
         self._stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
-        self._stops = tuple(params.stop)
+        self._stops = Automaton(map(ord, stop) for stop in params.stop) if params.stop else None
+        self._state = 0  # how much of a stop string the held text ends with
         self.remaining = params.max_tokens  # tokens that may still be kept
         self._detokenizer = detokenizer
         self._held = ""  # decoded, but possibly the beginning of a stop string
@@ -46,12 +48,12 @@ class StopChecker:
         if not self._stop_ids.isdisjoint(spoken):
             first = next(i for i, token in enumerate(spoken) if token in self._stop_ids)
             kept, reason, spoken = first + 1, "stop", tokens[:first]
-        if not self._stops:
+        if self._stops is None:
             text = self._detokenizer.push(spoken)
             if reason:
                 text += self._detokenizer.flush()
         else:
-            text, matched = self._match(spoken, last=reason is not None)
+            text, matched = self._match(self._stops, spoken, last=reason is not None)
             if matched is not None:
                 kept, reason = matched or kept, "stop"
         self.remaining -= kept
@@ -65,29 +67,26 @@ class StopChecker:
         self.finish_reason = reason
         return self._held + self._detokenizer.flush()
 
-    def _match(self, tokens: Sequence[int], last: bool) -> tuple[str, int | None]:
+    def _match(self, stops: Automaton, tokens: Sequence[int], last: bool) -> tuple[str, int | None]:
         """The text to show, and after how many tokens a stop string was complete; 0: only by the flush at the
         end.
         """
         for count, token in enumerate(tokens, 1):
-            self._held += self._detokenizer.push((token,))
-            if (start := self._find()) is not None:
+            if (start := self._hold(stops, self._detokenizer.push((token,)))) is not None:
                 return self._held[:start], count
         if last:
-            self._held += self._detokenizer.flush()
-            start = self._find()
+            start = self._hold(stops, self._detokenizer.flush())
             return self._held[:start], None if start is None else 0
-        safe = len(self._held) - self._overlap()
+        safe = len(self._held) - stops.depth[self._state]
         text, self._held = self._held[:safe], self._held[safe:]
         return text, None
 
-    def _find(self) -> int | None:
-        """Where the stop string that is complete first begins in the held text."""
-        places = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        return min(places)[1] if places else None
-
-    def _overlap(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = min(len(self._held), max(map(len, self._stops)) - 1)
-        ends = range(longest, 0, -1)
-        return next((n for n in ends if any(stop.startswith(self._held[-n:]) for stop in self._stops)), 0)
+    def _hold(self, stops: Automaton, text: str) -> int | None:
+        """Hold more text; where the stop string that is complete first begins in what is held."""
+        before = len(self._held)
+        self._held += text
+        for end, character in enumerate(text, before + 1):
+            self._state = stops.step(self._state, ord(character))
+            if (found := stops.longest[self._state]) >= 0:
+                return end - stops.depth[found]
+        return None
