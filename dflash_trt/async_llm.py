@@ -7,7 +7,9 @@ import contextlib
 import math
 import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Real
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
@@ -15,9 +17,10 @@ from typing import Any, Self
 from dflash_trt.bundle import Check
 from dflash_trt.decoding.inflight import Emission, InFlight, chunk, completion
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.request import Chunk, Completion, SamplingParams
-from dflash_trt.errors import BusyError, DFlashError
+from dflash_trt.decoding.request import Chunk, Completion, SamplingParams, shown
+from dflash_trt.errors import BusyError, DFlashError, RequestError
 from dflash_trt.runtime import Messages, Prompt, Runtime
+from dflash_trt.text_thread import TextThread
 
 # What the engine thread hands to a stream: a chunk, or why there will be no more.
 _Item = Chunk | DFlashError
@@ -77,9 +80,10 @@ class AsyncLLM:
         self._streams: dict[InFlight, _Stream] = {}
         self._held: dict[InFlight, list[Emission]] = {}  # what streams wait for; the engine thread's
         self._arrivals: list[InFlight] = []
+        self._texts, self._preparing = TextThread(), 0
         self._departures: list[InFlight] = []  # whose streams have left before the end
         self._wake = threading.Condition()
-        self._closing = False
+        self._closing = self._cancelling = False
         self._failure: DFlashError | None = None
         self._thread = threading.Thread(target=self._serve, name="dflash-trt engine", daemon=True)
         self._thread.start()
@@ -91,8 +95,8 @@ class AsyncLLM:
 
     @property
     def in_flight(self) -> int:
-        """Requests being decoded or waiting."""
-        return len(self._streams)
+        """Requests being tokenized, waiting or being decoded."""
+        return len(self._streams) + self._preparing
 
     async def stream(
         self,
@@ -113,14 +117,14 @@ class AsyncLLM:
             RequestError: the request cannot be met.  BusyError: too many requests wait already.
             DFlashError: this object is closed, or its engine failed.
         """
-        deadline = None if timeout is None else perf_counter() + timeout
-        params = sampling_params or SamplingParams()
-        request = self._runtime.request(
-            prompt, params, draft=speculate, deadline=deadline, block_length=block_length
+        request, queue = await self._admit(
+            prompt, sampling_params, speculate, block_length, timeout, interval_from=0.0
         )
-        async with contextlib.aclosing(self._follow(request, due=0.0)) as items:
+        ids: list[int] | None = list(request.prompt)
+        async with contextlib.aclosing(self._follow(request, queue)) as items:
             async for item in items:
-                yield item
+                yield replace(item, prompt_token_ids=ids)
+                ids = None
 
     async def generate(
         self,
@@ -132,19 +136,19 @@ class AsyncLLM:
         timeout: float | None = None,
     ) -> Completion:
         """Complete one prompt. See `stream`."""
-        deadline = None if timeout is None else perf_counter() + timeout
-        params = sampling_params or SamplingParams()
-        request = self._runtime.request(
-            prompt, params, draft=speculate, deadline=deadline, block_length=block_length
+        request, queue = await self._admit(
+            prompt, sampling_params, speculate, block_length, timeout, interval_from=math.inf
         )
-        async with contextlib.aclosing(self._follow(request, due=math.inf)) as items:
+        async with contextlib.aclosing(self._follow(request, queue)) as items:
             (whole,) = [item async for item in items]
         return completion(request, whole.text, whole.token_ids)
 
     def chat_prompt(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Token ids of the rendered chat, ready for `stream` and `generate`."""
+        """Token ids of the rendered chat, ready for `stream` and `generate`. It tokenizes where it is called: a long
+        chat holds an event loop up, unless it is given to `asyncio.to_thread`.
+        """
         return self._runtime.chat_prompt(messages, chat_template_kwargs)
 
     async def close(self, *, finish: bool = True) -> None:
@@ -152,9 +156,11 @@ class AsyncLLM:
         with self._wake:
             self._closing = True
             if not finish:
+                self._cancelling = True
                 self._departures += self._streams
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
+        self._texts.close()
         self._runtime.pair.close()
 
     async def __aenter__(self) -> Self:
@@ -163,18 +169,60 @@ class AsyncLLM:
     async def __aexit__(self, *error: object) -> None:
         await self.close(finish=error[0] is None)
 
-    async def _follow(self, request: InFlight, due: float) -> AsyncGenerator[Chunk, None]:
-        queue: asyncio.Queue[_Item] = asyncio.Queue()
+    async def _admit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        speculate: bool,
+        block_length: int | None,
+        timeout: float | None,
+        *,
+        interval_from: float,
+    ) -> tuple[InFlight, asyncio.Queue[_Item]]:
+        """A request in its place, and where its chunks will come. Long texts are tokenized in a thread; who leaves
+        meanwhile leaves its place.
+        """
+        if timeout is not None and (
+            not isinstance(timeout, Real) or isinstance(timeout, bool) or not timeout >= 0
+        ):
+            raise RequestError(f"timeout is {shown(timeout)}, expected seconds, 0 or more")
+        params = sampling_params or SamplingParams()
+        deadline = None if timeout is None else perf_counter() + timeout
         with self._wake:
-            if self._failure is not None or self._closing:
-                raise self._failure or DFlashError("this AsyncLLM is closed; open the bundle again")
-            if len(self._streams) >= self._limit:
-                raise BusyError(
-                    f"{len(self._streams)} requests are in flight, the most taken at a time; try again later"
+            self._check_room()
+            self._preparing += 1
+        try:
+            make = partial(
+                self._runtime.request, draft=speculate, deadline=deadline, block_length=block_length
+            )
+            try:
+                request = await self._texts.run(
+                    make, prompt, params, size=_size(prompt, params), timeout=timeout
                 )
-            self._streams[request] = _Stream(asyncio.get_running_loop(), queue, due)
-            self._arrivals.append(request)
-            self._wake.notify()
+            except TimeoutError:
+                request = self._runtime.late_request(params, perf_counter())
+            queue: asyncio.Queue[_Item] = asyncio.Queue()
+            with self._wake:
+                if self._failure is not None or self._cancelling:
+                    raise self._failure or DFlashError("this AsyncLLM is closed; open the bundle again")
+                self._streams[request] = _Stream(asyncio.get_running_loop(), queue, interval_from)
+                self._arrivals.append(request)
+            return request, queue
+        finally:
+            with self._wake:
+                self._preparing -= 1
+                self._wake.notify()
+
+    def _check_room(self) -> None:
+        """Raise why no further request is taken. Under the lock."""
+        if self._failure is not None or self._closing:
+            raise self._failure or DFlashError("this AsyncLLM is closed; open the bundle again")
+        if self.in_flight >= self._limit:
+            raise BusyError(
+                f"{self.in_flight} requests are in flight, the most taken at a time; try again later"
+            )
+
+    async def _follow(self, request: InFlight, queue: asyncio.Queue[_Item]) -> AsyncGenerator[Chunk, None]:
         try:
             while True:
                 item = await queue.get()
@@ -196,10 +244,10 @@ class AsyncLLM:
         try:
             while True:
                 with self._wake:
-                    while scheduler.idle and not self._arrivals and not self._closing:
+                    while scheduler.idle and not self._arrivals:
+                        if self._closing and (self._cancelling or not self._preparing):
+                            return
                         self._wake.wait()
-                    if self._closing and scheduler.idle and not self._arrivals:
-                        return
                     arrivals, self._arrivals = self._arrivals, []
                     departures, self._departures = self._departures, []
                 for request in arrivals:
@@ -247,6 +295,14 @@ class AsyncLLM:
             items = [*_items(self._held.pop(request, [])), self._failure]
             with contextlib.suppress(RuntimeError):
                 stream.loop.call_soon_threadsafe(_put, [(stream.queue, item) for item in items])
+
+
+def _size(prompt: Prompt, params: SamplingParams) -> int:
+    """Characters, or tokens, that a request has to be made of."""
+    try:
+        return len(prompt) + sum(map(len, (*params.stop, *params.bad_words)))
+    except TypeError:  # which the request will be refused for
+        return 0
 
 
 def _items(held: list[Emission]) -> Iterator[_Item]:

@@ -92,7 +92,7 @@ class LLM:
         Raises:
             RequestError: a prompt is empty or too long for max_seq_len, or a parameter is out of range.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+        single = _is_single(prompts)
         listed = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
         if isinstance(sampling_params, Sequence):
             if len(sampling_params) != len(listed):
@@ -208,3 +208,10 @@ class LLM:
                         yield emission
             finally:  # a stream that was not read to its end, or an error
                 scheduler.clear()
+
+
+def _is_single(prompts: Any) -> bool:
+    """Whether this is one prompt: a text, token ids, or what is no list of prompts at all, as its request will say."""
+    if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Sequence | np.ndarray):
+        return True
+    return getattr(prompts, "ndim", 1) == 0 or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))

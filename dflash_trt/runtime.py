@@ -9,6 +9,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dflash_trt.bundle import Bundle, Check
 from dflash_trt.checkpoint.pairs import known_pair
 from dflash_trt.decoding.adaptive import AdaptiveLength
@@ -16,7 +18,7 @@ from dflash_trt.decoding.inflight import InFlight
 from dflash_trt.decoding.lengths import FixedLength, Lengths
 from dflash_trt.decoding.pair import EnginePair, Pair
 from dflash_trt.decoding.pass_times import measure
-from dflash_trt.decoding.request import SamplingParams
+from dflash_trt.decoding.request import SamplingParams, shown, token_ids
 from dflash_trt.decoding.sampling import TokenCounts
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.statistics import Statistics
@@ -136,8 +138,14 @@ class Runtime:
         pair = known_pair(self.bundle.manifest["target"]["name"])
         if pair and pair.thinking == "off" and (chat_template_kwargs or {}).get("enable_thinking", True):
             warnings.warn(f"{pair.name}: {pair.warning}", stacklevel=3)
+        most = self.tokenizer.most_bytes(self.max_seq_len)
+        if _characters([messages, chat_template_kwargs], most) > most:
+            raise RequestError(
+                f"the messages have over {most} characters, more than the {self.max_seq_len} tokens that this bundle "
+                "holds: shorten them"
+            )
         text = self.tokenizer.apply_chat_template(messages, **(chat_template_kwargs or {}))
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=self.max_seq_len)
 
     def request(
         self,
@@ -148,17 +156,60 @@ class Runtime:
         deadline: float | None = None,
         block_length: int | None = None,
     ) -> InFlight:
-        """A request that can be met. `deadline` is a time of perf_counter."""
+        """A request that can be met; tokenizes. `deadline` is a time of perf_counter. Raises RequestError."""
         self.check_block_length(block_length)
         if self.driver is not None:
             self.driver.check(params, draft=draft)
-        ids = self.prompt_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        if len(ids) + params.max_tokens > self.max_seq_len:
+        try:
+            ids = self.prompt_ids(prompt)
+            if len(ids) + params.max_tokens > self.max_seq_len:
+                raise RequestError(
+                    f"the prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}, together "
+                    f"{len(ids) + params.max_tokens}, but this bundle holds {self.max_seq_len}: lower max_tokens, "
+                    "shorten the prompt, or build with a larger --max-seq-len"
+                )
+            return self._flight(ids, params, draft, deadline, block_length)
+        except MemoryError as error:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens and max_tokens is {params.max_tokens}, together "
-                f"{len(ids) + params.max_tokens}, but this bundle holds {self.max_seq_len}: lower max_tokens, shorten "
-                "the prompt, or build with a larger --max-seq-len"
+                f"the prompt has a length of {len(prompt)}: no memory is left for its request"
+            ) from error
+
+    def late_request(self, params: SamplingParams, deadline: float) -> InFlight:
+        """A request whose deadline passed before its prompt was tokenized: it has none, and will end in the next step
+        of a scheduler.
+        """
+        return self._flight([], params, False, deadline, None)
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids that this target can take, of a text or of token ids. Raises RequestError."""
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt, max_tokens=self.max_seq_len)
+        listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray | memoryview)
+        if not listed and not (isinstance(prompt, np.ndarray) and prompt.ndim == 1):
+            raise RequestError(
+                f"the prompt is {shown(prompt)}, a {type(prompt).__name__}, expected a text or a list of token ids"
             )
+        if not len(prompt):
+            raise RequestError("the prompt is empty: give at least one token")
+        if len(prompt) > self.max_seq_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, but this bundle holds {self.max_seq_len}: shorten it, or build "
+                "with a larger --max-seq-len"
+            )
+        ids = token_ids(prompt, "the prompt")
+        vocab = self.bundle.manifest["vocab_size"]
+        if wrong := [t for t in ids if not 0 <= t < vocab]:
+            raise RequestError(f"the prompt has token id {shown(wrong[0])}, expected 0..{vocab - 1}")
+        return ids
+
+    def _flight(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        draft: bool,
+        deadline: float | None,
+        block_length: int | None,
+    ) -> InFlight:
         eos = () if params.ignore_eos else tuple(self.bundle.manifest["eos_token_ids"])
         return InFlight(
             prompt=ids,
@@ -173,24 +224,25 @@ class Runtime:
             statistics=Statistics(num_prompt_tokens=len(ids)),
         )
 
-    def prompt_ids(self, ids: Sequence[int]) -> list[int]:
-        """Token ids that this target can take."""
-        vocab = self.bundle.manifest["vocab_size"]
-        if not len(ids):
-            raise RequestError("the prompt is empty: give at least one token")
-        if wrong := [t for t in ids if not 0 <= t < vocab]:
-            raise RequestError(f"the prompt has token id {wrong[0]}, expected 0..{vocab - 1}")
-        if len(ids) > self.max_seq_len:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, but this bundle holds {self.max_seq_len}: shorten it, or build "
-                "with a larger --max-seq-len"
-            )
-        return [int(t) for t in ids]
-
     def _word_tokens(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences of words, each as it begins a text and as it follows a space."""
         spellings = dict.fromkeys(spelling for word in words for spelling in (word, f" {word.lstrip()}"))
         return [ids for s in spellings if (ids := self.tokenizer.encode(s, add_special_tokens=False))]
+
+
+def _characters(value: object, most: int) -> int:
+    """Characters of the strings in nested lists and objects, and one for each value; counting ends beyond `most`."""
+    size, left = 0, [value]
+    while left and size <= most:
+        value = left.pop()
+        size += 1
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            left += value
+    return size
 
 
 def _new_adaptive(block_size: int, pair: EnginePair, max_batch_size: int) -> AdaptiveLength:

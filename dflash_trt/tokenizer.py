@@ -18,6 +18,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dflash_trt.errors import CheckpointError, RequestError
 
+_CHARACTERS = 16  # per token, of a text that is tokenized at once: about four times what usual texts have
+
 
 class Tokenizer:
     """`tokenizer.json` of a directory, with its chat template. Raises CheckpointError naming the file at
@@ -36,16 +38,49 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """Token ids of `text`. Special tokens written out in the text are taken as such.
 
         add_special_tokens: add those the tokenizer puts around a text (a first BOS, say). Leave them out for
         the text of a chat template, which has its own.
+        max_tokens: a text that is far longer is refused by RequestError before all of it is tokenized; one that is
+        a little longer is not.
         """
         try:
+            if max_tokens is not None:
+                self._check_length(text, max_tokens)
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # a lone surrogate, too
-            raise RequestError(f"the prompt is {ascii(text)[:60]}, expected a valid Unicode text") from error
+            raise RequestError(f"the prompt is {text[:60]!a}, expected a valid Unicode text") from error
+        except MemoryError as error:
+            raise RequestError(
+                f"the prompt has {len(text)} characters: no memory is left for its tokens"
+            ) from error
+
+    def most_bytes(self, tokens: int) -> int:
+        """Bytes of UTF-8 that no text of so many tokens exceeds. Spaces around special tokens do not count."""
+        return tokens * self._bytes_per_token
+
+    @cached_property
+    def _bytes_per_token(self) -> int:
+        longest = max((len(token.encode()) for token in self.backend.get_vocab()), default=1)
+        # Normalization makes a text shorter: NFC by up to 3 times, NFKC by up to 4.
+        return longest if self.backend.normalizer is None else 4 * longest
+
+    def _check_length(self, text: str, most: int) -> None:
+        size, limit = len(text.encode(errors="surrogatepass")), self.most_bytes(most)
+        if size > limit:
+            raise RequestError(f"the prompt has {size} bytes, more than {most} tokens have (at most {limit})")
+        piece = _CHARACTERS * max(most, 256)
+        if len(text) <= piece:
+            return
+        count = 0  # piece by piece, so that neither time nor memory is spent on all of a text that is refused
+        for start in range(0, len(text), piece):
+            count += len(self.backend.encode(text[start : start + piece], add_special_tokens=False).ids)
+            if count > 2 * most:  # a cut through a word adds a few tokens, and never doubles them
+                raise RequestError(f"the prompt has {size} bytes: its beginning alone has over {most} tokens")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""

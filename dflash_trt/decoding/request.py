@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
+
+import numpy as np
 
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import RequestError
 
 # "cancelled" and "timeout" come from outside, of requests that can be cancelled and have a deadline.
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
-MOST_WORDS = 1024  # of stop and of bad_words: each is looked for at every token
+MOST_WORDS = 1024  # of stop, bad_words and stop_token_ids
+MOST_CHARACTERS = 8192  # of stop, and of bad_words: what looks for them takes 120 bytes of memory for each
+_SMALLEST = 2.0**-126  # of float32; kernels may take what is smaller for 0
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class SamplingParams:
     max_tokens: tokens to generate at most, stop token included.
     temperature: 0 takes the most probable token; otherwise 0.01 to 100.
     top_k: keep the k most probable tokens; 0 keeps all.  top_p: keep the smallest set that holds this
-    probability.
+    probability, at least the best token (numbers below 2**-126 count as that).
     min_p: keep tokens at least this fraction as probable as the most probable one.
     repetition_penalty: over prompt and output; presence_penalty, frequency_penalty: over the output.
     seed: 0 to 2**64 - 1; None draws one, reported in Completion.seed.
@@ -30,6 +35,7 @@ class SamplingParams:
     ignore_eos: the model's own end tokens do not end the text; `stop` and `stop_token_ids` still do.
     bad_words: words that are not generated: their token sequences, with and without a space before them, are never
     completed. (The same letters may come out of other tokens.)
+    `stop` and `bad_words` have at most 1024 strings and 8192 characters each, `stop_token_ids` at most 1024 ids.
     logprobs: report the natural logarithm of each token's probability under the target, before temperature, penalties
     and truncation.
     """
@@ -50,30 +56,30 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        self._integer("max_tokens", 1, None)
-        self._integer("top_k", 0, None)
+        self._integer("max_tokens", 1, 2**31 - 1)
+        self._integer("top_k", 0, 2**31 - 1)
         if self.seed is not None:
             self._integer("seed", 0, 2**64 - 1)
-        if self.temperature != 0:
-            self._number("temperature", 0.01, 100, "0 (greedy) or ")
+        self._number("temperature", 0.01, 100, "0 (greedy) or ", zero=True)
         self._number("top_p", 0, 1, "above ", open_low=True)
+        object.__setattr__(self, "top_p", max(self.top_p, _SMALLEST))
         self._number("min_p", 0, 1)
         self._number("repetition_penalty", 0.01, 100)
         self._number("presence_penalty", -100, 100)
         self._number("frequency_penalty", -100, 100)
         for field in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, field), bool):
-                raise RequestError(f"{field} is {getattr(self, field)!r}, expected True or False")
+                raise RequestError(f"{field} is {shown(getattr(self, field))}, expected True or False")
         stop = (self.stop,) if isinstance(self.stop, str) else self._items("stop")
         bad_words = self._items("bad_words")
         for field, words in (("stop", stop), ("bad_words", bad_words)):
             if wrong := [s for s in words if not isinstance(s, str) or not s]:
-                raise RequestError(f"{field} contains {wrong[0]!r}, expected non-empty strings")
-            if len(words) > MOST_WORDS:
-                raise RequestError(f"{field} has {len(words)} strings, expected at most {MOST_WORDS}")
-        ids = self._items("stop_token_ids")
-        if wrong := [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or i < 0]:
-            raise RequestError(f"stop_token_ids contains {wrong[0]!r}, expected token ids (0 or more)")
+                raise RequestError(f"{field} contains {shown(wrong[0])}, expected non-empty strings")
+            if (size := sum(len(s) for s in words if isinstance(s, str))) > MOST_CHARACTERS:
+                raise RequestError(f"{field} has {size} characters, expected at most {MOST_CHARACTERS}")
+        ids = tuple(token_ids(self._items("stop_token_ids"), "stop_token_ids"))
+        if ids and min(ids) < 0:
+            raise RequestError(f"stop_token_ids contains {shown(min(ids))}, expected token ids (0 or more)")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "bad_words", bad_words)
@@ -89,23 +95,58 @@ class SamplingParams:
         """Whether the plain argmax of the logits is the token: what the graph computes by itself."""
         return self.temperature == 0 and not self.penalized
 
-    def _integer(self, field: str, low: int, high: int | None) -> None:
+    def _integer(self, field: str, low: int, high: int) -> None:
         value = getattr(self, field)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low or (high and value > high):
-            allowed = f"{low} to {high}" if high else f"{low} or more"
-            raise RequestError(f"{field} is {value!r}, expected an integer, {allowed}")
+        number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else -1
+        if not low <= number <= high:
+            raise RequestError(f"{field} is {shown(value)}, expected an integer, {low} to {high}")
+        object.__setattr__(self, field, number)
 
-    def _number(self, field: str, low: float, high: float, note: str = "", *, open_low: bool = False) -> None:
+    def _number(
+        self,
+        field: str,
+        low: float,
+        high: float,
+        note: str = "",
+        *,
+        open_low: bool = False,
+        zero: bool = False,
+    ) -> None:
         value = getattr(self, field)
-        real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not real or not low <= value <= high or (open_low and value == low):
-            raise RequestError(f"{field} is {value!r}, expected {note}{low} to {high}")
+        real = isinstance(value, Real) and not isinstance(value, bool)
+        if not real or not (low <= value <= high or (zero and value == 0)) or (open_low and value == low):
+            raise RequestError(f"{field} is {shown(value)}, expected {note}{low} to {high}")
+        object.__setattr__(self, field, float(value))
 
     def _items(self, field: str) -> tuple[object, ...]:
         value = getattr(self, field)
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise RequestError(f"{field} is {value!r}, expected a list")
+        if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence | np.ndarray):
+            raise RequestError(f"{field} is {shown(value)}, expected a list")
+        if len(value) > MOST_WORDS:
+            what = "ids" if field.endswith("_ids") else "strings"
+            raise RequestError(f"{field} has {len(value)} {what}, expected at most {MOST_WORDS}")
         return tuple(value)
+
+
+def token_ids(values: Collection[object], name: str) -> list[int]:
+    """Token ids as Python's integers. Raises RequestError naming what is no integer: a float, a bool, a byte string."""
+    kinds = {
+        kind for kind in set(map(type, values)) if not issubclass(kind, Integral) or issubclass(kind, bool)
+    }
+    if kinds:
+        wrong = next(value for value in values if type(value) in kinds)
+        raise RequestError(
+            f"{name} contains {shown(wrong)}, a {type(wrong).__name__}, expected token ids: integers"
+        )
+    return [int(value) for value in values]  # type: ignore[call-overload]
+
+
+def shown(value: object) -> str:
+    """A value from outside in an error message, cut where it is long."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # more digits than Python writes out
+        return "an integer of very many digits"
 
 
 @dataclass(frozen=True)
@@ -125,10 +166,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One run of tokens of a stream. `text` may lag behind the tokens; the last chunk has the statistics."""
+    """One run of tokens of a stream. `text` may lag behind the tokens; the first chunk has the prompt's token ids, the
+    last one the statistics.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     statistics: Statistics | None = None
     logprobs: list[float] | None = None
+    prompt_token_ids: list[int] | None = None
