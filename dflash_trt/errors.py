@@ -1,10 +1,24 @@
-"""Every error this package raises on purpose: one line that names the value, the place and the next step."""
+"""Every error this package raises on purpose: one line that names the value, the place and the next step.
+
+Values and names in messages come from files and requests of strangers. `show` gives a value a bounded form, and every
+message is one line of printable characters, so that it can go to a terminal or a log as it is.
+"""
 
 from __future__ import annotations
+
+import json
+import reprlib
+
+_VALUE_CHARACTERS = 60
+_NAME_CHARACTERS = 200
+_MESSAGE_CHARACTERS = 4000
 
 
 class DFlashError(Exception):
     """Base of all errors meant for the user; the command line prints them without a traceback."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shorten(message, _MESSAGE_CHARACTERS))
 
 
 class CheckpointError(DFlashError):
@@ -29,3 +43,46 @@ class RequestError(DFlashError):
 
 class BusyError(RequestError):
     """Too many requests wait already; the same request may be taken later."""
+
+
+def show(value: object) -> str:
+    """A value as JSON, cut to a length that fits an error message; what JSON does not have is named by its type."""
+    text = ""
+    if isinstance(value, str):
+        value = value[: _VALUE_CHARACTERS + 1]
+    try:
+        for part in _ENCODER.iterencode(value):  # piece by piece: the whole may be large or deep
+            text += part[: _VALUE_CHARACTERS + 1]
+            if len(text) > _VALUE_CHARACTERS:
+                return f"{text[: _VALUE_CHARACTERS - 3]}..."
+    except (TypeError, ValueError):  # a key that is no string, an integer of too many digits, a loop
+        return f"<{type(value).__name__}>"
+    return text
+
+
+def quoted(value: object) -> str:
+    """A name, or a list of names, as Python writes it; cut in the middle where it is long."""
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # an integer of too many digits
+        return f"<{type(value).__name__}>"
+
+
+def show_name(text: str) -> str:
+    """A name from a file as it is, without quotes; cut in the middle where it is long."""
+    return shorten(text, _NAME_CHARACTERS)
+
+
+def shorten(text: str, most: int) -> str:
+    """One line of printable characters: others are escaped, and what is too long loses its middle."""
+    if len(text) > most:
+        text = f"{text[: most * 3 // 4]}...{text[-(most // 4) :]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _NAME_CHARACTERS
+_REPR.maxlist = _REPR.maxtuple = 16
+_ENCODER = json.JSONEncoder(default=lambda value: f"<{type(value).__name__}>")

@@ -15,10 +15,10 @@ from dflash_trt.checkpoint.config import (
     read_drafter_config,
     read_target_config,
 )
-from dflash_trt.checkpoint.fields import read_object
 from dflash_trt.checkpoint.roles import parameters_of
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError
+from dflash_trt.reading import read_object
 
 # What of a manifest is shown as it stands; the files are shown by name and size.
 _SHOWN = (

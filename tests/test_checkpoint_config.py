@@ -204,7 +204,7 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 2560.0}, "hidden_size is 2560.0, expected an integer"),
     ({"hidden_size": "2560"}, 'hidden_size is "2560", expected an integer'),
     ({"hidden_size": True}, "hidden_size is true, expected an integer"),
-    ({"hidden_size": 2**31}, "hidden_size is 2147483648, expected an integer from 1 to 2147483647"),
+    ({"hidden_size": 2**31}, "hidden_size is 2147483648, expected an integer from 1 to 4194304"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected an integer from 1 to 10000"),
     ({"num_key_value_heads": 5}, "num_attention_heads is 32, not a multiple of num_key_value_heads, 5"),
     ({"head_dim": 127}, "head_dim is 127, but RoPE needs an even one"),

@@ -150,7 +150,7 @@ HEADERS: list[tuple[object, str]] = [
         "truncated, from tensor 'w' on; fetch it again",
     ),
     ({}, "longer than its header says"),
-    (b'{"a\\u001b[2J\\ud800": {}}', r"'a\\x1b\[2J\\ud800.dtype' is missing"),
+    (b'{"a\\u001b[2J\\ud800": {}}', r": a\\x1b\[2J\\ud800\.dtype is missing"),
 ]
 
 

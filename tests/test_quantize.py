@@ -73,7 +73,11 @@ def test_config_json_says_the_same_as_hf_quant_config(quantized: dict[str, Path]
         shutil.copytree(path, copy)
         (copy / "hf_quant_config.json").unlink()
         first, second = Checkpoint(path).quantization, Checkpoint(copy).quantization
-        assert (first.default, first.excluded) == (second.default, second.excluded)
+        assert (first.default, first.excluded, first.patterns) == (
+            second.default,
+            second.excluded,
+            second.patterns,
+        )
 
 
 def test_layers_and_head_of_different_schemes(tmp_path: Path) -> None:

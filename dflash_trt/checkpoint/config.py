@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dflash_trt.checkpoint.families import (
+    HEAD_DIM,
+    LAYERS,
     TARGET_ARCHITECTURES,
     agreed,
     check_quantization,
@@ -14,9 +16,11 @@ from dflash_trt.checkpoint.families import (
     refuse,
     windows,
 )
-from dflash_trt.checkpoint.fields import Fields, read_object
+from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.rope import RopeConfig
 from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, LayerAttention, MoEConfig, TargetConfig
+from dflash_trt.errors import quoted, show
+from dflash_trt.reading import read_object
 
 __all__ = [
     "DRAFTER_ARCHITECTURES",
@@ -31,6 +35,7 @@ __all__ = [
     "read_target_config",
 ]
 
+_BLOCK = 1024  # published drafters have 8 to 16
 # Every DFlashDraftModel published says "qwen3", whatever its target is: its layers are Qwen3's.
 DRAFTER_ARCHITECTURES: Mapping[str, tuple[str]] = {"DFlashDraftModel": ("qwen3",)}
 
@@ -66,18 +71,20 @@ def read_drafter_config(directory: Path) -> DrafterConfig:
     refuse(fields, _DRAFTER_NEUTRAL)
     refuse(dflash, {key: _DRAFTER_NEUTRAL.get(key, ()) for key in dflash.values if key not in _DFLASH_FIELDS})
     # Qwen3Config's default of head_dim is 128, not hidden_size / num_attention_heads.
-    common = decoder(fields, head_dim=fields.integer("head_dim", default=128), qk_norm=True)
+    common = decoder(fields, head_dim=fields.integer("head_dim", maximum=HEAD_DIM, default=128), qk_norm=True)
     for key, size in (("draft_vocab_size", "vocab_size"), ("target_hidden_size", "hidden_size")):
         for place in (fields, dflash):
             if place.get(key) is not None and place.integer(key) != common[size]:
                 raise place.error(
-                    key, f"is {place.get(key)}, but {size} is {common[size]}: they must be equal"
+                    key, f"is {show(place.get(key))}, but {size} is {common[size]}: they must be equal"
                 )
-    taps = dflash.integers("target_layer_ids")
+    taps = dflash.integers("target_layer_ids", most=LAYERS)
     if not taps or len(set(taps)) != len(taps):
-        raise dflash.error("target_layer_ids", f"is {list(taps)}, expected at least one layer and none twice")
+        raise dflash.error(
+            "target_layer_ids", f"is {quoted(list(taps))}, expected at least one layer and none twice"
+        )
     causal = next((place.boolean(key) for place, key in _causal_places(fields, dflash)), None)
-    block_size = agreed([(dflash, "block_size"), (fields, "block_size")], minimum=2)
+    block_size = agreed([(dflash, "block_size"), (fields, "block_size")], minimum=2, maximum=_BLOCK)
     if block_size is None:
         raise fields.error(
             "block_size", "is missing, here and in dflash_config, expected an integer of at least 2"

@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from dflash_trt.checkpoint.fields import Fields, read_object, show
+from dflash_trt.checkpoint.fields import LARGEST_INTEGER, Fields
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import LayerAttention, MoEConfig, TargetConfig
+from dflash_trt.errors import quoted, show
+from dflash_trt.reading import read_object
 
 # What published gpt-oss checkpoints keep in BF16: everything but the experts' matrices.
 _MXFP4_KEPT = {"model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"}
 _MXFP4_GROUP = 32  # values that share a scale
+# Far beyond any model. Work and memory follow these numbers before any tensor's shape is held against them.
+LAYERS, HEAD_DIM = 10_000, 1 << 14
+_WIDTH, _VOCABULARY, _EXPERTS = 1 << 22, 1 << 24, 1 << 14
+_EOS_IDS = 1024
 
 
 def _read_qwen3(fields: Fields) -> TargetConfig:
     check_quantization(fields)
     # Qwen3Config's default of head_dim is 128, not hidden_size / num_attention_heads.
-    common = decoder(fields, head_dim=fields.integer("head_dim", default=128), qk_norm=True)
+    common = decoder(fields, head_dim=fields.integer("head_dim", maximum=HEAD_DIM, default=128), qk_norm=True)
     return _target(fields, common, windows(fields, common["num_hidden_layers"]))
 
 
@@ -44,12 +50,14 @@ def _read_qwen3_moe(fields: Fields) -> TargetConfig:
     common = decoder(fields, qk_norm=True)
     layers = common["num_hidden_layers"]
     step = fields.integer("decoder_sparse_step", default=1)
-    dense = fields.integers("mlp_only_layers") if fields.get("mlp_only_layers") is not None else ()
+    dense = set(
+        fields.integers("mlp_only_layers", most=LAYERS) if fields.get("mlp_only_layers") is not None else ()
+    )
     experts, chosen = _experts(fields, ("num_experts", "num_local_experts"), ("num_experts_per_tok",))
     moe = MoEConfig(
         num_experts=experts,
         experts_per_token=chosen,
-        intermediate_size=fields.integer("moe_intermediate_size"),
+        intermediate_size=fields.integer("moe_intermediate_size", maximum=_WIDTH),
         normalize_weights=fields.boolean("norm_topk_prob", default=False),
         sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
         activation="silu",
@@ -66,7 +74,12 @@ def _read_qwen3_moe(fields: Fields) -> TargetConfig:
 def _read_gpt_oss(fields: Fields) -> TargetConfig:
     if not fields.get("rope_parameters") and not fields.get("rope_scaling"):
         raise fields.error("rope_scaling", "is missing, expected the YaRN parameters of this checkpoint")
-    common = decoder(fields, head_dim=fields.integer("head_dim"), attention_bias=True, attention_sinks=True)
+    common = decoder(
+        fields,
+        head_dim=fields.integer("head_dim", maximum=HEAD_DIM),
+        attention_bias=True,
+        attention_sinks=True,
+    )
     layers, window = common["num_hidden_layers"], None
     if fields.get("sliding_window") is not None:
         window = fields.integer("sliding_window")
@@ -104,19 +117,19 @@ TARGET_ARCHITECTURES: Mapping[str, tuple[str, Callable[[Fields], TargetConfig]]]
 
 def open_config(fields: Fields, role: str, architectures: Mapping[str, tuple[Any, ...]]) -> str:
     """The architecture that the file names, when it is one of these and the rest agrees with it."""
-    names, supported = fields.strings("architectures"), ", ".join(architectures)
+    names, supported = fields.strings("architectures", most=LAYERS), ", ".join(architectures)
     if len(names) != 1:
-        raise fields.error("architectures", f"is {list(names)}, expected one name")
+        raise fields.error("architectures", f"is {quoted(list(names))}, expected one name")
     if names[0] not in architectures:
-        raise fields.error("architectures", f"is {list(names)}, supported as a {role}: {supported}")
+        raise fields.error("architectures", f"is {quoted(list(names))}, supported as a {role}: {supported}")
     model_type = architectures[names[0]][0]
     if fields.string("model_type") != model_type:
         raise fields.error(
-            "model_type", f"is {fields.get('model_type')!r}, but {names[0]} has {model_type!r}"
+            "model_type", f"is {quoted(fields.get('model_type'))}, but {names[0]} has {model_type!r}"
         )
     refuse(fields, {"partial_rotary_factor": (1,)})
     if fields.string("hidden_act") != "silu":
-        raise fields.error("hidden_act", f"is {fields.get('hidden_act')!r}, only 'silu' is supported")
+        raise fields.error("hidden_act", f"is {quoted(fields.get('hidden_act'))}, only 'silu' is supported")
     return names[0]
 
 
@@ -152,26 +165,26 @@ def decoder(
 
     `attention_bias` is the family's default; the file may say otherwise.
     """
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads")
+    hidden, heads = (fields.integer(key, maximum=_WIDTH) for key in ("hidden_size", "num_attention_heads"))
+    kv_heads = fields.integer("num_key_value_heads", maximum=_WIDTH)
     if heads % kv_heads:
         raise fields.error(
             "num_attention_heads", f"is {heads}, not a multiple of num_key_value_heads, {kv_heads}"
         )
-    head_dim = head_dim or fields.integer("head_dim", default=hidden // heads)
+    head_dim = head_dim or fields.integer("head_dim", maximum=HEAD_DIM, default=hidden // heads)
     if head_dim % 2:
         raise fields.error("head_dim", f"is {head_dim}, but RoPE needs an even one")
     return {
         "path": fields.path,
         "model_type": fields.string("model_type"),
-        "architecture": fields.strings("architectures")[0],
+        "architecture": fields.strings("architectures", most=LAYERS)[0],
         "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size"),
-        "num_hidden_layers": fields.integer("num_hidden_layers", maximum=10_000),
+        "intermediate_size": fields.integer("intermediate_size", maximum=_WIDTH),
+        "num_hidden_layers": fields.integer("num_hidden_layers", maximum=LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "vocab_size": fields.integer("vocab_size"),
+        "vocab_size": fields.integer("vocab_size", maximum=_VOCABULARY),
         "rms_norm_eps": fields.number("rms_norm_eps"),
         "max_position_embeddings": fields.integer("max_position_embeddings"),
         "attention_bias": fields.boolean("attention_bias", default=attention_bias),
@@ -195,14 +208,14 @@ def place_window(fields: Fields, layers: int, window: int | None) -> list[int | 
     """The window of each layer that `layer_types` calls sliding."""
     if fields.get("layer_types") is None:
         return [None] * layers
-    types = fields.strings("layer_types")
+    types = fields.strings("layer_types", most=LAYERS)
     if len(types) != layers:
         raise fields.error("layer_types", f"has {len(types)} entries, but num_hidden_layers is {layers}")
     for index, kind in enumerate(types):
         if kind not in ("full_attention", "sliding_attention"):
             raise fields.error(
                 f"layer_types[{index}]",
-                f"is {kind!r}, supported are 'full_attention' and 'sliding_attention'",
+                f"is {quoted(kind)}, supported are 'full_attention' and 'sliding_attention'",
             )
         if kind == "sliding_attention" and window is None:
             raise fields.error(
@@ -213,12 +226,14 @@ def place_window(fields: Fields, layers: int, window: int | None) -> list[int | 
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-def agreed(places: Sequence[tuple[Fields, str]], *, minimum: int) -> int | None:
+def agreed(
+    places: Sequence[tuple[Fields, str]], *, minimum: int, maximum: int = LARGEST_INTEGER
+) -> int | None:
     """An integer that may stand in several places, which must then agree; None where it stands in none."""
     found = [(place, key) for place, key in places if place.get(key) is not None]
     if not found:
         return None
-    values = [place.integer(key, minimum=minimum) for place, key in found]
+    values = [place.integer(key, minimum=minimum, maximum=maximum) for place, key in found]
     if len(set(values)) > 1:
         other, name = found[-1]
         raise found[0][0].error(found[0][1], f"is {values[0]}, but {other.prefix}{name} is {values[-1]}")
@@ -235,7 +250,7 @@ def _experts(fields: Fields, total: Sequence[str], chosen: Sequence[str]) -> tup
     """How many experts there are, and how many a token goes to; each under one of several names."""
     counts = []
     for names in (total, chosen):
-        count = agreed([(fields, name) for name in names], minimum=1)
+        count = agreed([(fields, name) for name in names], minimum=1, maximum=_EXPERTS)
         if count is None:
             raise fields.error(" or ".join(names), "is missing, expected an integer of at least 1")
         counts.append(count)
@@ -250,12 +265,14 @@ def _mxfp4(fields: Fields) -> Literal["mxfp4"] | None:
         return None
     method = section.string("quant_method")
     if method != "mxfp4":
-        raise section.error("quant_method", f"is {method!r}, supported is 'mxfp4', as OpenAI publishes it")
+        raise section.error(
+            "quant_method", f"is {quoted(method)}, supported is 'mxfp4', as OpenAI publishes it"
+        )
     refuse(
         section, {key: () for key in section.values if key not in ("quant_method", "modules_to_not_convert")}
     )
     if section.get("modules_to_not_convert") is not None:
-        kept = section.strings("modules_to_not_convert")
+        kept = section.strings("modules_to_not_convert", most=LAYERS)
         if set(kept) != _MXFP4_KEPT:
             raise section.error(
                 "modules_to_not_convert", f"is {show(list(kept))}, expected {', '.join(sorted(_MXFP4_KEPT))}"
@@ -286,5 +303,5 @@ def _token_ids(fields: Fields | None, key: str, vocab_size: int) -> tuple[int, .
     if fields is None or fields.get(key) is None:
         return ()
     if isinstance(fields.get(key), list):
-        return fields.integers(key, maximum=vocab_size - 1)
+        return fields.integers(key, maximum=vocab_size - 1, most=_EOS_IDS)
     return (fields.integer(key, minimum=0, maximum=vocab_size - 1),)

@@ -1,53 +1,15 @@
-"""JSON from strangers: bounded, strict parsing and typed access whose errors name file, field and value."""
+"""Typed access to JSON from strangers: errors name file, field and value."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from dflash_trt.errors import CheckpointError
+from dflash_trt.errors import CheckpointError, show, show_name
 
-_LARGEST_INTEGER = 2**31 - 1
-
-
-def parse_object(text: bytes, label: str) -> dict[str, Any]:
-    """Parse one JSON object, refusing duplicate keys, NaN and infinities. `label` opens every error."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in values if names.count(name) > 1)
-            raise CheckpointError(f"{label}: the key {twice!r} appears more than once in one object")
-        return values
-
-    def constant(name: str) -> NoReturn:
-        raise CheckpointError(f"{label}: {name} is not JSON")
-
-    try:
-        values = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{label}: not valid JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{label}: holds a JSON {type(values).__name__}, expected an object")
-    return values
-
-
-def read_object(path: Path, limit: int = 16 << 20) -> dict[str, Any]:
-    """Read a JSON object from a file of at most `limit` bytes."""
-    try:
-        size = path.stat().st_size
-        if size > limit:
-            raise CheckpointError(f"{path}: {size} bytes, more than the {limit} allowed for this file")
-        text = path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; a checkpoint directory must have one") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    return parse_object(text, str(path))
+LARGEST_INTEGER = 2**31 - 1
 
 
 class Fields:
@@ -59,8 +21,7 @@ class Fields:
         self.prefix = prefix
 
     def error(self, key: str, problem: str) -> CheckpointError:
-        place = f"{self.prefix}{key}"  # holds names from the file, which may carry control characters
-        return CheckpointError(f"{self.path}: {place if place.isprintable() else ascii(place)} {problem}")
+        return CheckpointError(f"{self.path}: {show_name(self.prefix + key)} {problem}")
 
     def get(self, key: str) -> Any:
         return self.values.get(key)
@@ -74,7 +35,7 @@ class Fields:
         return Fields(self.path, value, f"{self.prefix}{key}.")
 
     def integer(
-        self, key: str, *, minimum: int = 1, maximum: int = _LARGEST_INTEGER, default: int | None = None
+        self, key: str, *, minimum: int = 1, maximum: int = LARGEST_INTEGER, default: int | None = None
     ) -> int:
         value = self._present(key, default, "an integer")
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
@@ -107,29 +68,29 @@ class Fields:
             raise self.error(key, f"is {show(value)}, expected a string")
         return value
 
-    def strings(self, key: str) -> tuple[str, ...]:
-        return tuple(item.string(name) for name, item in self._items(key, "strings"))
+    def strings(self, key: str, *, most: int) -> tuple[str, ...]:
+        """A list of at most `most` strings."""
+        return tuple(item.string(place) for place, item in self._items(key, "strings", most))
 
-    def integers(self, key: str, *, minimum: int = 0, maximum: int = _LARGEST_INTEGER) -> tuple[int, ...]:
-        items = self._items(key, "integers")
-        return tuple(item.integer(name, minimum=minimum, maximum=maximum) for name, item in items)
+    def integers(
+        self, key: str, *, most: int, minimum: int = 0, maximum: int = LARGEST_INTEGER
+    ) -> tuple[int, ...]:
+        """A list of at most `most` integers."""
+        items = self._items(key, "integers", most)
+        return tuple(item.integer(place, minimum=minimum, maximum=maximum) for place, item in items)
 
-    def _items(self, key: str, what: str) -> list[tuple[str, Fields]]:
+    def _items(self, key: str, what: str, most: int) -> list[tuple[str, Fields]]:
         value = self._present(key, None, f"a list of {what}")
         if not isinstance(value, list):
             raise self.error(key, f"is {show(value)}, expected a list of {what}")
-        names = [f"{key}[{index}]" for index in range(len(value))]
-        each = Fields(self.path, dict(zip(names, value, strict=True)), self.prefix)
-        return [(name, each) for name in names]
+        if len(value) > most:
+            raise self.error(key, f"has {len(value)} entries, expected at most {most}")
+        places = [f"{key}[{index}]" for index in range(len(value))]
+        each = Fields(self.path, dict(zip(places, value, strict=True)), self.prefix)
+        return [(place, each) for place in places]
 
     def _present(self, key: str, default: object, expected: str) -> Any:
         value = self.get(key)
         if value is None and default is None:
             raise self.error(key, f"is missing, expected {expected}")
         return default if value is None else value
-
-
-def show(value: object) -> str:
-    """A value as JSON, cut to a length that fits an error message."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

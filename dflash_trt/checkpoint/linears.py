@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo, adjacent, same_bytes
-from dflash_trt.errors import CheckpointError
+from dflash_trt.errors import CheckpointError, quoted
 from dflash_trt.formats import FORMATS, Algorithm, NumberFormat
 from dflash_trt.formats.base import FLOAT_DTYPES, ONE, Form
 
@@ -175,13 +175,13 @@ def _expect(
     found = checkpoint.tensors.get(name)
     if found is None and isinstance(checkpoint, Checkpoint):
         raise CheckpointError(
-            f"{checkpoint.directory}: has no tensor {name!r}, but by {path.name} {layer} is {algorithm.name}, which "
-            "needs it; quantize or fetch the checkpoint again"
+            f"{checkpoint.directory}: has no tensor {quoted(name)}, but by {path.name} {layer} is {algorithm.name}, "
+            "which needs it; quantize or fetch the checkpoint again"
         )
     if found is not None and (found.shape not in shapes or found.dtype not in dtypes):
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise CheckpointError(
-            f"{found.file}: tensor {name!r} is {found.dtype} {list(found.shape)}, but in {algorithm.name} it is "
+            f"{found.file}: tensor {quoted(name)} is {found.dtype} {list(found.shape)}, but in {algorithm.name} it is "
             f"{', '.join(dtypes)} {expected} ({path.name}); quantize or fetch the checkpoint again"
         )
     return checkpoint.expect(name, shapes[0] if found is None else found.shape, dtypes)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig, read_drafter_config
-from dflash_trt.checkpoint.fields import Fields, read_object, show
-from dflash_trt.errors import PairError
+from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.errors import PairError, show
+from dflash_trt.reading import read_object
 
-_TOKENIZER_LIMIT = 256 << 20
+TOKENIZER_BYTES = 64 << 20  # the largest published one has 33 MB
 
 
 def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
@@ -86,13 +87,14 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path) -> None:
 
 def _vocabulary(path: Path) -> tuple[dict[str, int], dict[str, int]]:
     """Token -> id of a tokenizer.json: those of the model, and those added to it."""
-    fields = Fields(path, read_object(path, _TOKENIZER_LIMIT))
+    fields = Fields(path, read_object(path, TOKENIZER_BYTES))
     model = fields.section("model")
     if model is None:
         raise fields.error("model", "is missing, expected an object with the vocabulary")
     vocab = model.get("vocab")
     if isinstance(vocab, list):  # Unigram: [token, score] in the order of the ids
-        vocab = {entry[0]: index for index, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+        pieces = [entry[0] if isinstance(entry, list) and entry else None for entry in vocab]
+        vocab = {piece: index for index, piece in enumerate(pieces) if isinstance(piece, str)}
     if not isinstance(vocab, dict) or not all(
         type(i) is int and i >= 0 and type(t) is str for t, i in vocab.items()
     ):

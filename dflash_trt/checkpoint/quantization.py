@@ -10,23 +10,29 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from dflash_trt.checkpoint.fields import Fields, read_object, show
+from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.errors import show
 from dflash_trt.formats import ALGORITHMS, FORMATS, Algorithm
+from dflash_trt.reading import read_object
 
 QUANT_CONFIG = "hf_quant_config.json"
+# Modules that a checkpoint may name, patterns among them, and characters in one of these: each is looked for by name.
+_NAMES, _PATTERNS, _PATTERN_CHARACTERS = 1 << 18, 1024, 512
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """`path` says that all linear layers but the `excluded` ones (names, with wildcards) are stored by `default`.
+    """`path` says that all linear layers but the `excluded` ones are stored by `default`.
 
-    A layer that `layers` names is stored as it says instead. `kv_cache`: there are scales for an FP8 cache.
+    `excluded`: names; `patterns`: those with * for any characters, or ? for one. A layer that `layers` names is stored
+    as it says instead. `kv_cache`: there are scales for an FP8 cache.
     """
 
     path: Path
     default: Algorithm | None = None
     layers: Mapping[str, Algorithm] = field(default_factory=dict)
-    excluded: tuple[str, ...] = ()
+    excluded: frozenset[str] = frozenset()
+    patterns: tuple[str, ...] = ()
     kv_cache: bool = False
 
     @property
@@ -43,8 +49,9 @@ class Quantization:
         """Of a linear layer, by the name of its tensors without `.weight`."""
         if layer in self.layers:
             return self.layers[layer]
-        excluded = any(fnmatchcase(layer, pattern) for pattern in self.excluded)
-        return None if excluded else self.default
+        if layer in self.excluded or any(fnmatchcase(layer, pattern) for pattern in self.patterns):
+            return None
+        return self.default
 
 
 def read_quantization(directory: Path) -> Quantization:
@@ -100,13 +107,22 @@ def _read(fields: Fields, excluded: str, kv_cache: str) -> Quantization:
     cache = fields.get(kv_cache)
     if cache not in (None, "FP8") and not (isinstance(cache, dict) and cache.get("num_bits") == 8):
         raise fields.error(kv_cache, f"is {show(cache)}, supported is FP8")
-    return Quantization(
-        fields.path,
-        default,
-        layers,
-        fields.strings(excluded) if fields.get(excluded) is not None else (),
-        cache is not None,
-    )
+    return Quantization(fields.path, default, layers, *_excluded(fields, excluded), cache is not None)
+
+
+def _excluded(fields: Fields, key: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Names, and patterns."""
+    found = fields.strings(key, most=_NAMES) if fields.get(key) is not None else ()
+    patterns = tuple(dict.fromkeys(each for each in found if set(each) & set("*?[")))
+    if len(patterns) > _PATTERNS:
+        raise fields.error(key, f"has {len(patterns)} patterns, expected at most {_PATTERNS}")
+    for pattern in patterns:
+        if "[" in pattern or len(pattern) > _PATTERN_CHARACTERS:
+            raise fields.error(
+                key,
+                f"has {show(pattern)}, expected names of at most {_PATTERN_CHARACTERS} characters, with * or ?",
+            )
+    return frozenset(found) - frozenset(patterns), patterns
 
 
 def _algorithm(fields: Fields, grouped: Fields) -> Algorithm:
@@ -118,7 +134,7 @@ def _algorithm(fields: Fields, grouped: Fields) -> Algorithm:
     if not size:  # null, or 0 where there are no groups
         return algorithm
     allowed = FORMATS[algorithm.scheme].group_sizes or (0,)
-    if size not in allowed or isinstance(size, bool):
+    if size not in allowed or type(size) is not int:
         expected = " or ".join(map(str, allowed))
         raise grouped.error("group_size", f"is {show(size)}, but {algorithm.name} is read with {expected}")
     return replace(algorithm, group_size=size)

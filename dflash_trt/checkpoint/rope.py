@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.checkpoint.fields import Fields, show
-from dflash_trt.errors import CheckpointError
+from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.errors import CheckpointError, quoted, show
 
 _SCALING_FIELDS = {
     "default": (),
@@ -67,11 +67,13 @@ def _read_scaling(section: Fields, top: Fields) -> RopeConfig:
     }
     if len(types) > 1:
         raise section.error(
-            "rope_type", f"is {section.get('rope_type')!r}, but type is {section.get('type')!r}"
+            "rope_type", f"is {quoted(section.get('rope_type'))}, but type is {quoted(section.get('type'))}"
         )
     rope_type = types.pop()
     if rope_type not in _SCALING_FIELDS:
-        raise section.error("rope_type", f"is {rope_type!r}, supported are {', '.join(_SCALING_FIELDS)}")
+        raise section.error(
+            "rope_type", f"is {quoted(rope_type)}, supported are {', '.join(_SCALING_FIELDS)}"
+        )
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_FIELDS[rope_type]}
     for key, value in section.values.items():
         if key not in known and value is not None:

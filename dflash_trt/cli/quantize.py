@@ -65,11 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.checkpoint.fields import read_object
     from dflash_trt.checkpoint.pairs import resolve
     from dflash_trt.inspection import inspect
     from dflash_trt.quantization.calibrate import activation_amax, calibration_set
     from dflash_trt.quantization.convert import quantize
+    from dflash_trt.reading import read_object
 
     if args.calibrator and not args.calibration:
         args.usage_error("--calibrator needs --calibration")

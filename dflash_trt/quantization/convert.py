@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.checkpoint.fields import read_object
 from dflash_trt.checkpoint.mapped import released
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.roles import role_of
@@ -30,6 +29,7 @@ from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.formats import FORMATS, INT4, SCHEMES, Algorithm
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.formats.numbers import pack_pairs, unpack_rows
+from dflash_trt.reading import read_object
 from dflash_trt.workspace import Progress, silent, workspace
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"

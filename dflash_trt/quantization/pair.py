@@ -55,7 +55,9 @@ def in_precision(
             # The layers' widths are not known here.
             algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
             path = checkpoint.directory / "config.json"
-            found[role] = Outline(checkpoint.directory, Quantization(path, algorithm, excluded=(HEAD,)))
+            found[role] = Outline(
+                checkpoint.directory, Quantization(path, algorithm, excluded=frozenset({HEAD}))
+            )
     if int4_by_row:
         for role, checkpoint in found.items():
             if isinstance(checkpoint, Checkpoint) and INT4.name in number_formats(checkpoint):

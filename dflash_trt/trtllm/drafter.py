@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from dflash_trt.checkpoint.config import DrafterConfig
-from dflash_trt.checkpoint.fields import read_object
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.reading import read_object
 
 _DROPPED = ("auto_map", "dtype", "torch_dtype")
 

@@ -1,0 +1,117 @@
+"""Files from strangers: only regular ones are read, up to a size, and their JSON is parsed strictly and in linear time.
+
+Errors are CheckpointError unless the caller names another kind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from dflash_trt.errors import CheckpointError, DFlashError, quoted, show_name
+
+# Parsed JSON takes up to 25 times the memory of its text.
+CONFIG_BYTES = 16 << 20
+_MOST_NESTED = 64
+
+Kind = type[DFlashError]
+
+
+def open_file(path: Path, kind: Kind = CheckpointError) -> BinaryIO:
+    """Open a regular file to read. What else may have that name (a pipe, a device) is refused, and never waited for."""
+    try:
+        file = open(path, "rb", opener=_opener)  # noqa: SIM115 - the caller closes it
+    except FileNotFoundError:
+        raise kind(f"{path}: no such file; the directory must have one") from None
+    except (OSError, ValueError) as error:
+        raise kind(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise kind(f"{path}: is not a regular file, but a pipe or a device; expected a file")
+    return file
+
+
+def read_file(path: Path, limit: int, kind: Kind = CheckpointError) -> bytes:
+    """The content of a regular file of at most `limit` bytes."""
+    with open_file(path, kind) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            content = b"" if size > limit else file.read(limit + 1)
+        except OSError as error:
+            raise kind(f"{path}: cannot be read ({error.strerror})") from None
+    if max(size, len(content)) > limit:
+        raise kind(f"{path}: {max(size, len(content))} bytes, more than the {limit} allowed for this file")
+    return content
+
+
+def read_text(path: Path, limit: int, kind: Kind = CheckpointError) -> str:
+    """The content of a regular file of UTF-8 text, of at most `limit` bytes."""
+    try:
+        return read_file(path, limit, kind).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise kind(f"{path}: not UTF-8 (byte {error.start} is {error.object[error.start]:#04x})") from None
+
+
+def read_object(path: Path, limit: int = CONFIG_BYTES, kind: Kind = CheckpointError) -> dict[str, Any]:
+    """The JSON object in a regular file of at most `limit` bytes."""
+    return parse_object(read_file(path, limit, kind), str(path), kind)
+
+
+def parse_object(text: bytes | str, label: str, kind: Kind = CheckpointError) -> dict[str, Any]:
+    """Parse one JSON object. `label` opens every error.
+
+    Refused: a key that an object has twice, NaN and infinities, nesting deeper than 64.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise kind(f"{label}: the key {quoted(twice)} appears more than once in one object")
+        return values
+
+    def finite(number: str) -> float:
+        value = float(number)
+        if math.isinf(value):
+            constant(number)
+        return value
+
+    def constant(number: str) -> NoReturn:
+        raise kind(f"{label}: {show_name(number)} is not JSON, whose numbers are finite")
+
+    try:
+        decoded = text if isinstance(text, str) else text.decode("utf-8")
+        values = json.loads(decoded, object_pairs_hook=unique, parse_float=finite, parse_constant=constant)
+    except RecursionError:
+        raise kind(f"{label}: not valid JSON here (nested deeper than {_MOST_NESTED})") from None
+    except ValueError as error:
+        raise kind(f"{label}: not valid JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise kind(f"{label}: holds a JSON {type(values).__name__}, expected an object")
+    if _deeper(values, _MOST_NESTED):
+        raise kind(f"{label}: not valid JSON here (nested deeper than {_MOST_NESTED})")
+    return values
+
+
+def _deeper(value: object, most: int) -> bool:
+    """Whether lists and objects are nested deeper than `most`. Level by level: recursion has a limit of its own."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)  # type: ignore[attr-defined]
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
