@@ -73,21 +73,17 @@ class Runtime:
             self.pair = self.scheduler = self.driver = Driver(self.bundle)
             return
         self.tokenizer = Tokenizer(self.bundle.path)
-        per_slot = sum(manifest["cache_bytes_per_token"].values()) * self.bundle.capacity
-        kept = prefix_cache_bytes // per_slot
         if manifest["engine"] in FLAVOURS:
             from dflash_trt.engines.tensorrt.pair import open_pair
 
             most = min(max_batch_size, manifest["tensorrt"]["max_batch_size"])
-            self.pair = open_pair(
-                self.bundle, slots=most + kept, max_batch_size=most, prefill_chunk=prefill_chunk
-            )
+            self.pair = open_pair(self.bundle, slots=most, max_batch_size=most, prefill_chunk=prefill_chunk)
         else:
-            most, slots = max_batch_size, max_batch_size + kept
+            most = max_batch_size
             target, drafter = (
                 OnnxRuntimeEngine(
                     self.bundle.path / f"{role}.onnx",
-                    slots=slots,
+                    slots=most,
                     capacity=self.bundle.capacity,
                     threads=threads,
                 )
@@ -96,14 +92,14 @@ class Runtime:
             self.pair = EnginePair(
                 target,
                 drafter,
-                slots=slots,
+                slots=most,
                 capacity=self.bundle.capacity,
                 mask_token_id=manifest["mask_token_id"],
                 vocab_size=manifest["vocab_size"],
                 feature_size=len(manifest["target_layer_ids"]) * manifest["hidden_size"],
                 prefill_chunk=prefill_chunk,
             )
-        self.scheduler = Scheduler(self.pair, most)
+        self.scheduler = Scheduler(self.pair, most, prefix_cache_bytes)
 
     def lengths(self, speculate: bool, block_length: int | None) -> Lengths:
         """The policy for a block length. None is the adaptive one, which times some passes when first asked for: only
@@ -117,7 +113,7 @@ class Runtime:
         if not (isinstance(self.pair, EnginePair) and isinstance(self.scheduler, Scheduler)):
             return FixedLength(self.block_size)  # TensorRT-LLM's own loop has one length
         if self._adaptive is None:
-            self.scheduler.slots.kept.clear()  # passes overwrite rows
+            self.scheduler.slots.overwritten()
             self._adaptive = _new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size)
         return self._adaptive
 

@@ -14,14 +14,16 @@ import numpy as np
 
 from dflash_trt.decoding.inflight import InFlight
 from dflash_trt.decoding.pair import EnginePair
+from dflash_trt.decoding.prefixes import Page, Prefixes
 from dflash_trt.decoding.request import SamplingParams
 from dflash_trt.decoding.sampling import TokenCounts, sample
 from dflash_trt.decoding.scheduler import Scheduler
+from dflash_trt.decoding.slots import Slots
 from dflash_trt.decoding.stopping import StopChecker
 
 Array = np.ndarray[Any, Any]
 
-VOCAB, MASK, BLOCK, POISON = 16, 15, 6, -7_000_001
+VOCAB, MASK, BLOCK, POISON, ROW_BYTES = 16, 15, 6, -7_000_001, 8
 TABLE = 2 * np.random.default_rng(0).standard_normal((997, VOCAB)).astype(np.float32)
 
 
@@ -55,13 +57,22 @@ def expected(prompt: Sequence[int], params: SamplingParams, seed: int) -> list[i
 class FakeEngine:
     def __init__(self, slots: int, capacity: int) -> None:
         self.cache = np.full((slots, capacity), POISON)
-        self.passes = 0
+        self.passes, self.row_bytes = 0, ROW_BYTES
 
     def move_slot(self, source: int, target: int, rows: int) -> None:
         assert source != target
         kept = self.cache[source, :rows].copy()
         self.cache[target] = POISON
         self.cache[target, :rows] = kept
+
+    def keep_rows(self, slot: int, start: int, stop: int) -> Array:
+        assert POISON not in self.cache[slot, start:stop]
+        return self.cache[slot, start:stop].copy()
+
+    def restore_rows(self, kept: Array, slot: int, start: int, rows: int) -> None:
+        assert 0 < rows <= len(kept)
+        self.cache[slot, start:] = POISON
+        self.cache[slot, start : start + rows] = kept[:rows]
 
     def close(self) -> None:
         pass
@@ -151,22 +162,34 @@ def request(
 
 
 class Pool:
-    """A scheduler over fake engines, and what must hold of it between two steps."""
+    """A scheduler over fake engines, and what must hold of it between two steps.
 
-    def __init__(self, batch: int, slots: int, *, chunk: int = 8, max_seq_len: int = 120) -> None:
+    Prefixes may take the memory of the slots beyond `batch`, or `kept` rows; their pages have 8 tokens.
+    """
+
+    def __init__(
+        self, batch: int, slots: int, *, chunk: int = 8, max_seq_len: int = 120, kept: int | None = None
+    ) -> None:
         capacity = max_seq_len + 2 * BLOCK + 1
-        self.target, self.drafter = FakeTarget(slots, capacity), FakeDrafter(slots, capacity)
+        self.target, self.drafter = FakeTarget(batch, capacity), FakeDrafter(batch, capacity)
         self.pair = EnginePair(
             self.target,
             self.drafter,
-            slots=slots,
+            slots=batch,
             capacity=capacity,
             mask_token_id=MASK,
             vocab_size=VOCAB,
             feature_size=1,
             prefill_chunk=chunk,
         )
+        kept = (slots - batch) * capacity if kept is None else kept
         self.scheduler = Scheduler(self.pair, batch)
+        self.scheduler.slots = Slots(self.pair, kept * 2 * ROW_BYTES, page=8)
+
+    @property
+    def prefixes(self) -> Prefixes:
+        assert self.scheduler.slots.prefixes is not None
+        return self.scheduler.slots.prefixes
 
     def check(self) -> None:
         s = self.scheduler
@@ -184,8 +207,39 @@ class Pool:
                 assert not flight.features
         for flight in s.active:
             assert flight.committed == len(flight.prompt) + len(flight.output) - 1
-        assert all(len(live) <= slot < self.pair.slots for slot in s.slots.kept)
-        for slot, kept in s.slots.kept.items():
-            history = rows_of(kept.tokens)
+        assert all(len(live) <= slot < self.pair.slots for slot in s.slots.lying)
+        for slot, lying in s.slots.lying.items():
+            history = rows_of(lying.tokens)
             assert self.target.cache[slot, : len(history)].tolist() == history
-            assert self.drafter.cache[slot, : kept.drafted].tolist() == history[: kept.drafted]
+            assert self.drafter.cache[slot, : lying.drafted].tolist() == history[: lying.drafted]
+        if s.slots.prefixes is not None:
+            self.check_prefixes()
+
+    def check_prefixes(self) -> None:
+        tokens, memory, prefixes = 0, 0, self.prefixes
+        seen: list[Page] = []
+        for draft, tree in prefixes._trees.items():
+            todo = [((), page) for page in tree.values()]
+            while todo:
+                before, page = todo.pop()
+                whole = (*before, *page.tokens)
+                history = rows_of(whole)[len(before) :]
+                assert page.rows.target.tolist() == history
+                assert (page.rows.drafter.tolist() if draft else page.rows.drafter) == (
+                    history if draft else None
+                )
+                assert (page.start, page.rows.start, page.rows.stop) == (len(before), len(before), len(whole))
+                assert len(before) % prefixes.page == 0
+                assert not page.children or len(page.tokens) == prefixes.page
+                tokens, memory = (
+                    tokens + len(page.tokens),
+                    memory + (1 + draft) * ROW_BYTES * len(page.tokens),
+                )
+                seen.append(page)
+                todo += [(whole, child) for child in page.children.values()]
+        assert set(seen) == set(prefixes._used)
+        place = {page: i for i, page in enumerate(prefixes._used)}
+        assert all(place[child] < place[page] for page in seen for child in page.children.values())
+        counts = prefixes.counts
+        assert (tokens, memory) == (counts.tokens, counts.bytes)
+        assert memory <= counts.limit_bytes

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dflash_trt import LLM
-from dflash_trt.decoding.inflight import InFlight, Rows
+from dflash_trt.decoding.inflight import InFlight
+from dflash_trt.decoding.pair import EnginePair, KeptRows
 from dflash_trt.decoding.request import SamplingParams
-from dflash_trt.decoding.slots import Slots
 from tests.checkpoints import VOCAB as REAL_VOCAB
-from tests.fake_engines import BLOCK, VOCAB, Pool, expected, request
-from tests.test_scheduler import Lengths, bundle, finish, prompt
+from tests.fake_engines import BLOCK, ROW_BYTES, VOCAB, Pool, expected, request
+from tests.test_scheduler import AnyLengths, Lengths, bundle, finish, prompt
 
 __all__ = ["bundle"]  # the fixture
 
@@ -49,7 +53,7 @@ def test_the_output_of_a_request_is_a_prefix_too() -> None:
 def test_a_live_request_is_a_source() -> None:
     base = prompt(30)
     cold = hits(Pool(1, 1), base + prompt(5, 1))
-    pool = Pool(2, 2)  # no spare slot
+    pool = Pool(2, 2, kept=8)  # no room for it elsewhere
     live = request(base, SamplingParams(max_tokens=60))
     pool.scheduler.submit(live)
     for _ in range(6):
@@ -74,54 +78,100 @@ def test_rows_without_the_drafter_s_are_of_use_only_without_drafting() -> None:
     assert hits(pool, base + prompt(5, 3), draft=False).statistics.num_cached_tokens == 34
 
 
+def test_a_prefix_stays_when_others_took_its_slot() -> None:
+    """Where the whole prefix of a pair of published size takes less than a slot, it is kept all the same."""
+    pool, base = Pool(1, 1, kept=40), prompt(30)  # a slot has 133 rows
+    first = hits(pool, base, max_tokens=2)
+    assert first.statistics.num_cached_tokens == 0
+    hits(pool, [(base[0] + 1) % VOCAB], max_tokens=2)
+    assert hits(pool, [*base, 3, 4], max_tokens=2).statistics.num_cached_tokens == 30
+    assert pool.prefixes.counts.bytes <= 40 * 2 * ROW_BYTES
+
+
+def test_of_a_prefix_that_does_not_fit_the_beginning_is_kept() -> None:
+    pool, base = Pool(1, 1, kept=20), prompt(50)
+    hits(pool, base, max_tokens=4)
+    counts = pool.prefixes.counts
+    assert (counts.kept_tokens, counts.dropped_tokens) == (16, 0)
+    hits(pool, [(base[0] + 1) % VOCAB], max_tokens=1)
+    assert counts.refused_tokens >= 34
+    assert hits(pool, base, max_tokens=4).statistics.num_cached_tokens == 16
+
+
+def test_prefixes_share_what_they_have_in_common() -> None:
+    pool, system = Pool(1, 1, kept=400), prompt(64)
+    for i in range(6):
+        hits(pool, [*system, i, *prompt(7, i)], max_tokens=1)
+    assert pool.prefixes.counts.kept_tokens == 64 + 6 * 8
+    for i in range(5):
+        assert hits(pool, [*system, i, *prompt(7, i), 1], max_tokens=1).statistics.num_cached_tokens == 72
+
+
 def test_the_least_recently_used_rows_make_room() -> None:
-    pool = Pool(1, 4)
-    a, b, c, d = (prompt(12, i) for i in range(4))
+    pool = Pool(1, 1, kept=96)
+    a, b, c, d = (prompt(31, i) for i in range(4))
     for each in (a, b, c):
-        hits(pool, each)
-    assert hits(pool, a).statistics.num_cached_tokens == 11  # used again: b is the oldest now
-    hits(pool, d)
-    hits(pool, prompt(12, 4))
-    kept = [rows.tokens[:12] for rows in pool.scheduler.slots.kept.values()]
-    assert b not in kept
-    assert len(pool.scheduler.slots.kept) <= 4
-    assert hits(pool, a).statistics.num_cached_tokens == 11
+        hits(pool, each, max_tokens=1)
+    assert hits(pool, a, max_tokens=1).statistics.num_cached_tokens == 30  # used again: b is the oldest now
+    hits(pool, d, max_tokens=1)
+    counts = pool.prefixes.counts
+    assert counts.dropped_tokens == 31
+    for each, cached in ((a, 30), (c, 30), (b, 0)):
+        assert pool.prefixes.find(each[:-1], draft=True)[1] == cached
 
 
-def test_rows_that_give_way_to_a_request_do_not_drive_out_newer_ones() -> None:
-    """The slot that a request needs may hold the oldest rows of all: those go, not the next oldest."""
-    old, new, live = (Rows(prompt(12, i), 12, last_used=i) for i in (1, 2, 3))
-    for first, second, stay in ((old, new, {2: new}), (new, old, {2: new})):
-        slots = Slots(Pool(2, 3).pair)
-        slots.kept = {1: first, 2: second}
-        assert slots.occupy(1, [VOCAB] * 9, {0: live}, draft=True) == 0
-        assert slots.kept == stay
+def test_the_last_page_of_a_prefix_goes_before_those_that_it_needs() -> None:
+    """A shorter beginning is still of use, a page without those before it is not."""
+    pool, long = Pool(1, 1, kept=64), prompt(48)
+    hits(pool, long, max_tokens=1)
+    hits(pool, prompt(31, 1), max_tokens=1)
+    assert pool.prefixes.counts.dropped_tokens == 16
+    assert pool.prefixes.find(long, draft=True)[1] == 32
 
 
-def test_the_same_prompt_again_and_again_takes_one_slot() -> None:
+def test_the_same_prompt_again_and_again_is_kept_once() -> None:
     pool, other = Pool(1, 4), prompt(12, 1)
-    hits(pool, other)
+    hits(pool, other, max_tokens=1)
     for _ in range(8):
         hits(pool, prompt(12))
-    assert hits(pool, other).statistics.num_cached_tokens == 11
+    kept = pool.prefixes.counts.kept_tokens
+    hits(pool, prompt(12))
+    assert pool.prefixes.counts.kept_tokens == kept < 12 + 32
+    assert hits(pool, other, max_tokens=1).statistics.num_cached_tokens == 11
 
 
-def test_a_conversation_takes_one_slot_however_long_it_grows() -> None:
-    pool, other, talk = Pool(1, 4), prompt(12, 1), prompt(5)
-    hits(pool, other)
-    for turn in range(5):
-        talk += hits(pool, talk, max_tokens=7).output[:7] + prompt(3, turn)
-        assert len(pool.scheduler.slots.kept) <= 2
-    assert hits(pool, other).statistics.num_cached_tokens == 11
+def test_a_conversation_copies_only_what_is_new() -> None:
+    """Its next turn goes on where it lies; what ends is kept once, but for the last page."""
+    pool, talk = Pool(1, 1, kept=400), prompt(5)
+    for turn in range(6):
+        made = hits(pool, talk, max_tokens=7)
+        assert made.statistics.num_cached_tokens >= (len(talk) - 3 - 7 if turn else 0)
+        talk += made.output[:7] + prompt(3, turn)
+    counts = pool.prefixes.counts
+    assert counts.reused_tokens == counts.dropped_tokens == 0
+    assert counts.kept_tokens <= len(talk) + 6 * 8
+    assert counts.tokens <= len(talk)
 
 
-def test_without_spare_slots_a_free_one_keeps_what_it_has() -> None:
-    pool, base = Pool(1, 1), prompt(20)
+def test_with_no_memory_for_prefixes_nothing_is_reused() -> None:
+    pool, base = Pool(2, 2), prompt(20)
     hits(pool, base)
-    assert hits(pool, base + prompt(3, 1)).statistics.num_cached_tokens == 20
-    other = [(base[0] + 1) % VOCAB, *base]
-    assert hits(pool, other).statistics.num_cached_tokens == 0
     assert hits(pool, base).statistics.num_cached_tokens == 0
+    live, again = (request(base, SamplingParams(max_tokens=30)) for _ in range(2))
+    finish(pool, Lengths(5), live, again)
+    assert again.statistics.num_cached_tokens == 0
+    assert not pool.scheduler.slots.lying
+
+
+def test_too_little_memory_for_a_page_is_said() -> None:
+    with pytest.warns(
+        UserWarning, match=r"prefix_cache_bytes is 48, but 8 tokens of this pair take 128 bytes"
+    ):
+        pool = Pool(1, 1, kept=3)
+    base = prompt(20)
+    hits(pool, base, max_tokens=1)
+    assert hits(pool, [*base, 3], max_tokens=1).statistics.num_cached_tokens == 20  # lies in its slot
+    assert pool.prefixes.counts.tokens == 0
 
 
 def test_a_conversation_survives_others_that_begin_like_it() -> None:
@@ -132,6 +182,90 @@ def test_a_conversation_survives_others_that_begin_like_it() -> None:
         hits(pool, each)
     for each in talks:
         assert hits(pool, each).statistics.num_cached_tokens == 30
+
+
+def test_rows_for_which_the_machine_has_no_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, base = Pool(1, 4), prompt(30)
+
+    def full(slot: int, start: int, stop: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(pool.drafter, "keep_rows", full)
+    hits(pool, base)
+    counts = pool.prefixes.counts
+    assert (counts.tokens, counts.kept_tokens) == (0, 0)
+    assert counts.refused_tokens > 30
+
+
+def test_forgotten_rows_are_not_reused() -> None:
+    pool, base = Pool(2, 4), prompt(30)
+    hits(pool, base)
+    pool.scheduler.forget()
+    pool.check()
+    assert (pool.prefixes.counts.tokens, pool.prefixes.counts.dropped_tokens) == (0, 0)
+    assert hits(pool, base).statistics.num_cached_tokens == 0
+
+
+def test_rows_that_cannot_be_cut_are_restored_to_lengths_they_are_valid_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the states of recurrent layers: here only at the end of what was kept, and at every second page's."""
+    keep = EnginePair.keep
+
+    def keep_whole(self: EnginePair, slot: int, start: int, stop: int, *, draft: bool) -> KeptRows:
+        rows = keep(self, slot, start, stop, draft=draft)
+        return replace(rows, lengths=() if stop % 16 == 8 else (stop,))
+
+    monkeypatch.setattr(EnginePair, "keep", keep_whole)
+    base = prompt(45)
+    for length, cached in ((45, 44), (44, 32), (40, 32), (31, 16), (16, 0), (15, 0)):
+        pool = Pool(1, 1, kept=400)
+        hits(pool, base[:44], max_tokens=1)
+        pool.scheduler.slots.overwritten()
+        assert hits(pool, base[:length], max_tokens=5).statistics.num_cached_tokens == cached
+
+
+requests = st.lists(
+    st.fixed_dictionaries(
+        {
+            "prefix": st.sampled_from([0, 3, 8, 20, 24, 45]),
+            "turn": st.booleans(),
+            "length": st.integers(1, 12),
+            "seed": st.integers(0, 2),
+            "max_tokens": st.integers(1, 12),
+            "draft": st.sampled_from([True, True, False]),
+            "steps": st.integers(0, 6),
+        }
+    ),
+    min_size=2,
+    max_size=16,
+)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(asked=requests, batch=st.integers(1, 3), kept=st.integers(4, 90), seed=st.integers(0, 1000))
+@pytest.mark.filterwarnings("ignore:prefix_cache_bytes")
+def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(asked, batch, kept, seed) -> None:
+    """Prompts that share beginnings, next turns of chats, with and without drafts; pages come and go all the time."""
+    pool, lengths, common = Pool(batch, batch, kept=kept), AnyLengths(seed), prompt(45, 9)
+    made: list[InFlight] = []
+    for a in asked:
+        ended = [r for r in made if r.stop.finish_reason]
+        if a["turn"] and ended and len(ended[-1].prompt) < 70:
+            before = [*ended[-1].prompt, *ended[-1].output[: ended[-1].params.max_tokens]]
+        else:
+            before = common[: a["prefix"]]
+        params = SamplingParams(max_tokens=a["max_tokens"])
+        made.append(request([*before, *prompt(a["length"], a["seed"])], params, draft=a["draft"]))
+        pool.scheduler.submit(made[-1])
+        for _ in range(a["steps"]):
+            pool.scheduler.step(lengths)
+            pool.check()
+    finish(pool, lengths)
+    for each in made:
+        assert each.output[: each.params.max_tokens] == expected(each.prompt, each.params, 0)
+    counts = pool.prefixes.counts
+    assert counts.kept_tokens >= counts.dropped_tokens + counts.tokens
 
 
 def test_a_hit_on_onnx_runtime_drafts_as_well_as_a_cold_request(bundle: Path) -> None:

@@ -23,7 +23,6 @@ class Rows:
 
     tokens: Sequence[int]
     drafted: int
-    last_used: int = 0
 
     def shared(self, prompt: Sequence[int], *, draft: bool) -> int:
         """How many rows a prompt can take over: a common prefix, for target and, if it drafts, drafter both."""
@@ -37,10 +36,6 @@ class Rows:
             else:
                 high = middle - 1
         return low
-
-    def covers(self, other: Rows) -> bool:
-        """Whether these rows hold all that the others do."""
-        return other.drafted <= self.drafted and other.tokens == self.tokens[: len(other.tokens)]
 
 
 @dataclass(eq=False)

@@ -6,12 +6,14 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import accumulate
 from threading import Lock
 from time import perf_counter
 from typing import Any, get_args
 
 from dflash_trt.decoding.inflight import Emission
+from dflash_trt.decoding.prefixes import PrefixCounts
 from dflash_trt.decoding.request import FinishReason
 from dflash_trt.decoding.statistics import Statistics, add_at
 
@@ -26,6 +28,17 @@ _COUNTERS = {
     "spec_decode_num_drafts": ("verifications with a draft", "num_drafts"),
     "spec_decode_num_draft_tokens": ("drafted tokens verified", "num_draft_tokens"),
     "spec_decode_num_accepted_tokens": ("drafted tokens accepted", "num_accepted_tokens"),
+}
+_PREFIX_GAUGES = {
+    "prefix_cache_limit_bytes": "most memory that kept prefixes may take",
+    "prefix_cache_bytes": "memory that kept prefixes take",
+    "prefix_cache_tokens": "tokens whose rows are kept",
+}
+_PREFIX_COUNTERS = {
+    "kept": "rows copied out of slots, to be kept",
+    "reused": "kept rows copied into slots",
+    "dropped": "kept rows dropped to make room for others",
+    "refused": "rows of ended requests that did not fit beside the beginning of their own prefix",
 }
 _DISTRIBUTIONS = {
     "time_to_first_token_seconds": "arrival to first token",
@@ -60,6 +73,7 @@ class Metrics:
         self._reasons: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         self._block_lengths: list[int] = []
         self._generated = self._running = self._waiting = 0
+        self._prefixes = PrefixCounts()
         self._times = {name: Distribution() for name in _DISTRIBUTIONS}
 
     def observe_round(self, verified: int) -> None:
@@ -67,10 +81,14 @@ class Metrics:
         with self._lock:
             add_at(self._block_lengths, verified, 1)
 
-    def observe_step(self, emissions: Sequence[Emission], running: int, waiting: int) -> None:
-        """What one step gave out, and who is there after it."""
+    def observe_step(
+        self, emissions: Sequence[Emission], running: int, waiting: int, prefixes: PrefixCounts | None = None
+    ) -> None:
+        """What one step gave out, and who is there after it; what was done so far with prefixes."""
         with self._lock:
             self._running, self._waiting = running, waiting
+            if prefixes is not None:
+                self._prefixes = replace(prefixes)
             for emission in emissions:
                 self._generated += len(emission.token_ids)
                 if emission.finish_reason is not None:
@@ -101,6 +119,7 @@ class Metrics:
                 "request_success": dict(self._reasons),
                 "spec_decode_num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos,
                 "block_length_rounds": list(self._block_lengths),
+                "prefix_cache": asdict(self._prefixes),
                 **{name: _summary(times) for name, times in self._times.items()},
             }
 
@@ -128,6 +147,16 @@ class Metrics:
             family("spec_decode_num_accepted_tokens_per_pos_total", "counter", "accepted, by place", accepted)
             rounds = _labelled("length", {n: c for n, c in enumerate(self._block_lengths) if n})
             family("block_length_rounds_total", "counter", "rounds, by tokens verified per request", rounds)
+            for name, text in _PREFIX_GAUGES.items():
+                family(
+                    name, "gauge", text, [("", getattr(self._prefixes, name.removeprefix("prefix_cache_")))]
+                )
+            for name, text in _PREFIX_COUNTERS.items():
+                for unit in ("tokens", "bytes"):
+                    count = getattr(self._prefixes, f"{name}_{unit}")
+                    family(
+                        f"prefix_cache_{name}_{unit}_total", "counter", f"{text}, in {unit}", [("", count)]
+                    )
             for name, times in self._times.items():
                 bounds = [*map(_number, _BUCKETS), "+Inf"]
                 buckets = zip(bounds, accumulate(times.counts), strict=True)

@@ -7,6 +7,7 @@ beyond a sequence's `committed` rows is garbage and is overwritten by the next p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -20,12 +21,36 @@ Array = np.ndarray[Any, Any]
 USUAL_CONTEXT = 128
 
 
-class Engine(Protocol):
+class CacheSlots(Protocol):
+    """The caches of one engine. `row_bytes`: of one row, over all of them."""
+
+    row_bytes: int
+
+    def move_slot(self, source: int, target: int, rows: int) -> None: ...
+    def keep_rows(self, slot: int, start: int, stop: int) -> Any: ...
+    def restore_rows(self, kept: Any, slot: int, start: int, rows: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Engine(CacheSlots, Protocol):
     """Named buffers in, named buffers out. Outputs are views that the next pass overwrites."""
 
     def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]: ...
-    def move_slot(self, source: int, target: int, rows: int) -> None: ...
-    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Rows start .. stop-1 of a slot, copied out of its caches; freed when nobody holds this any more.
+
+    `lengths`: how many rows a slot may have once these are put back behind those before them, ascending. Attention's
+    rows can be cut anywhere.
+    """
+
+    start: int
+    stop: int
+    lengths: Sequence[int]
+    target: Any
+    drafter: Any  # None: without them
 
 
 class Pair(Protocol):
@@ -47,14 +72,56 @@ class Pair(Protocol):
     def rehearse_draft(self, batch: int, length: int) -> None: ...
     def rehearse_verify(self, batch: int, length: int) -> None: ...
     def move(self, source: int, target: int, rows: int) -> None: ...
+    def kept_bytes(self, rows: int, *, draft: bool) -> int: ...
+    def keep(self, slot: int, start: int, stop: int, *, draft: bool) -> KeptRows: ...
+    def restore(self, slot: int, kept: Sequence[KeptRows], length: int, *, draft: bool) -> None: ...
     def close(self) -> None: ...
 
 
-class EnginePair:
+class Caches:
+    """The caches of a target and its drafter, side by side."""
+
+    target: CacheSlots
+    drafter: CacheSlots
+
+    def move(self, source: int, target: int, rows: int) -> None:
+        """Copy the first `rows` rows of one slot over another's, in both models' caches."""
+        for engine in (self.target, self.drafter):
+            engine.move_slot(source, target, rows)
+
+    def kept_bytes(self, rows: int, *, draft: bool) -> int:
+        """Memory that so many rows take once they are kept; with `draft`, the drafter's as well."""
+        return rows * (self.target.row_bytes + (self.drafter.row_bytes if draft else 0))
+
+    def keep(self, slot: int, start: int, stop: int, *, draft: bool) -> KeptRows:
+        """Copy rows start .. stop-1 out of a slot. Raises MemoryError where there is no room."""
+        target = self.target.keep_rows(slot, start, stop)
+        drafter = self.drafter.keep_rows(slot, start, stop) if draft else None
+        return KeptRows(start, stop, range(start + 1, stop + 1), target, drafter)
+
+    def restore(self, slot: int, kept: Sequence[KeptRows], length: int, *, draft: bool) -> None:
+        """Copy kept rows, which follow each other from row 0 on, into a slot: `length` of them, one of the last one's
+        `lengths`.
+        """
+        for each in kept:
+            rows = min(each.stop, length) - each.start
+            self.target.restore_rows(each.target, slot, each.start, rows)
+            if draft:
+                self.drafter.restore_rows(each.drafter, slot, each.start, rows)
+
+    def close(self) -> None:
+        self.target.close()
+        self.drafter.close()
+
+
+class EnginePair(Caches):
     """Runs passes; knows slots, positions and features, and nothing of sampling, stopping or scheduling.
 
     `draft_time` and `verify_time` are the seconds that the engines took in the last `propose` and `verify`.
     """
+
+    target: Engine
+    drafter: Engine
 
     def __init__(
         self,
@@ -158,15 +225,6 @@ class EnginePair:
         """The first `count` rows of the verified block of `slot` are right: their features wait for the drafter."""
         request.features.append(out["features"][slot, :count].copy())  # the next pass reuses the memory
         request.behind += count
-
-    def move(self, source: int, target: int, rows: int) -> None:
-        """Copy the first `rows` rows of one slot over another's, in both models' caches."""
-        for engine in (self.target, self.drafter):
-            engine.move_slot(source, target, rows)
-
-    def close(self) -> None:
-        self.target.close()
-        self.drafter.close()
 
     def _catch_up(self, active: Sequence[InFlight], most: int) -> None:
         """Let the drafter take in what piled up, while it was off, of requests that are behind by more than `most`."""

@@ -32,8 +32,9 @@ class Scheduler:
     Slots 0 .. n-1 belong to the active requests, in order, and slot n to the one being prefilled, if any.
     """
 
-    def __init__(self, pair: Pair, max_batch_size: int) -> None:
-        self.pair, self.max_batch_size, self.slots = pair, max_batch_size, Slots(pair)
+    def __init__(self, pair: Pair, max_batch_size: int, prefix_cache_bytes: int = 0) -> None:
+        self.pair, self.max_batch_size = pair, max_batch_size
+        self.slots = Slots(pair, prefix_cache_bytes)
         self.waiting: OrderedDict[InFlight, None] = OrderedDict()  # in the order they came
         self.active: list[InFlight] = []
         self.filling: InFlight | None = None
@@ -61,7 +62,7 @@ class Scheduler:
 
     def forget(self) -> None:
         """Drop the rows kept of requests that have ended."""
-        self.slots.kept.clear()
+        self.slots.forget()
 
     def clear(self) -> None:
         """Drop every request, wherever it is."""
@@ -77,7 +78,7 @@ class Scheduler:
         while budget > 0 and (self.filling or (self.waiting and len(self.active) < self.max_batch_size)):
             budget -= self._prefill(budget, emissions)
         running = len(self.active) + (self.filling is not None)
-        self.metrics.observe_step(emissions, running, len(self.waiting))
+        self.metrics.observe_step(emissions, running, len(self.waiting), self.slots.counts)
         return emissions
 
     def _round(self, lengths: Lengths) -> list[Emission]:
@@ -137,7 +138,7 @@ class Scheduler:
             if emission.finish_reason is None:
                 self.active.append(request)
             else:
-                self.slots.keep(slot, request.rows(), slot)
+                self.slots.keep(slot, request.rows())
             emissions.append(emission)
         request.statistics.prefill_time += perf_counter() - begin
         return len(chunk)
@@ -150,7 +151,7 @@ class Scheduler:
                 self._retire(self.active.index(request))
             elif request is self.filling:
                 self.filling = None
-                self.slots.keep(len(self.active), request.rows(), len(self.active))
+                self.slots.keep(len(self.active), request.rows())
             elif request in self.waiting:
                 del self.waiting[request]
             else:  # not submitted yet
@@ -164,14 +165,13 @@ class Scheduler:
     def _retire(self, slot: int) -> None:
         """Take an active request out of its slot: the last active one moves there, the one in prefill closes up."""
         ended, last = self.active[slot], len(self.active) - 1
-        stays = slot == last and self.filling is None
-        self.slots.keep(slot, ended.rows(), last if stays else last + 1 + (self.filling is not None))
+        self.slots.keep(slot, ended.rows())
         moved = self.active.pop()
         if slot != last:
-            self.pair.move(last, slot, moved.committed)
+            self.slots.move(last, slot, moved.committed)
             self.active[slot] = moved
         if self.filling is not None:
-            self.pair.move(last + 1, last, self.filling.committed)
+            self.slots.move(last + 1, last, self.filling.committed)
 
 
 def _first_token(request: InFlight, logits: Array) -> Emission:

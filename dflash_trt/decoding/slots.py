@@ -1,78 +1,68 @@
-"""Which rows lie in which cache slot: requests in flight in front, and behind them prefixes worth keeping."""
+"""Which rows a new request can take over: those in other slots, and those kept of requests that have ended."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import count
 
 from dflash_trt.decoding.inflight import Rows
 from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.prefixes import PAGE, PrefixCounts, Prefixes
 
 
 class Slots:
-    """The pool's contents. The scheduler's requests take slots 0 .. n-1; finished ones leave their rows in the others.
+    """The requests in flight take slots 0 .. n-1. What ended requests leave in the others lies there until overwritten.
 
-    Kept rows are dropped least recently used first, when a slot is needed. A pool with no more slots than the
-    scheduler uses keeps only what lies in slots that are free at the moment.
+    `prefix_cache_bytes` bounds what is kept apart from the slots; with 0 nothing is reused, wherever it lies.
     """
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, prefix_cache_bytes: int = 0, page: int = PAGE) -> None:
         self.pair = pair
-        self.kept: dict[int, Rows] = {}  # slot -> rows of requests that have ended
-        self._clock = count(1)
+        self.lying: dict[int, Rows] = {}  # by free slot
+        self.prefixes = Prefixes(pair, prefix_cache_bytes, page) if prefix_cache_bytes else None
+
+    @property
+    def counts(self) -> PrefixCounts:
+        return self.prefixes.counts if self.prefixes is not None else PrefixCounts()
 
     def occupy(self, slot: int, prompt: Sequence[int], live: dict[int, Rows], *, draft: bool) -> int:
-        """Make `slot` ready for a new request; returns how many of the prompt's rows it already holds.
+        """Make `slot` ready for a new request; returns how many of the prompt's rows it holds.
 
         `live` are the rows of the requests in flight, by slot: those before `slot`.
         """
-        sources = live | self.kept
-        best = max(sources, key=lambda s: sources[s].shared(prompt, draft=draft), default=None)
-        shared = 0 if best is None else sources[best].shared(prompt, draft=draft)
-        if best is not None and shared and best in self.kept:
-            self.kept[best].last_used = next(self._clock)
-        in_the_way = self.kept.pop(slot, None)
-        if in_the_way is not None and not (best == slot and shared == len(in_the_way.tokens)):
-            self._give_way(slot, in_the_way, best)
-        if shared and best is not None and best != slot:
-            self.pair.move(best, slot, shared)
-        return shared
+        if self.prefixes is None:
+            return 0
+        sources = {each: rows.shared(prompt, draft=draft) for each, rows in (live | self.lying).items()}
+        best = max(sources, key=lambda each: (sources[each], each == slot), default=slot)
+        length = sources.get(best, 0)
+        path, kept = self.prefixes.find(prompt[:-1], draft=draft)
+        self.lying.pop(slot, None)
+        if kept > length:
+            self.prefixes.restore(slot, path, kept, draft=draft)
+            return kept
+        if length and best != slot:
+            self.pair.move(best, slot, length)
+        return length
 
-    def keep(self, slot: int, rows: Rows, live: int) -> None:
-        """Rows of a request that has ended, in a slot about to be reused, move behind the `live` first slots."""
-        rows.last_used = next(self._clock)
-        for lying, other in list(self.kept.items()):
-            if other.covers(rows):
-                other.last_used = rows.last_used
-                return
-            if rows.covers(other):
-                del self.kept[lying]
-        place = self._free(live)
-        if place is not None:
-            self._put(slot, place, rows)
+    def keep(self, slot: int, rows: Rows) -> None:
+        """The request in `slot` has ended: its rows stay there until overwritten, and a copy is kept."""
+        if self.prefixes is None or not rows.tokens:
+            return
+        self.lying[slot] = rows
+        self.prefixes.keep(
+            slot, rows.tokens[: rows.drafted] if rows.drafted else rows.tokens, draft=rows.drafted > 0
+        )
 
-    def _give_way(self, slot: int, rows: Rows, best: int | None) -> None:
-        """Kept rows that lie where a request must go move behind it, unless all that lies there is newer."""
-        place = self._free(slot + 1, best, rows.last_used)
-        if place is not None:
-            self._put(slot, place, rows)
+    def move(self, source: int, target: int, rows: int) -> None:
+        """A request in flight moves to a free slot, over what lies there."""
+        self.lying.pop(target, None)
+        self.pair.move(source, target, rows)
 
-    def _put(self, slot: int, place: int, rows: Rows) -> None:
-        if place != slot:
-            self.pair.move(slot, place, len(rows.tokens))
-        self.kept[place] = rows
+    def overwritten(self) -> None:
+        """Nothing lies in the slots any more."""
+        self.lying.clear()
 
-    def _free(self, first: int, spare: int | None = None, before: float = math.inf) -> int | None:
-        """An empty slot at or behind `first`, else that of the least recently used rows, where used `before` that;
-        never `spare`.
-        """
-        places = range(first, self.pair.slots)
-        empty = next((p for p in places if p not in self.kept), None)
-        if empty is not None:
-            return empty
-        old = min((p for p in places if p != spare), key=lambda p: self.kept[p].last_used, default=None)
-        if old is None or self.kept[old].last_used >= before:
-            return None
-        del self.kept[old]
-        return old
+    def forget(self) -> None:
+        """Nothing of the requests that have ended is reused."""
+        self.overwritten()
+        if self.prefixes is not None:
+            self.prefixes.clear()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,10 +55,11 @@ class OnnxRuntimeEngine:
         self._inputs = {i.name: i for i in self._session.get_inputs()}
         self._outputs = {o.name: o for o in self._session.get_outputs()}
         self._caches = {
-            name: np.zeros((slots, i.shape[1], capacity, i.shape[3]), _DTYPES[i.type])
+            name: _pool((slots, i.shape[1], capacity, i.shape[3]), _DTYPES[i.type])
             for name, i in self._inputs.items()
             if "_cache." in name
         }
+        self.row_bytes = sum(c.shape[1] * c.shape[3] * c.itemsize for c in self._caches.values())
         self._memory: dict[str, Array] = {}
         self._bound: dict[tuple[Any, ...], _Bound] = {}
 
@@ -75,6 +79,15 @@ class OnnxRuntimeEngine:
         """Copy the first `rows` cache rows of one slot over another's."""
         for cache in self._caches.values():
             cache[target, :, :rows] = cache[source, :, :rows]
+
+    def keep_rows(self, slot: int, start: int, stop: int) -> list[Array]:
+        """A copy of cache rows start .. stop-1 of a slot, per cache [heads, rows, size]."""
+        return [cache[slot, :, start:stop].copy() for cache in self._caches.values()]
+
+    def restore_rows(self, kept: list[Array], slot: int, start: int, rows: int) -> None:
+        """The first `rows` of what `keep_rows` gave become the rows of a slot from `start` on."""
+        for cache, copy in zip(self._caches.values(), kept, strict=True):
+            cache[slot, :, start : start + rows] = copy[:, :rows]
 
     def _bind(self, feeds: Mapping[str, Array], first_slot: int) -> _Bound:
         if len(self._bound) >= _MAX_BINDINGS:
@@ -124,3 +137,19 @@ class OnnxRuntimeEngine:
         """Free the session, the caches and every binding."""
         self._session = None
         self._caches, self._memory, self._bound = {}, {}, {}
+
+
+def _pool(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Zeros, of which only what is written takes memory, in small pages.
+
+    A slot's rows are scattered over a region per cache and head: huge pages, which NumPy asks for, would make most of
+    the capacity resident for a few rows of each. Rows that nobody wrote are read and masked, so they must be finite.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if not hasattr(mmap, "MAP_PRIVATE"):  # not on Unix
+        return np.zeros(shape, dtype)
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)

@@ -1,4 +1,4 @@
-"""Runs a plan on torch tensors and a stream of one GPU. Nothing is allocated once an engine is open.
+"""Runs a plan on torch tensors and a stream of one GPU. Once an engine is open, only kept rows are allocated.
 
 Written against the API that `tensorrt` and `tensorrt_rtx` document. docs/tensorrt.md says what of it has been executed.
 """
@@ -50,6 +50,7 @@ class TensorRTEngine:
         for profile, context in enumerate(self._contexts):
             context.set_optimization_profile_async(profile, stream.cuda_stream)
         self.caches = {name: self._cache(name, slots) for name in inputs if "_cache." in name}
+        self.row_bytes = sum(c.shape[1] * c.shape[3] * c.element_size() for c in self.caches.values())
         self._buffers: dict[tuple[int, str], Tensor] = {}
         self._shapes: dict[tuple[int, str], tuple[int, ...]] = {}
         self._captured: dict[tuple[Any, ...], Any] = {}
@@ -102,6 +103,22 @@ class TensorRTEngine:
         with torch.cuda.stream(self.stream):
             for cache in self.caches.values():
                 cache[target, :, :rows].copy_(cache[source, :, :rows])
+
+    def keep_rows(self, slot: int, start: int, stop: int) -> list[Tensor]:
+        """A copy of cache rows start .. stop-1 of a slot, per cache [heads, rows, size], on the device. There copies
+        need no wait, since the stream orders them, and cross no bus.
+        """
+        try:
+            with torch.cuda.stream(self.stream):
+                return [cache[slot, :, start:stop].clone() for cache in self.caches.values()]
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    def restore_rows(self, kept: list[Tensor], slot: int, start: int, rows: int) -> None:
+        """The first `rows` of what `keep_rows` gave become the rows of a slot from `start` on."""
+        with torch.cuda.stream(self.stream):
+            for cache, copy in zip(self.caches.values(), kept, strict=True):
+                cache[slot, :, start : start + rows].copy_(copy[:, :rows])
 
     def close(self) -> None:
         """Free contexts, graphs, buffers and caches."""

@@ -15,7 +15,7 @@ import torch
 
 from dflash_trt.bundle import Bundle
 from dflash_trt.decoding.inflight import InFlight
-from dflash_trt.decoding.pair import USUAL_CONTEXT
+from dflash_trt.decoding.pair import USUAL_CONTEXT, Caches
 from dflash_trt.errors import BuildError, BundleError
 from dflash_trt.plugins.version import check as check_plugins
 
@@ -54,8 +54,11 @@ class DeviceArray:
         return DeviceArray(self.tensor[key]).host() if self._host is None else self._host[key]
 
 
-class DevicePair:
+class DevicePair(Caches):
     """Runs passes; `draft_time` and `verify_time` are the GPU's seconds of the last `propose` and `verify`."""
+
+    target: TensorRTEngine
+    drafter: TensorRTEngine
 
     def __init__(
         self,
@@ -234,15 +237,10 @@ class DevicePair:
 
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy the first `rows` rows of one slot over another's, in both models' caches, and what waits there."""
-        for engine in (self.target, self.drafter):
-            engine.move_slot(source, target, rows)
+        super().move(source, target, rows)
         if max(source, target) < len(self._waiting):
             with torch.cuda.stream(self._stream):
                 self._waiting[target].copy_(self._waiting[source])
-
-    def close(self) -> None:
-        self.target.close()
-        self.drafter.close()
 
     def _rehearse(self, engine: TensorRTEngine, shapes: Mapping[str, Sequence[int]], **filled: int) -> None:
         with torch.cuda.stream(self._stream):
