@@ -24,8 +24,9 @@ class LLM:
     """A target and its drafter, loaded from a bundle.
 
     max_batch_size: sequences decoded at the same time; each holds cache memory for max_seq_len tokens.
-    prefill_chunk: prompt tokens per pass.  prefix_cache_bytes: cache memory kept for prompts that share a beginning
-    with a request that has ended.  threads: CPU threads per pass (default: every core this process may use).
+    prefill_chunk: prompt tokens per pass.  threads: CPU threads per pass (default: every core this process may use).
+    prefix_cache_bytes: most memory for cache rows of requests that have ended, which prompts with the same beginning
+    take over; 0 reuses no rows at all.
     check: how much of the bundle is verified before it is used, see `Bundle.open`.
 
     Raises BundleError if the bundle is not whole. One call generates at a time (`AsyncLLM` serves many); use it as a

@@ -132,6 +132,18 @@ def test_before_anything_was_served() -> None:
     assert snapshot["time_to_first_token_seconds"] == {"count": 0}
 
 
+def test_what_became_of_prefixes(served) -> None:
+    pool, _ = served
+    snapshot, found = pool.scheduler.metrics.snapshot(), Exposition(pool.scheduler.metrics.prometheus())
+    counts = snapshot["prefix_cache"]
+    assert counts == json.loads(json.dumps(vars(pool.prefixes.counts)))
+    assert counts["kept_tokens"] > counts["tokens"] > 0
+    assert counts["reused_tokens"] > 0
+    for name, value in counts.items():
+        end = "_total" if name.split("_")[0] in ("kept", "reused", "dropped", "refused") else ""
+        assert found[f"prefix_cache_{name}{end}"] == value
+
+
 def test_gauges_follow_the_steps() -> None:
     pool = Pool(2, 2, chunk=4)
     for i in range(5):

@@ -93,6 +93,35 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle], tem
         assert [c.token_ids for c in mixed] == expected[:2]
 
 
+def test_rows_are_kept_where_a_whole_slot_would_not_fit(bundles: tuple[Bundle, Bundle]) -> None:
+    prompt, params = prompts()[1], SamplingParams(max_tokens=20, ignore_eos=True)
+    with LLM(bundles[1].path, max_batch_size=1, prefix_cache_bytes=0) as llm:
+        cold = llm.generate(prompt, params, block_length=BLOCK)
+        slot = llm._runtime.pair.kept_bytes(llm.bundle.capacity, draft=True)
+    with LLM(bundles[1].path, max_batch_size=1, prefix_cache_bytes=int(0.9 * slot)) as llm:
+        for other in (prompt, prompts()[2]):
+            llm.generate(other, params, block_length=BLOCK)
+        warm = llm.generate(prompt, params, block_length=BLOCK)
+        kept = llm.metrics.snapshot()["prefix_cache"]
+    assert warm.statistics.num_cached_tokens == kept["reused_tokens"] == len(prompt) - 1
+    assert warm.token_ids == cold.token_ids
+    assert warm.statistics.acceptance_histogram == cold.statistics.acceptance_histogram
+
+
+def test_a_full_gpu_keeps_no_rows(bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(bundles[1].path) as llm:
+        llm.generate(prompts()[1], SamplingParams(max_tokens=4))
+        engine = llm._runtime.pair.target
+
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(fake_tensorrt.Cuda, "stream", full)
+        with pytest.raises(MemoryError, match="CUDA out of memory"):
+            engine.keep_rows(0, 0, 4)
+        monkeypatch.undo()
+
+
 def test_sampling_on_the_device_gives_the_same(bundles: tuple[Bundle, Bundle]) -> None:
     """Its kernels run in Triton's interpreter. Sampled, greedy and penalized requests, in one batch."""
     kinds: list[dict[str, Any]] = [{"temperature": 0.8}, {}, {"temperature": 1.0, "presence_penalty": 0.5}]
