@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import math
 import threading
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -15,10 +16,10 @@ from time import perf_counter
 from typing import Any, Self
 
 from dflash_trt.bundle import Check
-from dflash_trt.decoding.inflight import Emission, InFlight, chunk, completion
+from dflash_trt.decoding.inflight import Emission, InFlight, completion, items
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.request import Chunk, Completion, SamplingParams, shown
-from dflash_trt.errors import BusyError, DFlashError, RequestError
+from dflash_trt.errors import BusyError, DFlashError, EngineError, RequestError
 from dflash_trt.runtime import Messages, Prompt, Runtime
 from dflash_trt.text_thread import TextThread
 
@@ -44,7 +45,8 @@ class AsyncLLM:
     stream_interval: seconds. What follows a chunk of a stream sooner is held back and comes as one chunk, by the first
         step of the engine after them; the end never waits (default 0: a chunk per round).
 
-    A request's tokens do not depend on what else is served. Use it as an async context manager, or `await close()`.
+    A request's tokens do not depend on what else is served. An error of one request ends that request and no other.
+    Use it as an async context manager, or `await close()`. What runs when the interpreter exits is cancelled.
     """
 
     def __init__(
@@ -84,8 +86,10 @@ class AsyncLLM:
         self._departures: list[InFlight] = []  # whose streams have left before the end
         self._wake = threading.Condition()
         self._closing = self._cancelling = False
-        self._failure: DFlashError | None = None
+        self._failure: EngineError | None = None
         self._thread = threading.Thread(target=self._serve, name="dflash-trt engine", daemon=True)
+        # A thread that computes while the interpreter goes down aborts the process.
+        atexit.register(self._exit)
         self._thread.start()
 
     @property
@@ -115,15 +119,16 @@ class AsyncLLM:
 
         Raises:
             RequestError: the request cannot be met.  BusyError: too many requests wait already.
-            DFlashError: this object is closed, or its engine failed.
+            DecodingError: decoding this request failed; the others go on.
+            EngineError: the engine failed, and takes no more requests.  DFlashError: this object is closed.
         """
         request, queue = await self._admit(
             prompt, sampling_params, speculate, block_length, timeout, interval_from=0.0
         )
         ids: list[int] | None = list(request.prompt)
-        async with contextlib.aclosing(self._follow(request, queue)) as items:
-            async for item in items:
-                yield replace(item, prompt_token_ids=ids)
+        async with contextlib.aclosing(self._follow(request, queue)) as chunks:
+            async for chunk in chunks:
+                yield replace(chunk, prompt_token_ids=ids)
                 ids = None
 
     async def generate(
@@ -139,8 +144,8 @@ class AsyncLLM:
         request, queue = await self._admit(
             prompt, sampling_params, speculate, block_length, timeout, interval_from=math.inf
         )
-        async with contextlib.aclosing(self._follow(request, queue)) as items:
-            (whole,) = [item async for item in items]
+        async with contextlib.aclosing(self._follow(request, queue)) as chunks:
+            (whole,) = [chunk async for chunk in chunks]
         return completion(request, whole.text, whole.token_ids)
 
     def chat_prompt(
@@ -153,15 +158,21 @@ class AsyncLLM:
 
     async def close(self, *, finish: bool = True) -> None:
         """Take no more requests; finish those in flight, or cancel them; then free the engines."""
+        self._stop(finish=finish)
+        await asyncio.to_thread(self._thread.join)
+        atexit.unregister(self._exit)
+
+    def _stop(self, *, finish: bool) -> None:
         with self._wake:
             self._closing = True
             if not finish:
                 self._cancelling = True
                 self._departures += self._streams
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
-        self._texts.close()
-        self._runtime.pair.close()
+
+    def _exit(self) -> None:
+        self._stop(finish=False)
+        self._thread.join()
 
     async def __aenter__(self) -> Self:
         return self
@@ -239,24 +250,30 @@ class AsyncLLM:
                 self._wake.notify()
 
     def _serve(self) -> None:
-        """The engine thread."""
-        scheduler = self._runtime.scheduler
+        """The engine thread. It frees the engines, too, so that no pass is running then."""
         try:
-            while True:
-                with self._wake:
-                    while scheduler.idle and not self._arrivals:
-                        if self._closing and (self._cancelling or not self._preparing):
-                            return
-                        self._wake.wait()
-                    arrivals, self._arrivals = self._arrivals, []
-                    departures, self._departures = self._departures, []
-                for request in arrivals:
-                    scheduler.submit(request)
-                for request in departures:
-                    scheduler.cancel(request)
-                self._deliver(scheduler.step(self._lengths))
-        except Exception as error:
+            self._serve_requests()
+        except BaseException as error:
             self._fail(error)
+        finally:
+            self._texts.close()
+            self._runtime.pair.close()
+
+    def _serve_requests(self) -> None:
+        scheduler = self._runtime.scheduler
+        while True:
+            with self._wake:
+                while scheduler.idle and not self._arrivals:
+                    if self._closing and (self._cancelling or not self._preparing):
+                        return
+                    self._wake.wait()
+                arrivals, self._arrivals = self._arrivals, []
+                departures, self._departures = self._departures, []
+            for request in arrivals:
+                scheduler.submit(request)
+            for request in departures:
+                scheduler.cancel(request)
+            self._deliver(scheduler.step(self._lengths))
 
     def _deliver(self, emissions: list[Emission]) -> None:
         """Hand what is due to the streams, with one wake-up per event loop."""
@@ -270,11 +287,13 @@ class AsyncLLM:
                 if held[-1].finish_reason is None and now < stream.due:
                     continue
                 stream.due = now + self._stream_interval
-                by_loop.setdefault(stream.loop, []).extend((stream.queue, item) for item in _items(held))
+                by_loop.setdefault(stream.loop, []).extend((stream.queue, item) for item in items(held))
+                if held[-1].finish_reason is not None:  # its place is free, whoever reads the end
+                    self._streams.pop(request, None)
             del self._held[request]
-        for loop, items in by_loop.items():
+        for loop, due in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_put, items)
+                loop.call_soon_threadsafe(_put, due)
             except RuntimeError:
                 self._forget(loop)
 
@@ -285,16 +304,16 @@ class AsyncLLM:
                 self._departures.append(request)
                 del self._streams[request]
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """The engine is in an unknown state: end every stream with the error, and take no more requests."""
         with self._wake:
-            self._failure = DFlashError(f"the engine failed: {type(error).__name__}: {error}")
+            self._failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
             self._failure.__cause__ = error
-            streams = dict(self._streams)
+            streams, self._streams, self._arrivals = self._streams, {}, []
         for request, stream in streams.items():
-            items = [*_items(self._held.pop(request, [])), self._failure]
-            with contextlib.suppress(RuntimeError):
-                stream.loop.call_soon_threadsafe(_put, [(stream.queue, item) for item in items])
+            last: list[_Item] = [*items(self._held.pop(request, [])), self._failure]
+            with contextlib.suppress(RuntimeError):  # of a closed loop
+                stream.loop.call_soon_threadsafe(_put, [(stream.queue, item) for item in last])
 
 
 def _size(prompt: Prompt, params: SamplingParams) -> int:
@@ -305,15 +324,6 @@ def _size(prompt: Prompt, params: SamplingParams) -> int:
         return 0
 
 
-def _items(held: list[Emission]) -> Iterator[_Item]:
-    """A chunk of what was held back, and the error where that is how it ended."""
-    refused = held[-1].refused if held else None
-    if given := held if refused is None else held[:-1]:
-        yield chunk(given)
-    if refused is not None:
-        yield refused
-
-
-def _put(items: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:
-    for queue, item in items:
+def _put(due: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:
+    for queue, item in due:
         queue.put_nowait(item)

@@ -138,6 +138,8 @@ def _segment(
             sleep(max(0.0, due - now))
             continue
         for emission in scheduler.step(lengths):
+            if emission.error is not None:
+                raise emission.error
             if emission.finish_reason is not None:
                 in_flight -= 1
                 point.latencies.append(perf_counter() - emission.request.arrived)

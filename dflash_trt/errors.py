@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dflash_trt.decoding.request import Completion
 
 _VALUE_CHARACTERS = 60
 _NAME_CHARACTERS = 200
@@ -39,6 +44,34 @@ class BundleError(DFlashError):
 
 class RequestError(DFlashError):
     """A request asks for something impossible; the message names the field."""
+
+
+class DecodingError(RequestError):
+    """Decoding one request failed; no other request was touched. `__cause__` is the error behind it, if any."""
+
+
+class NonFiniteError(DecodingError):
+    """The target's logits for a token of this request have no finite largest value (NaN, or infinite)."""
+
+
+class BatchError(DecodingError):
+    """Some requests of a list failed, and the others were finished.
+
+    outcomes: in the order of the list, the Completion of each request or the RequestError that ended it.
+    """
+
+    def __init__(self, outcomes: Sequence[Completion | RequestError]) -> None:
+        failed = [(i, o) for i, o in enumerate(outcomes) if isinstance(o, RequestError)]
+        first, error = failed[0]
+        super().__init__(
+            f"{len(failed)} of {len(outcomes)} requests failed, first the one at index {first}: {error} "
+            "(the completions of the others are in this error's `outcomes`)"
+        )
+        self.outcomes = list(outcomes)
+
+
+class EngineError(DFlashError):
+    """A pass of an engine failed. Every request in flight ends with this error."""
 
 
 class BusyError(RequestError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any, Self, cast, overload
 import numpy as np
 
 from dflash_trt.bundle import Check
-from dflash_trt.decoding.inflight import Emission, InFlight, chunk, completion
+from dflash_trt.decoding.commit import INTERRUPTIONS
+from dflash_trt.decoding.inflight import Emission, InFlight, completion, items
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.request import Chunk, Completion, SamplingParams
-from dflash_trt.errors import DFlashError, RequestError
+from dflash_trt.errors import BatchError, DFlashError, EngineError, RequestError
 from dflash_trt.runtime import Messages, Prompt, Runtime
 
 
@@ -30,7 +32,7 @@ class LLM:
     check: how much of the bundle is verified before it is used, see `Bundle.open`.
 
     Raises BundleError if the bundle is not whole. One call generates at a time (`AsyncLLM` serves many); use it as a
-    context manager, or `close()` it, to free the memory.
+    context manager, or `close()` it, to free the memory. A call that is interrupted (Ctrl-C) leaves nothing behind.
     """
 
     def __init__(
@@ -53,8 +55,12 @@ class LLM:
         )
         self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
         self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
-        self._running = threading.Lock()
+        # Held while the engines run. `close` waits for it, and so never takes the memory of a pass that runs.
+        self._engines = threading.RLock()
+        # Whose turn it is to generate: a reference to what lives as long as that call.
+        self._turn: weakref.ref[_Turn] | None = None
         self._closed = False
+        self._free = weakref.finalize(self, _free, self._engines, self._runtime)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is also a Sequence of str
@@ -90,8 +96,15 @@ class LLM:
         speed differs. `block_length` is the number of tokens verified per round; by default each round drafts and
         verifies what is expected to be fastest, plain decoding included (`AdaptiveLength`).
 
+        A request of a list that fails while it is decoded does not end the others: they are finished, and BatchError
+        has their completions.
+
         Raises:
-            RequestError: a prompt is empty or too long for max_seq_len, or a parameter is out of range.
+            RequestError: a prompt is empty or too long for max_seq_len, or a parameter is out of range; nothing was
+                generated then.
+            DecodingError: decoding this prompt failed.  BatchError: decoding some prompts of a list failed.
+            EngineError: an engine failed; nothing is finished.
+            DFlashError: this object is closed, or was closed by another thread meanwhile.
         """
         single = _is_single(prompts)
         listed = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
@@ -104,9 +117,16 @@ class LLM:
         requests = [self._runtime.request(p, s, draft=speculate) for p, s in zip(listed, params, strict=True)]
         texts: dict[InFlight, list[str]] = {request: [] for request in requests}
         tokens: dict[InFlight, list[int]] = {request: [] for request in requests}
+        errors: dict[InFlight, RequestError] = {}
         for emission in self._decode(requests, speculate, block_length):
             tokens[emission.request] += emission.token_ids
             texts[emission.request].append(emission.text)
+            if emission.error is not None:
+                errors[emission.request] = emission.error
+        if errors and single:
+            raise errors[requests[0]]
+        if errors:
+            raise BatchError([errors.get(r) or completion(r, "".join(texts[r]), tokens[r]) for r in requests])
         completions = [completion(r, "".join(texts[r]), tokens[r]) for r in requests]
         return completions[0] if single else completions
 
@@ -120,7 +140,7 @@ class LLM:
     ) -> Iterator[Chunk]:
         """Complete one prompt, as chunks: runs of tokens, as each round commits them. See `generate`."""
         request = self._runtime.request(prompt, sampling_params or SamplingParams(), draft=speculate)
-        return (chunk([e]) for e in self._decode([request], speculate, block_length))
+        return _chunks(self._decode([request], speculate, block_length))
 
     def chat(
         self,
@@ -157,8 +177,15 @@ class LLM:
     def logits(self, token_ids: Sequence[int]) -> np.ndarray[Any, Any]:
         """The target's logits for the token after `token_ids`: float32 [V]."""
         ids = self._runtime.prompt_ids(token_ids)
-        with self._exclusive():
-            return self._runtime.scheduler.logits(ids)
+        turn = _Turn()
+        try:
+            with self._engines:
+                self._take_turn(turn)
+                with _engine_errors():
+                    self._runtime.scheduler.clear()
+                    return self._runtime.scheduler.logits(ids)
+        finally:
+            self._end_turn(turn)
 
     @property
     def metrics(self) -> Metrics:
@@ -166,10 +193,12 @@ class LLM:
         return self._runtime.scheduler.metrics
 
     def close(self) -> None:
-        """Free the engines and their caches. Further calls raise DFlashError."""
-        if not self._closed:
-            self._closed = True
-            self._runtime.pair.close()
+        """Free the engines and their caches. Further calls raise DFlashError.
+
+        Where another thread generates, this waits for the pass that runs; the call there then raises DFlashError.
+        """
+        self._closed = True
+        self._free()
 
     def __enter__(self) -> Self:
         return self
@@ -179,36 +208,78 @@ class LLM:
     ) -> None:
         self.close()
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if self._closed:
-            raise DFlashError("this LLM is closed; open the bundle again")
-        if not self._running.acquire(blocking=False):
-            raise RequestError("this LLM is generating already; finish or close that stream first")
-        try:
-            yield
-        finally:
-            self._running.release()
-
     def _decode(self, requests: list[InFlight], speculate: bool, length: int | None) -> Iterator[Emission]:
         self._runtime.check_block_length(length)
         return self._run(requests, speculate, length)
 
     def _run(self, requests: list[InFlight], speculate: bool, length: int | None) -> Iterator[Emission]:
-        scheduler = self._runtime.scheduler
-        with self._exclusive():
-            lengths = self._runtime.lengths(speculate, length)
-            for request in requests:
-                request.arrived = perf_counter()
-                scheduler.submit(request)
-            try:
-                while not scheduler.idle:
-                    for emission in scheduler.step(lengths):
-                        if emission.refused is not None:
-                            raise emission.refused
-                        yield emission
-            finally:  # a stream that was not read to its end, or an error
+        scheduler, turn = self._runtime.scheduler, _Turn()
+        try:
+            with self._engines:
+                self._take_turn(turn)
+                with _engine_errors():
+                    scheduler.clear()  # what an interruption may have left
+                    lengths = self._runtime.lengths(speculate, length)
+                for request in requests:
+                    request.arrived = perf_counter()
+                    scheduler.submit(request)
+            idle = False
+            while not idle:
+                with self._engines:
+                    self._check_open()
+                    with _engine_errors():
+                        emissions = scheduler.step(lengths)
+                    idle = scheduler.idle
+                yield from emissions
+        finally:  # also of a stream that was not read to its end
+            self._end_turn(turn)
+
+    def _take_turn(self, turn: _Turn) -> None:
+        self._check_open()
+        if self._turn is not None and self._turn() is not None:
+            raise RequestError("this LLM is generating already; finish or close that stream first")
+        self._turn = weakref.ref(turn)
+
+    def _end_turn(self, turn: _Turn) -> None:
+        """Rows of requests that were not finished stay for others. What an error left, the next call clears."""
+        with self._engines:
+            if self._turn is None or self._turn() is not turn:
+                return
+            scheduler = self._runtime.scheduler
+            if not self._closed and not scheduler.cut_short:
                 scheduler.clear()
+            self._turn = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DFlashError("this LLM is closed; open the bundle again")
+
+
+class _Turn:
+    """Lives as long as the call that generates, however that ends."""
+
+
+@contextmanager
+def _engine_errors() -> Iterator[None]:
+    try:
+        yield
+    except (*INTERRUPTIONS, DFlashError):
+        raise
+    except BaseException as error:
+        raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
+
+
+def _chunks(emissions: Iterator[Emission]) -> Iterator[Chunk]:
+    for emission in emissions:
+        for item in items([emission]):
+            if isinstance(item, RequestError):
+                raise item
+            yield item
+
+
+def _free(engines: threading.RLock, runtime: Runtime) -> None:
+    with engines:
+        runtime.pair.close()
 
 
 def _is_single(prompts: Any) -> bool:

@@ -16,7 +16,7 @@ from dflash_trt.checkpoint.pairs import known_pair
 from dflash_trt.decoding.adaptive import AdaptiveLength
 from dflash_trt.decoding.inflight import InFlight
 from dflash_trt.decoding.lengths import FixedLength, Lengths
-from dflash_trt.decoding.pair import EnginePair, Pair
+from dflash_trt.decoding.pair import USUAL_CONTEXT, EnginePair, Pair
 from dflash_trt.decoding.pass_times import measure
 from dflash_trt.decoding.request import SamplingParams, shown, token_ids
 from dflash_trt.decoding.sampling import TokenCounts
@@ -114,7 +114,10 @@ class Runtime:
             return FixedLength(self.block_size)  # TensorRT-LLM's own loop has one length
         if self._adaptive is None:
             self.scheduler.slots.overwritten()
-            self._adaptive = _new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size)
+            with self.scheduler.whole():
+                self._adaptive = _new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size)
+                for slot in range(self.scheduler.max_batch_size):  # the numbers of these passes may not be finite
+                    self.pair.clear(slot, last=USUAL_CONTEXT + 2 * self.block_size)
         return self._adaptive
 
     def check_block_length(self, block_length: int | None) -> None:

@@ -3,11 +3,14 @@
 A target row holds a number made from the sum of all rows before it, its token and its position; that number is also
 the row's feature, and decides the logits. The drafter continues the same sum over its own cache, so its drafts are
 right, but for one row in five, only while its context is complete. What the real engines leave undefined is poison.
+
+An engine can be given rows that are not numbers. As with real attention, which multiplies masked rows by 0, one such
+row in a slot spoils all rows of a pass over that slot, if the pass, or the longest request beside it, reaches that far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,12 +44,26 @@ def rows_of(tokens: Sequence[int]) -> list[int]:
     return rows
 
 
-def expected(prompt: Sequence[int], params: SamplingParams, seed: int) -> list[int]:
-    """What the target alone decodes, one token at a time."""
-    tokens, total = list(prompt), sum(rows_of(prompt[:-1]))
+def nothing(number: int) -> bool:
+    return False
+
+
+def expected(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    not_a_number: Callable[[int], bool] = nothing,
+) -> list[int]:
+    """What the target alone decodes, one token at a time; up to the first row that is not a number."""
+    before = rows_of(prompt[:-1])
+    tokens, total = list(prompt), sum(before)
     counts = TokenCounts(prompt) if params.penalized else None
+    if any(map(not_a_number, before)):
+        return []
     for _ in range(params.max_tokens):
         newest = row(total, tokens[-1], len(tokens) - 1)
+        if not_a_number(newest):
+            break
         total += newest
         tokens.append(sample(TABLE[newest % len(TABLE)], params, seed, len(tokens), counts))
         if counts is not None:
@@ -57,6 +74,9 @@ def expected(prompt: Sequence[int], params: SamplingParams, seed: int) -> list[i
 class FakeEngine:
     def __init__(self, slots: int, capacity: int) -> None:
         self.cache = np.full((slots, capacity), POISON)
+        self.nan = np.zeros((slots, capacity), bool)  # the rows that are not numbers
+        self.not_a_number: Callable[[int], bool] = nothing
+        self.before_pass: Callable[[], object] = lambda: None
         self.passes, self.row_bytes = 0, ROW_BYTES
 
     def move_slot(self, source: int, target: int, rows: int) -> None:
@@ -64,21 +84,29 @@ class FakeEngine:
         kept = self.cache[source, :rows].copy()
         self.cache[target] = POISON
         self.cache[target, :rows] = kept
+        self.nan[target, :rows] = self.nan[source, :rows]
+
+    def clear_slot(self, slot: int, first: int = 0, last: int | None = None) -> None:
+        self.cache[slot, first:last] = POISON
+        self.nan[slot, first:last] = False
 
     def keep_rows(self, slot: int, start: int, stop: int) -> Array:
         assert POISON not in self.cache[slot, start:stop]
+        assert not self.nan[slot, start:stop].any()
         return self.cache[slot, start:stop].copy()
 
     def restore_rows(self, kept: Array, slot: int, start: int, rows: int) -> None:
         assert 0 < rows <= len(kept)
         self.cache[slot, start:] = POISON
         self.cache[slot, start : start + rows] = kept[:rows]
+        self.nan[slot, start : start + rows] = False
 
     def close(self) -> None:
         pass
 
     def room(self, first: int, starts: Array, width: int) -> None:
         self.passes += 1
+        self.before_pass()
         assert first + len(starts) <= len(self.cache)
         assert max(starts) + width <= self.cache.shape[1], "rows beyond the capacity"
 
@@ -96,6 +124,7 @@ class FakeTarget(FakeEngine):
                 cache[start + j] = row(total, int(tokens[i, j]), start + j)
                 total += int(cache[start + j])
                 features[i, j, 0] = cache[start + j]
+                self.nan[first_slot + i, start + j] = self.not_a_number(int(cache[start + j]))
             cache[start + width :] = POISON
         logits = TABLE[features[..., 0].astype(int) % len(TABLE)]
         chosen = logits.argmax(-1)
@@ -104,6 +133,13 @@ class FakeTarget(FakeEngine):
         accepted = wrong.argmax(1)
         logits = np.take_along_axis(logits, feeds["rows"][..., None], 1)
         next_token = chosen[np.arange(n), accepted]
+        for i in np.flatnonzero(self.nan[first_slot : first_slot + n, : max(starts) + width].any(axis=1)):
+            logits[i], features[i], accepted[i], next_token[i] = (
+                np.nan,
+                np.nan,
+                0,
+                0,
+            )  # as the graph decides then
         return {"logits": logits, "features": features, "accepted": accepted, "next_token": next_token}
 
 
@@ -116,16 +152,22 @@ class FakeDrafter(FakeEngine):
         for i, (start, count) in enumerate(zip(starts, valid, strict=True)):
             cache = self.cache[first_slot + i]
             cache[start:] = POISON
-            cache[start : start + count] = features[i, :count, 0]
+            spoilt = np.isnan(features[i, :count, 0])
+            cache[start : start + count] = np.where(spoilt, POISON, features[i, :count, 0])
+            self.nan[first_slot + i, start : start + count] = spoilt
             total, token, at = int(cache[: start + count].sum()), int(block[i, 0]), int(start + count)
             for j in range(width - 1):
                 newest = row(total, token, at + j)
                 total += newest
+                self.nan[first_slot + i, at + j] = self.not_a_number(newest)
                 token = int(TABLE[newest % len(TABLE)].argmax())
                 if newest % 5 == 0:
                     token = (token + 1) % VOCAB
                 tokens[i, j] = token
         logprobs = np.full(tokens.shape, -0.2, np.float32)
+        reach = max(starts) + features.shape[1] + width
+        for i in np.flatnonzero(self.nan[first_slot : first_slot + n, :reach].any(axis=1)):
+            tokens[i], logprobs[i] = 0, np.nan
         return {"draft_tokens": tokens, "draft_logprobs": logprobs}
 
 
@@ -193,6 +235,8 @@ class Pool:
 
     def check(self) -> None:
         s = self.scheduler
+        assert not self.target.nan.any()
+        assert not self.drafter.nan.any()
         live = [*s.active, *([s.filling] if s.filling else [])]
         assert len(s.active) <= s.max_batch_size
         for slot, flight in enumerate(live):

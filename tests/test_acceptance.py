@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.decoding import philox
-from dflash_trt.decoding.acceptance import accept
+from dflash_trt.decoding.acceptance import Verdict, accept
 from dflash_trt.decoding.request import SamplingParams
 from dflash_trt.decoding.sampling import TokenCounts, process, sample
 
@@ -70,7 +70,8 @@ def test_any_drafts_commit_the_same_tokens(
         drafts = (expected[len(output) :][:right] + guesses[right:])[: length - 1]
         block = [output[-1], *drafts]
         logits = np.stack([target(prompt + output + drafts[:row]) for row in range(len(block))])
-        accepted, token = accept(block, logits, params, seed, len(prompt) + len(output), counts)
+        verdict = accept(block, logits, params, seed, len(prompt) + len(output), counts)
+        accepted, token = len(verdict.path), verdict.token
         assert accepted >= min(right, len(drafts))
         output += [*drafts[:accepted], token]
     assert output == expected[: len(output)]
@@ -79,20 +80,20 @@ def test_any_drafts_commit_the_same_tokens(
 def test_rows_behind_the_first_difference_are_not_looked_at() -> None:
     logits = np.full((3, 4), np.nan, np.float32)
     logits[0] = [0, 1, 0, 0]
-    assert accept([3, 2, 2], logits, SamplingParams(), 0, 0) == (0, 1)
+    assert accept([3, 2, 2], logits, SamplingParams(), 0, 0) == Verdict(range(1, 1), 1)
 
 
 def test_a_whole_block_accepted_and_a_block_of_the_anchor_alone() -> None:
     logits = np.eye(4, dtype=np.float32)
-    assert accept([3, 0, 1, 2], logits, SamplingParams(), 0, 0) == (3, 3)
-    assert accept([3], logits[2:3], SamplingParams(), 0, 0) == (0, 2)
+    assert accept([3, 0, 1, 2], logits, SamplingParams(), 0, 0) == Verdict(range(1, 4), 3)
+    assert accept([3], logits[2:3], SamplingParams(), 0, 0) == Verdict(range(1, 1), 2)
 
 
 def test_accepted_drafts_count_for_the_rows_behind_them() -> None:
     """Token 1 is best until it has come once; a draft that repeats it is refused within the same block."""
     logits = np.tile(np.array([0, 1, 0.5, 0], np.float32), (3, 1))
     params = SamplingParams(presence_penalty=2.0)
-    assert accept([0, 1, 1], logits, params, 0, 0, TokenCounts([0])) == (1, 2)
+    assert accept([0, 1, 1], logits, params, 0, 0, TokenCounts([0])) == Verdict(range(1, 2), 2)
 
 
 def test_an_empty_block_is_an_error() -> None:

@@ -188,7 +188,7 @@ def test_a_timeout_ends_with_the_tokens_so_far(bundle, alone, stream_interval) -
         assert 0 < len(tokens) < 200
         assert tokens == whole.token_ids[: len(tokens)]
         reasons = llm.metrics.snapshot()["request_success"]
-        assert reasons == {"stop": 0, "length": 2, "cancelled": 0, "timeout": 2}
+        assert reasons == {"stop": 0, "length": 2, "cancelled": 0, "timeout": 2, "error": 0}
 
     serve(bundle, body, block_length=2, stream_interval=stream_interval)
 

@@ -91,7 +91,7 @@ def test_labelled_counters_and_distributions(served) -> None:
     pool, requests = served
     found = Exposition(pool.scheduler.metrics.prometheus())
     snapshot = json.loads(json.dumps(pool.scheduler.metrics.snapshot()))
-    reasons = {"stop": 0, "length": 38, "cancelled": 1, "timeout": 1}
+    reasons = {"stop": 0, "length": 38, "cancelled": 1, "timeout": 1, "error": 0}
     assert found.samples["request_success_total"] == snapshot["request_success"] == reasons
     total = Statistics.merge(r.statistics for r in requests)
     places = total.num_accepted_tokens_per_pos

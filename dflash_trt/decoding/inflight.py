@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,12 @@ class InFlight:
     block_length: int | None = None  # most tokens of this request that a round verifies; None: as the batch
     statistics: Statistics = field(default_factory=Statistics)
     cancelled: bool = False
+    sound: bool = (
+        True  # False: it ended since its numbers were not finite, and its slot may hold such numbers
+    )
+    in_doubt: bool = (
+        False  # its logits were not finite in a round with drafts, which may have been the drafts' doing
+    )
 
     output: list[int] = field(default_factory=list)  # every token decided so far; the last one is the anchor
     committed: int = 0  # rows in the target's cache; the position of the anchor, once there is one
@@ -66,6 +72,10 @@ class InFlight:
         """The newest token: decided, in no cache yet."""
         return self.output[-1]
 
+    def own_length(self, length: int) -> int:
+        """How many tokens of its block count, of a round that verifies `length`; the anchor included."""
+        return min(self.block_length or length, length) if self.draft else 1
+
     def rows(self) -> Rows:
         """What this request's slot holds."""
         tokens = [*self.prompt, *self.output][: self.committed]
@@ -76,7 +86,7 @@ class InFlight:
 class Emission:
     """What a step gave one request: the tokens kept, the text that is certain now, and whether and how it ended.
 
-    `refused`: an engine that schedules by itself would not have this request, and ends it "cancelled".
+    `error`: what ended the request, where finish_reason is "error".
     """
 
     request: InFlight
@@ -84,7 +94,7 @@ class Emission:
     text: str
     finish_reason: FinishReason | None
     logprobs: list[float] | None = None
-    refused: RequestError | None = None
+    error: RequestError | None = None
 
 
 def chunk(emissions: Sequence[Emission]) -> Chunk:
@@ -98,6 +108,19 @@ def chunk(emissions: Sequence[Emission]) -> Chunk:
         None if last.finish_reason is None else last.request.statistics,
         [logprob for each in logprobs for logprob in each] if logprobs else None,
     )
+
+
+def items(emissions: Sequence[Emission]) -> Iterator[Chunk | RequestError]:
+    """What a stream gives of what steps gave its request: a chunk, and then the error if that is how it ended."""
+    error = emissions[-1].error if emissions else None
+    if error is None:
+        if emissions:
+            yield chunk(emissions)
+        return
+    given = replace(chunk(emissions), finish_reason=None, statistics=None)
+    if given.token_ids or given.text:
+        yield given
+    yield error
 
 
 def completion(request: InFlight, text: str, token_ids: list[int]) -> Completion:

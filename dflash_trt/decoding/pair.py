@@ -1,7 +1,8 @@
 """A target and its drafter over one pool of cache slots.
 
 A pass over n sequences works on consecutive slots, as a view of the pool. Slot row j holds position j; what lies at or
-beyond a sequence's `committed` rows is garbage and is overwritten by the next pass.
+beyond a sequence's `committed` rows is garbage and is overwritten by the next pass. Attention multiplies it by 0, so it
+must be finite: NaN x 0 is NaN. Caches begin as zeros, and what holds other numbers is cleared.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class CacheSlots(Protocol):
     row_bytes: int
 
     def move_slot(self, source: int, target: int, rows: int) -> None: ...
+    def clear_slot(self, slot: int, first: int = 0, last: int | None = None) -> None: ...
     def keep_rows(self, slot: int, start: int, stop: int) -> Any: ...
     def restore_rows(self, kept: Any, slot: int, start: int, rows: int) -> None: ...
     def close(self) -> None: ...
@@ -53,6 +55,28 @@ class KeptRows:
     drafter: Any  # None: without them
 
 
+@dataclass(slots=True)
+class Verified:
+    """What a pass over the blocks of n requests, of S tokens each, found. The next pass overwrites its arrays.
+
+    accepted, next_token: int [n], how many drafts are right and the token after them, for the requests that the engine
+        has `decided` [n]; the host decides for the others, by their logits. Of a greedy request the engine looks at the
+        whole block, whatever the request's own length.
+    finite: bool [n, S], whether a row of logits has a finite largest value. NaN anywhere and +infinity are not finite;
+        -infinity says that a token cannot be.
+    logits: float32 [n, S, V].  features: [n, S, F], None where they stay with the pair.
+    drafts_finite: bool [n], whether the drafter's numbers for this round were finite.
+    """
+
+    accepted: Array
+    next_token: Array
+    decided: Sequence[bool]
+    finite: Array
+    logits: Any
+    drafts_finite: Array
+    features: Any = None
+
+
 class Pair(Protocol):
     """What the scheduler asks of a target and its drafter; `EnginePair` says what each method does.
 
@@ -65,16 +89,18 @@ class Pair(Protocol):
     draft_time: float
     verify_time: float
 
-    def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> Any: ...
+    def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> tuple[Any, bool]: ...
     def propose(self, active: Sequence[InFlight], length: int) -> tuple[Any, Any]: ...
-    def verify(self, active: Sequence[InFlight], block: Any) -> Mapping[str, Any]: ...
-    def commit(self, request: InFlight, slot: int, out: Mapping[str, Any], count: int) -> None: ...
+    def verify(self, active: Sequence[InFlight], block: Any) -> Verified: ...
+    def commit(self, request: InFlight, slot: int, found: Verified, count: int) -> None: ...
+    def stop_drafting(self, request: InFlight, slot: int) -> None: ...
     def rehearse_draft(self, batch: int, length: int) -> None: ...
     def rehearse_verify(self, batch: int, length: int) -> None: ...
     def move(self, source: int, target: int, rows: int) -> None: ...
     def kept_bytes(self, rows: int, *, draft: bool) -> int: ...
     def keep(self, slot: int, start: int, stop: int, *, draft: bool) -> KeptRows: ...
     def restore(self, slot: int, kept: Sequence[KeptRows], length: int, *, draft: bool) -> None: ...
+    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None: ...
     def close(self) -> None: ...
 
 
@@ -88,6 +114,11 @@ class Caches:
         """Copy the first `rows` rows of one slot over another's, in both models' caches."""
         for engine in (self.target, self.drafter):
             engine.move_slot(source, target, rows)
+
+    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
+        """Make rows first .. last-1 of a slot 0, in both models' caches."""
+        for engine in (self.target, self.drafter):
+            engine.clear_slot(slot, first, last)
 
     def kept_bytes(self, rows: int, *, draft: bool) -> int:
         """Memory that so many rows take once they are kept; with `draft`, the drafter's as well."""
@@ -139,20 +170,20 @@ class EnginePair(Caches):
         self.mask_token_id, self.vocab_size = mask_token_id, vocab_size
         self.feature_size, self.prefill_chunk = feature_size, prefill_chunk
         self.draft_time = self.verify_time = 0.0
+        self._drafts_finite = np.ones(0, bool)  # of the last `propose`
 
-    def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> Array:
+    def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> tuple[Array, bool]:
         """Write the rows of `tokens`, which stand at positions start, start+1, ...; at most `prefill_chunk` of them.
 
-        With `draft`, the drafter takes them in as well. Returns the logits [V] of the last row, a view.
+        With `draft`, the drafter takes them in as well. Returns the logits [V] of the last row, a view, and whether the
+        drafter's numbers are finite.
         """
         n = len(tokens)
         chunk = np.asarray(tokens, np.int64)[None]
         feeds = {"tokens": chunk, "start": np.array([start]), "rows": np.array([[n - 1]])}
         out = self.target.run(feeds, first_slot=slot)
-        if draft:
-            self._take_in(out["features"], start, slot)
-        logits: Array = out["logits"][0, 0]
-        return logits
+        sound = self._take_in(out["features"], start, slot) if draft else True
+        return out["logits"][0, 0], sound
 
     def propose(self, active: Sequence[InFlight], length: int) -> tuple[Array, Array]:
         """One drafter pass over slots 0 .. n-1: blocks [n,length] = [anchor, draft, ...] and log-probs [n,length-1].
@@ -162,7 +193,7 @@ class EnginePair(Caches):
         """
         block = np.full((len(active), length), self.mask_token_id, np.int64)
         block[:, 0] = [request.anchor for request in active]
-        self.draft_time = 0.0
+        self.draft_time, self._drafts_finite = 0.0, np.ones(len(active), bool)
         # A pass writes as many rows for each sequence as for the one that is furthest behind: they must fit for all.
         room = self.capacity - 1 - length - max(request.committed for request in active)
         self._catch_up(active, self.prefill_chunk if length == 1 else room)
@@ -187,18 +218,25 @@ class EnginePair(Caches):
         out = self.drafter.run(feeds)
         self.draft_time += perf_counter() - begin
         block[:, 1:] = out["draft_tokens"]
+        self._drafts_finite &= np.isfinite(out["draft_logprobs"]).all(axis=1)
         return block, out["draft_logprobs"]
 
-    def verify(self, active: Sequence[InFlight], block: Array) -> dict[str, Array]:
-        """One target pass over the blocks of slots 0 .. n-1: logits [n,S,V], features [n,S,F], and the graph's greedy
-        accepted and next_token [n]; views.
-        """
+    def verify(self, active: Sequence[InFlight], block: Array) -> Verified:
+        """One target pass over the blocks [n,S] of slots 0 .. n-1. The graph decides for the greedy requests."""
         rows = np.broadcast_to(np.arange(block.shape[1]), block.shape)
         feeds = {"tokens": block, "start": np.array([r.committed for r in active]), "rows": rows}
         begin = perf_counter()
         out = self.target.run(feeds)
         self.verify_time = perf_counter() - begin
-        return out
+        return Verified(
+            out["accepted"],
+            out["next_token"],
+            decided=[request.params.greedy for request in active],
+            finite=np.isfinite(out["logits"].max(axis=-1)),  # NaN, if there is any, is the largest
+            logits=out["logits"],
+            drafts_finite=self._drafts_finite,
+            features=out["features"],
+        )
 
     def rehearse_draft(self, batch: int, length: int) -> None:
         """A drafter pass as `propose` runs it, over no request's tokens. Overwrites rows of slots 0 .. batch-1."""
@@ -221,10 +259,16 @@ class EnginePair(Caches):
     def _rehearsal_start(self, length: int) -> int:
         return min(USUAL_CONTEXT, self.capacity - 2 * length)
 
-    def commit(self, request: InFlight, slot: int, out: Mapping[str, Any], count: int) -> None:
+    def commit(self, request: InFlight, slot: int, found: Verified, count: int) -> None:
         """The first `count` rows of the verified block of `slot` are right: their features wait for the drafter."""
-        request.features.append(out["features"][slot, :count].copy())  # the next pass reuses the memory
+        request.features.append(found.features[slot, :count].copy())  # the next pass reuses the memory
         request.behind += count
+
+    def stop_drafting(self, request: InFlight, slot: int) -> None:
+        """From now on this request takes no drafts, and its slot holds nothing of the drafter's."""
+        request.draft, request.behind = False, 0
+        request.features.clear()
+        self.drafter.clear_slot(slot)
 
     def _catch_up(self, active: Sequence[InFlight], most: int) -> None:
         """Let the drafter take in what piled up, while it was off, of requests that are behind by more than `most`."""
@@ -234,17 +278,21 @@ class EnginePair(Caches):
                 rows = np.concatenate(request.features)
                 for at in range(0, behind, self.prefill_chunk):
                     part = rows[None, at : at + self.prefill_chunk]
-                    self._take_in(part, request.committed - behind + at, slot)
+                    self._drafts_finite[slot] &= self._take_in(part, request.committed - behind + at, slot)
                 request.features.clear()
                 request.behind = 0
                 self.draft_time = perf_counter() - begin
 
-    def _take_in(self, features: Array, start: int, slot: int) -> None:
-        """Context rows [1, n, F] into the drafter's cache; the two block rows behind them are of no use."""
+    def _take_in(self, features: Array, start: int, slot: int) -> bool:
+        """Context rows [1, n, F] into the drafter's cache; whether its numbers are finite.
+
+        The two block rows behind them serve for nothing else.
+        """
         feeds = {
             "features": features,
             "n_features": np.array([features.shape[1]]),
             "start": np.array([start]),
             "block": np.full((1, 2), self.mask_token_id, np.int64),
         }
-        self.drafter.run(feeds, first_slot=slot)
+        out = self.drafter.run(feeds, first_slot=slot)
+        return bool(np.isfinite(out["draft_logprobs"]).all())

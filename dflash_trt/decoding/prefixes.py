@@ -71,9 +71,9 @@ class Prefixes:
             )
 
     def clear(self) -> None:
-        """Forget everything."""
-        for page in list(self._used):
-            self._remove(page)
+        """Forget everything, also what an interruption has left half-done."""
+        self._trees, self._used = {True: {}, False: {}}, {}
+        self.counts.tokens = self.counts.bytes = 0
 
     def find(self, tokens: Sequence[int], *, draft: bool) -> tuple[list[Page], int]:
         """The pages that hold the most rows of `tokens`, and how many; with `draft`, the drafter's rows as well."""

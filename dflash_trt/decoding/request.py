@@ -13,8 +13,9 @@ import numpy as np
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import RequestError
 
-# "cancelled" and "timeout" come from outside, of requests that can be cancelled and have a deadline.
-FinishReason = Literal["stop", "length", "cancelled", "timeout"]
+# "cancelled" and "timeout" come from outside, of requests that can be cancelled and have a deadline. "error" counts in
+# the metrics the requests that ended by an error of their own; who asked gets that error.
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 MOST_WORDS = 1024  # of stop, bad_words and stop_token_ids
 MOST_CHARACTERS = 8192  # of stop, and of bad_words: what looks for them takes 120 bytes of memory for each
 _SMALLEST = 2.0**-126  # of float32; kernels may take what is smaller for 0

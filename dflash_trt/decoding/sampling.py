@@ -24,7 +24,7 @@ from dflash_trt.decoding.philox import (
 )
 from dflash_trt.decoding.request import SamplingParams
 from dflash_trt.decoding.weights import NEGLIGIBLE, WEIGHT_BITS, total_weight, weight
-from dflash_trt.errors import RequestError
+from dflash_trt.errors import NonFiniteError
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]
@@ -89,7 +89,7 @@ def process(logits: Floats, params: SamplingParams, counts: TokenCounts | None =
 
     In vLLM's order: penalties, temperature, min-p, top-k, top-p. top-p counts the probability of what min-p
     and top-k left, and keeps the smallest set that reaches it, at least one token. Among equal logits, top-k
-    and top-p keep the lower token ids first. Raises RequestError if no largest logit exists (NaN, or
+    and top-p keep the lower token ids first. Raises NonFiniteError if no largest logit exists (NaN, or
     infinite).
     """
     tokens, values = _kept(logits, params, counts)
@@ -104,7 +104,7 @@ def sample(
     """The token at `position`, from its logits, float32 [V]; `counts`, if penalized, has the tokens before
     it.
 
-    Ties go to the lowest token id. Raises RequestError if no largest logit exists (NaN, or infinite).
+    Ties go to the lowest token id. Raises NonFiniteError if no largest logit exists (NaN, or infinite).
     """
     if params.temperature == 0:
         if counts is not None:
@@ -133,7 +133,7 @@ def log_probability(logits: Floats, token: int) -> float:
 
 def _check_finite(best: np.float32) -> None:
     if not math.isfinite(best):
-        raise RequestError(
+        raise NonFiniteError(
             f"the largest of the target's logits is {best}, expected a finite number: "
             "the engine's numbers overflowed; build with a wider precision"
         )

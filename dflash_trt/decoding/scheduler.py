@@ -7,20 +7,20 @@ that wait, first come first served. So a long prompt holds the others up for one
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.acceptance import accept
+from dflash_trt.decoding.acceptance import Verdict
+from dflash_trt.decoding.commit import commit, fail, first_token, leave, non_finite
 from dflash_trt.decoding.inflight import Emission, InFlight
 from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.lengths import Lengths
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.pair import Pair
-from dflash_trt.decoding.request import FinishReason
-from dflash_trt.decoding.sampling import log_probability, sample
+from dflash_trt.decoding.pair import Pair, Verified
 from dflash_trt.decoding.slots import Slots
 
 Array = np.ndarray[Any, Any]
@@ -40,6 +40,7 @@ class Scheduler:
         self.filling: InFlight | None = None
         self.metrics = Metrics()
         self._leaving = Leaving()
+        self.cut_short = False  # whether something began, and did not end, that must be `whole`
 
     @property
     def idle(self) -> bool:
@@ -55,22 +56,56 @@ class Scheduler:
 
     def logits(self, ids: list[int]) -> Array:
         """The target's logits after these tokens, float32 [V]. Only when idle."""
-        self.slots.occupy(0, [], {}, draft=False)
-        for at in range(0, len(ids), self.pair.prefill_chunk):
-            logits = self.pair.prefill(ids[at : at + self.pair.prefill_chunk], at, 0, draft=False)
-        return np.array(logits)
+        with self.whole():
+            self.slots.occupy(0, [], {}, draft=False)
+            sound = True
+            for at in range(0, len(ids), self.pair.prefill_chunk):
+                logits, _ = self.pair.prefill(ids[at : at + self.pair.prefill_chunk], at, 0, draft=False)
+                sound = sound and _finite(logits)
+            found = np.array(logits)
+            if not sound:
+                self.pair.clear(0)
+        return found
 
     def forget(self) -> None:
         """Drop the rows kept of requests that have ended."""
         self.slots.forget()
 
     def clear(self) -> None:
-        """Drop every request, wherever it is."""
-        for request in [*self.waiting, *self.active, *([self.filling] if self.filling else [])]:
-            self.cancel(request)
-        self._give_up()
+        """Drop every request, wherever it is; after a step that was cut short also all rows, which may be anything."""
+        if self.cut_short:
+            self._start_afresh()
+            return
+        with self.whole():
+            for request in [*self.waiting, *self.active, *([self.filling] if self.filling else [])]:
+                self.cancel(request)
+            self._give_up()
 
     def step(self, lengths: Lengths) -> list[Emission]:
+        """One round for the active requests, and a chunk of prompt tokens; what each request got.
+
+        An error of one request ends that request. What this raises is an engine's failure, or an interruption: `clear`
+        then drops every request and makes the scheduler whole.
+        """
+        with self.whole():
+            return self._step(lengths)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around what would leave slots and requests in disorder, were it cut short."""
+        self.cut_short = True
+        yield
+        self.cut_short = False
+
+    def _start_afresh(self) -> None:
+        self.waiting, self.active, self.filling = OrderedDict(), [], None
+        self._leaving = Leaving()
+        self.forget()
+        for slot in range(self.max_batch_size):
+            self.pair.clear(slot)
+        self.cut_short = False
+
+    def _step(self, lengths: Lengths) -> list[Emission]:
         emissions = self._give_up()
         if self.active:
             emissions += self._round(lengths)
@@ -85,6 +120,8 @@ class Scheduler:
         """One decode round for every active request."""
         begin, active, pair = perf_counter(), list(self.active), self.pair
         room = max(min(r.stop.remaining, r.block_length or r.stop.remaining) for r in active)
+        if any(request.in_doubt for request in active):
+            room = 1
         drafting = [slot for slot, request in enumerate(active) if request.draft]
         block, logprobs = pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
         drafted = block.shape[1]
@@ -92,21 +129,30 @@ class Scheduler:
             if len(drafting) < len(active):
                 logprobs = logprobs[drafting]
             block = block[:, : lengths.verify(logprobs)]
-        out = pair.verify(active, block)
-        counts, emissions = [], []
+        found = pair.verify(active, block)
+        blocks = np.asarray(block).tolist()
+        verdicts, emissions = [], []
         for slot, request in enumerate(active):
-            accepted, emission = _commit(pair, request, block[slot], out, slot)
-            counts.append(accepted)
+            verdict, emission = commit(request, blocks[slot], found, slot)
+            verdicts.append(verdict)
             emissions.append(emission)
+        # The policy learns of the drafts that were judged.
+        judged = [i for i, slot in enumerate(drafting) if verdicts[slot].ok and found.drafts_finite[slot]]
+        if len(judged) < len(drafting):
+            drafting, logprobs = [drafting[i] for i in judged], logprobs[judged]
+        offered = [min(active[slot].block_length or drafted, block.shape[1]) - 1 for slot in drafting]
+        for slot, (verdict, emission) in enumerate(zip(verdicts, emissions, strict=True)):
+            self._settle(slot, verdict, emission, found)
         for slot in reversed(range(len(active))):
             if emissions[slot].finish_reason is not None:
                 self._retire(slot)
+        emissions = [each for each in emissions if each.token_ids or each.finish_reason is not None]
         lengths.observe(
             batch=len(active),
             drafted=drafted,
             verified=block.shape[1],
-            accepted=[counts[slot] for slot in drafting],
-            offered=[min(active[slot].block_length or drafted, block.shape[1]) - 1 for slot in drafting],
+            accepted=[len(verdicts[slot].path) for slot in drafting],
+            offered=offered,
             logprobs=logprobs if drafted > 1 else None,
             draft_seconds=pair.draft_time,
             verify_seconds=pair.verify_time,
@@ -119,6 +165,22 @@ class Scheduler:
             request.statistics.host_time += host
         return emissions
 
+    def _settle(self, slot: int, verdict: Verdict, emission: Emission, found: Verified) -> None:
+        """Make a slot hold what was decided for its request, and behind that nothing that is not finite."""
+        request = self.active[slot]
+        request.in_doubt = not verdict.ok
+        if emission.error is not None and not verdict.ok:
+            request.sound = False
+            return
+        if not found.drafts_finite[slot]:
+            self.pair.stop_drafting(request, slot)
+        rows = len(verdict.path) + verdict.ok  # all that was decided but the new anchor's
+        if request.draft and rows:
+            self.pair.commit(request, slot, found, rows)
+        request.committed += rows
+        if not found.finite[slot].all():
+            self.pair.clear(slot, request.committed)
+
     def _prefill(self, budget: int, emissions: list[Emission]) -> int:
         """One chunk of the request being prefilled, or of the next one; returns the tokens spent."""
         begin, slot = perf_counter(), len(self.active)
@@ -130,15 +192,22 @@ class Scheduler:
             request.committed = self.slots.occupy(slot, request.prompt, live, draft=request.draft)
             request.statistics.num_cached_tokens = request.committed
         chunk = request.prompt[request.committed : request.committed + budget]
-        logits = self.pair.prefill(chunk, request.committed, slot, draft=request.draft)
+        logits, drafts_finite = self.pair.prefill(chunk, request.committed, slot, draft=request.draft)
         request.committed += len(chunk)
-        if request.committed == len(request.prompt):
+        request.sound = _finite(logits)
+        if not drafts_finite:
+            self.pair.stop_drafting(request, slot)
+        if not request.sound or request.committed == len(request.prompt):
             self.filling = None
-            emission = _first_token(request, np.asarray(logits))
+            emission = (
+                first_token(request, np.asarray(logits))
+                if request.sound
+                else fail(request, non_finite(request.committed))
+            )
             if emission.finish_reason is None:
                 self.active.append(request)
             else:
-                self.slots.keep(slot, request.rows())
+                self._keep(request, slot)
             emissions.append(emission)
         request.statistics.prefill_time += perf_counter() - begin
         return len(chunk)
@@ -151,21 +220,18 @@ class Scheduler:
                 self._retire(self.active.index(request))
             elif request is self.filling:
                 self.filling = None
-                self.slots.keep(len(self.active), request.rows())
+                self._keep(request, len(self.active))
             elif request in self.waiting:
                 del self.waiting[request]
             else:  # not submitted yet
                 continue
-            reason: FinishReason = "cancelled" if request.cancelled else "timeout"
-            if request.output:
-                request.statistics.generation_time = now - request.first_token_at
-            emissions.append(Emission(request, [], request.stop.abandon(reason), reason))
+            emissions.append(leave(request, "cancelled" if request.cancelled else "timeout"))
         return emissions
 
     def _retire(self, slot: int) -> None:
         """Take an active request out of its slot: the last active one moves there, the one in prefill closes up."""
         ended, last = self.active[slot], len(self.active) - 1
-        self.slots.keep(slot, ended.rows())
+        self._keep(ended, slot)
         moved = self.active.pop()
         if slot != last:
             self.slots.move(last, slot, moved.committed)
@@ -173,46 +239,14 @@ class Scheduler:
         if self.filling is not None:
             self.slots.move(last + 1, last, self.filling.committed)
 
-
-def _first_token(request: InFlight, logits: Array) -> Emission:
-    token = sample(logits, request.params, request.seed, request.committed, request.counts)
-    if request.counts is not None:
-        request.counts.add(token)
-    request.first_token_at = perf_counter()
-    request.statistics.time_to_first_token = request.first_token_at - request.arrived
-    return _emit(request, [token], logits[None])
+    def _keep(self, ended: InFlight, slot: int) -> None:
+        """The rows of a request that has ended stay for others, if they are sound."""
+        if ended.sound:
+            self.slots.keep(slot, ended.rows())
+        else:
+            self.pair.clear(slot)
 
 
-def _commit(
-    pair: Pair, request: InFlight, block: Array, out: Mapping[str, Any], slot: int
-) -> tuple[int, Emission]:
-    """The tokens of one verified block that are the target's own: the accepted drafts, and the one after them."""
-    tokens = block[: request.block_length if request.draft else 1].tolist()
-    accepted, token = int(out["accepted"][slot]), int(out["next_token"][slot])
-    decided = out.get(
-        "decided"
-    )  # where the engine samples: which requests it has decided, whatever their parameters
-    final = request.params.greedy and len(tokens) == len(block) if decided is None else decided[slot]
-    if not final or token < 0:  # -1: no finite logits, which `accept` says
-        position, logits = request.committed + 1, out["logits"][slot]
-        accepted, token = accept(tokens, logits, request.params, request.seed, position, request.counts)
-    request.statistics.record_round(len(tokens) - 1, accepted)
-    if request.draft:
-        pair.commit(request, slot, out, accepted + 1)
-    request.committed += accepted + 1
-    logits = out["logits"][slot] if request.params.logprobs else None
-    return accepted, _emit(request, [*tokens[1 : accepted + 1], token], logits)
-
-
-def _emit(request: InFlight, tokens: list[int], logits: Array | None) -> Emission:
-    """Give out tokens; `logits` [n,V], if log-probabilities are wanted, has the row that decided each of them."""
-    request.output += tokens
-    kept, text, reason = request.stop.push(tokens)
-    request.statistics.num_generation_tokens += kept
-    if reason is not None:
-        request.statistics.generation_time = perf_counter() - request.first_token_at
-    logprobs = None
-    if request.params.logprobs and logits is not None:
-        logprobs = [log_probability(row, token) for row, token in zip(logits, tokens[:kept], strict=False)]
-        request.logprobs += logprobs
-    return Emission(request, tokens[:kept], text, reason, logprobs)
+def _finite(logits: Any) -> bool:
+    """Whether there is a finite largest value, and no NaN."""
+    return bool(np.isfinite(np.asarray(logits).max()))

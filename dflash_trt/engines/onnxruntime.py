@@ -89,6 +89,12 @@ class OnnxRuntimeEngine:
         for cache, copy in zip(self._caches.values(), kept, strict=True):
             cache[slot, :, start : start + rows] = copy[:, :rows]
 
+    def clear_slot(self, slot: int, first: int = 0, last: int | None = None) -> None:
+        """Make the cache rows first .. last-1 of a slot 0. Memory that was never written stays untouched."""
+        for cache in self._caches.values():
+            rows = cache[slot, :, first:last]
+            np.copyto(rows, 0, where=rows != 0)
+
     def _bind(self, feeds: Mapping[str, Array], first_slot: int) -> _Bound:
         if len(self._bound) >= _MAX_BINDINGS:
             self._bound.clear()
@@ -129,8 +135,8 @@ class OnnxRuntimeEngine:
         """A view into the one buffer this name has; growing it drops every binding to the old one."""
         size = int(np.prod(shape))
         if name not in self._memory or self._memory[name].size < size:
+            self._bound.clear()  # first: whatever interrupts this, no binding to the old memory is left
             self._memory[name] = np.zeros(max(size, 1), dtype)
-            self._bound.clear()
         return self._memory[name][:size].reshape(shape)
 
     def close(self) -> None:

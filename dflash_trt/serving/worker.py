@@ -26,7 +26,7 @@ from dflash_trt.async_llm import AsyncLLM
 from dflash_trt.decoding.metrics import PREFIX
 from dflash_trt.decoding.request import Chunk, Completion, SamplingParams
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.errors import BusyError, DFlashError, RequestError
+from dflash_trt.errors import BusyError, DecodingError, DFlashError, RequestError
 
 METRICS_SECONDS = 1.0
 # Shorter texts are tokenized where they arrive; longer ones in a thread, so that streams do not wait for them.
@@ -80,7 +80,7 @@ class Worker:
         self._llm = llm
         longest = max(map(len, llm.tokenizer.backend.get_vocab()))
         self._most_bytes = 4 * longest * llm.max_seq_len  # in UTF-8, of a text that may fit
-        self._updates: list[tuple[int | str, Any]] = []
+        self._updates: list[str] = []  # in JSON, of each request by itself
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._failed = False
         self._closing: asyncio.Task[None] | None = None
@@ -103,7 +103,7 @@ class Worker:
                 self._tasks[key].add_done_callback(partial(self._ended, key))
         show.cancel()
         if self._failed:  # the answers in flight have said so
-            await asyncio.gather(*self._tasks.values())
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             self._flush()
             await self._writer.drain()
             return 1
@@ -137,6 +137,8 @@ class Worker:
                 self._send(key, self._about_prompt(ids, message["echo"]) | _update(done, arrived))
         except BusyError as error:
             self._send(key, {"error": ["UNAVAILABLE", str(error)]})
+        except DecodingError as error:
+            self._send(key, {"error": ["INTERNAL", str(error)]})
         except RequestError as error:
             self._send(key, {"error": ["INVALID_ARG", _named(str(error), message["field"])]})
         except DFlashError as error:
@@ -144,14 +146,15 @@ class Worker:
                 self._fail()
             text = str(error) if self._closing is None else "the server is stopping"
             self._send(key, {"error": ["UNAVAILABLE", text]})
-        except Exception as error:  # of a kind that nobody thought of: this request must not wait for ever
-            traceback.print_exc()
-            self._send(key, {"error": ["INTERNAL", f"{type(error).__name__}: {error}"]})
 
     def _ended(self, key: int, task: asyncio.Task[None]) -> None:
+        """Whatever ended the task of a request, the request is answered."""
         del self._tasks[key]
         if task.cancelled():  # perhaps before it began
             self._send(key, {"error": ["CANCELLED", "the client has left"]})
+        elif error := task.exception():  # of a kind that nobody thought of; a library's panic, too
+            traceback.print_exception(error)
+            self._send(key, {"error": ["INTERNAL", f"{type(error).__name__}: {error}"]})
 
     async def _prompt_ids(self, message: dict[str, Any]) -> list[int]:
         prompt = message["prompt"]
@@ -179,13 +182,14 @@ class Worker:
 
     def _send(self, key: int | str, update: Any) -> None:
         """Write soon: what a round gives to all its requests goes out in one line."""
+        text = json.dumps([key, update])
         if not self._updates:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._updates.append((key, update))
+        self._updates.append(text)
 
     def _flush(self) -> None:
-        self._writer.write(json.dumps(self._updates).encode() + b"\n")
-        self._updates = []
+        updates, self._updates = self._updates, []
+        self._writer.write(f"[{','.join(updates)}]\n".encode())
 
     async def _show_metrics(self) -> None:
         while True:

@@ -11,18 +11,20 @@ import asyncio
 import queue
 import threading
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dflash_trt.bundle import Bundle
+from dflash_trt.decoding.commit import alone, fail, leave
 from dflash_trt.decoding.inflight import Emission, InFlight
 from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.lengths import Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.request import FinishReason, SamplingParams
-from dflash_trt.errors import DFlashError, RequestError
+from dflash_trt.errors import DFlashError, EngineError, RequestError
 from dflash_trt.trtllm.installed import load
 
 _PATIENCE = 0.05  # seconds that a step waits for tokens before it looks at cancellations and deadlines again
@@ -35,7 +37,7 @@ class _Response(NamedTuple):
     tokens: list[int]
     iteration: int
     finish_reason: FinishReason | None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 @dataclass
@@ -49,8 +51,12 @@ class _Run:
 class Driver:
     """One `tensorrt_llm.LLM`. As with `Scheduler`, one thread calls `submit` and `step`.
 
+    No step is ever `cut_short`: what it takes from one response is whole.
+
     How many requests run at a time is the bundle's `max_batch_size`: TensorRT-LLM queues the others itself.
     """
+
+    cut_short = False
 
     def __init__(self, bundle: Bundle) -> None:
         manifest = bundle.manifest
@@ -115,7 +121,7 @@ class Driver:
                 response = self._responses.get(block=wait, timeout=_PATIENCE)
                 wait = False
                 if response.request in self._runs:
-                    emissions.append(self._take(response))
+                    emissions.append(self._answer(response))
         except queue.Empty:
             pass
         self.metrics.observe_step(emissions, len(self._runs), 0)
@@ -157,7 +163,9 @@ class Driver:
                 tokens, seen = list(completion.token_ids[seen:]), len(completion.token_ids)
                 iteration, reason = int(output.decoding_iter), completion.finish_reason
                 self._responses.put(_Response(request, tokens, iteration, reason))
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a library's panic, too: whoever waits must hear of it
             self._responses.put(_Response(request, [], 0, None, error))
 
     def _sampling_params(self, request: InFlight) -> Any:
@@ -181,10 +189,17 @@ class Driver:
                 values["top_k"] = p.top_k
         return self._module.SamplingParams(**values)
 
-    def _take(self, response: _Response) -> Emission:
-        request, tokens = response.request, response.tokens
+    def _answer(self, response: _Response) -> Emission:
+        request = response.request
         if response.error is not None:
             return self._failed(request, response.error)
+        emission = alone(request, partial(self._take, response))
+        if emission.error is not None:
+            self._loop.call_soon_threadsafe(self._runs.pop(request).result.abort)
+        return emission
+
+    def _take(self, response: _Response) -> Emission:
+        request, tokens = response.request, response.tokens
         statistics, run = request.statistics, self._runs[request]
         if tokens and not request.output:
             request.first_token_at = perf_counter()
@@ -208,15 +223,15 @@ class Driver:
                 self._loop.call_soon_threadsafe(run.result.abort)
         return Emission(request, tokens[:kept], text, reason)
 
-    def _failed(self, request: InFlight, error: Exception) -> Emission:
+    def _failed(self, request: InFlight, error: BaseException) -> Emission:
         """It refuses a request by ValueError, or a RequestError of its own; all else is the engine's failure."""
         del self._runs[request]
         text = f"TensorRT-LLM: {type(error).__name__}: {error}"
         if not isinstance(error, ValueError) and type(error).__name__ != "RequestError":
-            raise DFlashError(text) from error
+            raise EngineError(text) from error
         refused = RequestError(text)
         refused.__cause__ = error
-        return Emission(request, [], request.stop.abandon("cancelled"), "cancelled", refused=refused)
+        return fail(request, refused)
 
     def _count(self, request: InFlight, tokens: int, rounds: int) -> None:
         """Rounds of verification that gave so many tokens; evenly, where one response has several of them."""
@@ -233,10 +248,7 @@ class Driver:
             run = self._runs.pop(request, None)
             if run is None:  # not submitted yet
                 continue
-            reason: FinishReason = "cancelled" if request.cancelled else "timeout"
-            if request.output:
-                request.statistics.generation_time = now - request.first_token_at
-            emissions.append(Emission(request, [], request.stop.abandon(reason), reason))
+            emissions.append(leave(request, "cancelled" if request.cancelled else "timeout"))
             if run.result is not None:
                 self._loop.call_soon_threadsafe(run.result.abort)
         return emissions

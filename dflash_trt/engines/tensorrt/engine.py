@@ -120,6 +120,12 @@ class TensorRTEngine:
             for cache, copy in zip(self.caches.values(), kept, strict=True):
                 cache[slot, :, start : start + rows].copy_(copy[:, :rows])
 
+    def clear_slot(self, slot: int, first: int = 0, last: int | None = None) -> None:
+        """Make the cache rows first .. last-1 of a slot 0."""
+        with torch.cuda.stream(self.stream):
+            for cache in self.caches.values():
+                cache[slot, :, first:last].zero_()
+
     def close(self) -> None:
         """Free contexts, graphs, buffers and caches."""
         self.stream.synchronize()

@@ -15,7 +15,7 @@ import torch
 
 from dflash_trt.bundle import Bundle
 from dflash_trt.decoding.inflight import InFlight
-from dflash_trt.decoding.pair import USUAL_CONTEXT, Caches
+from dflash_trt.decoding.pair import USUAL_CONTEXT, Caches, Verified
 from dflash_trt.errors import BuildError, BundleError
 from dflash_trt.plugins.version import check as check_plugins
 
@@ -92,17 +92,25 @@ class DevicePair(Caches):
         self._chunk = chunk[0]
         self._rows = torch.arange(block_size, device=device)
         pinned = device.type == "cuda"
-        self._accepted = torch.empty((2, max_batch_size), dtype=torch.int64, pin_memory=pinned)
+        # What the host waits for: accepted and next tokens, then which drafts and which rows of logits are finite.
+        self._decided = torch.zeros((2, max_batch_size), dtype=torch.int64, pin_memory=pinned)
+        self._finite = torch.zeros(max_batch_size * (1 + block_size), dtype=torch.bool, pin_memory=pinned)
+        self._drafts_finite: torch.Tensor | None = (
+            None  # of the last `propose`, on the GPU; None if none were made
+        )
         self._tokens = torch.empty(max_batch_size * block_size, dtype=torch.int64, pin_memory=pinned)
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         # Sampled requests are decided on the GPU where Triton is there to compile the kernels, else on the host.
         self.samples = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self._sampling: tuple[Sequence[InFlight], Sampling | None] = ((), None)
 
-    def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> DeviceArray:
+    def prefill(
+        self, tokens: Sequence[int], start: int, slot: int, *, draft: bool
+    ) -> tuple[DeviceArray, bool]:
         """Write the rows of `tokens`, which stand at positions start, start+1, ...; at most `prefill_chunk` of them.
 
-        With `draft`, the drafter takes them in as well. Returns the logits [V] of the last row.
+        With `draft`, the drafter takes them in as well. Returns the logits [V] of the last row, and whether the
+        drafter's numbers are finite.
         """
         n = len(tokens)
         shapes = {"tokens": (1, n), "start": (1,), "rows": (1, 1)}
@@ -112,7 +120,10 @@ class DevicePair(Caches):
             self.target.run(PREFILL, shapes, first_slot=slot)
             if draft:
                 self._take_in(n, start, slot)
-            return DeviceArray(self.target.buffer(PREFILL, "logits", 1, 1, self._vocab)[0, 0])
+            sound = not draft or bool(
+                torch.isfinite(self.drafter.buffer(PREFILL, "draft_logprobs", 1, 1)).all()
+            )
+            return DeviceArray(self.target.buffer(PREFILL, "logits", 1, 1, self._vocab)[0, 0]), sound
 
     def propose(
         self, active: Sequence[InFlight], length: int
@@ -125,6 +136,7 @@ class DevicePair(Caches):
         anchors = [request.anchor for request in active]
         with torch.cuda.stream(self._stream):
             self._events[0].record(self._stream)
+            self._drafts_finite = None
             if length == 1:
                 return np.array(anchors, np.int64)[:, None], np.zeros((n, 0), np.float32)
             fresh = [request.behind for request in active]
@@ -146,12 +158,13 @@ class DevicePair(Caches):
             for request in active:
                 request.behind = 0
             logprobs = self.drafter.buffer(DECODE, "draft_logprobs", n, length - 1)
+            self._drafts_finite = torch.isfinite(logprobs).all(dim=1)
             return DeviceArray(block), DeviceArray(logprobs)
 
-    def verify(self, active: Sequence[InFlight], block: Array | DeviceArray) -> Mapping[str, Any]:
-        """One target pass over the blocks of slots 0 .. n-1: logits [n,S,V], and accepted and next_token [n], which are
-        the graph's greedy ones, or every request's own if there is `decided` [n]. `block` can be read without waiting
-        then.
+    def verify(self, active: Sequence[InFlight], block: Array | DeviceArray) -> Verified:
+        """One target pass over the blocks [n,S] of slots 0 .. n-1; `block` can be read without waiting then.
+
+        The graph decides for the greedy requests. Where the kernels sample, they decide for all but penalized ones.
         """
         n, length = block.shape
         shapes = {"tokens": (n, length), "start": (n,), "rows": (n, length)}
@@ -168,7 +181,13 @@ class DevicePair(Caches):
             made = self._decide(active, tokens, logits)
             for i, name in enumerate(("accepted", "next_token")):
                 found = self.target.buffer(DECODE, name, n) if made is None else getattr(made, name)
-                self._accepted[i, :n].copy_(found, non_blocking=True)
+                self._decided[i, :n].copy_(found, non_blocking=True)
+            finite, drafts_finite = self._finite[: n * length].view(n, length), self._finite[-n:]
+            finite.copy_(torch.isfinite(logits.amax(dim=-1)), non_blocking=True)
+            if self._drafts_finite is None:
+                drafts_finite.fill_(True)
+            else:
+                drafts_finite.copy_(self._drafts_finite, non_blocking=True)
             host = self._tokens[: n * length].view(n, length)
             host.copy_(tokens, non_blocking=True)
             self._events[2].record(self._stream)
@@ -179,9 +198,15 @@ class DevicePair(Caches):
             begin.elapsed_time(end) / 1e3 for begin, end in zip(self._events, self._events[1:], strict=False)
         )
         self._features = self.target.buffer(DECODE, "features", n, length, self._waiting.shape[2])
-        accepted, next_token = self._accepted[:, :n].numpy()
-        out = {"accepted": accepted, "next_token": next_token, "logits": DeviceArray(logits)}
-        return out if made is None else {**out, "decided": [request.counts is None for request in active]}
+        accepted, next_token = self._decided[:, :n].numpy()
+        return Verified(
+            accepted,
+            next_token,
+            decided=[r.params.greedy if made is None else r.counts is None for r in active],
+            finite=finite.numpy(),
+            logits=DeviceArray(logits),
+            drafts_finite=drafts_finite.numpy(),
+        )
 
     def _decide(
         self, active: Sequence[InFlight], tokens: torch.Tensor, logits: torch.Tensor
@@ -197,7 +222,7 @@ class DevicePair(Caches):
         if params is None or list(requests) != list(active):
             params = sampling_tensors([r.params for r in active], [r.seed for r in active], device)
             self._sampling = (list(active), params)
-        lengths = [min(r.block_length or length, length) if r.draft else 1 for r in active]
+        lengths = [request.own_length(length) for request in active]
         return decide_round(
             params,
             torch.tensor(lengths).to(device, non_blocking=True),
@@ -207,7 +232,7 @@ class DevicePair(Caches):
             mask_token=self.mask_token_id,
         )
 
-    def commit(self, request: InFlight, slot: int, out: Mapping[str, Any], count: int) -> None:
+    def commit(self, request: InFlight, slot: int, found: Verified, count: int) -> None:
         """The first `count` rows of the verified block of `slot` are right: their features wait for the drafter."""
         waiting, width = self._waiting[slot], self._waiting.shape[1]
         with torch.cuda.stream(self._stream):
@@ -217,6 +242,12 @@ class DevicePair(Caches):
                 request.behind = 0
             waiting[request.behind : request.behind + count].copy_(self._features[slot, :count])
         request.behind += count
+
+    def stop_drafting(self, request: InFlight, slot: int) -> None:
+        """From now on this request takes no drafts, and its slot holds nothing of the drafter's."""
+        request.draft, request.behind = False, 0
+        self.drafter.clear_slot(slot)
+        self._clear_waiting(slot)
 
     def rehearse_draft(self, batch: int, length: int) -> None:
         """A drafter pass as `propose` runs it, over no request's tokens. Overwrites rows of slots 0 .. batch-1."""
@@ -241,6 +272,17 @@ class DevicePair(Caches):
         if max(source, target) < len(self._waiting):
             with torch.cuda.stream(self._stream):
                 self._waiting[target].copy_(self._waiting[source])
+
+    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
+        """Make rows first .. last-1 of a slot 0, in both models' caches; what waits there too, if that is all rows."""
+        super().clear(slot, first, last)
+        if first == 0:
+            self._clear_waiting(slot)
+
+    def _clear_waiting(self, slot: int) -> None:
+        if slot < len(self._waiting):
+            with torch.cuda.stream(self._stream):
+                self._waiting[slot].zero_()
 
     def _rehearse(self, engine: TensorRTEngine, shapes: Mapping[str, Sequence[int]], **filled: int) -> None:
         with torch.cuda.stream(self._stream):

@@ -1,0 +1,118 @@
+"""From what a pass decided for one request to its tokens and its text. What goes wrong here is that request's error.
+
+An error in these functions ends the request it belongs to, and no other: whatever the error is, a library's panic
+(which Python knows as a BaseException) included. Only an interruption of the whole process goes on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.decoding.acceptance import UNDECIDED, Verdict, judge
+from dflash_trt.decoding.inflight import Emission, InFlight
+from dflash_trt.decoding.pair import Verified
+from dflash_trt.decoding.request import FinishReason
+from dflash_trt.decoding.sampling import log_probability, sample
+from dflash_trt.errors import DecodingError, NonFiniteError, RequestError
+
+Array = np.ndarray[Any, Any]
+
+# What stops the process or a generator: of no request's making.
+INTERRUPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+def first_token(request: InFlight, logits: Array) -> Emission:
+    """The token after the prompt, by the logits [V] of the prompt's last row."""
+    return alone(request, partial(_first_token, request, logits))
+
+
+def commit(request: InFlight, block: Sequence[int], found: Verified, slot: int) -> tuple[Verdict, Emission]:
+    """The verdict on the verified block of `slot`, and the tokens it gives: the accepted drafts and the one after."""
+    verdicts: list[Verdict] = []
+
+    def tokens() -> Emission:
+        verdicts.append(judge(request, block, found, slot))
+        rows = found.logits[slot][[0, *verdicts[0].path]] if request.params.logprobs else None
+        return _commit(request, block, verdicts[0], rows)
+
+    emission = alone(request, tokens)
+    return (verdicts or [UNDECIDED])[0], emission
+
+
+def leave(request: InFlight, reason: FinishReason) -> Emission:
+    """The end of a request that was cancelled or is late, with the text that was held back."""
+    if request.output:
+        request.statistics.generation_time = perf_counter() - request.first_token_at
+    return alone(request, lambda: Emission(request, [], request.stop.abandon(reason), reason))
+
+
+def fail(request: InFlight, error: BaseException) -> Emission:
+    """The end of a request by an error of its own. What it was given before stays good."""
+    if request.output:
+        request.statistics.generation_time = perf_counter() - request.first_token_at
+    if not isinstance(error, RequestError):
+        cause, error = error, DecodingError(f"decoding failed: {type(error).__name__}: {error}")
+        error.__cause__ = cause
+    try:
+        text = request.stop.abandon("error")
+    except INTERRUPTIONS:
+        raise
+    except BaseException:  # the text may be what the error is about
+        text = ""
+    return Emission(request, [], text, "error", error=error)
+
+
+def non_finite(position: int) -> NonFiniteError:
+    """The error of a request for whose token at `position` there are no logits to choose by."""
+    return NonFiniteError(
+        f"the target's logits for the token at position {position} have no finite largest value (NaN, or infinite): "
+        "the engine's numbers overflowed, or the checkpoint has such weights; build with a wider precision"
+    )
+
+
+def alone(request: InFlight, work: Callable[[], Emission]) -> Emission:
+    """What `work` gives a request; an error in it ends the request."""
+    try:
+        return work()
+    except INTERRUPTIONS:
+        raise
+    except BaseException as error:
+        return fail(request, error)
+
+
+def _first_token(request: InFlight, logits: Array) -> Emission:
+    token = sample(logits, request.params, request.seed, request.committed, request.counts)
+    if request.counts is not None:
+        request.counts.add(token)
+    request.first_token_at = perf_counter()
+    request.statistics.time_to_first_token = request.first_token_at - request.arrived
+    return _emit(request, [token], logits[None])
+
+
+def _commit(request: InFlight, block: Sequence[int], verdict: Verdict, logits: Array | None) -> Emission:
+    accepted = [block[node] for node in verdict.path]
+    request.statistics.record_round(request.own_length(len(block)) - 1, len(accepted))
+    if verdict.ok:
+        return _emit(request, [*accepted, verdict.token], logits)
+    if len(block) > 1:  # perhaps a draft's doing; the next round decides, without drafts
+        return _emit(request, accepted, logits)
+    return fail(request, non_finite(request.committed + 1))
+
+
+def _emit(request: InFlight, tokens: list[int], logits: Array | None) -> Emission:
+    """Give out tokens; `logits` [n,V], if log-probabilities are wanted, has the row that decided each of them."""
+    request.output += tokens
+    kept, text, reason = request.stop.push(tokens)
+    request.statistics.num_generation_tokens += kept
+    if reason is not None:
+        request.statistics.generation_time = perf_counter() - request.first_token_at
+    logprobs = None
+    if request.params.logprobs and logits is not None:
+        logprobs = [log_probability(row, token) for row, token in zip(logits, tokens[:kept], strict=False)]
+        request.logprobs += logprobs
+    return Emission(request, tokens[:kept], text, reason, logprobs)
