@@ -116,7 +116,9 @@ class Runtime:
             self.scheduler.slots.overwritten()
             with self.scheduler.whole():
                 self._adaptive = _new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size)
-                for slot in range(self.scheduler.max_batch_size):  # the numbers of these passes may not be finite
+                for slot in range(
+                    self.scheduler.max_batch_size
+                ):  # the numbers of these passes may not be finite
                     self.pair.clear(slot, last=USUAL_CONTEXT + 2 * self.block_size)
         return self._adaptive
 

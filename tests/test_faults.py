@@ -234,15 +234,17 @@ def test_a_step_that_is_cut_short_leaves_nothing_behind(seed, batch, spare, afte
         if left == 0:
             raise error("now")
 
-    for name in ("move", "keep", "restore"):
-
-        def copy(*given: Any, of: Callable[..., Any] = getattr(pool.pair, name), **options: Any) -> Any:
+    def between(copy: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*given: Any, **options: Any) -> Any:
             perhaps()
-            done = of(*given, **options)
+            done = copy(*given, **options)
             perhaps()
             return done
 
-        setattr(pool.pair, name, copy)
+        return guarded
+
+    for name in ("move", "keep", "restore"):
+        setattr(pool.pair, name, between(getattr(pool.pair, name)))
     pool.target.before_pass = pool.drafter.before_pass = perhaps
     base = prompt(12, seed)
     for round_ in range(3):
