@@ -124,7 +124,9 @@ def test_the_engine_process_answers_and_ends_with_its_socket(bundle: Path) -> No
     with LLM(bundle, threads=1) as llm:
         expected = llm.generate(prompt(9), SamplingParams(max_tokens=30, temperature=1.0, seed=3))
     engine = Engine(bundle)
-    assert json.loads(engine.file.readline()) == {"ready": True}
+    ready = json.loads(engine.file.readline())
+    assert ready.pop("longest_line") > 1 << 20
+    assert ready == {"ready": True}
     engine.ask(1, prompt(9), max_tokens=30, temperature=1.0, seed=3)
     engine.ask(2, [10**6], max_tokens=3)
     engine.ask(3, prompt(5), max_tokens=200, ignore_eos=True)
@@ -143,6 +145,25 @@ def test_the_engine_process_answers_and_ends_with_its_socket(bundle: Path) -> No
     assert ends[2][0] == "INVALID_ARG"
     assert ends[2][1].startswith("input_ids has token id 1000000")
     assert ends[3][0] == "CANCELLED"
+    assert engine.end() == 0
+
+
+def test_a_text_that_cannot_fit_is_refused_and_one_that_fits_is_told_its_tokens(bundle: Path) -> None:
+    engine = Engine(bundle)
+    longest = json.loads(engine.file.readline())["longest_line"]
+    text = "\x01" * ((longest - 1000) // 6)
+    assert len(request(1, text)) <= longest  # type: ignore[arg-type]
+    engine.ask(1, text)
+    engine.ask(2, "hello", max_tokens=3, ignore_eos=True)
+    got: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
+    for key, update in engine.updates():
+        got[key].append(update)
+        if got[1] and got[2] and "finish_reason" in got[2][-1]:
+            break
+    assert got[1][0]["error"][1].startswith(f"input_ids has {len(text)} bytes")
+    with LLM(bundle, threads=1) as llm:
+        assert got[2][0]["num_input_tokens"] == len(llm.tokenizer.encode("hello"))
+    assert all("num_input_tokens" not in update for update in got[2][1:])
     assert engine.end() == 0
 
 

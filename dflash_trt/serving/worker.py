@@ -2,8 +2,8 @@
 
     python -m dflash_trt.serving.worker FD SETTINGS
 
-The model (triton_repo/dflash/1/model.py) starts it and sends one object per line: a request with its id, or
-{"cancel": id}. Back go lists of [id, update]; an update has text and token_ids, the last one of a request
+It says {"ready": true} and how long a line it takes. The model (triton_repo/dflash/1/model.py), which starts it, then
+sends one object per line: a request with its id, or {"cancel": id}. Back go lists of [id, update]; an update has text and token_ids, the last one of a request
 finish_reason and statistics, or error: [code, message]. The end of input ends this process; SIGTERM cancels what is
 in flight, and SIGINT is the server's business.
 """
@@ -29,8 +29,6 @@ from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import BusyError, DecodingError, DFlashError, RequestError
 
 METRICS_SECONDS = 1.0
-# Shorter texts are tokenized where they arrive; longer ones in a thread, so that streams do not wait for them.
-_SHORT_TEXT = 4096
 _HELP = {
     "num_requests_running": "requests being decoded",
     "num_requests_waiting": "requests waiting",
@@ -78,8 +76,8 @@ class Worker:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        longest = max(map(len, llm.tokenizer.backend.get_vocab()))
-        self._most_bytes = 4 * longest * llm.max_seq_len  # in UTF-8, of a text that may fit
+        # JSON writes a byte of UTF-8 as 6 at most. Besides the prompt there are the words and the parameters.
+        self._longest_line = 6 * llm.tokenizer.most_bytes(llm.max_seq_len) + (1 << 20)
         self._updates: list[str] = []  # in JSON, of each request by itself
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._failed = False
@@ -87,8 +85,9 @@ class Worker:
 
     async def serve(self, connection: socket.socket) -> int:
         """Until the end of input; the exit code."""
-        self._reader, self._writer = await asyncio.open_connection(sock=connection, limit=1 << 30)
-        self._writer.write(b'{"ready": true}\n')
+        self._reader, self._writer = await asyncio.open_connection(sock=connection, limit=self._longest_line)
+        ready = {"ready": True, "longest_line": self._longest_line}
+        self._writer.write(json.dumps(ready).encode() + b"\n")
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._close)
         show = asyncio.create_task(self._show_metrics())
@@ -122,19 +121,18 @@ class Worker:
     async def _answer(self, key: int, message: dict[str, Any]) -> None:
         arrived = time.time_ns()
         try:
-            ids = await self._prompt_ids(message)
+            prompt = message["prompt"]
             params = SamplingParams(**message["params"], stop_token_ids=self._end_ids(message["end_id"]))
             options = {name: message[name] for name in ("speculate", "block_length", "timeout")}
             if message["stream"]:
-                first = True
-                async with aclosing(self._llm.stream(ids, params, **options)) as chunks:
+                async with aclosing(self._llm.stream(prompt, params, **options)) as chunks:
                     async for chunk in chunks:
-                        about_prompt = self._about_prompt(ids, message["echo"]) if first else {}
+                        about_prompt = self._about_prompt(chunk.prompt_token_ids, message["echo"])
                         self._send(key, about_prompt | _update(chunk, arrived))
-                        first = False
             else:
-                done = await self._llm.generate(ids, params, **options)
-                self._send(key, self._about_prompt(ids, message["echo"]) | _update(done, arrived))
+                done = await self._llm.generate(prompt, params, **options)
+                about_prompt = self._about_prompt(done.prompt_token_ids, message["echo"])
+                self._send(key, about_prompt | _update(done, arrived))
         except BusyError as error:
             self._send(key, {"error": ["UNAVAILABLE", str(error)]})
         except DecodingError as error:
@@ -156,21 +154,10 @@ class Worker:
             traceback.print_exception(error)
             self._send(key, {"error": ["INTERNAL", f"{type(error).__name__}: {error}"]})
 
-    async def _prompt_ids(self, message: dict[str, Any]) -> list[int]:
-        prompt = message["prompt"]
-        if not isinstance(prompt, str):
-            return list(prompt)
-        size = len(prompt.encode())
-        if size > self._most_bytes:
-            raise RequestError(
-                f"the prompt has {size} bytes, more than the {self._llm.max_seq_len} tokens of this bundle hold"
-            )
-        if size <= _SHORT_TEXT:
-            return self._llm.tokenizer.encode(prompt)
-        return await asyncio.to_thread(self._llm.tokenizer.encode, prompt)
-
-    def _about_prompt(self, ids: list[int], echo: bool) -> dict[str, Any]:
-        """What the first update of a request has besides its tokens; of a prompt that was taken."""
+    def _about_prompt(self, ids: list[int] | None, echo: bool) -> dict[str, Any]:
+        """What the first update of a request has besides its tokens; `ids` is None for the others."""
+        if ids is None:
+            return {}
         about: dict[str, Any] = {"num_input_tokens": len(ids)}
         return about | {"echo": [self._llm.tokenizer.decode(ids), ids]} if echo else about
 

@@ -11,6 +11,7 @@ request goes out as one response: streams get coarser, not later, when the serve
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 import socket
@@ -83,7 +84,7 @@ class TritonPythonModel:
         settings["bundle"] = str((Path(pb_utils.get_model_dir()) / settings["bundle"]).resolve())
         self.requests: dict[int, InFlight] = {}
         self.lock = threading.Lock()  # of what follows, and of writing to the engine
-        self.count = 0
+        self.numbers = itertools.count(1)  # of requests
         self.failure = ""  # why there is no engine any more
         self.closing = False
         self.metrics = Metrics({"model": self.name, "version": args["model_version"]})
@@ -98,6 +99,7 @@ class TritonPythonModel:
         if "ready" not in first:
             self.engine.kill()
             raise pb_utils.TritonModelException(first.get("fatal") or f"while loading, {self.how_it_ended()}")
+        self.longest_line = first["longest_line"]
         threading.Thread(target=self.receive, name="answers", daemon=True).start()
         threading.Thread(target=self.watch, name="cancellation", daemon=True).start()
 
@@ -114,13 +116,16 @@ class TritonPythonModel:
             ) as error:  # of a kind that nobody thought of: this request must not wait for ever
                 flight.refuse("INTERNAL", f"{type(error).__name__}: {error}")
                 continue
+            message["id"] = next(self.numbers)
+            line = json.dumps(message).encode()
+            if len(line) > self.longest_line:
+                flight.refuse("INVALID_ARG", f"{longest_input(message)}, and a request at most {self.longest_line}")
+                continue
             with self.lock:
                 failure = self.failure
                 if not failure:
-                    self.count += 1
-                    message["id"] = self.count
-                    self.requests[self.count] = flight
-                    self.tell(message)
+                    self.requests[message["id"]] = flight
+                    self.tell(line)
             if failure:
                 flight.refuse("UNAVAILABLE", failure)
 
@@ -135,10 +140,10 @@ class TritonPythonModel:
             self.engine.kill()
             self.engine.wait()
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, line: bytes) -> None:
         """Send to the engine; one that has died is noticed by `receive`. Under the lock."""
         with contextlib.suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+            self.socket.sendall(line + b"\n")
 
     def read_line(self) -> tuple[dict[str, Any], bytes]:
         """The engine's first line, {} if it ended before; and what follows it."""
@@ -199,7 +204,7 @@ class TritonPythonModel:
             for key, flight in flights:
                 if flight.has_left():
                     with self.lock:
-                        self.tell({"cancel": key})
+                        self.tell(json.dumps({"cancel": key}).encode())
 
     def how_it_ended(self) -> str:
         code = self.engine.wait()
@@ -271,6 +276,15 @@ def read_request(request: Any, flight: InFlight) -> dict[str, Any]:
     switches = ("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics")
     flight.wanted = {name for name in switches if flag(name, False)}
     return message
+
+
+def longest_input(message: dict[str, Any]) -> str:
+    """The input that makes a request long, and its size."""
+    texts = {message["field"]: message["prompt"], "stop_words": message["params"]["stop"]}
+    texts["bad_words"] = message["params"]["bad_words"]
+    sizes = {name: len(json.dumps(value)) - 2 for name, value in texts.items()}
+    name = max(sizes, key=sizes.__getitem__)
+    return f"{name} has {sizes[name]} bytes in JSON"
 
 
 def merge(earlier: dict[str, Any], later: dict[str, Any]) -> None:
