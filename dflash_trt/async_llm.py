@@ -18,13 +18,14 @@ from typing import Any, Self
 from dflash_trt.bundle import Check
 from dflash_trt.decoding.inflight import Emission, InFlight, completion, items
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.request import Chunk, Completion, SamplingParams, shown
-from dflash_trt.errors import BusyError, DFlashError, EngineError, RequestError
+from dflash_trt.decoding.request import Chunk, Completion, SamplingParams
+from dflash_trt.errors import BusyError, DFlashError, EngineError, RequestError, quoted
 from dflash_trt.runtime import Messages, Prompt, Runtime
 from dflash_trt.text_thread import TextThread
 
 # What the engine thread hands to a stream: a chunk, or why there will be no more.
 _Item = Chunk | DFlashError
+_LONG = 1e9  # seconds: as good as no timeout
 
 
 @dataclass(slots=True)
@@ -196,7 +197,8 @@ class AsyncLLM:
         if timeout is not None and (
             not isinstance(timeout, Real) or isinstance(timeout, bool) or not timeout >= 0
         ):
-            raise RequestError(f"timeout is {shown(timeout)}, expected seconds, 0 or more")
+            raise RequestError(f"timeout is {quoted(timeout)}, expected seconds, 0 or more")
+        timeout = None if timeout is None else float(min(timeout, _LONG))
         params = sampling_params or SamplingParams()
         deadline = None if timeout is None else perf_counter() + timeout
         with self._wake:

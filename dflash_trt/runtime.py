@@ -18,7 +18,7 @@ from dflash_trt.decoding.inflight import InFlight
 from dflash_trt.decoding.lengths import FixedLength, Lengths
 from dflash_trt.decoding.pair import USUAL_CONTEXT, EnginePair, Pair
 from dflash_trt.decoding.pass_times import measure
-from dflash_trt.decoding.request import SamplingParams, shown, token_ids
+from dflash_trt.decoding.request import SamplingParams, token_ids
 from dflash_trt.decoding.sampling import TokenCounts
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.statistics import Statistics
@@ -26,7 +26,7 @@ from dflash_trt.decoding.stopping import StopChecker
 from dflash_trt.decoding.text import Detokenizer
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
-from dflash_trt.errors import BundleError, DFlashError, RequestError
+from dflash_trt.errors import BundleError, DFlashError, RequestError, quoted
 from dflash_trt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class Runtime:
         listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray | memoryview)
         if not listed and not (isinstance(prompt, np.ndarray) and prompt.ndim == 1):
             raise RequestError(
-                f"the prompt is {shown(prompt)}, a {type(prompt).__name__}, expected a text or a list of token ids"
+                f"the prompt is {quoted(prompt)}, a {type(prompt).__name__}, expected a text or a list of token ids"
             )
         if not len(prompt):
             raise RequestError("the prompt is empty: give at least one token")
@@ -200,7 +200,7 @@ class Runtime:
         ids = token_ids(prompt, "the prompt")
         vocab = self.bundle.manifest["vocab_size"]
         if wrong := [t for t in ids if not 0 <= t < vocab]:
-            raise RequestError(f"the prompt has token id {shown(wrong[0])}, expected 0..{vocab - 1}")
+            raise RequestError(f"the prompt has token id {quoted(wrong[0])}, expected 0..{vocab - 1}")
         return ids
 
     def _flight(

@@ -120,7 +120,7 @@ def test_numpy_integers_are_token_ids(llm: LLM) -> None:
 def test_absurd_numbers_are_refused_in_one_short_line(field: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"^{field} is ") as caught:
         SamplingParams(**{field: value})
-    assert len(str(caught.value)) < 200
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("top_p", [1e-50, 5e-324, 2.0**-149, 1e-30])
@@ -300,6 +300,8 @@ def test_a_timeout_is_a_number_of_seconds(bundle: Path, timeout: Any) -> None:
     async def body(llm: AsyncLLM, tokenizer: Watched) -> None:
         with pytest.raises(RequestError, match=f"timeout is {timeout!r}"):
             await llm.generate("short", FEW, timeout=timeout)
+        for long in (10**400, float("inf")):
+            assert (await llm.generate("short", FEW, timeout=long)).finish_reason == "length"
 
     serving(body, bundle)
 

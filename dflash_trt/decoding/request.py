@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -11,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.errors import RequestError
+from dflash_trt.errors import RequestError, quoted
 
 # "cancelled" and "timeout" come from outside, of requests that can be cancelled and have a deadline. "error" counts in
 # the metrics the requests that ended by an error of their own; who asked gets that error.
@@ -70,17 +69,17 @@ class SamplingParams:
         self._number("frequency_penalty", -100, 100)
         for field in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, field), bool):
-                raise RequestError(f"{field} is {shown(getattr(self, field))}, expected True or False")
+                raise RequestError(f"{field} is {quoted(getattr(self, field))}, expected True or False")
         stop = (self.stop,) if isinstance(self.stop, str) else self._items("stop")
         bad_words = self._items("bad_words")
         for field, words in (("stop", stop), ("bad_words", bad_words)):
             if wrong := [s for s in words if not isinstance(s, str) or not s]:
-                raise RequestError(f"{field} contains {shown(wrong[0])}, expected non-empty strings")
+                raise RequestError(f"{field} contains {quoted(wrong[0])}, expected non-empty strings")
             if (size := sum(len(s) for s in words if isinstance(s, str))) > MOST_CHARACTERS:
                 raise RequestError(f"{field} has {size} characters, expected at most {MOST_CHARACTERS}")
         ids = tuple(token_ids(self._items("stop_token_ids"), "stop_token_ids"))
         if ids and min(ids) < 0:
-            raise RequestError(f"stop_token_ids contains {shown(min(ids))}, expected token ids (0 or more)")
+            raise RequestError(f"stop_token_ids contains {quoted(min(ids))}, expected token ids (0 or more)")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "bad_words", bad_words)
@@ -100,7 +99,7 @@ class SamplingParams:
         value = getattr(self, field)
         number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else -1
         if not low <= number <= high:
-            raise RequestError(f"{field} is {shown(value)}, expected an integer, {low} to {high}")
+            raise RequestError(f"{field} is {quoted(value)}, expected an integer, {low} to {high}")
         object.__setattr__(self, field, number)
 
     def _number(
@@ -116,13 +115,13 @@ class SamplingParams:
         value = getattr(self, field)
         real = isinstance(value, Real) and not isinstance(value, bool)
         if not real or not (low <= value <= high or (zero and value == 0)) or (open_low and value == low):
-            raise RequestError(f"{field} is {shown(value)}, expected {note}{low} to {high}")
+            raise RequestError(f"{field} is {quoted(value)}, expected {note}{low} to {high}")
         object.__setattr__(self, field, float(value))
 
     def _items(self, field: str) -> tuple[object, ...]:
         value = getattr(self, field)
         if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence | np.ndarray):
-            raise RequestError(f"{field} is {shown(value)}, expected a list")
+            raise RequestError(f"{field} is {quoted(value)}, expected a list")
         if len(value) > MOST_WORDS:
             what = "ids" if field.endswith("_ids") else "strings"
             raise RequestError(f"{field} has {len(value)} {what}, expected at most {MOST_WORDS}")
@@ -137,17 +136,9 @@ def token_ids(values: Collection[object], name: str) -> list[int]:
     if kinds:
         wrong = next(value for value in values if type(value) in kinds)
         raise RequestError(
-            f"{name} contains {shown(wrong)}, a {type(wrong).__name__}, expected token ids: integers"
+            f"{name} contains {quoted(wrong)}, a {type(wrong).__name__}, expected token ids: integers"
         )
     return [int(value) for value in values]  # type: ignore[call-overload]
-
-
-def shown(value: object) -> str:
-    """A value from outside in an error message, cut where it is long."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # more digits than Python writes out
-        return "an integer of very many digits"
 
 
 @dataclass(frozen=True)

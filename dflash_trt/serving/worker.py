@@ -3,9 +3,9 @@
     python -m dflash_trt.serving.worker FD SETTINGS
 
 It says {"ready": true} and how long a line it takes. The model (triton_repo/dflash/1/model.py), which starts it, then
-sends one object per line: a request with its id, or {"cancel": id}. Back go lists of [id, update]; an update has text and token_ids, the last one of a request
-finish_reason and statistics, or error: [code, message]. The end of input ends this process; SIGTERM cancels what is
-in flight, and SIGINT is the server's business.
+sends one object per line: a request with its id, or {"cancel": id}. Back go lists of [id, update]; an update has text
+and token_ids, the last one of a request finish_reason and statistics, or error: [code, message]. The end of input ends
+this process; SIGTERM cancels what is in flight, and SIGINT is the server's business.
 """
 
 from __future__ import annotations

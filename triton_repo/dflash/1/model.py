@@ -119,7 +119,9 @@ class TritonPythonModel:
             message["id"] = next(self.numbers)
             line = json.dumps(message).encode()
             if len(line) > self.longest_line:
-                flight.refuse("INVALID_ARG", f"{longest_input(message)}, and a request at most {self.longest_line}")
+                flight.refuse(
+                    "INVALID_ARG", f"{longest_input(message)}, and a request at most {self.longest_line}"
+                )
                 continue
             with self.lock:
                 failure = self.failure
