@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.parser
-import jinja2.utils
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dflash_trt.errors import CheckpointError, RequestError
+from dflash_trt.chat_template import ChatTemplates
+from dflash_trt.errors import CheckpointError, DFlashError, RequestError
+from dflash_trt.reading import read_text
 
+TOKENIZER_BYTES = 64 << 20  # the largest published one has 33 MB
+# What the normalizers, pre-tokenizers and byte fallbacks of published tokenizers tell apart.
+_TRIAL = (
+    "Hello, wörld! It's 3.14 e\u0301 ﬁ ½ 漢字 かな 한글 שלום नमस्ते 😀👩\u200d👧 \t\r\n\n  "
+    "\x00\x7f\ufeff\u200b\ufffd ▁Ġ #@$%"
+)
+_TRIAL_IDS = 1000  # decoded at a time
 _CHARACTERS = 16  # per token, of a text that is tokenized at once: about four times what usual texts have
 
 
@@ -31,12 +34,22 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{path}: not found; a checkpoint needs the tokenizer in this one file")
-        try:
-            self.backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path}: not a readable tokenizer: {error}") from error
-        self.backend.no_truncation()
-        self.backend.no_padding()
+        text = read_text(path, TOKENIZER_BYTES)
+        with _library(CheckpointError, f"{path}: not a readable tokenizer"):
+            self.backend = tokenizers.Tokenizer.from_str(text)
+            self.backend.no_truncation()
+            self.backend.no_padding()
+
+    def check(self) -> None:
+        """Try the tokenizer on a text of many scripts, and on every id.
+
+        Some files are read without complaint and fail later. Raises CheckpointError where this one does.
+        """
+        with _library(CheckpointError, f"{self.directory / 'tokenizer.json'}: the tokenizer does not work"):
+            self.backend.encode(_TRIAL)
+            ids = sorted(self.backend.get_vocab(with_added_tokens=True).values())
+            for start in range(0, len(ids), _TRIAL_IDS):
+                self.backend.decode(ids[start : start + _TRIAL_IDS], skip_special_tokens=False)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
@@ -51,7 +64,10 @@ class Tokenizer:
         try:
             if max_tokens is not None:
                 self._check_length(text, max_tokens)
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            with _library(
+                RequestError, f"{self.directory / 'tokenizer.json'}: the tokenizer fails on this prompt"
+            ):
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # a lone surrogate, too
             raise RequestError(f"the prompt is {text[:60]!a}, expected a valid Unicode text") from error
         except MemoryError as error:
@@ -84,12 +100,16 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        with _library(
+            RequestError, f"{self.directory / 'tokenizer.json'}: the tokenizer fails on these tokens"
+        ):
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -98,62 +118,45 @@ class Tokenizer:
         """The prompt text of a chat, as Transformers renders it; encode it with add_special_tokens=False.
 
         messages: [{"role": ..., "content": ...}, ...].  tools: JSON schemas of functions.  kwargs: further
-        variables of the template (`enable_thinking=False`). Raises RequestError if the messages are malformed
-        or the template refuses them, CheckpointError if there is no usable template.
+        variables of the template (`enable_thinking=False`). All are values of JSON. Raises RequestError if the
+        messages are malformed, the template refuses them or takes more time, memory or output than chats need;
+        CheckpointError if there is no usable template.
         """
         _check_messages(messages)
-        template = self._templates.get("tool_use" if tools else "default") or self._templates.get("default")
-        if template is None:
-            names = f"only {sorted(self._templates)}" if self._templates else "none"
+        if "messages" in kwargs:
+            raise RequestError("messages are given twice: once more among the variables of the template")
+        named = self._templates.sources
+        name = "tool_use" if tools and "tool_use" in named else "default"
+        if name not in named:
+            names = f"only {sorted(named)}" if named else "none"
             raise CheckpointError(
                 f"{self.directory}: no default chat template (chat_template.jinja, or chat_template in "
                 f"tokenizer_config.json; found {names}); give the prompt as text instead"
             )
-        variables = {**self._special_tokens, **kwargs, "tools": tools, "documents": documents}
-        try:
-            return template.render(variables, messages=messages, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # a template is a program: any error of Python's may come out of it
-            raise RequestError(f"{template.filename}: the template refuses the messages: {error}") from error
+        given = {
+            "add_generation_prompt": add_generation_prompt,
+            **kwargs,
+            "tools": tools,
+            "documents": documents,
+        }
+        return self._templates.render(name, given | {"messages": messages})
 
     @cached_property
-    def _config(self) -> dict[str, Any]:
-        path = self.directory / "tokenizer_config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        except ValueError as error:
-            raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise CheckpointError(f"{path}: is a {type(config).__name__}, expected an object")
-        return config
+    def _templates(self) -> ChatTemplates:
+        return ChatTemplates(self.directory)
 
-    @cached_property
-    def _special_tokens(self) -> dict[str, str]:
-        """bos_token, eos_token and the like, as text."""
-        found = {name: value for name, value in self._config.items() if name.endswith("_token")}
-        texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in found.items()}
-        return {name: text for name, text in texts.items() if isinstance(text, str)}
 
-    @cached_property
-    def _templates(self) -> dict[str, jinja2.Template]:
-        path = self.directory / "chat_template.jinja"
-        sources: Any
-        if path.is_file():
-            sources = path.read_text(encoding="utf-8")
-        else:
-            path = self.directory / "tokenizer_config.json"
-            sources = self._config.get("chat_template") or {}
-        try:
-            if isinstance(sources, str):
-                sources = {"default": sources}
-            elif isinstance(sources, list):
-                sources = {entry["name"]: entry["template"] for entry in sources}
-            return {name: _compile(source, str(path)) for name, source in sources.items()}
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(f"{path}: chat template, line {error.lineno}: {error.message}") from error
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path}: chat_template is neither a text nor a list of objects with name and template"
-            ) from error
+@contextmanager
+def _library(kind: type[DFlashError], state: str) -> Iterator[None]:
+    """Errors of the tokenizers library as one of this kind. A panic of its Rust code is a BaseException."""
+    try:
+        yield
+    except (DFlashError, TypeError, OverflowError, MemoryError):
+        raise  # about what it was given, which the caller knows
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise kind(f"{state}: {error}") from None
+        raise
 
 
 def _check_messages(messages: Any) -> None:
@@ -169,71 +172,3 @@ def _check_messages(messages: Any) -> None:
         content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             raise RequestError(f"messages[{i}].content is {content!r}, expected a string")
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's part, for training; here only its content matters."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """A checkpoint's template is a stranger's program: no names that reach into Python's own objects."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r} begins with an underscore")
-        super().__setitem__(name, value)
-
-
-def _namespace(*args: Any, **kwargs: Any) -> _Namespace:
-    namespace = _Namespace()
-    for name, value in dict(*args, **kwargs).items():
-        namespace[name] = value
-    return namespace
-
-
-def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is: Jinja's own filter escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _compile(source: str, path: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "dict": _dict,
-        "namespace": _namespace,
-    }
-    template = environment.from_string(source)
-    template.filename = path
-    return template

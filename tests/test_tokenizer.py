@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from dflash_trt import chat_template
+from dflash_trt.checkpoint.pair import check_tokenizers
 from dflash_trt.errors import CheckpointError, RequestError
 from dflash_trt.tokenizer import Tokenizer
 
@@ -217,3 +220,105 @@ def test_unusable_files_are_named(directory: Path) -> None:
     (directory / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json.*not found"):
         Tokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
+        ("{{ 10 ** (10 ** 8) }}", "more than 1 s"),
+        ("{{ 'a' * 10 ** 10 }}", "more than 1024 MiB of memory"),
+        ("{% for i in range(100) %}{{ 'a' * 10 ** 6 }}{% endfor %}", "more than 16777216 characters"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{{ range(10 ** 9) }}", "Range too big"),
+    ],
+    ids=["loops", "power", "memory", "output", "recursion", "range"],
+)
+def test_templates_are_held_to_limits_and_the_next_one_renders(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
+) -> None:
+    monkeypatch.setattr(chat_template, "_CPU_SECONDS", 1)
+    tokenizer = Tokenizer(directory)
+    configure(
+        directory,
+        chat_template=[{"name": "default", "template": template}, {"name": "tool_use", "template": "x"}],
+    )
+    with pytest.raises(RequestError, match=message):
+        tokenizer.apply_chat_template(CHAT)
+    assert tokenizer.apply_chat_template(CHAT, tools=TOOLS) == "x"
+
+
+def test_messages_of_clients_cannot_spend_more_than_the_limits(directory: Path) -> None:
+    configure(directory, chat_template="{{ messages[0].content * messages[0].times }}")
+    with pytest.raises(RequestError, match="refuses the messages"):
+        Tokenizer(directory).apply_chat_template([{"role": "user", "content": "a", "times": 10**12}])
+    with pytest.raises(RequestError, match="not JSON values"):
+        Tokenizer(directory).apply_chat_template([{"role": "user", "content": "a", "times": {1}}])
+    with pytest.raises(RequestError, match="given twice"):
+        Tokenizer(directory).apply_chat_template(CHAT, messages=[])
+
+
+def test_an_interrupted_rendering_does_not_answer_the_next(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(directory, chat_template="{{ messages[0].content }}")
+    tokenizer, read = Tokenizer(directory), chat_template._read
+
+    def interrupted(*_: Any) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat_template, "_read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.apply_chat_template([{"role": "user", "content": "first"}])
+    monkeypatch.setattr(chat_template, "_read", read)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "second"}]) == "second"
+
+
+def test_renderings_of_many_threads_get_their_own_answers(directory: Path) -> None:
+    configure(directory, chat_template="{{ messages[0].content }}")
+    tokenizer = Tokenizer(directory)
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(
+            lambda i: tokenizer.apply_chat_template([{"role": "user", "content": str(i)}]), range(200)
+        )
+    assert list(found) == [str(i) for i in range(200)]
+
+
+# Each is read by the library without complaint, or not, and makes its Rust code panic.
+PANICS: list[dict[str, Any]] = [
+    {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
+    {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+]
+
+
+@pytest.mark.parametrize("change", PANICS, ids=["length", "charsmap", "replace", "template"])
+def test_a_tokenizer_that_panics_is_found_at_build_time(directory: Path, change: dict[str, Any]) -> None:
+    path = directory / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json: (not a readable tokenizer|the tokenizer does not work): "
+    ):
+        Tokenizer(directory).check()
+    (directory / "config.json").write_text('{"vocab_size": 400}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        check_tokenizers(directory, directory)
+
+
+def test_a_tokenizer_that_panics_at_a_prompt_fails_that_request(directory: Path) -> None:
+    path = directory / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | PANICS[0]))
+    with pytest.raises(RequestError, match="the tokenizer fails on this prompt"):
+        Tokenizer(directory).encode("text")
+
+
+def test_tokenizers_that_work_pass_the_trial(directory: Path) -> None:
+    Tokenizer(directory).check()

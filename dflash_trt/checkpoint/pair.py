@@ -8,8 +8,7 @@ from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig, read_draft
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.errors import PairError, show
 from dflash_trt.reading import read_object
-
-TOKENIZER_BYTES = 64 << 20  # the largest published one has 33 MB
+from dflash_trt.tokenizer import TOKENIZER_BYTES, Tokenizer
 
 
 def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
@@ -51,11 +50,12 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path) -> None:
     need not have a tokenizer (published ones mostly do not); one that has must give every token the same id.
 
     Raises:
-        CheckpointError: a tokenizer.json is missing or malformed.
+        CheckpointError: a tokenizer.json is missing, malformed, or one that does not work.
         PairError: naming the token and both ids.
     """
     path = target_dir / "tokenizer.json"
     ordinary, added = _vocabulary(path)
+    Tokenizer(target_dir).check()
     tokens = ordinary | added
     config = target_dir / "config.json"
     vocab_size = Fields(config, read_object(config)).integer("vocab_size")
