@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import IO, Any
@@ -27,15 +27,18 @@ _WALL_SECONDS = 60
 class ChatTemplates:
     """The templates of a directory, by name: chat_template.jinja, or those in tokenizer_config.json.
 
-    Raises CheckpointError naming the file where it is malformed.
+    `files`: the names of those that may be read; None is any. Raises CheckpointError naming the file where it is
+    malformed.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "chat_template.jinja"
-        sources: object = None
-        config_path = directory / "tokenizer_config.json"
-        config = read_object(config_path) if config_path.exists() else {}
-        if self.path.exists():
+    def __init__(self, directory: Path, files: Container[str] | None = None) -> None:
+        def there(path: Path) -> bool:
+            return path.exists() and (files is None or path.name in files)
+
+        self.path, config_path = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+        sources: object
+        config = read_object(config_path) if there(config_path) else {}
+        if there(self.path):
             sources = read_text(self.path, _TEMPLATE_BYTES)
         else:
             self.path, sources = config_path, config.get("chat_template")

@@ -21,9 +21,10 @@ from dflash_trt.checkpoint.pairs import PAIRS, Source, resolve, resolve_pair
 from dflash_trt.errors import CheckpointError, PairError
 from tests.test_checkpoint_config import DRAFTER, TARGET, write
 
+PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 TOKENIZER: dict[str, Any] = {
     "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": []},
-    "added_tokens": [{"id": 151643, "content": "<|endoftext|>", "special": True}],
+    "added_tokens": [{"id": 151643, "content": "<|endoftext|>", **PLAIN}],
 }
 
 
@@ -99,13 +100,14 @@ def test_refuses_tokenizers(
 
 
 def test_accepts_tokenizers(pair: tuple[Path, Path]) -> None:
-    mask = {"id": 151669, "content": "<|MASK|>", "special": True}
+    mask = {"id": 151669, "content": "<|MASK|>", **PLAIN}
     with_mask = TOKENIZER | {"added_tokens": [*TOKENIZER["added_tokens"], mask]}
     for directory in pair:
         write(directory, with_mask, "tokenizer.json")
     check_tokenizers(*pair)
     for directory in pair:
-        write(directory, with_vocab([["a", -1.0], ["b", -2.0]]), "tokenizer.json")
+        unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["a", -1.0], ["b", -2.0]]}
+        write(directory, TOKENIZER | {"model": unigram}, "tokenizer.json")
     check_tokenizers(*pair)
     (pair[0] / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer.json: no such file"):

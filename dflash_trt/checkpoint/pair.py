@@ -55,13 +55,13 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path) -> None:
     """
     path = target_dir / "tokenizer.json"
     ordinary, added = _vocabulary(path)
-    Tokenizer(target_dir).check()
     tokens = ordinary | added
     config = target_dir / "config.json"
     vocab_size = Fields(config, read_object(config)).integer("vocab_size")
     token, largest = max(tokens.items(), key=lambda item: item[1], default=("", -1))
     if largest >= vocab_size:
         raise PairError(f"{path}: token {show(token)} has id {largest}, but vocab_size is {vocab_size}")
+    Tokenizer(target_dir).check()
     mask = read_drafter_config(drafter_dir).mask_token_id
     usual = next(
         (token for token, token_id in ordinary.items() if token_id == mask and token not in added), None
