@@ -145,6 +145,10 @@ class Runtime:
                 f"the messages have over {most} characters, more than the {self.max_seq_len} tokens that this bundle "
                 "holds: shorten them"
             )
+        if not all(isinstance(name, str) for name in chat_template_kwargs or {}):
+            raise RequestError(
+                f"chat_template_kwargs is {quoted(chat_template_kwargs)}, expected names and values"
+            )
         text = self.tokenizer.apply_chat_template(messages, **(chat_template_kwargs or {}))
         return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=self.max_seq_len)
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
 from dflash_trt.decoding.request import Completion, SamplingParams
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.errors import RequestError
+from dflash_trt.errors import RequestError, show
 from dflash_trt.llm import LLM
+from dflash_trt.reading import parse_object, read_text
 
 SHIPPED_PROMPTS = Path(__file__).parent / "shipped" / "prompts"
 # Sampled tokens are compared at this top-p, and prompt i with seed i.
 TOP_P = 0.95
+_PROMPTS_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +76,14 @@ def read_prompts(file: Path | None, limit: int) -> list[Prompt]:
 
 
 def _read_file(file: Path) -> Iterator[Prompt]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{file}: cannot be read as a prompt file: {error}") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(file, _PROMPTS_BYTES, RequestError).split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            fields = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise RequestError(f"{file}:{number}: not JSON: {error}") from error
-        content = fields.get("messages", fields.get("prompt")) if isinstance(fields, Mapping) else None
+        fields = parse_object(line, f"{file}:{number}", RequestError)
+        content = fields.get("messages", fields.get("prompt"))
         if not isinstance(content, (str, list)) or not content:
             raise RequestError(
-                f'{file}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}, found {line[:80]}'
+                f'{file}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}, found {show(fields)}'
             )
         yield Prompt(str(fields.get("id", f"{file.stem}:{number}")), str(fields.get("category", "")), content)
 

@@ -16,6 +16,7 @@ from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import BundleError, CheckpointError, DFlashError, RequestError, quoted, show
 from dflash_trt.reading import parse_object, read_object, read_text
+from dflash_trt.verification import read_prompts
 from tests.bounded import bounded
 from tests.quantized_checkpoints import write_quant_config
 
@@ -272,3 +273,20 @@ def test_names_are_quoted_bounded() -> None:
 def test_a_configuration_of_a_known_model_is_within_bounds() -> None:
     for known in ("qwen3-4b", "llama-3.1-8b", "gpt-oss-120b", "qwen3-coder-30b-a3b"):
         read_target_config(known_configs(known)[0])
+
+
+def test_prompt_files_are_read_as_strictly(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    for line, message in (
+        ('{"prompt": "a", "prompt": "b"}', "prompts.jsonl:2: the key 'prompt' appears more than once"),
+        ("[" * 100_000, "prompts.jsonl:2: not valid JSON here"),
+        ("{}", r'prompts.jsonl:2: expected {"prompt": "..."} or {"messages": \[...\]}, found {}'),
+        ("[]", "prompts.jsonl:2: holds a JSON list, expected an object"),
+    ):
+        file.write_text('{"prompt": "first, with \u2028 inside"}\n' + line)
+        with pytest.raises(RequestError, match=message):
+            read_prompts(file, 0)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(RequestError, match="is not a regular file"):
+        read_prompts(file, 0)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli.options import block_length
 from dflash_trt.cli.output import print_json
+from dflash_trt.errors import DFlashError
 
 if TYPE_CHECKING:
     from dflash_trt.decoding.statistics import Statistics
@@ -79,10 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
-    return value
+    from dflash_trt.reading import parse_object
+
+    try:
+        return parse_object(text, "JSON")
+    except DFlashError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(args: argparse.Namespace) -> int:
