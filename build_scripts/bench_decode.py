@@ -23,7 +23,7 @@ from typing import Any
 
 from dflash_trt import LLM, SamplingParams, Statistics
 from dflash_trt.build import build
-from dflash_trt.checkpoint.pairs import resolve_pair
+from dflash_trt.building.sources import resolve_pair
 from dflash_trt.verification import SHIPPED_PROMPTS, read_prompts
 
 CATEGORIES = ("math", "code", "tools", "chat")

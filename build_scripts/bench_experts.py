@@ -37,10 +37,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from dflash_trt.bundle import Bundle
-from dflash_trt.checkpoint.config import TargetConfig, read_target_config
+from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.graph import functions
+from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.target import build_target
 from dflash_trt.tokenizer import Tokenizer
 from dflash_trt.verification import read_prompts

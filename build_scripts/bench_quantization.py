@@ -34,9 +34,9 @@ import onnx_ir as ir
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.build import build
+from dflash_trt.building.sources import resolve_pair
 from dflash_trt.bundle import Bundle
 from dflash_trt.checkpoint.linears import stored_linear
-from dflash_trt.checkpoint.pairs import resolve_pair
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.decoding.statistics import Statistics

@@ -26,13 +26,13 @@ import onnx_ir as ir
 
 from build_scripts.bench_build import measure
 from build_scripts.generated import SHIPPED
-from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
-from dflash_trt.checkpoint.pairs import known_configs
+from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.tensors import Outline
 from dflash_trt.environment import processor
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.inspection import inspect
-from dflash_trt.models.drafter import build_drafter
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
 
 _CHUNK, _PIECE = 8 << 20, 4 << 20

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import onnx_ir as ir
 
 from dflash_trt import bundle
+from dflash_trt.building.sources import Source, resolve_pair
 from dflash_trt.bundle import Bundle
-from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig, read_drafter_config, read_target_config
+from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
-from dflash_trt.checkpoint.pairs import Source, known_configs, resolve_pair
 from dflash_trt.checkpoint.roles import parameters_of, role_of
+from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.plans import FOLDER as PLANS
@@ -26,8 +27,9 @@ from dflash_trt.engines.tensorrt.plans import Options, Plans
 from dflash_trt.errors import BuildError
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.functions import OnnxRuntime
+from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.decoder import cache_bytes_per_token
-from dflash_trt.models.drafter import build_drafter
+from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
 from dflash_trt.precision import Precision
 from dflash_trt.quantization.pair import in_precision
@@ -162,7 +164,7 @@ def build(
     drafter_config = read_drafter_config(sources[1].directory)
     check_pair(target_config, drafter_config)
     if weights != "none":
-        check_tokenizers(sources[0].directory, sources[1].directory)
+        check_tokenizers(sources[0].directory, sources[1].directory, drafter_config.mask_token_id)
     open_checkpoint = Outline if weights == "none" else Checkpoint
     sides = (
         Side(sources[0], target_config, open_checkpoint(sources[0].directory), "weights/target"),

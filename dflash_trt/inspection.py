@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.bundle import Bundle
-from dflash_trt.checkpoint.config import (
-    DecoderConfig,
-    DrafterConfig,
-    TargetConfig,
-    read_drafter_config,
-    read_target_config,
-)
 from dflash_trt.checkpoint.roles import parameters_of
+from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError
+from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.reading import read_object
 
 # What of a manifest is shown as it stands; the files are shown by name and size.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dflash_trt.bundle import Bundle, Check
-from dflash_trt.checkpoint.pairs import known_pair
+from dflash_trt.checkpoint.catalogue import known_pair
 from dflash_trt.decoding.adaptive import AdaptiveLength
 from dflash_trt.decoding.inflight import InFlight
 from dflash_trt.decoding.lengths import FixedLength, Lengths

@@ -9,7 +9,7 @@ import pytest
 from dflash_trt import LLM
 from dflash_trt.build import build
 from dflash_trt.bundle import Bundle
-from dflash_trt.checkpoint.pairs import PAIRS
+from dflash_trt.checkpoint.catalogue import PAIRS
 from server_tests.serving import Serving
 
 SHIPPED = [pair.name for pair in PAIRS if pair.target_repo is None]

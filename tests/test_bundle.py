@@ -21,7 +21,7 @@ from dflash_trt import LLM
 from dflash_trt import build as build_module
 from dflash_trt.build import build
 from dflash_trt.bundle import MANIFEST, Bundle
-from dflash_trt.checkpoint.pairs import PAIRS
+from dflash_trt.checkpoint.catalogue import PAIRS
 from dflash_trt.errors import BuildError, BundleError, CheckpointError, DFlashError
 from tests.checkpoints import make_drafter, make_target
 

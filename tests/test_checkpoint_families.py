@@ -22,18 +22,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding, Qwen3MoeSparseMoeBlock
 
-from dflash_trt.checkpoint.config import (
-    DrafterConfig,
-    MoEConfig,
-    RopeConfig,
-    TargetConfig,
-    read_drafter_config,
-    read_target_config,
-)
+from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
 from dflash_trt.checkpoint.pair import check_pair
-from dflash_trt.checkpoint.pairs import PAIRS, known_configs
-from dflash_trt.checkpoint.rope import inverse_frequencies
+from dflash_trt.checkpoint.rope import RopeConfig, inverse_frequencies
+from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig, TargetConfig
 from dflash_trt.errors import CheckpointError
+from dflash_trt.models.configs import read_drafter_config, read_target_config
 from tests.test_checkpoint_config import MISSING, changed, write
 
 PUBLISHED = [pair.name for pair in PAIRS if pair.target_repo is not None]

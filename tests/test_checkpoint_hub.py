@@ -131,7 +131,7 @@ def resolve(
     """resolve_pair(*arguments) in a process of its own: the client reads its environment when it is imported."""
     program = (
         "import json, sys\n"
-        "from dflash_trt.checkpoint.pairs import resolve_pair\n"
+        "from dflash_trt.building.sources import resolve_pair\n"
         "from dflash_trt.errors import DFlashError\n"
         "try:\n"
         f"    print(json.dumps([[str(s.directory), s.repo, s.revision] for s in resolve_pair(*{arguments})]))\n"

@@ -14,11 +14,13 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from dflash_trt.checkpoint import pairs
-from dflash_trt.checkpoint.config import TARGET_ARCHITECTURES, read_drafter_config, read_target_config
+from dflash_trt.building import sources
+from dflash_trt.building.sources import Source, resolve, resolve_pair
+from dflash_trt.checkpoint.catalogue import PAIRS
 from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
-from dflash_trt.checkpoint.pairs import PAIRS, Source, resolve, resolve_pair
 from dflash_trt.errors import CheckpointError, PairError
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.families import FAMILIES
 from tests.test_checkpoint_config import DRAFTER, TARGET, write
 
 PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -37,7 +39,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_a_pair_that_fits(pair: tuple[Path, Path]) -> None:
     check_pair(read_target_config(pair[0]), read_drafter_config(pair[1]))
-    check_tokenizers(*pair)
+    check_tokenizers(*pair, read_drafter_config(pair[1]).mask_token_id)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_refuses_tokenizers(
     if drafter is not None:
         write(pair[1], drafter, "tokenizer.json")
     with pytest.raises((PairError, CheckpointError), match=message):
-        check_tokenizers(*pair)
+        check_tokenizers(*pair, read_drafter_config(pair[1]).mask_token_id)
 
 
 def test_accepts_tokenizers(pair: tuple[Path, Path]) -> None:
@@ -104,18 +106,18 @@ def test_accepts_tokenizers(pair: tuple[Path, Path]) -> None:
     with_mask = TOKENIZER | {"added_tokens": [*TOKENIZER["added_tokens"], mask]}
     for directory in pair:
         write(directory, with_mask, "tokenizer.json")
-    check_tokenizers(*pair)
+    check_tokenizers(*pair, read_drafter_config(pair[1]).mask_token_id)
     for directory in pair:
         unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["a", -1.0], ["b", -2.0]]}
         write(directory, TOKENIZER | {"model": unigram}, "tokenizer.json")
-    check_tokenizers(*pair)
+    check_tokenizers(*pair, read_drafter_config(pair[1]).mask_token_id)
     (pair[0] / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer.json: no such file"):
-        check_tokenizers(*pair)
+        check_tokenizers(*pair, read_drafter_config(pair[1]).mask_token_id)
 
 
 def test_the_table_claims_only_what_can_be_read() -> None:
-    families = {model_type for model_type, _ in TARGET_ARCHITECTURES.values()}
+    families = {family.model_type for family in FAMILIES.values()}
     assert {pair.family for pair in PAIRS} <= families
     assert len({pair.name for pair in PAIRS}) == len(PAIRS)
     for pair in PAIRS:
@@ -133,7 +135,7 @@ def test_a_directory_wins(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPat
 
 def test_shipped_pairs_come_from_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pairs, "_SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(sources, "SHIPPED", tmp_path / "shipped")
     with pytest.raises(CheckpointError, match="the installation is incomplete"):
         resolve_pair("tiny")
     for role in ("target", "drafter"):
@@ -226,7 +228,7 @@ def test_no_network_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_offline_is_honoured(tmp_path: Path) -> None:
     """Through the real client, in a process that is told to stay offline and has an empty cache."""
-    program = "from dflash_trt.checkpoint.pairs import resolve; resolve('qwen3-8b', 'target')"
+    program = "from dflash_trt.building.sources import resolve; resolve('qwen3-8b', 'target')"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True
@@ -237,7 +239,7 @@ def test_offline_is_honoured(tmp_path: Path) -> None:
 
 def test_reading_needs_no_torch() -> None:
     program = (
-        "import sys, dflash_trt.checkpoint.pairs, dflash_trt.checkpoint.pair; "
+        "import sys, dflash_trt.building.sources, dflash_trt.checkpoint.pair; "
         "print(sorted({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"

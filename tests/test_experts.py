@@ -16,13 +16,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from dflash_trt.checkpoint.config import read_target_config
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.graph import functions
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.experts import onnxruntime_moe
 from dflash_trt.graph.functions import OnnxRuntime
+from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.target import build_target
 from tests.family_checkpoints import make_gpt_oss, make_qwen3_moe
 

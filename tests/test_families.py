@@ -22,12 +22,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from dflash_trt import LLM, Completion, SamplingParams
 from dflash_trt.build import build
-from dflash_trt.checkpoint.config import read_target_config
 from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.graph import functions
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import SINK_PADDING
 from dflash_trt.graph.functions import OnnxRuntime
+from dflash_trt.models.configs import read_target_config
 from tests.checkpoints import VOCAB, make_drafter
 from tests.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
 from tests.reference import Drafter, decode, decode_drafting, target_outputs

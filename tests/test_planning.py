@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from dflash_trt.build import build
-from dflash_trt.checkpoint.config import DrafterConfig, read_drafter_config, read_target_config
-from dflash_trt.checkpoint.pairs import PAIRS, known_configs
+from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
+from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.cli import main
 from dflash_trt.errors import BuildError
+from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.planning.gpus import find_gpu, gpus
 from dflash_trt.planning.inventory import Inventory, take_inventory
 from dflash_trt.planning.memory import GIB, Settings, arena_bytes, plan

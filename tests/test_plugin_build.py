@@ -11,13 +11,13 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from dflash_trt.checkpoint.config import read_target_config
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.tensorrt import builder, plans
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS, Flavour
 from dflash_trt.errors import BuildError
 from dflash_trt.graph.builder import DFLASH_DOMAIN
 from dflash_trt.graph.tensorrt import TensorRT
+from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.target import build_target
 from dflash_trt.plugins import quick
 from dflash_trt.plugins.dialect import TensorRTPlugins

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.checkpoint.config import read_target_config
-from dflash_trt.checkpoint.pairs import known_configs
+from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import BundleError, CheckpointError, DFlashError, RequestError, quoted, show
+from dflash_trt.models.configs import read_target_config
 from dflash_trt.reading import parse_object, read_object, read_text
 from dflash_trt.verification import read_prompts
 from tests.bounded import bounded
@@ -22,7 +22,7 @@ from tests.quantized_checkpoints import write_quant_config
 
 READ = """
 from pathlib import Path
-from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
+from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.tensors import Checkpoint

@@ -15,13 +15,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.graph import tensorrt_experts
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.tensorrt import TensorRT
-from dflash_trt.models.drafter import build_drafter
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
 from dflash_trt.quantization.convert import quantize
 from tests.checkpoints import VOCAB, make_drafter, make_target

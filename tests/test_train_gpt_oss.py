@@ -19,10 +19,10 @@ from build_scripts.train_gpt_oss_model import GptOss, mxfp4_round, mxfp4_scale
 from build_scripts.train_model import Drafter
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.build import build
-from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
 from dflash_trt.errors import RequestError
 from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.formats.numbers import E2M1
+from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.tokenizer import Tokenizer
 from tests.test_families import load
 

@@ -17,12 +17,12 @@ from transformers import AutoConfig, Qwen3Model
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.build import build
 from dflash_trt.bundle import MANIFEST, Bundle
-from dflash_trt.checkpoint.config import read_drafter_config
-from dflash_trt.checkpoint.pairs import PAIRS
+from dflash_trt.checkpoint.catalogue import PAIRS
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, BundleError, CheckpointError
 from dflash_trt.inspection import inspect
+from dflash_trt.models.configs import read_drafter_config
 from dflash_trt.trtllm.configuration import Deployment
 from tests.checkpoints import make_drafter, make_target, write_json
 from tests.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_qwen3_moe

@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 import yaml
 
-from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
-from dflash_trt.checkpoint.pairs import PAIRS, known_configs
+from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
 from dflash_trt.errors import BuildError, CheckpointError
+from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.planning.gpus import gpus
 from dflash_trt.planning.inventory import Inventory, take_inventory
 from dflash_trt.planning.memory import GIB, TRTLLM_ARENA_SAFETY, arena_bytes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig, read_drafter_config
 from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.errors import PairError, show
 from dflash_trt.reading import read_object
 from dflash_trt.tokenizer import TOKENIZER_BYTES, Tokenizer
@@ -42,7 +42,7 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
         )
 
 
-def check_tokenizers(target_dir: Path, drafter_dir: Path) -> None:
+def check_tokenizers(target_dir: Path, drafter_dir: Path, mask_token_id: int) -> None:
     """Check the token ids that the pair shares.
 
     The target must have a tokenizer.json whose ids its embedding covers. The mask token must not be an
@@ -62,13 +62,13 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path) -> None:
     if largest >= vocab_size:
         raise PairError(f"{path}: token {show(token)} has id {largest}, but vocab_size is {vocab_size}")
     Tokenizer(target_dir).check()
-    mask = read_drafter_config(drafter_dir).mask_token_id
     usual = next(
-        (token for token, token_id in ordinary.items() if token_id == mask and token not in added), None
+        (token for token, token_id in ordinary.items() if token_id == mask_token_id and token not in added),
+        None,
     )
     if usual is not None:
         raise PairError(
-            f"{drafter_dir / 'config.json'}: dflash_config.mask_token_id is {mask}, but in {path} that is "
+            f"{drafter_dir / 'config.json'}: dflash_config.mask_token_id is {mask_token_id}, but in {path} that is "
             f"the ordinary token {show(usual)}; a mask token is a special or an unused one"
         )
     other_path = drafter_dir / "tokenizer.json"

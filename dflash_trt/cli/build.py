@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.build import build
-    from dflash_trt.checkpoint.pairs import known_pair
+    from dflash_trt.checkpoint.catalogue import known_pair
     from dflash_trt.inspection import inspect
     from dflash_trt.precision import parse_precision
 

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.checkpoint.pairs import PAIRS
+    from dflash_trt.checkpoint.catalogue import PAIRS
 
     if args.json:
         print_json([dataclasses.asdict(pair) for pair in PAIRS])

@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 def make_plan(args: argparse.Namespace) -> Plan:
     from dflash_trt.build import choose_block_size, choose_max_seq_len, find_sources
-    from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
     from dflash_trt.checkpoint.pair import check_pair
+    from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.planning.gpus import find_gpu
     from dflash_trt.planning.inventory import take_inventory
     from dflash_trt.planning.memory import Settings, plan

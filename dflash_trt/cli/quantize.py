@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.checkpoint.pairs import resolve
+    from dflash_trt.building.sources import resolve
     from dflash_trt.inspection import inspect
     from dflash_trt.quantization.calibrate import activation_amax, calibration_set
     from dflash_trt.quantization.convert import quantize

@@ -2,24 +2,92 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.config import TargetConfig
-from dflash_trt.checkpoint.schema import MoEConfig
+from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
+from dflash_trt.errors import quoted, show
 from dflash_trt.formats.mxfp4 import BLOCK
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.experts import Experts, Storage
 
-from .decoder import CachedAttention, Module, attention_block
+from .decoder import mixer_block
 from .experts import experts
+from .family import Family
+from .mixers import Mixer
+from .module import Module
+from .reading import HEAD_DIM, LAYERS, decoder, expert_counts, place_window, refuse, target
+
+# What published gpt-oss checkpoints keep in BF16: everything but the experts' matrices.
+_MXFP4_KEPT = {"model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"}
 
 
-def layer(m: Module, attention: CachedAttention, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:
-    """The residual stream through decoder layer i, x [B*S, D]."""
+def _read(fields: Fields) -> TargetConfig:
+    if not fields.get("rope_parameters") and not fields.get("rope_scaling"):
+        raise fields.error("rope_scaling", "is missing, expected the YaRN parameters of this checkpoint")
+    common = decoder(
+        fields,
+        head_dim=fields.integer("head_dim", maximum=HEAD_DIM),
+        attention_bias=True,
+        attention_sinks=True,
+    )
+    layers, window = common["num_hidden_layers"], None
+    if fields.get("sliding_window") is not None:
+        window = fields.integer("sliding_window")
+    types = fields.get("layer_types")
+    if types is None:
+        types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    experts, chosen = expert_counts(
+        fields, ("num_local_experts", "num_experts"), ("num_experts_per_tok", "experts_per_token")
+    )
+    moe = MoEConfig(
+        num_experts=experts,
+        experts_per_token=chosen,
+        intermediate_size=common["intermediate_size"],
+        normalize_weights=True,
+        sparse_layers=(True,) * layers,
+        activation="gpt_oss",
+        alpha=fields.number("swiglu_alpha", default=1.702),
+        limit=fields.number("swiglu_limit", default=7.0),
+        router_bias=True,
+        expert_bias=True,
+        quantization=_mxfp4(fields),
+    )
+    placed = Fields(fields.path, {**fields.values, "layer_types": types})
+    return target(fields, common, place_window(placed, layers, window), moe)
+
+
+def _mxfp4(fields: Fields) -> Literal["mxfp4"] | None:
+    section = fields.section("quantization_config")
+    if section is None:
+        return None
+    method = section.string("quant_method")
+    if method != "mxfp4":
+        raise section.error(
+            "quant_method", f"is {quoted(method)}, supported is 'mxfp4', as OpenAI publishes it"
+        )
+    refuse(
+        section, {key: () for key in section.values if key not in ("quant_method", "modules_to_not_convert")}
+    )
+    if section.get("modules_to_not_convert") is not None:
+        kept = section.strings("modules_to_not_convert", most=LAYERS)
+        if set(kept) != _MXFP4_KEPT:
+            raise section.error(
+                "modules_to_not_convert", f"is {show(list(kept))}, expected {', '.join(sorted(_MXFP4_KEPT))}"
+            )
+    for key in ("hidden_size", "intermediate_size"):
+        if fields.integer(key) % BLOCK:
+            raise fields.error(key, f"is {fields.get(key)}, but MXFP4 needs a multiple of {BLOCK}")
+    return "mxfp4"
+
+
+def _layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:
     g, moe = m.g, c.moe
     assert moe is not None
-    x = attention_block(m, attention, i, x)
+    x = mixer_block(m, mixer, c, i, x)
     with g.scope("mlp"):
         mlp = m.at("mlp")
         h = m.rms_norm(x, "post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
@@ -28,12 +96,12 @@ def layer(m: Module, attention: CachedAttention, c: TargetConfig, i: int, x: ir.
         )
         h = experts(
             g,
-            attention.dialect,
+            m.dialect,
             c.hidden_size,
             moe,
             h,
             logits,
-            _weights(mlp.at("experts"), c.hidden_size, moe, attention.dialect),
+            _weights(mlp.at("experts"), c.hidden_size, moe, m.dialect),
         )
         return g.op("Add", x, h, name="residual")
 
@@ -68,3 +136,6 @@ def _weights(m: Module, hidden: int, moe: MoEConfig, dialect: Dialect) -> Expert
     down = m.g.op("Transpose", m.raw("down_proj", n, inner, hidden), name="down", perm=[0, 2, 1])
     gate_up.type = down.type = ir.TensorType(m.dtype_of("gate_up_proj"))
     return Experts(storage="float", gate_up=gate_up, down=down, **biases)
+
+
+FAMILY = Family("GptOssForCausalLM", "gpt_oss", _read, _layer)

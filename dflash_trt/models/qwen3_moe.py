@@ -6,30 +6,68 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.config import TargetConfig
+from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.linears import stored_experts
-from dflash_trt.checkpoint.schema import MoEConfig
+from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
 from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES
 from dflash_trt.graph.experts import Experts
 from dflash_trt.graph.quantized_experts import Projection, Stack
 
-from . import dense
-from .decoder import CachedAttention, Module, attention_block
+from .decoder import dense_layer, mixer_block
 from .experts import experts, weighted, widened_bytes
+from .family import Family
+from .mixers import Mixer
+from .module import Module
+from .reading import LAYERS, WIDTH, check_quantization, decoder, expert_counts, refuse, target, window_of
 
 
-def layer(m: Module, attention: CachedAttention, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:
-    """The residual stream through decoder layer i, x [B*S, D]."""
+def _read(fields: Fields) -> TargetConfig:
+    # Qwen3MoeConfig knows no layer_types and no shared expert; some checkpoints say so.
+    check_quantization(fields)
+    refuse(
+        fields,
+        {
+            "layer_types": (),
+            "qkv_bias": (False,),
+            "shared_expert_intermediate_size": (0,),
+            "use_qk_norm": (True,),
+        },
+    )
+    common = decoder(fields, qk_norm=True)
+    layers = common["num_hidden_layers"]
+    step = fields.integer("decoder_sparse_step", default=1)
+    dense = set(
+        fields.integers("mlp_only_layers", most=LAYERS) if fields.get("mlp_only_layers") is not None else ()
+    )
+    experts, chosen = expert_counts(fields, ("num_experts", "num_local_experts"), ("num_experts_per_tok",))
+    moe = MoEConfig(
+        num_experts=experts,
+        experts_per_token=chosen,
+        intermediate_size=fields.integer("moe_intermediate_size", maximum=WIDTH),
+        normalize_weights=fields.boolean("norm_topk_prob", default=False),
+        sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        activation="silu",
+        alpha=1.0,
+        limit=None,
+        router_bias=False,
+        expert_bias=False,
+        quantization=None,
+    )
+    # max_window_layers plays no part: where there is a window, every layer has it.
+    return target(fields, common, [window_of(fields)] * layers, moe)
+
+
+def _layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:
     g, moe = m.g, c.moe
     if moe is None or not moe.sparse_layers[i]:
-        return dense.layer(m, attention, c, i, x)
-    x = attention_block(m, attention, i, x)
+        return dense_layer(m, mixer, c, i, x)
+    x = mixer_block(m, mixer, c, i, x)
     with g.scope("mlp"):
         mlp = m.at("mlp")
         h = m.rms_norm(x, "post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
         logits = mlp.linear(g.to_float(h), "gate", c.hidden_size, moe.num_experts, dtype=FLOAT)
         stacks = _stacks(mlp, c.hidden_size, moe)
-        dialect = attention.dialect
+        dialect = m.dialect
         if dialect.experts_apart or any(stack.stored for stack in stacks.values()):
             y = dialect.quantized_experts(
                 *(g, h, logits, stacks, m.folder),
@@ -80,3 +118,6 @@ def _joined(m: Module, stacks: Mapping[Projection, Stack]) -> Experts:
     # The dtype on disk, which the operator's body is made for.
     gate_up.type = down.type = ir.TensorType(ONNX_DTYPES[stack.plain[0].dtype])
     return Experts(storage="float", gate_up=gate_up, down=down)
+
+
+FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", _read, _layer)

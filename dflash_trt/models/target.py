@@ -8,27 +8,20 @@ Prefill is a pass with S = a chunk and R = 1; verification a pass over [anchor, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.config import TargetConfig
+from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, same_bytes
 from dflash_trt.errors import CheckpointError
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 
-from . import dense, gpt_oss, qwen3_moe
-from .decoder import CachedAttention, Module, Rows, embed, ints, positions_from
-
-# A family is one function: the residual stream through decoder layer i.
-Layer = Callable[[Module, CachedAttention, TargetConfig, int, ir.Value], ir.Value]
-FAMILIES: dict[str, Layer] = {
-    "Qwen3ForCausalLM": dense.layer,
-    "LlamaForCausalLM": dense.layer,
-    "Qwen3MoeForCausalLM": qwen3_moe.layer,
-    "GptOssForCausalLM": gpt_oss.layer,
-}
+from .decoder import embed
+from .families import FAMILIES
+from .mixers import Pass, PassRows, ints, mixers, positions_from
+from .module import Module
 
 
 def build_target(
@@ -50,17 +43,17 @@ def build_target(
     hidden, vocab = config.hidden_size, config.vocab_size
     tokens, start, rows = ints(g, "tokens", "B", "S"), ints(g, "start", "B"), ints(g, "rows", "B", "R")
     batch, count = g.dim(tokens, 0, name="batch"), g.dim(tokens, 1, name="count")
-    this_pass = Rows(g, batch, count, positions_from(g, start, count), config)
+    this_pass = PassRows(g, batch, count, positions_from(g, start, count), config)
     lengths = g.op("Add", start, count, name="lengths")
-    attention = CachedAttention(g, dialect, config, capacity, start, this_pass, this_pass, lengths)
+    by_layer = mixers(Pass(g, dialect, config, capacity, start, this_pass, this_pass, lengths))
 
     root = Module(g, checkpoint, folder, dialect)
     m = root.at("model")
     x = embed(m, tokens, vocab, hidden)
-    tapped: dict[int, ir.Value] = {}
+    family, tapped = FAMILIES[config.architecture], dict[int, ir.Value]()
     for i in range(config.num_hidden_layers):
         with g.scope(f"layers.{i}"):
-            x = FAMILIES[config.architecture](m.at(f"layers.{i}"), attention, config, i, x)
+            x = family.layer(m.at(f"layers.{i}"), by_layer[i], config, i, x)
         tapped[i] = x
 
     (features,) = g.call(

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from dflash_trt.checkpoint.config import DecoderConfig, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.quantization import Quantization, read_quantization
 from dflash_trt.checkpoint.roles import parameters_of, role_of
+from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats import FORMATS, MXFP4
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.graph.functions import OnnxRuntime
-from dflash_trt.models.drafter import build_drafter
+from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
 
 # Bytes of a number in floating point, or in an FP8 cache.

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dflash_trt.checkpoint.config import DrafterConfig
-from dflash_trt.checkpoint.schema import MoEConfig
+from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig
 from dflash_trt.errors import BuildError
 from dflash_trt.formats import FORMATS, SCHEMES
 from dflash_trt.graph.tensorrt_experts import at_a_time

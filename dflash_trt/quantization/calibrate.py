@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
 from dflash_trt.checkpoint.pair import check_pair
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
@@ -21,7 +20,8 @@ from dflash_trt.errors import BuildError
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.functions import OnnxRuntime
 from dflash_trt.graph.quantized_experts import Projection, Stack, onnxruntime_experts, onnxruntime_inputs
-from dflash_trt.models.drafter import build_drafter
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
 from dflash_trt.tokenizer import Tokenizer
 from dflash_trt.verification import read_prompts

@@ -10,12 +10,12 @@ from typing import Any
 
 from dflash_trt import bundle
 from dflash_trt.build import TOKENIZER_FILES, Side, Weights, choose_block_size, choose_max_seq_len
+from dflash_trt.building.sources import Source
 from dflash_trt.bundle import Bundle
-from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
 from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
-from dflash_trt.checkpoint.pairs import Source
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import BuildError
+from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.planning.inventory import Inventory, take_inventory
 from dflash_trt.trtllm.configuration import Configuration, Deployment, configure, describe
 from dflash_trt.trtllm.drafter import as_it_is, drafter_config, write_weights
@@ -63,7 +63,7 @@ def build_deployment(
         inventory = take_inventory(target, drafter)
         checkpoints = _outlines(inventory)
     else:
-        check_tokenizers(sources[0].directory, sources[1].directory)
+        check_tokenizers(sources[0].directory, sources[1].directory, drafter.mask_token_id)
         opened = Checkpoint(sources[0].directory), Checkpoint(sources[1].directory)
         # TensorRT-LLM's loader leaves out what it does not know, and does not miss what is not there.
         inventory, checkpoints = take_inventory(target, drafter, opened), opened

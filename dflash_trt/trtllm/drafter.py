@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dflash_trt.checkpoint.config import DrafterConfig
+from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.reading import read_object
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_trt.checkpoint.config import TargetConfig
 from dflash_trt.checkpoint.quantization import read_quantization
+from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.errors import CheckpointError
 
 # What Model Optimizer calls them, in hf_quant_config.json.

@@ -11,22 +11,128 @@ holds position j, and the next pass, which starts at the first block row, overwr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.config import DrafterConfig, TargetConfig
+from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.errors import quoted, show
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
+from dflash_trt.models.decoder import embed, gated_mlp
+from dflash_trt.models.mixers import Pass, PassRows, ints, mixers, positions_from
+from dflash_trt.models.module import Module
+from dflash_trt.models.reading import HEAD_DIM, LAYERS, agreed, check_quantization, decoder, refuse, windows
+from dflash_trt.models.target import lm_head
 
-from .decoder import CachedAttention, Module, Rows, embed, gated_mlp, ints, positions_from
-from .target import lm_head
+from .kind import DrafterKind
 
 # Tapped states pass 2e4, their sums through fc would pass 65504. What comes out is normed, so a power of two before
 # and its square on the norm's epsilon change nothing but the range.
 FP16_FEATURE_SCALE = 2.0**-6
 
 
-def build_drafter(
+_BLOCK = 1024  # published drafters have 8 to 16
+
+
+def read_dflash(fields: Fields) -> DrafterConfig:
+    """The configuration of a DFlash drafter, as z-lab publishes them.
+
+    `block_size` is read from `dflash_config` or from the top level. Per-layer causality: `is_causal`, else
+    `dflash_config.causal`, else a layer is causal exactly when it slides (vLLM's rule for these checkpoints).
+
+    Raises:
+        CheckpointError: a field is missing, out of range, or asks for something not implemented.
+    """
+    dflash = fields.section("dflash_config")
+    if dflash is None:
+        raise fields.error(
+            "dflash_config", "is missing, expected an object with mask_token_id and target_layer_ids"
+        )
+    check_quantization(fields)
+    refuse(fields, _DRAFTER_NEUTRAL)
+    refuse(dflash, {key: _DRAFTER_NEUTRAL.get(key, ()) for key in dflash.values if key not in _DFLASH_FIELDS})
+    # Qwen3Config's default of head_dim is 128, not hidden_size / num_attention_heads.
+    common = decoder(fields, head_dim=fields.integer("head_dim", maximum=HEAD_DIM, default=128), qk_norm=True)
+    for key, size in (("draft_vocab_size", "vocab_size"), ("target_hidden_size", "hidden_size")):
+        for place in (fields, dflash):
+            if place.get(key) is not None and place.integer(key) != common[size]:
+                raise place.error(
+                    key, f"is {show(place.get(key))}, but {size} is {common[size]}: they must be equal"
+                )
+    taps = dflash.integers("target_layer_ids", most=LAYERS)
+    if not taps or len(set(taps)) != len(taps):
+        raise dflash.error(
+            "target_layer_ids", f"is {quoted(list(taps))}, expected at least one layer and none twice"
+        )
+    causal = next((place.boolean(key) for place, key in _causal_places(fields, dflash)), None)
+    block_size = agreed([(dflash, "block_size"), (fields, "block_size")], minimum=2, maximum=_BLOCK)
+    if block_size is None:
+        raise fields.error(
+            "block_size", "is missing, here and in dflash_config, expected an integer of at least 2"
+        )
+    return DrafterConfig(
+        **common,
+        layers=tuple(
+            LayerAttention(window is not None if causal is None else causal, window)
+            for window in windows(fields, common["num_hidden_layers"])
+        ),
+        block_size=block_size,
+        mask_token_id=dflash.integer("mask_token_id", minimum=0),
+        target_layer_ids=taps,
+        num_target_layers=agreed([(dflash, "num_target_layers"), (fields, "num_target_layers")], minimum=1),
+    )
+
+
+def _causal_places(fields: Fields, dflash: Fields) -> list[tuple[Fields, str]]:
+    places = [(fields, "is_causal"), (dflash, "causal")]
+    return [(place, key) for place, key in places if place.get(key) is not None]
+
+
+_DFLASH_FIELDS = {
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "num_target_layers",
+    "causal",
+    "draft_vocab_size",
+    "target_hidden_size",
+}
+# Fields of published drafters of other kinds that change the computation, each with the values that do not.
+_DRAFTER_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "add_swa_attention_sink_bias": (False,),
+    "attention_mode": ("gqa",),
+    "attention_sink_bias": (False,),
+    "attention_value_scale": (1,),
+    "aux_hidden_state_layer_ids": (),
+    "conv_group_size": (),
+    "conv_kernel": (),
+    "conv_kernel_size": (),
+    "final_logit_softcapping": (),
+    "is_neox_style": (True,),
+    "kv_lora_rank": (),
+    "markov_rank": (0,),
+    "mask_embedding": (False,),
+    "mlp_bias": (False,),
+    "output_multiplier": (1,),
+    "partial_rotary_factor": (1,),
+    "projector_type": ("dflash",),
+    "rope_interleave": (False,),
+    "rope_interleaved": (False,),
+    "sample_from_anchor": (False,),
+    "selector_rank": (),
+    "selector_top_k": (),
+    "speculators_model_type": (),
+    "swa_window": (),
+    "swa_window_size": (),
+    "use_aux_hidden_state": (True,),
+    "use_swa": (False,),
+}
+
+
+def build_dflash(
     config: DrafterConfig,
     checkpoint: Checkpoint | Outline,
     target: TargetConfig,
@@ -56,10 +162,14 @@ def build_drafter(
     n_written = g.op("Add", n_context, n_block, name="n_written")
     block_start = g.op("Add", start, n_features, name="block_start")
 
-    asking = Rows(g, batch, n_block, positions_from(g, block_start, n_block, name="block_positions"), config)
-    written = Rows(g, batch, n_written, positions_from(g, start, n_written, name="written_positions"), config)
+    asking = PassRows(
+        g, batch, n_block, positions_from(g, block_start, n_block, name="block_positions"), config
+    )
+    written = PassRows(
+        g, batch, n_written, positions_from(g, start, n_written, name="written_positions"), config
+    )
     lengths = g.op("Add", block_start, n_block, name="lengths")
-    attention = CachedAttention(g, dialect, config, capacity, start, asking, written, lengths)
+    by_layer = mixers(Pass(g, dialect, config, capacity, start, asking, written, lengths))
     order = _block_after_valid_context(g, batch, n_context, n_written, n_features)
 
     m = Module(g, checkpoint, folder, dialect)
@@ -85,7 +195,7 @@ def build_drafter(
                 )
                 both = g.op("Reshape", both, g.constant([-1, hidden]), name="flat")
                 both = g.op("Gather", both, order, name="packed")
-                h = attention.layer(layer.at("self_attn"), i, h, both)
+                h = by_layer[i].layer(layer, i, h, both)
                 x = g.op("Add", x, h, name="residual")
             with g.scope("mlp"):
                 h = layer.rms_norm(x, "post_attention_layernorm", hidden, config.rms_norm_eps)
@@ -129,3 +239,7 @@ def _block_after_valid_context(
     source = g.op("Min", source, g.op("Sub", n_written, g.constant([1]), name="final"), name="clamped")
     base = g.op("Mul", g.unsqueeze(g.arange(batch), 1), n_written, name="base")
     return g.op("Reshape", g.op("Add", base, source, name="order"), g.constant([-1]), name="flat_order")
+
+
+# Every DFlashDraftModel published says "qwen3", whatever its target is: its layers are Qwen3's.
+KIND = DrafterKind("DFlashDraftModel", "qwen3", read_dflash, build_dflash)

@@ -1,4 +1,4 @@
-"""The pairs known by name, and where checkpoints come from: a directory, the package, or the hub."""
+"""Where the checkpoints of a pair come from: a directory, the package, or the hub."""
 
 from __future__ import annotations
 
@@ -7,37 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
+from dflash_trt.checkpoint.catalogue import NAMES, SHIPPED, Pair, known_pair
 from dflash_trt.errors import CheckpointError
+from dflash_trt.models.configs import read_drafter_config, read_target_config
 
 Role = Literal["target", "drafter"]
 
-_SHIPPED = Path(__file__).resolve().parent.parent / "shipped"
-_KNOWN_CONFIGS = Path(__file__).resolve().parent / "known"
 _REPOSITORY = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
 _CONFIGS = ["config.json", "generation_config.json"]
 # The hub matches patterns with fnmatch, whose * crosses slashes: subdirectories are excluded separately.
 _FILES = ["*.safetensors", "*.json", "*.jinja"]
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A target and a drafter for it. Pairs without repositories come with the package.
-
-    `thinking`: the mode of the target whose answers the drafter was trained on, and `warning` what another mode
-    costs; both may be empty. `unverified`: fields of the drafter's config.json as known_configs gives it that follow
-    from the target, not from the published file. `family` is the target's model_type.
-    """
-
-    name: str
-    target_repo: str | None
-    drafter_repo: str | None
-    family: str
-    block_size: int
-    note: str
-    thinking: str = ""
-    warning: str = ""
-    unverified: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,85 +28,6 @@ class Source:
     revision: str | None = None
 
 
-_THINKING = (
-    "the drafter was trained on answers without thinking: switch it off with "
-    'chat_template_kwargs={"enable_thinking": False}, or far fewer drafts are accepted'
-)
-_DERIVED = ("dflash_config.mask_token_id", "max_position_embeddings", "rms_norm_eps", "rope_theta")
-
-
-PAIRS = (
-    Pair("tiny", None, None, "qwen3", 8, "shipped: arithmetic, short Python, JSON tool calls, chat"),
-    Pair(
-        "tiny-gpt-oss",
-        None,
-        None,
-        "gpt_oss",
-        8,
-        "shipped: the same, by a gpt-oss architecture with MXFP4 experts",
-    ),
-    Pair(
-        "qwen3-4b",
-        "Qwen/Qwen3-4B",
-        "z-lab/Qwen3-4B-DFlash-b16",
-        "qwen3",
-        16,
-        "for non-thinking mode",
-        thinking="off",
-        warning=_THINKING,
-    ),
-    Pair(
-        "qwen3-8b",
-        "Qwen/Qwen3-8B",
-        "z-lab/Qwen3-8B-DFlash-b16",
-        "qwen3",
-        16,
-        "for non-thinking mode",
-        thinking="off",
-        warning=_THINKING,
-    ),
-    Pair(
-        "qwen3-coder-30b-a3b",
-        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
-        "z-lab/Qwen3-Coder-30B-A3B-DFlash",
-        "qwen3_moe",
-        16,
-        "code; the target does not think",
-        unverified=_DERIVED,
-    ),
-    Pair(
-        "llama-3.1-8b",
-        "meta-llama/Llama-3.1-8B-Instruct",
-        "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
-        "llama",
-        10,
-        "chat; the target's repository is gated",
-        unverified=_DERIVED,
-    ),
-    Pair(
-        "gpt-oss-20b",
-        "openai/gpt-oss-20b",
-        "z-lab/gpt-oss-20b-DFlash",
-        "gpt_oss",
-        8,
-        "reasoning",
-        thinking="on",
-        unverified=("rope_scaling",),
-    ),
-    Pair(
-        "gpt-oss-120b",
-        "openai/gpt-oss-120b",
-        "z-lab/gpt-oss-120b-DFlash",
-        "gpt_oss",
-        10,
-        "reasoning; published figures are for medium effort",
-        thinking="on",
-        unverified=("rope_scaling",),
-    ),
-)
-_NAMES = ", ".join(pair.name for pair in PAIRS)
-
-
 def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Source]:
     """Both checkpoints of a pair. Without a drafter, `target` must be a known pair, by name or repository."""
     if drafter is None:
@@ -135,7 +35,7 @@ def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Sourc
         if pair is None:
             raise CheckpointError(
                 f"--target {target}: no drafter is known for it; give one with --drafter, "
-                f"or the name of a known pair as the target: {_NAMES}"
+                f"or the name of a known pair as the target: {NAMES}"
             )
         drafter = pair.drafter_repo or pair.name
     return resolve(target, "target"), resolve(drafter, "drafter")
@@ -169,32 +69,13 @@ def resolve(name_or_path: str, role: Role) -> Source:
     if match is None:
         raise CheckpointError(
             f"--{role} {name_or_path}: neither a directory, nor a hub repository org/name[@revision], "
-            f"nor a known pair: {_NAMES}"
+            f"nor a known pair: {NAMES}"
         )
     return _snapshot(match["repo"], match["revision"], role)
 
 
-def known_configs(name: str) -> tuple[Path, Path]:
-    """Directories of a known pair's target and drafter with config.json and no weights, for what needs no weights.
-
-    Raises:
-        CheckpointError: no pair is known by that name.
-    """
-    pair = known_pair(name)
-    if pair is None:
-        raise CheckpointError(f"{name}: no pair is known by that name; known are {_NAMES}")
-    root = (_SHIPPED if pair.target_repo is None else _KNOWN_CONFIGS) / pair.name
-    return root / "target", root / "drafter"
-
-
-def known_pair(name: str) -> Pair | None:
-    """The pair that a name or a repository, with or without @revision, stands for."""
-    name = name.partition("@")[0]
-    return next((pair for pair in PAIRS if name in (pair.name, pair.target_repo, pair.drafter_repo)), None)
-
-
 def _shipped(pair: Pair, role: Role) -> Source:
-    directory = _SHIPPED / pair.name / role
+    directory = SHIPPED / pair.name / role
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory}: missing; the installation is incomplete, install dflash-trt again"

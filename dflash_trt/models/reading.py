@@ -1,9 +1,12 @@
-"""The target families: what each one's config.json means, by Transformers' configuration and modeling sources."""
+"""What the readers of config.json share: fields that several families have, read strictly.
+
+Nothing that matters is guessed or skipped. The meanings are those of Transformers' configuration and modeling sources.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dflash_trt.checkpoint.fields import LARGEST_INTEGER, Fields
 from dflash_trt.checkpoint.quantization import read_quantization
@@ -12,124 +15,32 @@ from dflash_trt.checkpoint.schema import LayerAttention, MoEConfig, TargetConfig
 from dflash_trt.errors import quoted, show
 from dflash_trt.reading import read_object
 
-# What published gpt-oss checkpoints keep in BF16: everything but the experts' matrices.
-_MXFP4_KEPT = {"model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"}
-_MXFP4_GROUP = 32  # values that share a scale
 # Far beyond any model. Work and memory follow these numbers before any tensor's shape is held against them.
 LAYERS, HEAD_DIM = 10_000, 1 << 14
-_WIDTH, _VOCABULARY, _EXPERTS = 1 << 22, 1 << 24, 1 << 14
+WIDTH, _VOCABULARY, EXPERTS = 1 << 22, 1 << 24, 1 << 14
 _EOS_IDS = 1024
 
 
-def _read_qwen3(fields: Fields) -> TargetConfig:
-    check_quantization(fields)
-    # Qwen3Config's default of head_dim is 128, not hidden_size / num_attention_heads.
-    common = decoder(fields, head_dim=fields.integer("head_dim", maximum=HEAD_DIM, default=128), qk_norm=True)
-    return _target(fields, common, windows(fields, common["num_hidden_layers"]))
-
-
-def _read_llama(fields: Fields) -> TargetConfig:
-    check_quantization(fields)
-    refuse(fields, {"pretraining_tp": (1,)})
-    common = decoder(fields, mlp_bias=fields.boolean("mlp_bias", default=False))
-    return _target(fields, common, [None] * common["num_hidden_layers"])
-
-
-def _read_qwen3_moe(fields: Fields) -> TargetConfig:
-    # Qwen3MoeConfig knows no layer_types and no shared expert; some checkpoints say so.
-    check_quantization(fields)
-    refuse(
-        fields,
-        {
-            "layer_types": (),
-            "qkv_bias": (False,),
-            "shared_expert_intermediate_size": (0,),
-            "use_qk_norm": (True,),
-        },
-    )
-    common = decoder(fields, qk_norm=True)
-    layers = common["num_hidden_layers"]
-    step = fields.integer("decoder_sparse_step", default=1)
-    dense = set(
-        fields.integers("mlp_only_layers", most=LAYERS) if fields.get("mlp_only_layers") is not None else ()
-    )
-    experts, chosen = _experts(fields, ("num_experts", "num_local_experts"), ("num_experts_per_tok",))
-    moe = MoEConfig(
-        num_experts=experts,
-        experts_per_token=chosen,
-        intermediate_size=fields.integer("moe_intermediate_size", maximum=_WIDTH),
-        normalize_weights=fields.boolean("norm_topk_prob", default=False),
-        sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-        activation="silu",
-        alpha=1.0,
-        limit=None,
-        router_bias=False,
-        expert_bias=False,
-        quantization=None,
-    )
-    # max_window_layers plays no part: where there is a window, every layer has it.
-    return _target(fields, common, [_window(fields)] * layers, moe)
-
-
-def _read_gpt_oss(fields: Fields) -> TargetConfig:
-    if not fields.get("rope_parameters") and not fields.get("rope_scaling"):
-        raise fields.error("rope_scaling", "is missing, expected the YaRN parameters of this checkpoint")
-    common = decoder(
-        fields,
-        head_dim=fields.integer("head_dim", maximum=HEAD_DIM),
-        attention_bias=True,
-        attention_sinks=True,
-    )
-    layers, window = common["num_hidden_layers"], None
-    if fields.get("sliding_window") is not None:
-        window = fields.integer("sliding_window")
-    types = fields.get("layer_types")
-    if types is None:
-        types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
-    experts, chosen = _experts(
-        fields, ("num_local_experts", "num_experts"), ("num_experts_per_tok", "experts_per_token")
-    )
-    moe = MoEConfig(
-        num_experts=experts,
-        experts_per_token=chosen,
-        intermediate_size=common["intermediate_size"],
-        normalize_weights=True,
-        sparse_layers=(True,) * layers,
-        activation="gpt_oss",
-        alpha=fields.number("swiglu_alpha", default=1.702),
-        limit=fields.number("swiglu_limit", default=7.0),
-        router_bias=True,
-        expert_bias=True,
-        quantization=_mxfp4(fields),
-    )
-    placed = Fields(fields.path, {**fields.values, "layer_types": types})
-    return _target(fields, common, place_window(placed, layers, window), moe)
-
-
-# Architecture -> (model_type, reader). The one list of what can be read; everything else derives from it.
-TARGET_ARCHITECTURES: Mapping[str, tuple[str, Callable[[Fields], TargetConfig]]] = {
-    "Qwen3ForCausalLM": ("qwen3", _read_qwen3),
-    "LlamaForCausalLM": ("llama", _read_llama),
-    "Qwen3MoeForCausalLM": ("qwen3_moe", _read_qwen3_moe),
-    "GptOssForCausalLM": ("gpt_oss", _read_gpt_oss),
-}
-
-
-def open_config(fields: Fields, role: str, architectures: Mapping[str, tuple[Any, ...]]) -> str:
-    """The architecture that the file names, when it is one of these and the rest agrees with it."""
-    names, supported = fields.strings("architectures", most=LAYERS), ", ".join(architectures)
-    if len(names) != 1:
-        raise fields.error("architectures", f"is {quoted(list(names))}, expected one name")
-    if names[0] not in architectures:
-        raise fields.error("architectures", f"is {quoted(list(names))}, supported as a {role}: {supported}")
-    model_type = architectures[names[0]][0]
+def check_names(fields: Fields, architecture: str, model_type: str) -> None:
+    """Check that the file's other names agree with its architecture, and that nothing asks for another model."""
     if fields.string("model_type") != model_type:
         raise fields.error(
-            "model_type", f"is {quoted(fields.get('model_type'))}, but {names[0]} has {model_type!r}"
+            "model_type", f"is {quoted(fields.get('model_type'))}, but {architecture} has {model_type!r}"
         )
     refuse(fields, {"partial_rotary_factor": (1,)})
     if fields.string("hidden_act") != "silu":
         raise fields.error("hidden_act", f"is {quoted(fields.get('hidden_act'))}, only 'silu' is supported")
+
+
+def architecture_of(fields: Fields, role: str, supported: Mapping[str, object]) -> str:
+    """The architecture that the file names, which must be one of `supported`."""
+    names = fields.strings("architectures", most=LAYERS)
+    if len(names) != 1:
+        raise fields.error("architectures", f"is {quoted(list(names))}, expected one name")
+    if names[0] not in supported:
+        raise fields.error(
+            "architectures", f"is {quoted(list(names))}, supported as a {role}: {', '.join(supported)}"
+        )
     return names[0]
 
 
@@ -165,8 +76,8 @@ def decoder(
 
     `attention_bias` is the family's default; the file may say otherwise.
     """
-    hidden, heads = (fields.integer(key, maximum=_WIDTH) for key in ("hidden_size", "num_attention_heads"))
-    kv_heads = fields.integer("num_key_value_heads", maximum=_WIDTH)
+    hidden, heads = (fields.integer(key, maximum=WIDTH) for key in ("hidden_size", "num_attention_heads"))
+    kv_heads = fields.integer("num_key_value_heads", maximum=WIDTH)
     if heads % kv_heads:
         raise fields.error(
             "num_attention_heads", f"is {heads}, not a multiple of num_key_value_heads, {kv_heads}"
@@ -179,7 +90,7 @@ def decoder(
         "model_type": fields.string("model_type"),
         "architecture": fields.strings("architectures", most=LAYERS)[0],
         "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size", maximum=_WIDTH),
+        "intermediate_size": fields.integer("intermediate_size", maximum=WIDTH),
         "num_hidden_layers": fields.integer("num_hidden_layers", maximum=LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -197,7 +108,7 @@ def decoder(
 
 def windows(fields: Fields, layers: int) -> list[int | None]:
     """Each layer's window, by Qwen3Config's rule: `use_sliding_window` gates it, `layer_types` places it."""
-    window = _window(fields)
+    window = window_of(fields)
     if fields.get("layer_types") is None and window is not None:
         first = fields.integer("max_window_layers", minimum=0)
         return [window if index >= first else None for index in range(layers)]
@@ -240,17 +151,17 @@ def agreed(
     return values[0]
 
 
-def _window(fields: Fields) -> int | None:
+def window_of(fields: Fields) -> int | None:
     if fields.boolean("use_sliding_window", default=False) and fields.get("sliding_window") is not None:
         return fields.integer("sliding_window")
     return None
 
 
-def _experts(fields: Fields, total: Sequence[str], chosen: Sequence[str]) -> tuple[int, int]:
+def expert_counts(fields: Fields, total: Sequence[str], chosen: Sequence[str]) -> tuple[int, int]:
     """How many experts there are, and how many a token goes to; each under one of several names."""
     counts = []
     for names in (total, chosen):
-        count = agreed([(fields, name) for name in names], minimum=1, maximum=_EXPERTS)
+        count = agreed([(fields, name) for name in names], minimum=1, maximum=EXPERTS)
         if count is None:
             raise fields.error(" or ".join(names), "is missing, expected an integer of at least 1")
         counts.append(count)
@@ -259,31 +170,7 @@ def _experts(fields: Fields, total: Sequence[str], chosen: Sequence[str]) -> tup
     return counts[0], counts[1]
 
 
-def _mxfp4(fields: Fields) -> Literal["mxfp4"] | None:
-    section = fields.section("quantization_config")
-    if section is None:
-        return None
-    method = section.string("quant_method")
-    if method != "mxfp4":
-        raise section.error(
-            "quant_method", f"is {quoted(method)}, supported is 'mxfp4', as OpenAI publishes it"
-        )
-    refuse(
-        section, {key: () for key in section.values if key not in ("quant_method", "modules_to_not_convert")}
-    )
-    if section.get("modules_to_not_convert") is not None:
-        kept = section.strings("modules_to_not_convert", most=LAYERS)
-        if set(kept) != _MXFP4_KEPT:
-            raise section.error(
-                "modules_to_not_convert", f"is {show(list(kept))}, expected {', '.join(sorted(_MXFP4_KEPT))}"
-            )
-    for key in ("hidden_size", "intermediate_size"):
-        if fields.integer(key) % _MXFP4_GROUP:
-            raise fields.error(key, f"is {fields.get(key)}, but MXFP4 needs a multiple of {_MXFP4_GROUP}")
-    return "mxfp4"
-
-
-def _target(
+def target(
     fields: Fields, common: dict[str, Any], windows: Sequence[int | None], moe: MoEConfig | None = None
 ) -> TargetConfig:
     path, vocab_size = fields.path.with_name("generation_config.json"), common["vocab_size"]

@@ -1,0 +1,129 @@
+"""The pairs known by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_trt.errors import CheckpointError
+
+SHIPPED = Path(__file__).resolve().parent.parent / "shipped"
+_KNOWN_CONFIGS = Path(__file__).resolve().parent / "known"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and a drafter for it. Pairs without repositories come with the package.
+
+    `thinking`: the mode of the target whose answers the drafter was trained on, and `warning` what another mode
+    costs; both may be empty. `unverified`: fields of the drafter's config.json as known_configs gives it that follow
+    from the target, not from the published file. `family` is the target's model_type.
+    """
+
+    name: str
+    target_repo: str | None
+    drafter_repo: str | None
+    family: str
+    block_size: int
+    note: str
+    thinking: str = ""
+    warning: str = ""
+    unverified: tuple[str, ...] = ()
+
+
+_THINKING = (
+    "the drafter was trained on answers without thinking: switch it off with "
+    'chat_template_kwargs={"enable_thinking": False}, or far fewer drafts are accepted'
+)
+_DERIVED = ("dflash_config.mask_token_id", "max_position_embeddings", "rms_norm_eps", "rope_theta")
+
+
+PAIRS = (
+    Pair("tiny", None, None, "qwen3", 8, "shipped: arithmetic, short Python, JSON tool calls, chat"),
+    Pair(
+        "tiny-gpt-oss",
+        None,
+        None,
+        "gpt_oss",
+        8,
+        "shipped: the same, by a gpt-oss architecture with MXFP4 experts",
+    ),
+    Pair(
+        "qwen3-4b",
+        "Qwen/Qwen3-4B",
+        "z-lab/Qwen3-4B-DFlash-b16",
+        "qwen3",
+        16,
+        "for non-thinking mode",
+        thinking="off",
+        warning=_THINKING,
+    ),
+    Pair(
+        "qwen3-8b",
+        "Qwen/Qwen3-8B",
+        "z-lab/Qwen3-8B-DFlash-b16",
+        "qwen3",
+        16,
+        "for non-thinking mode",
+        thinking="off",
+        warning=_THINKING,
+    ),
+    Pair(
+        "qwen3-coder-30b-a3b",
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        "z-lab/Qwen3-Coder-30B-A3B-DFlash",
+        "qwen3_moe",
+        16,
+        "code; the target does not think",
+        unverified=_DERIVED,
+    ),
+    Pair(
+        "llama-3.1-8b",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+        "llama",
+        10,
+        "chat; the target's repository is gated",
+        unverified=_DERIVED,
+    ),
+    Pair(
+        "gpt-oss-20b",
+        "openai/gpt-oss-20b",
+        "z-lab/gpt-oss-20b-DFlash",
+        "gpt_oss",
+        8,
+        "reasoning",
+        thinking="on",
+        unverified=("rope_scaling",),
+    ),
+    Pair(
+        "gpt-oss-120b",
+        "openai/gpt-oss-120b",
+        "z-lab/gpt-oss-120b-DFlash",
+        "gpt_oss",
+        10,
+        "reasoning; published figures are for medium effort",
+        thinking="on",
+        unverified=("rope_scaling",),
+    ),
+)
+NAMES = ", ".join(pair.name for pair in PAIRS)
+
+
+def known_configs(name: str) -> tuple[Path, Path]:
+    """Directories of a known pair's target and drafter with config.json and no weights, for what needs no weights.
+
+    Raises:
+        CheckpointError: no pair is known by that name.
+    """
+    pair = known_pair(name)
+    if pair is None:
+        raise CheckpointError(f"{name}: no pair is known by that name; known are {NAMES}")
+    root = (SHIPPED if pair.target_repo is None else _KNOWN_CONFIGS) / pair.name
+    return root / "target", root / "drafter"
+
+
+def known_pair(name: str) -> Pair | None:
+    """The pair that a name or a repository, with or without @revision, stands for."""
+    name = name.partition("@")[0]
+    return next((pair for pair in PAIRS if name in (pair.name, pair.target_repo, pair.drafter_repo)), None)

@@ -1,0 +1,20 @@
+"""The kinds of drafters that are read. A new one is a module with a `KIND`, listed here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.schema import DrafterConfig
+
+from . import dflash
+from .kind import DrafterKind
+
+KINDS: Mapping[str, DrafterKind] = {kind.architecture: kind for kind in (dflash.KIND,)}
+
+
+def build_drafter(config: DrafterConfig, *checkpoints: Any, **options: Any) -> ir.Model:
+    """The graph of a drafter, whatever its kind; the arguments are those of `kind.BuildDrafter`."""
+    return KINDS[config.architecture].build(config, *checkpoints, **options)

@@ -1,0 +1,52 @@
+"""What a kind of drafter is: the contract of the modules beside this one.
+
+A drafter's graph takes the features that the target committed since the last pass, an anchor and its own caches, and
+gives drafts with their log-probabilities. docs/graphs.md has the inputs and outputs with their shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.graph.dialect import Dialect
+
+
+class BuildDrafter(Protocol):
+    """Makes a drafter's graph. The target's checkpoint is there for what the two share: embedding and LM head."""
+
+    def __call__(
+        self,
+        config: DrafterConfig,
+        checkpoint: Checkpoint | Outline,
+        target: TargetConfig,
+        target_checkpoint: Checkpoint | Outline,
+        dialect: Dialect,
+        *,
+        folder: str,
+        target_folder: str,
+        capacity: int | str = "C",
+        features_dtype: ir.DataType | None = None,
+        head: tuple[Checkpoint | Outline, str] | None = None,
+        metadata: dict[str, str] | None = None,
+    ) -> ir.Model: ...
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """`architecture` and `model_type` are those of config.json.
+
+    `read` turns the file's fields into a configuration: block size, mask token, and the target layers that are tapped.
+    `build` makes the graph.
+    """
+
+    architecture: str
+    model_type: str
+    read: Callable[[Fields], DrafterConfig]
+    build: BuildDrafter

@@ -1,0 +1,12 @@
+"""The target families that are read. A new one is a module with a `FAMILY`, listed here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from . import gpt_oss, llama, qwen3, qwen3_moe
+from .family import Family
+
+FAMILIES: Mapping[str, Family] = {
+    family.architecture: family for family in (qwen3.FAMILY, llama.FAMILY, qwen3_moe.FAMILY, gpt_oss.FAMILY)
+}

@@ -1,0 +1,192 @@
+"""Mixers: the part of a decoder layer in which the tokens of a sequence meet. Attention is one of them.
+
+A layer's mixer is chosen by the entry that the configuration has for it in `layers`. A mixer declares the caches of its
+layers as inputs and outputs of the graph. A cache may hold rows, one for each token, or a state of fixed size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.rope import inverse_frequencies
+from dflash_trt.checkpoint.schema import DecoderConfig, LayerAttention
+from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.dialect import Dialect
+
+from .module import Module
+
+
+class Mixer(Protocol):
+    """The layers of one kind in one pass."""
+
+    def layer(self, m: Module, i: int, x: ir.Value, written: ir.Value) -> ir.Value:
+        """What layer i adds to the residual stream, [B*S, D].
+
+        x [B*S, D]: the rows that ask. written [B*T, D]: the rows that go into the caches. `m` is the layer's place
+        in the checkpoint.
+        """
+
+
+class PassRows:
+    """Rows that go through a layer together: B sequences x S rows, at given positions, with their rotations."""
+
+    def __init__(
+        self, g: GraphBuilder, batch: ir.Value, count: ir.Value, positions: ir.Value, config: DecoderConfig
+    ):
+        self.g, self.batch, self.count, self.positions = g, batch, count, positions
+        self._shapes: dict[tuple[int, ...], ir.Value] = {}
+        frequencies, factor = inverse_frequencies(
+            config.rope, config.head_dim, config.max_position_embeddings
+        )
+        # Angles in float32 from the position itself, as Transformers computes them; no table, so no length limit.
+        angles = g.op(
+            "Mul",
+            g.op("Cast", g.unsqueeze(positions, 2), name="position", to=int(FLOAT)),
+            g.constant(frequencies, np.float32),
+            name="angles",
+        )
+        rotations = [g.op(kind, angles, name=kind.lower()) for kind in ("Cos", "Sin")]
+        if factor != 1.0:
+            rotations = [g.op("Mul", r, g.constant(factor, np.float32), name="scaled") for r in rotations]
+        self.cos, self.sin = (g.to_dtype(r, FLOAT) for r in rotations)
+
+    def shape(self, *tail: int) -> ir.Value:
+        """The shape [B, S, *tail] as a tensor."""
+        if tail not in self._shapes:
+            self._shapes[tail] = self.g.shape(self.batch, self.count, *tail)
+        return self._shapes[tail]
+
+    def heads(self, x: ir.Value, n: int, size: int) -> ir.Value:
+        """[B*S, n*size] -> [B, S, n, size]."""
+        return self.g.op("Reshape", x, self.shape(n, size), name="heads")
+
+    def rotate(self, x: ir.Value) -> ir.Value:
+        """[B, S, n, size] -> [B, n, S, size], rotated by position (half-split pairs)."""
+        x = self.g.op("Transpose", x, name="by_head", perm=[0, 2, 1, 3])
+        return self.g.op("RotaryEmbedding", x, self.cos, self.sin, name="rope")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What all layers of one pass share. `start` and `lengths` are int64 [B]: the first slot written, slots in use."""
+
+    g: GraphBuilder
+    dialect: Dialect
+    config: DecoderConfig
+    capacity: int | str
+    start: ir.Value
+    queries: PassRows
+    written: PassRows
+    lengths: ir.Value
+
+
+class Attention:
+    """The attention layers of one pass: slots written, masks by kind of layer, a key and a value cache for each."""
+
+    def __init__(self, shared: Pass, layers: Sequence[int]) -> None:
+        self.g, self.dialect, self.config = shared.g, shared.dialect, shared.config
+        self.start, self.lengths, self.sinks = shared.start, shared.lengths, shared.config.attention_sinks
+        self.queries, self.written = shared.queries, shared.written
+        g, dialect, config, capacity = self.g, self.dialect, self.config, shared.capacity
+        self._shapes: list[list[int | str]] = [
+            ["B", config.num_key_value_heads, capacity, size]
+            for size in dialect.cache_sizes(config.head_dim, sinks=self.sinks)
+        ]
+        self._caches = {
+            i: [
+                g.input(f"{side}_cache.{i}", g.dtype, shape)
+                for side, shape in zip("kv", self._shapes, strict=True)
+            ]
+            for i in layers
+        }
+        self._capacity = g.dim(self._caches[layers[0]][0], 2, name="capacity")
+        self._masks: dict[LayerAttention, tuple[ir.Value, ...]] = {}
+
+    def _mask(self, kind: LayerAttention) -> tuple[ir.Value, ...]:
+        """Slot j holds position j, so what a row sees is a range of slots: first .. last."""
+        if kind not in self._masks:
+            g, position = self.g, self.queries.positions
+            if kind.causal:
+                last = position
+            else:
+                final = g.op("Sub", g.unsqueeze(self.lengths, 1), g.constant(1), name="final_slot")
+                if kind.window is None:
+                    last = g.op("Expand", final, g.shape(self.queries.batch, self.queries.count), name="last")
+                else:  # a window without direction reaches as far ahead as back
+                    last = g.op(
+                        "Min", g.op("Add", position, g.constant(kind.window - 1), name="ahead"), final
+                    )
+            if kind.window is None:
+                first = g.op("Sub", position, position, name="first")
+            else:
+                first = g.op("Sub", position, g.constant(kind.window - 1), name="first")
+            name = f"mask_{'causal' if kind.causal else 'block'}{kind.window or ''}"
+            slots = [first, last]
+            if self.sinks:
+                body = self.dialect.sink_attention_mask()
+                slots.append(self.lengths)
+            else:
+                body = self.dialect.attention_mask()
+            self._masks[kind] = g.call(body, *slots, self._capacity, outputs=2, name=name)
+        return self._masks[kind]
+
+    def layer(self, m: Module, i: int, x: ir.Value, written: ir.Value) -> ir.Value:
+        g, c, m = self.g, self.config, m.at("self_attn")
+        size, bias = c.head_dim, c.attention_bias
+        n_q, n_kv = c.num_attention_heads, c.num_key_value_heads
+        asking, stored = {"q_proj": n_q * size}, {"k_proj": n_kv * size, "v_proj": n_kv * size}
+        if written is x:
+            q, k, v = m.linears(x, asking | stored, c.hidden_size, bias=bias)
+        else:
+            (q,) = m.linears(x, asking, c.hidden_size, bias=bias)
+            k, v = m.linears(written, stored, c.hidden_size, bias=bias)
+        q = self.queries.heads(q, n_q, size)
+        k, v = (self.written.heads(value, n_kv, size) for value in (k, v))
+        if c.qk_norm:
+            q = m.rms_norm(q, "q_norm", size, c.rms_norm_eps)
+            k = m.rms_norm(k, "k_norm", size, c.rms_norm_eps)
+        body = self.dialect.sink_attention(size) if self.sinks else self.dialect.cached_attention(size)
+        y, *updated = g.call(
+            body,
+            self.queries.rotate(q),
+            self.written.rotate(k),
+            g.op("Transpose", v, name="by_head", perm=[0, 2, 1, 3]),
+            *self._caches[i],
+            self.start,
+            *self._mask(c.layers[i]),
+            self.lengths,
+            *([m.weight("sinks", n_q)] if self.sinks else []),
+            outputs=3,
+            name="cached",
+        )
+        for side, cache, shape in zip("kv", updated, self._shapes, strict=True):
+            g.output(cache, f"{side}_cache_out.{i}", g.dtype, shape)
+        y = g.op("Transpose", y, name="by_row", perm=[0, 2, 1, 3])
+        y = g.op("Reshape", y, g.constant([-1, n_q * size]), name="merge")
+        return m.linear(y, "o_proj", n_q * size, c.hidden_size, bias=bias)
+
+
+# By the type of the entry in `DecoderConfig.layers`.
+MIXERS: Mapping[type, Callable[[Pass, Sequence[int]], Mixer]] = {LayerAttention: Attention}
+
+
+def mixers(shared: Pass) -> list[Mixer]:
+    """The mixer of each layer. Layers of one kind share theirs."""
+    layers = shared.config.layers
+    kinds = {kind: [i for i, layer in enumerate(layers) if type(layer) is kind] for kind in map(type, layers)}
+    found = {kind: MIXERS[kind](shared, indices) for kind, indices in kinds.items()}
+    return [found[type(layer)] for layer in layers]
+
+
+def positions_from(g: GraphBuilder, start: ir.Value, count: ir.Value, name: str = "positions") -> ir.Value:
+    """[B, count]: start, start+1, ..."""
+    return g.op("Add", g.unsqueeze(start, 1), g.arange(count), name=name)
+
+
+def ints(g: GraphBuilder, name: str, *shape: int | str) -> ir.Value:
+    return g.input(name, INT64, shape)

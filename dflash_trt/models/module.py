@@ -1,0 +1,130 @@
+"""A place in a checkpoint, as a graph sees it: tensors by name, linear layers in whatever they are stored in, norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.linears import StoredLinear, joined, stored_linear, widened_bytes
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
+from dflash_trt.errors import CheckpointError
+from dflash_trt.formats.base import FLOAT_DTYPES
+from dflash_trt.graph.builder import ONNX_DTYPES, GraphBuilder
+from dflash_trt.graph.dialect import Dialect
+
+
+class Module:
+    """A place in a checkpoint: knows its tensors' prefix, checks each tensor's shape and dtype where it is used."""
+
+    def __init__(
+        self, g: GraphBuilder, checkpoint: Checkpoint | Outline, folder: str, dialect: Dialect
+    ) -> None:
+        self.g, self.checkpoint, self.folder, self.dialect = g, checkpoint, folder, dialect
+        self.prefix = ""
+        self.used: set[str] = set()
+        self._widened_bytes = widened_bytes(checkpoint)
+
+    def at(self, prefix: str) -> Module:
+        below = copy(self)
+        below.prefix = f"{self.prefix}{prefix}."
+        return below
+
+    def raw(self, name: str, *shape: int) -> ir.Value:
+        """The tensor as stored, in a floating-point type."""
+        return self.g.raw_weight(self.stored(name, *shape), self.folder)
+
+    def stored(self, name: str, *shape: int) -> TensorInfo:
+        """Where the tensor lies, in a floating-point type."""
+        return self._checked(name, shape, FLOAT_DTYPES)
+
+    def packed(self, name: str, *shape: int) -> ir.Value:
+        """Quantized data or its scales: bytes."""
+        return self.g.raw_weight(self._checked(name, shape, ("U8",)), self.folder)
+
+    def dtype_of(self, name: str) -> ir.DataType:
+        """Of a tensor that was used before."""
+        return ONNX_DTYPES[self.checkpoint.tensors[self.prefix + name].dtype]
+
+    def _checked(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> TensorInfo:
+        info = self.checkpoint.expect(self.prefix + name, shape, dtypes)
+        self.used.add(info.name)
+        return info
+
+    def weight(self, name: str, *shape: int, dtype: ir.DataType | None = None) -> ir.Value:
+        """The tensor in `dtype`, by default the graph's: as it lies on disk, if it has that dtype already."""
+        return self.g.cast(self.raw(name, *shape), dtype or self.g.dtype, name=f"{name}/cast")
+
+    def linear(
+        self,
+        x: ir.Value,
+        name: str,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        dtype: ir.DataType | None = None,
+    ) -> ir.Value:
+        """x [rows, inputs] -> [rows, outputs], x being in `dtype`, by default the graph's.
+
+        A quantized weight is multiplied as it is stored; in a `dtype` of its own a layer cannot be quantized.
+        """
+        stored = (
+            stored_linear(self.checkpoint, self.prefix + name, inputs, outputs) if dtype is None else None
+        )
+        if stored is not None:
+            return self._quantized(x, name, stored, self.weight(f"{name}.bias", outputs) if bias else None)
+        parameters = [self.weight(f"{name}.weight", outputs, inputs, dtype=dtype)]
+        if bias:
+            parameters.append(self.weight(f"{name}.bias", outputs, dtype=dtype))
+        return self.g.op("Gemm", x, *parameters, name=name, transB=1)
+
+    def linears(
+        self, x: ir.Value, outputs: Mapping[str, int], inputs: int, *, bias: bool = False
+    ) -> list[ir.Value]:
+        """x [rows, inputs] through each of the layers named in `outputs`; see `Dialect.joins_quantized`."""
+        stored = {}
+        if self.dialect.joins_quantized and not bias:
+            for name, n in outputs.items():
+                if (layer := stored_linear(self.checkpoint, self.prefix + name, inputs, n)) is not None:
+                    stored[name] = layer
+        found: dict[str, ir.Value] = {}
+        for names, layer in joined(stored):
+            if len(names) > 1:
+                self.used.update(info.name for name in names for info in stored[name].tensors)
+                name = "-".join(names)
+                y = self._quantized(x, name, layer, None)
+                sizes = self.g.constant([outputs[n] for n in names])
+                split = self.g.multi("Split", y, sizes, outputs=len(names), name=f"{name}/split", axis=1)
+                found |= zip(names, split, strict=True)
+        return [
+            found[name] if name in found else self.linear(x, name, inputs, n, bias=bias)
+            for name, n in outputs.items()
+        ]
+
+    def _quantized(self, x: ir.Value, name: str, stored: StoredLinear, bias: ir.Value | None) -> ir.Value:
+        self.used.update(info.name for info in stored.tensors)
+        return self.dialect.quantized_linear(
+            self.g, x, stored, self.folder, bias, name=name, widened_bytes=self._widened_bytes
+        )
+
+    def rms_norm(self, x: ir.Value, name: str, size: int, epsilon: float) -> ir.Value:
+        """Over the last axis, of length `size`, in float32."""
+        return self.g.op(
+            "RMSNormalization", x, self.weight(f"{name}.weight", size), name=name, epsilon=epsilon, axis=-1
+        )
+
+    def check_all_used(self, ignored: tuple[str, ...] = ()) -> None:
+        """A tensor that no graph reads means that the checkpoint is not what its config says.
+
+        Caches stay in the compute dtype, which TensorRT's KVCacheUpdate asks for: scales of an FP8 cache go unused.
+        """
+        left = sorted(set(self.checkpoint.tensors) - self.used - set(ignored))
+        if self.checkpoint.quantization.kv_cache:
+            left = [name for name in left if not name.endswith((".k_scale", ".v_scale"))]
+        if left:
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: {len(left)} tensors are not part of the architecture that config.json "
+                f"describes: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
+            )
