@@ -7,7 +7,6 @@ from pathlib import Path
 
 from dflash_trt.cli.output import byte_count, print_json, progress_display
 from dflash_trt.errors import BuildError
-from dflash_trt.formats import FORMATS, SCHEMES
 
 SUMMARY = "write a checkpoint with its linear layers in FP8, NVFP4, MXFP4 or INT4"
 DESCRIPTION = """\
@@ -30,7 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint", metavar="NAME_OR_PATH", help="a known pair or model, or a directory with config.json"
     )
-    parser.add_argument("--scheme", required=True, choices=SCHEMES, help="what the weights are stored in")
+    parser.add_argument(
+        "--scheme",
+        required=True,
+        type=_scheme,
+        metavar="SCHEME",
+        help="how the weights are stored: fp8, nvfp4, mxfp4 or int4",
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the checkpoint goes")
     parser.add_argument(
         "--role",
@@ -38,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="target",
         help="which one of a known pair (default: target; a directory says itself what it is)",
     )
-    parser.add_argument("--head", choices=SCHEMES, help="quantize the target's LM head too, to this")
+    parser.add_argument(
+        "--head", type=_scheme, metavar="SCHEME", help="quantize the target's LM head too, to this"
+    )
     parser.add_argument(
         "--exclude",
         action="append",
@@ -64,8 +71,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _scheme(text: str) -> str:
+    from dflash_trt.formats import SCHEMES  # imports NumPy, which --help does without
+
+    if text not in SCHEMES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(SCHEMES)}")
+    return text
+
+
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.building.sources import resolve
+    from dflash_trt.formats import FORMATS
     from dflash_trt.inspection import inspect
     from dflash_trt.quantization.calibrate import activation_amax, calibration_set
     from dflash_trt.quantization.convert import quantize
