@@ -17,7 +17,7 @@ help:
 	@echo 'make test    run the tests (installs torch into .venv-test)'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make bench   plain decoding, drafting and Transformers on the shipped pair'
-	@echo 'make clean   remove the environments, bundles and caches'
+	@echo 'make clean   remove the environments and caches; bundles stay'
 
 demo: .venv/installed
 	@.venv/bin/python build_scripts/demo.py
@@ -35,7 +35,7 @@ bench: .venv-test/installed
 	@.venv-test/bin/python build_scripts/bench_decode.py
 
 clean:
-	rm -rf .venv .venv-test .venv-server bundles build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-test .venv-server build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find dflash_trt build_scripts tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is touched last, so that an interrupted installation is done again.

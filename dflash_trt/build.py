@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +20,8 @@ from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
 from dflash_trt.checkpoint.roles import parameters_of, role_of
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.contents import bring, describe_file, key_of, read_inputs
+from dflash_trt.disk import own_file
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.plans import FOLDER as PLANS
 from dflash_trt.engines.tensorrt.plans import Options, Plans
@@ -33,18 +34,7 @@ from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
 from dflash_trt.precision import Precision
 from dflash_trt.quantization.pair import in_precision
-from dflash_trt.workspace import (
-    Progress,
-    check_out,
-    describe_file,
-    digest_files,
-    existing_bundle,
-    finish,
-    gather,
-    key_of,
-    silent,
-    workspace,
-)
+from dflash_trt.workspace import Progress, Workspace, check_out, silent, workspace
 
 if TYPE_CHECKING:
     from dflash_trt.trtllm.configuration import Deployment
@@ -61,8 +51,8 @@ TOKENIZER_FILES = (
 )
 
 HEAD_FOLDER = "weights/head"  # of the drafter's own copy of the LM head
-# "checkpoint": the checkpoints' own files.  "none": graphs only.
-Weights = Literal["checkpoint", "none"]
+# "copy": files of the bundle's own.  "link": hard links to the checkpoints' files.  "none": graphs only.
+Weights = Literal["copy", "link", "none"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,7 @@ def build(
     max_seq_len: int | None = None,
     block_size: int | None = None,
     engine: str = "onnxruntime",
-    weights: Weights = "checkpoint",
+    weights: Weights = "copy",
     precision: Precision | None = None,
     tensorrt: Options | None = None,
     deployment: Deployment | None = None,
@@ -111,18 +101,21 @@ def build(
 
     `target` and `drafter` are names of known pairs, hub repositories or directories; a known pair brings its drafter.
     `max_seq_len` is in tokens, prompt and output together. `block_size` may be smaller than the drafter's.
-    With `weights="none"` the full-size graphs are made from the configurations alone (those of known pairs come with
-    the package): nothing is fetched, and the bundle can be inspected but not run.
+    `weights`: "copy" gives the bundle files of its own (which share their blocks with the checkpoints' where the file
+    system can), "link" makes hard links: nothing is copied, and who writes to the checkpoint's files breaks the bundle.
+    With "none" the full-size graphs are made from the configurations alone (those of known pairs come with the
+    package): nothing is fetched, and the bundle can be inspected but not run.
     `precision` is what the engine computes in, float32 on ONNX Runtime, else BF16 unless it says otherwise; or what
     the weights of linear layers are quantized to on the way, where the checkpoint's are not yet.
     `tensorrt` is for the engines "tensorrt" and "tensorrt-rtx": GPUs to build for, largest batch and prompt chunk.
     `deployment` is for `engine="tensorrt-llm"` only, which needs one: GPUs, parallelism, version.
     Work happens in a sibling directory that is renamed at the end, so an interrupted build never looks finished;
     the next one continues with what is whole. A bundle of the same inputs that is already there is kept as it is.
+    `force` replaces one of other inputs, or a damaged one; nothing else is ever replaced.
 
     Raises:
         CheckpointError, PairError: the checkpoints cannot be read or do not fit.
-        BuildError: an argument is impossible, or `out` holds something else (`force` replaces a bundle).
+        BuildError: an argument is impossible, or `out` holds something else.
     """
     progress = progress or silent
     out = Path(out)
@@ -177,82 +170,92 @@ def build(
     progress("read checkpoints", 1, 1)
 
     precision = precision or Precision()
-    if engine not in FLAVOURS:
-        for role in ("target", "drafter"):
-            if (compute := precision.compute(role, "fp32")) != "fp32":
-                raise BuildError(f"--precision is {role}={compute}, but --engine {engine} computes in fp32")
-    capacity = bundle.cache_rows(length, size)
-    quantized = out.parent / f".{out.name}.quantized"
-    sides, head = _quantized(sides, precision, quantized, progress, int4_by_row=engine in FLAVOURS)
-    plans: Plans | None = None
-    dialects: Mapping[str, Dialect] = {"target": OnnxRuntime(), "drafter": OnnxRuntime()}
-    if engine in FLAVOURS:
-        if weights == "none":
-            raise BuildError(f"--weights is none, but --engine {engine} builds plans, which hold the weights")
-        moe = target_config.moe
-        plans = Plans(
-            engine,
-            tensorrt or Options(),
-            precision,
-            block_size=size,
-            capacity=capacity,
-            formats=_formats(sides, head),
-            expert_formats={"mxfp4"} if moe is not None and moe.quantization else (),
+    _check_options(precision, engine, weights)
+    with workspace(out, "bundle") as place:
+        sides, head = _quantized(sides, precision, place, progress, int4_by_row=engine in FLAVOURS)
+        capacity = bundle.cache_rows(length, size)
+        plans: Plans | None = None
+        dialects: Mapping[str, Dialect] = {"target": OnnxRuntime(), "drafter": OnnxRuntime()}
+        if engine in FLAVOURS:
+            moe = target_config.moe
+            plans = Plans(
+                engine,
+                tensorrt or Options(),
+                precision,
+                block_size=size,
+                capacity=capacity,
+                formats=_formats(sides, head),
+                expert_formats={"mxfp4"} if moe is not None and moe.quantization else (),
+            )
+            dialects = plans.dialects
+        models = _export(
+            sides, target_config, drafter_config, dialects, head, capacity if plans else "C", progress
         )
-        dialects = plans.dialects
-    models = _export(
-        sides, target_config, drafter_config, dialects, head, capacity if plans else "C", progress
-    )
-    manifest: dict[str, Any] = {
-        "format_version": bundle.FORMAT_VERSION,
-        "key": "",
-        "engine": engine,
-        "dialect": dialects["target"].name,
-        "precision": {role: dialect.dtype.name.lower() for role, dialect in dialects.items()},
-        "quantization": {
-            "target": sides[0].checkpoint.quantization.name,
-            "drafter": sides[1].checkpoint.quantization.name,
-            "head": head and head.quantization.name,
-        },
-        "weights": weights,
-        "target": sides[0].describe(),
-        "drafter": sides[1].describe(),
-        "block_size": size,
-        "mask_token_id": drafter_config.mask_token_id,
-        "target_layer_ids": list(drafter_config.target_layer_ids),
-        "hidden_size": target_config.hidden_size,
-        "vocab_size": target_config.vocab_size,
-        "max_seq_len": length,
-        "cache_bytes_per_token": {name: cache_bytes_per_token(model) for name, model in models.items()},
-        "eos_token_ids": list(target_config.eos_token_ids),
-        "versions": {name: version(name) for name in ("dflash-trt", "onnx-ir")},
-    }
-    if plans is not None:
-        manifest["tensorrt"] = plans.describe()
-
-    with workspace(out) as work:
-        digests = digest_files(
-            gather(_wanted(sides, head), work, progress, keep=PLANS if plans else ""), work, progress
-        )
-        manifest["key"] = key_of(manifest, {**digests, **{name: _digest(m) for name, m in models.items()}})
-        existing = existing_bundle(out, manifest["key"], force=force)
+        manifest: dict[str, Any] = {
+            "format_version": bundle.FORMAT_VERSION,
+            "key": "",
+            "engine": engine,
+            "dialect": dialects["target"].name,
+            "precision": {role: dialect.dtype.name.lower() for role, dialect in dialects.items()},
+            "quantization": {
+                "target": sides[0].checkpoint.quantization.name,
+                "drafter": sides[1].checkpoint.quantization.name,
+                "head": head and head.quantization.name,
+            },
+            "weights": weights,
+            "target": sides[0].describe(),
+            "drafter": sides[1].describe(),
+            "block_size": size,
+            "mask_token_id": drafter_config.mask_token_id,
+            "target_layer_ids": list(drafter_config.target_layer_ids),
+            "hidden_size": target_config.hidden_size,
+            "vocab_size": target_config.vocab_size,
+            "max_seq_len": length,
+            "cache_bytes_per_token": {name: cache_bytes_per_token(model) for name, model in models.items()},
+            "eos_token_ids": list(target_config.eos_token_ids),
+            "versions": {name: version(name) for name in ("dflash-trt", "onnx-ir")},
+        }
+        if plans is not None:
+            manifest["tensorrt"] = plans.describe()
+        inputs = read_inputs(_wanted(sides, head), place, progress)
+        manifest["key"] = key_of(manifest, inputs, {name: _digest(model) for name, model in models.items()})
+        existing = place.existing(manifest["key"], force=force)
         if existing is not None:
-            shutil.rmtree(work)
-            shutil.rmtree(quantized, ignore_errors=True)
+            place.done = True
             return existing
+        # Plans have the weights in them: for their sake none is copied.
+        link = weights == "link" or plans is not None
+        files = bring(inputs, place, progress, link=link, keep=PLANS if plans else "")
         for i, (name, model) in enumerate(models.items()):
             progress("write graphs", i, len(models))
             model.metadata_props.update(bundle.graph_metadata(manifest))
-            ir.save(model, work / f"{name}.onnx")
-            digests[f"{name}.onnx"] = describe_file(work / f"{name}.onnx")
+            ir.save(model, place.path / f"{name}.onnx")
+            files[f"{name}.onnx"] = describe_file(place.path / f"{name}.onnx")
         progress("write graphs", len(models), len(models))
         if plans is not None:
-            manifest["tensorrt"]["plans"], built = plans.build(work, models, manifest["key"], progress)
-            digests = {n: d for n, d in digests.items() if not n.startswith("weights/")} | built
-        manifest["files"] = {name: digests[name] for name in sorted(digests)}
-        finish(work, out, manifest)
-    shutil.rmtree(quantized, ignore_errors=True)
+            manifest["tensorrt"]["plans"], built = plans.build(place.path, models, manifest["key"], progress)
+            files = {n: d for n, d in files.items() if not n.startswith("weights/")} | built
+        manifest["files"] = {name: files[name] for name in sorted(files)}
+        bundle.write_manifest(place.path, manifest)
+        place.publish()
     return Bundle.open(out)
+
+
+def _check_options(precision: Precision, engine: str, weights: Weights) -> None:
+    if engine in FLAVOURS:
+        if weights != "copy":
+            raise BuildError(
+                f"--weights is {weights}, but --engine {engine} builds plans, which hold the weights"
+            )
+        return
+    for role in ("target", "drafter"):
+        if (compute := precision.compute(role, "fp32")) != "fp32":
+            raise BuildError(f"--precision is {role}={compute}, but --engine {engine} computes in fp32")
+
+
+def own_files(directory: Path, names: Sequence[str]) -> dict[str, Path]:
+    """Those of `names` that a checkpoint has, and where they lie."""
+    return {name: own_file(directory, directory / name) for name in names if (directory / name).is_file()}
 
 
 def find_sources(target: str, drafter: str | None, weights: Weights) -> tuple[Source, Source]:
@@ -323,14 +326,14 @@ def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: Drafter
 
 
 def _quantized(
-    sides: tuple[Side, Side], precision: Precision, folder: Path, progress: Progress, *, int4_by_row: bool
+    sides: tuple[Side, Side], precision: Precision, place: Workspace, progress: Progress, *, int4_by_row: bool
 ) -> tuple[tuple[Side, Side], Checkpoint | Outline | None]:
     """The sides as `precision` asks for them, and the head that it gives the drafter."""
     target, drafter, head = in_precision(
         sides[0].checkpoint,
         sides[1].checkpoint,
         precision,
-        folder,
+        place.scratch,
         progress,
         int4_by_row=int4_by_row,
     )
@@ -342,9 +345,9 @@ def _formats(sides: tuple[Side, Side], head: Checkpoint | Outline | None) -> set
     return {scheme for checkpoint in checkpoints for scheme in number_formats(checkpoint)}
 
 
-def _digest(model: ir.Model) -> dict[str, str]:
+def _digest(model: ir.Model) -> str:
     """Of a graph without its weights, which are external data and have digests of their own."""
-    return {"sha256": hashlib.sha256(ir.to_proto(model).SerializeToString(deterministic=True)).hexdigest()}
+    return hashlib.sha256(ir.to_proto(model).SerializeToString(deterministic=True)).hexdigest()
 
 
 def _wanted(sides: tuple[Side, Side], head: Checkpoint | Outline | None) -> dict[str, Path]:
@@ -352,10 +355,10 @@ def _wanted(sides: tuple[Side, Side], head: Checkpoint | Outline | None) -> dict
     wanted: dict[str, Path] = {}
     for side, role in zip(sides, ("target", "drafter"), strict=True):
         wanted |= {f"{side.folder}/{file.name}": file for file in side.checkpoint.files}
-        wanted[f"configs/{role}.json"] = side.config.path
+        wanted[f"configs/{role}.json"] = own_file(side.source.directory, side.config.path)
     wanted |= {f"{HEAD_FOLDER}/{file.name}": file for file in (head.files if head is not None else ())}
     directory = sides[0].source.directory
-    wanted |= {name: directory / name for name in TOKENIZER_FILES if (directory / name).is_file()}
+    wanted |= own_files(directory, TOKENIZER_FILES)
     if "tokenizer.json" not in wanted and isinstance(sides[0].checkpoint, Checkpoint):
         raise BuildError(
             f"{directory}: no tokenizer.json; save the tokenizer in the fast (tokenizers) format there"

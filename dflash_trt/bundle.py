@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
 import onnx
 
-from dflash_trt.errors import BundleError
+from dflash_trt.disk import clone, copy, own_file, whole_file
+from dflash_trt.errors import BundleError, CheckpointError, show
+from dflash_trt.reading import read_object
 
-FORMAT_VERSION = 1
+FORMAT = "dflash-trt bundle"
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 # Files up to this size have their digest checked at every load; larger ones (weights) only by check="full".
 QUICK_DIGEST_BYTES = 16 << 20
 _MAX_MANIFEST_BYTES = 4 << 20
+_OWN_DIGEST = "manifest_sha256"
 
 Check = Literal["size", "full"]
 
-_FIELDS: Mapping[str, type | tuple[type, ...]] = {
+_FIELDS: Mapping[str, type] = {
     "key": str,
     "engine": str,
     "dialect": str,
@@ -59,20 +64,34 @@ class Bundle:
 
         Raises:
             BundleError: something is missing, truncated, altered, of another format version, or the two graphs
-                and the manifest disagree; the message names the file or the field.
+                and the manifest disagree; the message names the file or the field. Files that the manifest does not
+                list are not read; of TensorRT-LLM, which reads whole directories, there may be none.
         """
         path = Path(path)
         if check not in get_args(Check):
             raise BundleError(f"check is {check!r}, expected one of {', '.join(get_args(Check))}")
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
         for name, entry in manifest["files"].items():
             _check_file(path, name, entry, full=check == "full")
-        graphs = () if manifest["engine"] == "tensorrt-llm" else ("target.onnx", "drafter.onnx")
-        for graph in graphs:
+        if manifest["engine"] == "tensorrt-llm":
+            if found := unlisted(path, manifest):  # TensorRT-LLM reads whatever lies in these directories
+                raise BundleError(
+                    f"{path / found[0]}: the manifest does not list this file, and TensorRT-LLM could read it; "
+                    "move it out of the bundle"
+                )
+            return cls(path, manifest)
+        for graph in ("target.onnx", "drafter.onnx"):
             if graph not in manifest["files"]:
                 raise BundleError(f"{path / MANIFEST}: files does not list {graph}; build the bundle again")
             _check_graph(path / graph, manifest)
         return cls(path, manifest)
+
+    def copy_to(self, path: Path) -> None:
+        """Write a copy of the bundle to the new directory `path`: what the manifest lists, and the manifest last."""
+        for name in [*self.manifest["files"], MANIFEST]:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            if not clone(self.path / name, path / name):
+                copy(self.path / name, path / name)
 
     @property
     def capacity(self) -> int:
@@ -95,46 +114,99 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Write manifest.json with the digest of its own values; the file appears when it is whole and on disk."""
+    values = {name: value for name, value in manifest.items() if name != _OWN_DIGEST}
+    sealed = {"format": FORMAT, **values, _OWN_DIGEST: _digest_of_values({"format": FORMAT, **values})}
+    with whole_file(directory / MANIFEST) as file:
+        file.write(json.dumps(sealed, indent=2).encode() + b"\n")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the bundle in `path`, as it was written. No other file is looked at.
+
+    Raises BundleError: this is no bundle, one of another format version, or the manifest was changed.
+    """
     file = path / MANIFEST
     if not path.is_dir():
         raise BundleError(
             f"{path}: there is no such directory; make a bundle with: dflash-trt build --out {path}"
         )
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise BundleError(f"{path}: no {MANIFEST}, so this is not a finished bundle; run the build again")
-    if file.stat().st_size > _MAX_MANIFEST_BYTES:
-        raise BundleError(f"{file}: {file.stat().st_size} bytes, more than a manifest can have")
-    try:
-        manifest = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{file}: not valid JSON ({error}); build the bundle again") from error
-    if not isinstance(manifest, dict) or "format_version" not in manifest:
-        raise BundleError(f"{file}: format_version is missing; build the bundle again")
-    if manifest["format_version"] != FORMAT_VERSION:
+    manifest = read_object(file, _MAX_MANIFEST_BYTES, BundleError)
+    if manifest.get("format") != FORMAT:
         raise BundleError(
-            f"{file}: format_version is {manifest['format_version']!r}, this version of dflash-trt reads "
-            f"{FORMAT_VERSION}; build the bundle again"
+            f"{file}: format is {show(manifest.get('format'))}, expected {show(FORMAT)}: this is not a bundle, "
+            "or one of an older version of dflash-trt; build it again, in another place"
+        )
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise BundleError(
+            f"{file}: format_version is {show(manifest.get('format_version'))}, this version of dflash-trt reads "
+            f"{FORMAT_VERSION}; build the bundle again, in another place"
+        )
+    if manifest.get(_OWN_DIGEST) != _digest_of_values(manifest):
+        raise BundleError(
+            f"{file}: {_OWN_DIGEST} is not the digest of the other fields: the file was changed after the build; "
+            "build the bundle again"
         )
     for field, kind in _FIELDS.items():
         value = manifest.get(field)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise BundleError(f"{file}: {field} is {value!r}; build the bundle again")
+            raise BundleError(f"{file}: {field} is {show(value)}; build the bundle again")
+    for name, entry in manifest["files"].items():
+        _check_entry(file, name, entry)
     return manifest
 
 
-def _check_file(bundle: Path, name: str, entry: Any, *, full: bool) -> None:
-    file = bundle / name
+def unlisted(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """What lies in a bundle's directory without being in its manifest: files, and links of any kind; sorted."""
+    found = []
+    for folder, directories, files in os.walk(path):
+        links = [name for name in directories if (Path(folder) / name).is_symlink()]
+        found += [(Path(folder) / name).relative_to(path).as_posix() for name in [*files, *links]]
+    return sorted(set(found) - {MANIFEST, *manifest["files"]})
+
+
+def _digest_of_values(manifest: Mapping[str, Any]) -> str:
+    """sha256 of the manifest without its own digest: keys sorted, no spaces, ASCII."""
+    values = {name: value for name, value in manifest.items() if name != _OWN_DIGEST}
+    values = json.loads(json.dumps(values))  # numbers as keys are text from now on, and sorted as such
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_entry(manifest: Path, name: str, entry: Any) -> None:
+    """Raises BundleError where an entry of `files` could lead out of the bundle, or says no size or digest."""
+    parts = PurePosixPath(name).parts
+    if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\0" in name or name == MANIFEST:
+        raise BundleError(f"{manifest}: files names {show(name)}, which is not a file inside the bundle")
     if not isinstance(entry, dict) or not isinstance(entry.get("size"), int):
-        raise BundleError(f"{bundle / MANIFEST}: files[{name!r}] has no size; build the bundle again")
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise BundleError(f"{bundle / MANIFEST}: files names {name!r}, which is outside the bundle")
+        raise BundleError(f"{manifest}: files[{show(name)}] has no size; build the bundle again")
+    if not isinstance(entry.get("sha256"), str):
+        raise BundleError(f"{manifest}: files[{show(name)}] has no sha256; build the bundle again")
+
+
+def _check_file(bundle: Path, name: str, entry: Mapping[str, Any], *, full: bool) -> None:
+    file = bundle / name
     if not file.is_file():
         raise BundleError(f"{file}: missing, though the manifest lists it; build the bundle again")
-    size = file.stat().st_size
-    if size != entry["size"]:
-        raise BundleError(f"{file}: {size} bytes, the manifest says {entry['size']}; build the bundle again")
-    if (full or size <= QUICK_DIGEST_BYTES) and digest(file) != entry.get("sha256"):
+    try:
+        own_file(bundle, file)
+    except CheckpointError as error:
+        raise BundleError(str(error)) from None
+    found = file.stat()
+    if found.st_size != entry["size"]:
+        raise BundleError(
+            f"{file}: {found.st_size} bytes, the manifest says {entry['size']}; build the bundle again"
+        )
+    # A file with one link is nobody else's: a bundle that was copied has new times.
+    if "mtime_ns" in entry and found.st_nlink > 1 and found.st_mtime_ns != entry["mtime_ns"]:
+        raise BundleError(
+            f"{file}: was written to after the build, through the checkpoint that it is linked with; "
+            "restore the checkpoint and build again, without --weights link if it may change"
+        )
+    if (full or found.st_size <= QUICK_DIGEST_BYTES) and digest(file) != entry["sha256"]:
         raise BundleError(
             f"{file}: sha256 differs from the manifest's: the file was altered; build the bundle again"
         )

@@ -72,7 +72,7 @@ class Runtime:
             self.tokenizer = Tokenizer(self.bundle.path / "target")
             self.pair = self.scheduler = self.driver = Driver(self.bundle)
             return
-        self.tokenizer = Tokenizer(self.bundle.path)
+        self.tokenizer = Tokenizer(self.bundle.path, manifest["files"])
         if manifest["engine"] in FLAVOURS:
             from dflash_trt.engines.tensorrt.pair import open_pair
 

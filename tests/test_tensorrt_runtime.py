@@ -16,7 +16,7 @@ import torch
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.build import build
-from dflash_trt.bundle import Bundle
+from dflash_trt.bundle import Bundle, write_manifest
 from dflash_trt.engines.tensorrt import flavour, pair, plans
 from dflash_trt.engines.tensorrt.plans import Options
 from dflash_trt.engines.tensorrt.profiles import DECODE
@@ -187,8 +187,7 @@ def altered(bundle: Bundle, directory: Path, **fields: Any) -> Path:
             (copy / file.relative_to(bundle.path)).hardlink_to(file)
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["tensorrt"] |= fields
-    (copy / "manifest.json").unlink()
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(copy, manifest)
     return copy
 
 
@@ -234,7 +233,7 @@ def test_a_plan_that_does_not_load_is_named(bundles: tuple[Bundle, Bundle], tmp_
     import hashlib
 
     manifest["files"]["plans/sm90/target.plan"]["sha256"] = hashlib.sha256(data).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(path, manifest)
     with pytest.raises(BundleError, match=r"target\.plan: .* cannot load this plan"):
         LLM(path)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import mmap
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.quantization import Quantization, read_quantization
+from dflash_trt.disk import own_file, stamp
 from dflash_trt.errors import CheckpointError, quoted, show
 from dflash_trt.reading import open_file, parse_object, read_object
 
@@ -84,6 +86,7 @@ class Checkpoint:
             )
         weight_map = _read_index(directory)
         self.files: tuple[Path, ...] = _files(directory, weight_map)
+        self._stamps = {file: stamp(own_file(directory, file).stat()) for file in self.files}
         tensors: dict[str, TensorInfo] = {}
         for file in self.files:
             for tensor in read_header(file):
@@ -144,6 +147,10 @@ class Checkpoint:
             return empty
         if tensor.file not in self._maps:
             with tensor.file.open("rb") as file:
+                if stamp(os.fstat(file.fileno())) != self._stamps[tensor.file]:
+                    raise CheckpointError(
+                        f"{tensor.file}: was changed since its header was read; try again when it is at rest"
+                    )
                 self._maps[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         count = tensor.nbytes // dtype.itemsize
         return np.frombuffer(self._maps[tensor.file], dtype, count, tensor.offset).reshape(shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.checkpoint.tensors import DTYPES
+from dflash_trt.disk import whole_file
 
 _ALIGNMENT = 64
 
@@ -44,8 +44,7 @@ def write_shard(path: Path, entries: Sequence[Entry]) -> None:
         starts[entry.name], end = end, end + size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    partial = path.with_name(path.name + ".part")
-    with partial.open("wb") as file:
+    with whole_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(file.tell() + end)
         position = dict(starts)
@@ -56,9 +55,6 @@ def write_shard(path: Path, entries: Sequence[Entry]) -> None:
         for name, said in header.items():
             if position[name] != said["data_offsets"][1]:
                 raise ValueError(f"{path}: {name} got {position[name] - starts[name]} bytes, header: {said}")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
 
 
 def _aligned_first(entries: Sequence[Entry]) -> list[Entry]:

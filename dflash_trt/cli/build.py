@@ -13,7 +13,7 @@ from dflash_trt.cli.output import byte_count, print_json, progress_display
 
 SUMMARY = "build a bundle from a target and a drafter checkpoint"
 DESCRIPTION = """\
-Build a bundle from a target and its drafter: check that they fit, export both as graphs, link their weights.
+Build a bundle from a target and its drafter: check that they fit, export both as graphs, take their weights along.
 NAME is a pair or model listed by `dflash-trt pairs`; PATH a directory with config.json and safetensors files.
 A build that was interrupted continues from what is whole.
 """
@@ -61,9 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        choices=["checkpoint", "none"],
-        default="checkpoint",
-        help="none: full-size graphs from the configurations alone, to inspect and not to run; nothing is fetched",
+        choices=["copy", "link", "none"],
+        default="copy",
+        help="copy: the bundle has files of its own, sharing blocks with the checkpoint's where the file system can; "
+        "link: hard links to the checkpoint's files, which must then stay as they are; none: full-size graphs from the "
+        "configurations alone, to inspect and not to run (default: copy)",
     )
     parser.add_argument(
         "--precision",
@@ -79,7 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tensorrt.add_arguments(parser)
     deployment.add_arguments(parser)
-    parser.add_argument("--force", action="store_true", help="replace a bundle of other inputs or options")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace a bundle of other inputs or options, or a damaged one; nothing else is replaced",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -116,5 +122,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         size = byte_count(sum(found["files"].values()))
         shape = f"block {found['block_size']}, up to {found['max_seq_len']} tokens"
-        print(f"{bundle.path}: {shape}, {size}, built in {seconds:.1f} s")
+        weights = {"copy": "its own", "link": "linked with the checkpoints'", "none": "none"}[
+            found["weights"]
+        ]
+        print(f"{bundle.path}: {shape}, {size}, weights {weights}, built in {seconds:.1f} s")
     return 0

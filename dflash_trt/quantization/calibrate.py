@@ -15,6 +15,8 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.pair import check_pair
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.contents import hard_link
+from dflash_trt.disk import clone, copy
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
@@ -25,7 +27,7 @@ from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
 from dflash_trt.tokenizer import Tokenizer
 from dflash_trt.verification import read_prompts
-from dflash_trt.workspace import Progress, gather, silent
+from dflash_trt.workspace import Progress, silent
 
 # Of each prompt so much is read, and so many tokens are decoded after it.
 PROMPT_TOKENS, DECODED_TOKENS = 1024, 32
@@ -87,8 +89,12 @@ def activation_amax(
     work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work.resolve(), prefix=".calibrating-") as scratch:
         folder = Path(scratch)
-        wanted = {f"weights/{role}/{f.name}": f for role, c in checkpoints.items() for f in c.files}
-        gather(wanted, folder, silent)
+        for role, checkpoint in checkpoints.items():
+            (folder / "weights" / role).mkdir(parents=True)
+            for file in checkpoint.files:
+                source, there = file.resolve(), folder / "weights" / role / file.name
+                if not (hard_link(source, there) or clone(source, there)):
+                    copy(source, there)
         engines = {}
         for role, model in graphs.items():
             if role == "drafter" or drafter is None:

@@ -25,12 +25,13 @@ from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.roles import role_of
 from dflash_trt.checkpoint.tensors import INDEX, Checkpoint, TensorInfo
 from dflash_trt.checkpoint.writer import Entry, write_shard
+from dflash_trt.disk import own_file, whole_file
 from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.formats import FORMATS, INT4, SCHEMES, Algorithm
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.formats.numbers import pack_pairs, unpack_rows
 from dflash_trt.reading import read_object
-from dflash_trt.workspace import Progress, silent, workspace
+from dflash_trt.workspace import Progress, check_place, silent, workspace
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 _QUANTIZED_ROLES = ("attention", "mlp", "experts", "fc")
@@ -57,7 +58,6 @@ def quantize(
     exclude: Sequence[str] = (),
     head: str | None = None,
     calibration: Mapping[str, float] | None = None,
-    replace_other: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write the checkpoint in `source` to `out` with its linear layers in `scheme`; returns `out`.
@@ -65,7 +65,7 @@ def quantize(
     `scheme` is fp8, nvfp4, mxfp4 or int4. Embedding, norms, routers and gpt-oss's experts (in MXFP4 already) stay as
     they are, and so do layers that a pattern of `exclude` matches, as `model.layers.0.*`, and the LM head, unless
     `head` names a scheme for it. `calibration`: layer -> largest magnitude of its input; fp8 and nvfp4 then get static
-    input scales. `replace_other`: what is in `out` may go, where it is something else.
+    input scales.
 
     Works shard by shard beside `out`, which appears when all is whole; an interrupted run continues where it was. Holds
     one step of a tensor in memory, 32 MiB in float32.
@@ -79,7 +79,7 @@ def quantize(
     copied = [t for t in checkpoint.tensors.values() if t.name.removesuffix(".weight") not in layers]
     if calibration is not None and (missing := sorted(set(layers) - set(calibration) - {HEAD})):
         raise BuildError(f"{source}: the calibration saw nothing of {len(missing)} layers, as {missing[0]}")
-    return _convert(checkpoint, out, layers, copied, calibration or {}, replace_other, progress or silent)
+    return _convert(checkpoint, out, layers, copied, calibration or {}, progress or silent)
 
 
 def quantize_head(source: Path, out: Path, scheme: str, progress: Progress | None = None) -> Path:
@@ -87,7 +87,7 @@ def quantize_head(source: Path, out: Path, scheme: str, progress: Progress | Non
     checkpoint = Checkpoint(source)
     layers = {HEAD: _head(checkpoint, scheme)}
     _check_groups(layers)
-    return _convert(checkpoint, out, layers, [], {}, True, progress or silent)
+    return _convert(checkpoint, out, layers, [], {}, progress or silent)
 
 
 def repack_int4(checkpoint: Checkpoint, out: Path, progress: Progress | None = None) -> Path:
@@ -113,7 +113,7 @@ def repack_int4(checkpoint: Checkpoint, out: Path, progress: Progress | None = N
         if not (out / file.name).is_file():
             write_shard(out / file.name, [entry(t) for t in checkpoint.tensors.values() if t.file == file])
     for path in checkpoint.directory.glob("*.json"):
-        shutil.copyfile(path, out / path.name)
+        shutil.copyfile(own_file(checkpoint.directory, path), out / path.name)
     return out
 
 
@@ -204,25 +204,21 @@ def _convert(
     layers: Mapping[str, _Layer],
     copied: Sequence[TensorInfo],
     amax: Mapping[str, float],
-    replace_other: bool,
     progress: Progress,
 ) -> Path:
+    check_place(out)
     config = _quant_config(checkpoint, layers, copied)
     config["producer"]["inputs"] = _key(checkpoint, config, amax, copied)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         done = out / QUANT_CONFIG
         if done.is_file() and read_object(done) == config:
             return out
-        if not replace_other:
-            raise BuildError(
-                f"{out}: exists and is not this checkpoint quantized this way; choose another --out"
-            )
-        shutil.rmtree(out)
-    with workspace(out) as work, released(checkpoint.files):
+        raise BuildError(f"{out}: exists and is not this checkpoint quantized this way; choose another --out")
+    with workspace(out, "checkpoint") as place, released(checkpoint.files):
+        work = place.path
         begun = work / QUANT_CONFIG
         if not begun.is_file() or json.loads(begun.read_text()) != config:
-            shutil.rmtree(work)
-            work.mkdir()
+            place.empty()
             _write_json(begun, config)
         total = sum(t.nbytes for t in copied) + sum(layer.source.nbytes for layer in layers.values())
         state = _State(checkpoint, layers, amax, progress, total)
@@ -241,9 +237,7 @@ def _convert(
         copy_files(checkpoint.directory, work)
         _write_config(checkpoint.directory, work, config, untied=HEAD in layers)
         progress("quantize", total, total)
-        if out.exists():
-            out.rmdir()
-        work.rename(out)
+        place.publish()
     return out
 
 
@@ -384,7 +378,7 @@ def copy_files(source: Path, work: Path) -> None:
     """Bring tokenizer and generation settings along."""
     for path in source.iterdir():
         if path.suffix in _COPIED and path.name not in ("config.json", QUANT_CONFIG, INDEX):
-            shutil.copyfile(path, work / path.name)
+            shutil.copyfile(own_file(source, path), work / path.name)
 
 
 def _write_config(source: Path, work: Path, quantization: Mapping[str, Any], *, untied: bool) -> None:
@@ -400,4 +394,5 @@ def _write_config(source: Path, work: Path, quantization: Mapping[str, Any], *, 
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n")
+    with whole_file(path) as file:
+        file.write(json.dumps(values, indent=2).encode() + b"\n")

@@ -76,11 +76,12 @@ def quantize_with_modelopt(
             for prompt in prompts:
                 model(torch.tensor([list(prompt)]))
 
-    with workspace(out) as work:
+    with workspace(out, "checkpoint") as place:
+        place.empty()
         model = mtq.quantize(model, config, calibrate)
-        export(model, export_dir=work)
-        copy_files(source, work)
-        work.rename(out)
+        export(model, export_dir=place.path)
+        copy_files(source, place.path)
+        place.publish()
     return out
 
 

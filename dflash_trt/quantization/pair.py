@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.quantization import Quantization
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.disk import stamp, whole_file
 from dflash_trt.errors import BuildError
 from dflash_trt.formats import FORMATS, INT4
 from dflash_trt.precision import Precision
@@ -26,7 +29,9 @@ def in_precision(
     *,
     int4_by_row: bool = False,
 ) -> tuple[Weights, Weights, Weights | None]:
-    """Target, drafter, and the head that the drafter has to itself, if any; what is made lies in `folder`.
+    """Target, drafter, and the head that the drafter has to itself, if any.
+
+    What is made lies in `folder`; what an interrupted build made there of the same checkpoints is taken over.
 
     Scales come from the weights alone; calibrated ones are made before, by `dflash-trt quantize`. `int4_by_row`: for an
     engine that reads INT4 with two columns in a byte, as ONNX has it.
@@ -48,9 +53,8 @@ def in_precision(
                     f"give the checkpoint it was made from, or leave {role} out"
                 )
         elif isinstance(checkpoint, Checkpoint):
-            found[role] = Checkpoint(
-                quantize(checkpoint.directory, folder / role, scheme, replace_other=True, progress=progress)
-            )
+            out = _place(folder / role, checkpoint, scheme)
+            found[role] = Checkpoint(quantize(checkpoint.directory, out, scheme, progress=progress))
         else:
             # The layers' widths are not known here.
             algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
@@ -61,9 +65,11 @@ def in_precision(
     if int4_by_row:
         for role, checkpoint in found.items():
             if isinstance(checkpoint, Checkpoint) and INT4.name in number_formats(checkpoint):
-                found[role] = Checkpoint(repack_int4(checkpoint, folder / f"{role}-by-row", progress))
+                out = _place(folder / f"{role}-by-row", checkpoint, "by row")
+                found[role] = Checkpoint(repack_int4(checkpoint, out, progress))
         if isinstance(head, Checkpoint) and INT4.name in number_formats(head):
-            head = Checkpoint(repack_int4(head, folder / "head-by-row", progress))
+            out = _place(folder / "head-by-row", head, "by row")
+            head = Checkpoint(repack_int4(head, out, progress))
     return found["target"], found["drafter"], head
 
 
@@ -75,4 +81,16 @@ def _head(target: Weights, scheme: str, folder: Path, progress: Progress) -> Wei
         raise BuildError(
             f"--precision is head={scheme}, but {target.directory} has a quantized LM head already: leave head out"
         )
-    return Checkpoint(quantize_head(target.directory, folder, scheme, progress))
+    return Checkpoint(quantize_head(target.directory, _place(folder, target, scheme), scheme, progress))
+
+
+def _place(folder: Path, source: Checkpoint, made: str) -> Path:
+    """`folder`, for what is made of `source`; what an interrupted build made there of anything else is removed."""
+    files = [source.directory / "config.json", *source.files]
+    inputs = json.dumps([made, [stamp(file.stat()) for file in files]]).encode()
+    note = folder.with_name(f"{folder.name}.inputs")
+    if not note.is_file() or note.read_bytes() != inputs:
+        shutil.rmtree(folder, ignore_errors=True)
+        with whole_file(note) as file:
+            file.write(inputs)
+    return folder

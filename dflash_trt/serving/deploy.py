@@ -8,6 +8,7 @@ from string import Template
 
 from dflash_trt.bundle import Bundle
 from dflash_trt.errors import DFlashError, RequestError
+from dflash_trt.workspace import workspace
 
 MODEL = "dflash"
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -26,6 +27,8 @@ def deploy(
     threads: int | None = None,
 ) -> Path:
     """Write the models `dflash` and `ensemble` into the directory `out`, which must not exist or be empty.
+
+    It appears when it is whole.
 
     copy: whether the repository holds the bundle itself (to be taken elsewhere), or a link to it.
     python: the interpreter that runs the engine; "" is the one that Triton's Python backend runs.
@@ -55,18 +58,21 @@ def deploy(
         "stream_interval_ms": stream_interval_ms,
         "threads": threads or "",
     }
-    source, version = template(), out / MODEL / "1"
-    version.mkdir(parents=True)
-    (out / "ensemble" / "1").mkdir(parents=True)  # Triton wants a version, though it is empty
-    shutil.copyfile(source / MODEL / "1" / "model.py", version / "model.py")
-    shutil.copyfile(source / "ensemble" / "config.pbtxt", out / "ensemble" / "config.pbtxt")
-    if copy:
-        shutil.copytree(opened.path, version / "bundle")
-    else:
-        (version / "bundle").symlink_to(opened.path.resolve(), target_is_directory=True)
-    # Last: a repository that was interrupted has no model yet.
-    config = Template((source / MODEL / "config.pbtxt").read_text(encoding="utf-8")).substitute(settings)
-    (out / MODEL / "config.pbtxt").write_text(config, encoding="utf-8")
+    source = template()
+    with workspace(out, "repository") as place:
+        place.empty()
+        version = place.path / MODEL / "1"
+        version.mkdir(parents=True)
+        (place.path / "ensemble" / "1").mkdir(parents=True)  # Triton wants a version, though it is empty
+        shutil.copyfile(source / MODEL / "1" / "model.py", version / "model.py")
+        shutil.copyfile(source / "ensemble" / "config.pbtxt", place.path / "ensemble" / "config.pbtxt")
+        if copy:
+            opened.copy_to(version / "bundle")
+        else:
+            (version / "bundle").symlink_to(opened.path.resolve(), target_is_directory=True)
+        config = Template((source / MODEL / "config.pbtxt").read_text(encoding="utf-8")).substitute(settings)
+        (place.path / MODEL / "config.pbtxt").write_text(config, encoding="utf-8")
+        place.publish()
     return out
 
 

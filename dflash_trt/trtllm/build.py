@@ -1,19 +1,26 @@
-"""`dflash-trt build --engine tensorrt-llm`: the checkpoints, linked, and what TensorRT-LLM needs to run them."""
+"""`dflash-trt build --engine tensorrt-llm`: the checkpoints' files, and what TensorRT-LLM needs to run them."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from dflash_trt import bundle
-from dflash_trt.build import TOKENIZER_FILES, Side, Weights, choose_block_size, choose_max_seq_len
+from dflash_trt.build import (
+    TOKENIZER_FILES,
+    Side,
+    Weights,
+    choose_block_size,
+    choose_max_seq_len,
+    own_files,
+)
 from dflash_trt.building.sources import Source
 from dflash_trt.bundle import Bundle
 from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.contents import bring, describe_file, key_of, read_inputs
 from dflash_trt.errors import BuildError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.planning.inventory import Inventory, take_inventory
@@ -21,18 +28,9 @@ from dflash_trt.trtllm.configuration import Configuration, Deployment, configure
 from dflash_trt.trtllm.drafter import as_it_is, drafter_config, write_weights
 from dflash_trt.trtllm.launch import launch_files
 from dflash_trt.trtllm.quantization import check_drafter, target_quantization
-from dflash_trt.workspace import (
-    Progress,
-    describe_file,
-    digest_files,
-    existing_bundle,
-    finish,
-    gather,
-    key_of,
-    silent,
-    workspace,
-)
+from dflash_trt.workspace import Progress, silent, workspace
 
+_DRAFTER = "drafter/model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _TARGET_FILES = (*TOKENIZER_FILES, "config.json", "hf_quant_config.json", _INDEX)
 
@@ -50,7 +48,7 @@ def build_deployment(
 ) -> Bundle:
     """Write a bundle for TensorRT-LLM; arguments and errors as `dflash_trt.build.build`.
 
-    The target's files are linked as they are; so are the drafter's weights where their form is TensorRT-LLM's.
+    The target's files are taken as they are; so are the drafter's weights where their form is TensorRT-LLM's.
     """
     progress = progress or silent
     progress("read checkpoints", 0, 1)
@@ -100,29 +98,30 @@ def build_deployment(
         "versions": {"dflash-trt": version("dflash-trt"), "tensorrt-llm": configuration.release.version},
         "tensorrt_llm": describe(configuration),
     }
-    with workspace(out) as work:
-        files = gather(_linked(sides), work, progress)
-        if weights != "none" and "drafter/model.safetensors" not in files:
+    with workspace(out, "bundle") as place:
+        wanted = _wanted(sides)
+        if weights != "none" and _DRAFTER not in wanted:
             assert isinstance(sides[1].checkpoint, Checkpoint)
             progress("write drafter", 0, 1)
-            files["drafter/model.safetensors"] = work / "drafter" / "model.safetensors"
-            files["drafter/model.safetensors"].parent.mkdir(exist_ok=True)
-            write_weights(drafter, sides[1].checkpoint, files["drafter/model.safetensors"])
+            wanted[_DRAFTER] = place.scratch / "drafter.safetensors"
+            write_weights(drafter, sides[1].checkpoint, wanted[_DRAFTER])
             progress("write drafter", 1, 1)
-        digests = digest_files(files, work, progress)
-        manifest["key"] = key_of(manifest, digests)
-        existing = existing_bundle(out, manifest["key"], force=force)
+        inputs = read_inputs(wanted, place, progress)
+        manifest["key"] = key_of(manifest, inputs)
+        existing = place.existing(manifest["key"], force=force)
         if existing is not None:
-            shutil.rmtree(work)
+            place.done = True
             return existing
+        files = bring(inputs, place, progress, link=weights == "link")
         for name, text in _generated(sides, configuration).items():
-            path = work / name
+            path = place.path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
             path.chmod(0o755 if text.startswith("#!") else 0o644)
-            digests[name] = describe_file(path)
-        manifest["files"] = {name: digests[name] for name in sorted(digests)}
-        finish(work, out, manifest)
+            files[name] = describe_file(path)
+        manifest["files"] = {name: files[name] for name in sorted(files)}
+        bundle.write_manifest(place.path, manifest)
+        place.publish()
     return Bundle.open(out)
 
 
@@ -133,10 +132,10 @@ def _outlines(inventory: Inventory) -> tuple[Outline, Outline]:
     return found
 
 
-def _linked(sides: tuple[Side, Side]) -> dict[str, Path]:
+def _wanted(sides: tuple[Side, Side]) -> dict[str, Path]:
     """Files that go into the bundle as they are: their names there, and where they are now."""
     directory, drafter = sides[0].source.directory, sides[1]
-    wanted = {f"target/{name}": directory / name for name in _TARGET_FILES if (directory / name).is_file()}
+    wanted = {f"target/{name}": path for name, path in own_files(directory, _TARGET_FILES).items()}
     if isinstance(sides[0].checkpoint, Checkpoint):
         if "target/tokenizer.json" not in wanted:
             raise BuildError(
@@ -146,7 +145,7 @@ def _linked(sides: tuple[Side, Side]) -> dict[str, Path]:
     if isinstance(drafter.checkpoint, Checkpoint):
         config = read_drafter_config(drafter.source.directory)
         if as_it_is(config, drafter.checkpoint):
-            wanted["drafter/model.safetensors"] = drafter.checkpoint.files[0]
+            wanted[_DRAFTER] = drafter.checkpoint.files[0]
     return wanted
 
 

@@ -11,13 +11,14 @@ import numpy as np
 
 from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.disk import whole_file
 from dflash_trt.reading import read_object
 
 _DROPPED = ("auto_map", "dtype", "torch_dtype")
 
 
 def as_it_is(config: DrafterConfig, checkpoint: Checkpoint) -> bool:
-    """Whether the weights can be linked: taps ascend already, and everything is BF16 in one file."""
+    """Whether the weights fit as they are: taps ascend already, and everything is BF16 in one file."""
     ascending = list(config.target_layer_ids) == sorted(config.target_layer_ids)
     dtypes = {tensor.dtype for tensor in checkpoint.tensors.values()}
     return ascending and dtypes == {"BF16"} and len(checkpoint.files) == 1
@@ -63,9 +64,7 @@ def write_weights(config: DrafterConfig, checkpoint: Checkpoint, path: Path) -> 
         end += array.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    partial = path.with_name(path.name + ".part")
-    with partial.open("wb") as file:
+    with whole_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in arrays.values():
             file.write(array.tobytes())
-    partial.rename(path)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
+from dflash_trt.contents import describe_file
 from dflash_trt.environment import compute_capabilities
 from dflash_trt.errors import BuildError
 from dflash_trt.graph.tensorrt import TensorRT
@@ -20,7 +21,7 @@ from dflash_trt.plugins.dialect import TensorRTPlugins
 from dflash_trt.plugins.uses import TARGETS as PLUGIN_TARGETS
 from dflash_trt.plugins.version import VERSION as PLUGIN_VERSION
 from dflash_trt.precision import Precision
-from dflash_trt.workspace import Progress, describe_file
+from dflash_trt.workspace import Progress
 
 from .builder import build_plan, has_operator, weight_bytes
 from .flavour import FLAVOURS

@@ -1,0 +1,157 @@
+"""Files and directories on disk: written whole or not at all, without following links, and safe against power cuts.
+
+What differs between operating systems is here and nowhere else: locks, flushing, copies that share their blocks.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from dflash_trt.errors import BuildError, CheckpointError
+
+_FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+def own_file(directory: Path, file: Path) -> Path:
+    """Where `file` of a checkpoint or bundle in `directory` really lies.
+
+    A symbolic link must lead to a file inside `directory`, or inside the same repository of the Hugging Face cache:
+    a snapshot there is a directory of links to the repository's blobs.
+
+    Raises CheckpointError for a link that leads elsewhere.
+    """
+    root, found = directory.resolve(), file.resolve()
+    if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
+        blobs = (root.parent.parent / "blobs").resolve()
+        if found.is_relative_to(blobs):
+            return found
+    if not found.is_relative_to(root):
+        raise CheckpointError(
+            f"{file}: is a symbolic link to {found}, outside {directory}; put the file itself there"
+        )
+    return found
+
+
+def stamp(status: os.stat_result) -> tuple[int, int, int, int]:
+    """What changes when a file is written to or replaced: device, inode, size in bytes, time in nanoseconds."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write; `path` appears when all is written and on disk, and not where the block raises."""
+    partial = path.with_name(path.name + ".part")
+    partial.unlink(missing_ok=True)
+    try:
+        with partial.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def sync_tree(directory: Path) -> None:
+    """Flush every file and directory in `directory`, itself included, to the disk."""
+    for folder, _, files in os.walk(directory, topdown=False):
+        for name in files:
+            if not (path := Path(folder, name)).is_symlink():
+                _sync(path)
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def clone(source: Path, destination: Path) -> bool:
+    """Make `destination` a copy that shares `source`'s blocks until one of them is written to.
+
+    Returns False where the file system cannot (Btrfs, XFS and ZFS can); then there is no `destination`.
+    """
+    try:
+        with source.open("rb") as old, whole_file(destination) as new:
+            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+            _keep_time(old.fileno(), new.fileno())
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS):
+            return False
+        raise
+    return True
+
+
+def copy(source: Path, destination: Path) -> None:
+    """Copy a file with its time of modification; `destination` appears when it is whole and on disk."""
+    with source.open("rb") as old, whole_file(destination) as new:
+        shutil.copyfileobj(old, new, 8 << 20)
+        new.flush()
+        _keep_time(old.fileno(), new.fileno())
+
+
+def _keep_time(source: int, destination: int) -> None:
+    times = os.fstat(source)
+    os.utime(destination, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def open_directory(name: str | Path, parent: int | None = None) -> int:
+    """A descriptor of a directory that is no symbolic link. Raises OSError."""
+    return os.open(name, _DIRECTORY, dir_fd=parent)
+
+
+@contextmanager
+def locked(path: Path, parent: int) -> Iterator[bool]:
+    """Hold the lock file `path` in the directory that is open as `parent`; False where somebody else holds it.
+
+    The file goes when the lock does. Raises BuildError where there is a link, or something else than a file of this
+    user's.
+    """
+    foreign, name = BuildError(f"{path}: is not a lock file of this user's; remove it"), path.name
+    while True:
+        try:
+            held = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=parent)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise foreign from None
+            raise
+        try:
+            found = os.fstat(held)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
+                raise foreign
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            # Who held it before may have removed it between our opening and our locking.
+            if not _is(name, parent, found):
+                continue
+            try:
+                yield True
+            finally:
+                os.unlink(name, dir_fd=parent)
+            return
+        finally:
+            os.close(held)
+
+
+def _is(name: str, parent: int, expected: os.stat_result) -> bool:
+    try:
+        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return (found.st_dev, found.st_ino) == (expected.st_dev, expected.st_ino)
