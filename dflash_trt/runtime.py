@@ -52,8 +52,8 @@ class Runtime:
         limits = {"max_batch_size": (max_batch_size, 1), "prefill_chunk": (prefill_chunk, 1)}
         limits["prefix_cache_bytes"] = (prefix_cache_bytes, 0)
         for name, (value, least) in limits.items():
-            if value < least:
-                raise DFlashError(f"{name} is {value}, expected {least} or more")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise DFlashError(f"{name} is {quoted(value)}, expected an integer, {least} or more")
         self.bundle = Bundle.open(bundle, check)
         manifest = self.bundle.manifest
         if manifest["weights"] == "none":

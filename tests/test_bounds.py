@@ -207,6 +207,21 @@ def test_no_memory_for_a_prompt_is_an_error_of_the_request(llm: LLM) -> None:
     assert len(llm.generate("a text", FEW).token_ids) == 3
 
 
+@pytest.mark.parametrize("number", [10**9, 10**18, 10**30])
+def test_no_memory_for_the_caches_is_said_with_what_to_lower(bundle: Path, number: int) -> None:
+    with pytest.raises(
+        DFlashError, match=f"no memory for a cache of {number} sequences.*lower max_batch_size"
+    ):
+        LLM(bundle, threads=1, max_batch_size=number)
+
+
+@pytest.mark.parametrize("name", ["max_batch_size", "prefill_chunk", "prefix_cache_bytes"])
+@pytest.mark.parametrize("value", [True, 1.5, "8", -1])
+def test_the_limits_of_an_engine_are_integers(bundle: Path, name: str, value: Any) -> None:
+    with pytest.raises(DFlashError, match=f"{name} is {value!r}, expected an integer"):
+        LLM(bundle, threads=1, **{name: value})
+
+
 def serving(body: Callable[[AsyncLLM, Watched], Any], bundle: Path, **options: Any) -> None:
     async def main() -> None:
         async with AsyncLLM(bundle, threads=1, max_batch_size=2, block_length=4, **options) as llm:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from dflash_trt.errors import BundleError
+from dflash_trt.errors import BundleError, DFlashError
 
 Array = np.ndarray[Any, Any]
 
@@ -152,9 +152,15 @@ def _pool(shape: tuple[int, ...], dtype: Any) -> Array:
     the capacity resident for a few rows of each. Rows that nobody wrote are read and masked, so they must be finite.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    if not hasattr(mmap, "MAP_PRIVATE"):  # not on Unix
-        return np.zeros(shape, dtype)
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        if not hasattr(mmap, "MAP_PRIVATE"):  # not on Unix
+            return np.zeros(shape, dtype)
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError, OverflowError, ValueError) as error:
+        raise DFlashError(
+            f"no memory for a cache of {shape[0]} sequences, {shape[2]} tokens each ({size} bytes): lower "
+            "max_batch_size, or build with a smaller --max-seq-len"
+        ) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)
