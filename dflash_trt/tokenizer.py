@@ -96,7 +96,8 @@ class Tokenizer:
         return longest if self.backend.normalizer is None else 4 * longest
 
     def _check_length(self, text: str, most: int) -> None:
-        size, limit = len(text.encode(errors="surrogatepass")), self.most_bytes(most)
+        size = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+        limit = self.most_bytes(most)
         if size > limit:
             raise RequestError(f"the prompt has {size} bytes, more than {most} tokens have (at most {limit})")
         piece = _CHARACTERS * max(most, 256)

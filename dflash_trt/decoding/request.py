@@ -24,6 +24,8 @@ _SMALLEST = 2.0**-126  # of float32; kernels may take what is smaller for 0
 class SamplingParams:
     """How one request is decoded; the names and meanings are vLLM's. Raises RequestError naming the field.
 
+    They apply in vLLM's order: penalties and bad words, temperature, min-p, top-k, top-p.
+
     max_tokens: tokens to generate at most, stop token included.
     temperature: 0 takes the most probable token; otherwise 0.01 to 100.
     top_k: keep the k most probable tokens; 0 keeps all.  top_p: keep the smallest set that holds this

@@ -1,7 +1,8 @@
 """From logits to a token: penalties, temperature, min-p, top-k, top-p, and the noise that chooses.
 
 The token at a position is argmax_v(process(logits)[v] + gumbel(seed, position, v)), the Gumbel-max form of
-sampling (Gumbel 1954; Maddison et al. 2014, "A* Sampling"), or the plain argmax at temperature 0. It is a
+sampling (Gumbel 1954; Maddison et al. 2014, "A* Sampling"), or the argmax of the penalized logits at temperature 0.
+`process` penalizes, divides by the temperature, and of the quotients keeps what min-p, top-k and top-p leave. It is a
 function of the logits, the parameters, the seed, the position and the tokens so far: of nothing that
 speculation changes.
 """
