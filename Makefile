@@ -1,21 +1,30 @@
-# make demo | test | lint | bench | clean. Needs make and Python 3.11 or newer; everything else is installed
+# make demo | test | test-floors | test-newest | lint | lock | bench | clean. Needs make and Python 3.11 or newer; everything else is installed
 # into .venv (run time: demo), .venv-test (torch, pytest, linters: test, lint, bench) or .venv-server (tritonserver,
-# as `pip install 'dflash-trt[triton-local]'` brings it, which wants an older numpy: test).
+# as `pip install 'dflash-trt[triton-local]'` brings it, which wants an older numpy: test), in the versions that
+# requirements/ names. .venv-floors and .venv-newest have the core alone, in the oldest versions that pyproject.toml
+# allows and in the newest there are.
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-floors test-newest lint lock bench clean
 
 # The first interpreter that really runs (a pyenv shim may exist and fail), is new enough and can create a venv.
 RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '$(RUNS)' 2>/dev/null && echo $$p && break; done)
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TORCH := $(shell grep -om1 'torch==[0-9.]*' pyproject.toml)
+CORE_TESTS := $(addprefix tests/test_,core.py packaging.py automaton.py sampling.py stopping.py)
+# What pyproject.toml asks for at least, as what is installed.
+FLOORS := import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    print(*(need.replace('>=', '==') for need in project['dependencies']), sep='\n')
 
 help:
 	@echo 'make demo    build the shipped pair; the same tokens with and without drafting, and the speedup'
 	@echo 'make test    run the tests (installs torch into .venv-test)'
 	@echo 'make lint    ruff and mypy'
+	@echo 'make test-floors, make test-newest'
+	@echo '             run the tests of the core with the oldest dependencies allowed, and with the newest'
+	@echo 'make lock    write the newest versions to requirements/, which the environments are installed from'
 	@echo 'make bench   plain decoding, drafting and Transformers on the shipped pair'
 	@echo 'make clean   remove the environments and caches; bundles stay'
 
@@ -26,6 +35,20 @@ test: .venv-test/installed .venv-server/installed
 	@.venv-test/bin/python -m pytest
 	@.venv-server/bin/python -m pytest server_tests
 
+test-floors: .venv-floors/installed
+	@.venv-floors/bin/python -m pytest $(CORE_TESTS)
+
+# Installed again each time: there may be newer ones.
+test-newest:
+	$(call venv,.venv-newest)
+	@.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable . pytest hypothesis
+	@.venv-newest/bin/python -m pytest $(CORE_TESTS)
+
+lock: .venv-test/installed
+	$(call lock,run,--universal)
+	$(call lock,test,--universal --no-emit-package triton --extra test --extra dev --extra tensorrt-rtx --extra quantize)
+	$(call lock,server,--python-platform x86_64-manylinux_2_35 --extra test-server)
+
 lint: .venv-test/installed
 	@.venv-test/bin/ruff check .
 	@.venv-test/bin/ruff format --check .
@@ -35,26 +58,42 @@ bench: .venv-test/installed
 	@.venv-test/bin/python build_scripts/bench_decode.py
 
 clean:
-	rm -rf .venv .venv-test .venv-server build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-test .venv-server .venv-floors .venv-newest build dist
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find dflash_trt build_scripts tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is touched last, so that an interrupted installation is done again.
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml requirements/run.txt
 	$(call venv,$(@D))
-	@$(@D)/bin/python $(PIP) --editable .
+	@$(@D)/bin/python $(PIP) --constraint requirements/run.txt --editable .
 	@touch $@
 
 # torch first and alone: pip then takes the CPU wheel where its configuration offers one.
-.venv-test/installed: pyproject.toml
+.venv-test/installed: pyproject.toml requirements/test.txt
 	$(call venv,$(@D))
-	@$(@D)/bin/python $(PIP) $(TORCH)
-	@$(@D)/bin/python $(PIP) --editable '.[test,dev,tensorrt-rtx,quantize]'
+	@$(@D)/bin/python $(PIP) --constraint requirements/test.txt $(TORCH)
+	@$(@D)/bin/python $(PIP) --constraint requirements/test.txt --editable '.[test,dev,tensorrt-rtx,quantize]'
 	@touch $@
 
-.venv-server/installed: pyproject.toml
+.venv-server/installed: pyproject.toml requirements/server.txt
 	$(call venv,$(@D))
-	@$(@D)/bin/python $(PIP) --editable '.[test-server]'
+	@$(@D)/bin/python $(PIP) --constraint requirements/server.txt --editable '.[test-server]'
 	@touch $@
+
+.venv-floors/installed: pyproject.toml
+	$(call venv,$(@D))
+	@$(@D)/bin/python -c "$(FLOORS)" > $(@D)/floors.txt
+	@$(@D)/bin/python $(PIP) --constraint $(@D)/floors.txt --editable . pytest hypothesis
+	@touch $@
+
+# Versions only: no hashes, since an index may have built its own wheels, and no index. For every platform and Python
+# but where nvidia-pytriton is needed, which Linux and Python up to 3.12 have. torch for CUDA asks for one version of
+# triton, which the torch of the tests leaves open.
+define lock
+	@mkdir -p requirements
+	@.venv-test/bin/uv pip compile --quiet --upgrade --python-version 3.11 --no-header --no-annotate \
+	    --no-emit-index-url $(2) --output-file requirements/$(1).txt pyproject.toml
+endef
 
 define venv
 	@test -n '$(PYTHON)' || { echo 'make: no Python 3.11 or newer with venv and ensurepip found;' \

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 IMPORT_ALL = """
@@ -28,3 +32,20 @@ def test_the_core_imports_nothing_that_only_tests_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20
+
+
+def versions(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text))
+
+
+@pytest.mark.parametrize("name", ["run", "test", "server"])
+def test_the_locked_versions_are_those_that_pyproject_allows(name: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+    assert [line for line in lines if not re.fullmatch(r"[a-z0-9.-]+==[0-9a-z.]+( ; .+)?", line)] == []
+    assert "://" not in "".join(lines)
+    for needed in project["dependencies"]:
+        package, floor = needed.split(">=")
+        locked = [line.split(" ;")[0].split("==")[1] for line in lines if line.startswith(f"{package}==")]
+        assert locked, f"{package} is not locked: run make lock"
+        assert all(versions(version) >= versions(floor) for version in locked), needed
