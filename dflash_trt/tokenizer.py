@@ -72,11 +72,11 @@ class Tokenizer:
         a little longer is not.
         """
         try:
-            if max_tokens is not None:
-                self._check_length(text, max_tokens)
             with _library(
                 RequestError, f"{self.directory / 'tokenizer.json'}: the tokenizer fails on this prompt"
             ):
+                if max_tokens is not None:
+                    self._check_length(text, max_tokens)
                 return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # a lone surrogate, too
             raise RequestError(f"the prompt is {text[:60]!a}, expected a valid Unicode text") from error
