@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dflash_trt.checkpoint import gguf
 from dflash_trt.checkpoint.catalogue import NAMES, SHIPPED, Pair, known_pair
 from dflash_trt.errors import CheckpointError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
@@ -44,8 +45,9 @@ def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Sourc
 def resolve(name_or_path: str, role: Role) -> Source:
     """A checkpoint as a local directory.
 
-    `name_or_path` is, in this order: a directory, the name of a known pair, a hub repo `org/name`. The last two
-    may end in `@revision`: a branch, a tag or a commit.
+    `name_or_path` is, in this order: a directory, a target as a GGUF file or in a Python package (both are converted
+    into a cache), the name of a known pair, a hub repo `org/name`. The last two may end in `@revision`: a branch, a tag
+    or a commit.
     The hub's own environment variables hold (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE). Configurations are fetched
     and read before weights, so that what cannot be used is not downloaded.
 
@@ -56,6 +58,9 @@ def resolve(name_or_path: str, role: Role) -> Source:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return Source(path)
+    if role == "target" and (path.suffix == ".gguf" or name_or_path in gguf.PACKAGED):
+        file = gguf.packaged_target(name_or_path) if name_or_path in gguf.PACKAGED else path
+        return Source(gguf.cached_checkpoint(file))
     pair = known_pair(name_or_path)
     repo = name_or_path
     name, at, revision = name_or_path.partition("@")
@@ -70,6 +75,7 @@ def resolve(name_or_path: str, role: Role) -> Source:
         raise CheckpointError(
             f"--{role} {name_or_path}: neither a directory, nor a hub repository org/name[@revision], "
             f"nor a known pair: {NAMES}"
+            + (f"; nor a GGUF file, nor in a package: {', '.join(gguf.PACKAGED)}" if role == "target" else "")
         )
     return _snapshot(match["repo"], match["revision"], role)
 

