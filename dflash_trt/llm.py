@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -208,11 +208,11 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _decode(self, requests: list[InFlight], speculate: bool, length: int | None) -> Iterator[Emission]:
+    def _decode(self, requests: list[InFlight], speculate: bool, length: int | None) -> Generator[Emission]:
         self._runtime.check_block_length(length)
         return self._run(requests, speculate, length)
 
-    def _run(self, requests: list[InFlight], speculate: bool, length: int | None) -> Iterator[Emission]:
+    def _run(self, requests: list[InFlight], speculate: bool, length: int | None) -> Generator[Emission]:
         scheduler, turn = self._runtime.scheduler, _Turn()
         try:
             with self._engines:
@@ -269,12 +269,13 @@ def _engine_errors() -> Iterator[None]:
         raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
 
 
-def _chunks(emissions: Iterator[Emission]) -> Iterator[Chunk]:
-    for emission in emissions:
-        for item in items([emission]):
-            if isinstance(item, RequestError):
-                raise item
-            yield item
+def _chunks(emissions: Generator[Emission]) -> Iterator[Chunk]:
+    with closing(emissions):  # before an error goes on its way: whoever handles it may generate
+        for emission in emissions:
+            for item in items([emission]):
+                if isinstance(item, RequestError):
+                    raise item
+                yield item
 
 
 def _free(engines: threading.RLock, runtime: Runtime) -> None:
