@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
@@ -23,6 +24,7 @@ from dflash_trt.serving.deploy import container_command, deploy, template
 from dflash_trt.serving.launch import dead_since, descendants, find_server, server_arguments
 from dflash_trt.serving.worker import Worker
 from tests.test_async import bundle, prompt
+from tests.test_faults import Panic
 
 __all__ = ["bundle"]  # the fixture
 
@@ -238,6 +240,53 @@ def test_a_failed_engine_refuses_its_requests_and_ends_the_process(bundle: Path)
         )
         assert await serving == 1
         await llm.close()
+
+    asyncio.run(run())
+
+
+def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
+    """A panic, an answer that cannot be written, numbers that are not finite; those beside them get their tokens."""
+
+    async def run() -> None:
+        llm = AsyncLLM(bundle, threads=1, block_length=1)
+        expected = await llm.generate(prompt(5), SamplingParams(max_tokens=20))
+        worker, make, prefill = Worker(llm), llm._runtime.request, llm._runtime.pair.prefill
+
+        def panicking(tokens: list[int], *given: Any, **options: Any) -> Any:
+            if tokens[0] == 1:
+                raise Panic("on this prompt")
+            return make(tokens, *given, **options)
+
+        def not_finite(tokens: list[int], *given: Any, **options: Any) -> Any:
+            logits, sound = prefill(tokens, *given, **options)
+            return (logits * np.nan if tokens[0] == 2 else logits), sound
+
+        about = worker._about_prompt
+        llm._runtime.request = panicking  # type: ignore[method-assign]
+        llm._runtime.pair.prefill = not_finite  # type: ignore[method-assign, union-attr]
+        worker._about_prompt = lambda ids, echo: (
+            {"echo": object()} if ids and ids[0] == 3 else about(ids, echo)
+        )  # type: ignore[method-assign, dict-item]
+        ours, theirs = socket.socketpair()
+        serving = asyncio.create_task(worker.serve(theirs))
+        reader, writer = await asyncio.open_connection(sock=ours)
+        await reader.readline()
+        for key in range(1, 7):
+            writer.write(request(key, [key, *prompt(4)] if key < 4 else prompt(5), max_tokens=20))
+        ends: dict[int, Any] = {}
+        tokens: dict[int, list[int]] = {key: [] for key in range(1, 7)}
+        while len(ends) < 6:
+            for key, update in json.loads(await asyncio.wait_for(reader.readline(), 60)):
+                if key != "metrics":
+                    tokens[key] += update.get("token_ids", [])
+                    if "error" in update or "finish_reason" in update:
+                        ends[key] = update.get("error") or update["finish_reason"]
+        assert [ends[key][0] for key in (1, 2, 3)] == ["INTERNAL"] * 3
+        assert [ends[key][1].partition(":")[0] for key in (1, 3)] == ["Panic", "TypeError"]
+        assert "no finite largest value" in ends[2][1]
+        assert [tokens[key] for key in (4, 5, 6)] == [expected.token_ids] * 3
+        writer.close()
+        assert await serving == 0
 
     asyncio.run(run())
 

@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_trt import LLM, SamplingParams
+from dflash_trt import LLM, Completion, SamplingParams
 from dflash_trt.build import build
 from dflash_trt.bundle import Bundle, write_manifest
 from dflash_trt.engines.tensorrt import flavour, pair, plans
 from dflash_trt.engines.tensorrt.plans import Options
 from dflash_trt.engines.tensorrt.profiles import DECODE
-from dflash_trt.errors import BuildError, BundleError
+from dflash_trt.errors import BatchError, BuildError, BundleError, NonFiniteError
 from dflash_trt.precision import Precision
 from tests import fake_tensorrt
 from tests.checkpoints import make_drafter, make_target
 from tests.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
+from tests.test_isolation import SPOILT, spoil, spoilt_prompt
 
 FLOAT32 = Precision(target="fp32", drafter="fp32")
 BLOCK = 6
@@ -132,6 +133,70 @@ def test_sampling_on_the_device_gives_the_same(bundles: tuple[Bundle, Bundle]) -
         found = llm.generate(prompts()[:3], wanted, block_length=4)
         assert [c.token_ids for c in found] == expected
         assert llm._runtime.pair._sampling[1] is not None
+
+
+@pytest.mark.parametrize("sampled_on_the_device", [False, True])
+def test_numbers_that_are_not_finite_end_their_request_alone(
+    sampled_on_the_device: bool, tmp_path: Path, here: Any
+) -> None:
+    """Greedy, sampled and penalized ones alike, and their slots are clear for the next."""
+    target = make_target(tmp_path / "target", favourites=6)
+    spoil(target)
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
+    options = Options(max_batch_size=3, prefill_chunk=16)
+    settings: dict[str, Any] = {
+        "engine": "tensorrt",
+        "max_seq_len": 64,
+        "precision": FLOAT32,
+        "tensorrt": options,
+    }
+    bundle = build(str(target), str(drafter), tmp_path / "bundle", **settings)
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"repetition_penalty": 1.2}]
+    wanted = [SamplingParams(max_tokens=5, seed=9, ignore_eos=True, **kind) for kind in kinds]
+    good, bad = [spoilt_prompt(9 + i, i) for i in range(3)], [spoilt_prompt(20 + i, i) for i in range(3)]
+    good = [[token for token in each if token != SPOILT] for each in good]
+    with LLM(bundle.path) as llm:
+        pair: Any = llm._runtime.pair
+        pair.samples = sampled_on_the_device
+        expected = [llm.generate(*each, block_length=1).token_ids for each in zip(good, wanted, strict=True)]
+        with pytest.raises(BatchError, match="3 of 6") as caught:
+            llm.generate([*bad, *good], wanted * 2, block_length=4)
+        assert all(isinstance(outcome, NonFiniteError) for outcome in caught.value.outcomes[:3])
+        assert [c.token_ids for c in caught.value.outcomes[3:] if isinstance(c, Completion)] == expected
+        assert all(torch.isfinite(c).all() for e in (pair.target, pair.drafter) for c in e.caches.values())
+        assert torch.isfinite(pair._waiting).all()
+
+
+def test_a_draft_that_spoils_a_round_ends_no_request(tmp_path: Path, here: Any) -> None:
+    """Nor does a drafter whose numbers are not finite."""
+    target = make_target(tmp_path / "target", favourites=6)
+    spoil(target)
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
+    settings: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 64, "precision": FLOAT32}
+    bundle = build(str(target), str(drafter), tmp_path / "bundle", **settings)
+    params = [SamplingParams(max_tokens=20, seed=9, ignore_eos=True, temperature=t) for t in (0.0, 0.8)]
+    asked = [[token for token in spoilt_prompt(9 + i, i) if token != SPOILT] for i in range(2)]
+    with LLM(bundle.path) as llm:
+        expected = [c.token_ids for c in llm.generate(asked, params, speculate=False)]
+        pair: Any = llm._runtime.pair
+        run, drafts = pair.drafter.run, pair.drafter.buffer
+
+        def spoilt_draft(profile: int, shapes: Any, **slot: int) -> None:
+            run(profile, shapes, **slot)
+            if profile == DECODE:
+                drafts(DECODE, "draft_tokens", shapes["block"][0], shapes["block"][1] - 1)[:, -1] = SPOILT
+
+        def no_numbers(profile: int, shapes: Any, **slot: int) -> None:
+            run(profile, shapes, **slot)
+            if profile == DECODE:
+                drafts(DECODE, "draft_logprobs", shapes["block"][0], shapes["block"][1] - 1)[:] = torch.nan
+
+        for broken in (spoilt_draft, no_numbers):
+            pair.drafter.run = broken
+            found = llm.generate(asked, params, block_length=4)
+            assert [c.token_ids for c in found] == expected
+            assert all(torch.isfinite(c).all() for c in pair.target.caches.values())
+        assert [c.statistics.num_drafts for c in found] == [1, 1]
 
 
 def test_a_round_waits_once_and_replays_its_graphs(bundles: tuple[Bundle, Bundle]) -> None:
