@@ -66,6 +66,11 @@ class InFlight:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
         self.send(pb_utils.InferenceResponse(error=error), final=True)
 
+    def give_up(self, error: Exception) -> None:
+        """The last answer of a request that could not be answered otherwise, unless it has had one."""
+        if not self._over:
+            self.refuse("INTERNAL", f"{type(error).__name__}: {error}")
+
     def has_left(self) -> bool:
         """Whether the client was seen to leave just now. Asked after the last response, this would crash the server."""
         with self._lock:
@@ -190,11 +195,19 @@ class TritonPythonModel:
         if final:
             with self.lock:
                 del self.requests[key]
-        if "token_ids" in update:
-            response = pb_utils.InferenceResponse(tensors(flight, update))
-            flight.send(response, final="finish_reason" in update)
-        if "error" in update:
-            flight.refuse(*update["error"])
+        try:
+            if "token_ids" in update:
+                response = pb_utils.InferenceResponse(tensors(flight, update))
+                flight.send(response, final="finish_reason" in update)
+            if "error" in update:
+                flight.refuse(*update["error"])
+        except (
+            Exception
+        ) as error:  # of a kind that nobody thought of: this request hears of it, the others go on
+            with self.lock:
+                self.requests.pop(key, None)
+                self.tell(json.dumps({"cancel": key}).encode())
+            flight.give_up(error)
 
     def watch(self) -> None:
         """The thread that sees clients leave: tell the engine, whose answer ends the request."""
