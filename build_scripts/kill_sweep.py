@@ -6,7 +6,8 @@ Operations: build, precision (a build that quantizes), replace (a build with --f
 deploy. Each is run again and again in a process of its own, which is killed (SIGKILL) at its first call that changes
 the file system, its second, and so on; then once for each of some limits of the size of a file, which stand for a full
 disk. After each, the place must hold the old directory, the new one, whole, or nothing; the same operation again must
-succeed, and leave what an undisturbed one leaves, and nothing beside it.
+succeed, and leave what an undisturbed one leaves, and nothing beside it. (`deploy` may refuse, where its repository is
+whole.)
 
 Calls are seen by an audit hook: opening for writing, making, linking, renaming, removing, flushing. With --syscalls
 they are system calls, single writes included, seen and killed by strace, which must be installed and allowed to trace.
@@ -19,6 +20,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -34,6 +36,7 @@ from typing import Any
 from build_scripts.generated import write_pair
 from dflash_trt.build import build
 from dflash_trt.bundle import MANIFEST, Bundle
+from dflash_trt.errors import DFlashError
 from dflash_trt.precision import Precision
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.serving.deploy import deploy
@@ -63,6 +66,7 @@ FILE_SIZES = (0, 100, 10_000, 200_000, 1_000_000)
 _FAILED, _STARTED = 3, 30  # exit code of an operation that raised OSError; seconds until strace has attached
 
 Tree = dict[str, str]
+Call = tuple[str, int]  # the name of a call, and which of those of that name, from 1
 
 
 class Operation:
@@ -91,6 +95,14 @@ class Operation:
         else:
             self._build(force=self.name == "replace")
 
+    def refused(self) -> None:
+        """`deploy` replaces no repository, not even its own."""
+        try:
+            self.run()
+        except DFlashError:
+            return
+        raise AssertionError("was not refused")
+
     def _build(self, **options: Any) -> None:
         build(str(self.pair / "target"), str(self.pair / "drafter"), self.out, **options)
 
@@ -107,7 +119,7 @@ class Operation:
             sys.exit(f"{self.name}, {moment}: {self.out} is neither old nor new: {sorted(found)}")
         if MANIFEST in found:
             Bundle.open(self.out, "full")
-        code = in_child(self.run)
+        code = in_child(self.refused if self.name == "deploy" and found == self.new else self.run)
         if code != 0:
             sys.exit(f"{self.name}, {moment}: again, it ended with {code}; {sorted(tree(self.folder))}")
         if tree(self.out) != self.new:
@@ -127,14 +139,16 @@ def tree(folder: Path) -> Tree:
     }
 
 
-def in_child(run: Callable[[], None], prepare: Callable[[], None] | None = None, *, traced: str = "") -> int:
-    """Exit code of `run` in a fork of this process; negative is a signal. `traced`: what strace injects."""
+def in_child(run: Callable[[], None], prepare: Callable[[], None] | None = None) -> int:
+    """Exit code of `run` in a fork of this process; negative is a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(_fork(run, prepare), 0)[1])
+
+
+def _fork(run: Callable[[], None], prepare: Callable[[], None] | None) -> int:
     child = os.fork()
     if not child:
         code = 1
         try:
-            if traced:
-                os.kill(os.getpid(), signal.SIGSTOP)
             if prepare:
                 prepare()
             run()
@@ -145,15 +159,14 @@ def in_child(run: Callable[[], None], prepare: Callable[[], None] | None = None,
             traceback.print_exc()
         finally:
             os._exit(code)
-    if traced:
-        return _traced(child, traced)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return child
 
 
-def _traced(child: int, inject: str) -> int:
+def traced(run: Callable[[], None], *options: str) -> int:
+    """As `in_child`, under strace."""
+    child = _fork(run, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     os.waitpid(child, os.WUNTRACED)
-    command = ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={SYSCALLS}", "-e", inject]
-    tracer = subprocess.Popen([*command, "-p", str(child)])
+    tracer = subprocess.Popen(["strace", "-f", "-qq", *options, "-p", str(child)])
     end = time.monotonic() + _STARTED
     while "TracerPid:\t0\n" in Path(f"/proc/{child}/status").read_text():
         if tracer.poll() is not None or time.monotonic() > end:
@@ -166,61 +179,66 @@ def _traced(child: int, inject: str) -> int:
     return code
 
 
-def kill_at(number: int) -> Callable[[], None]:
-    """Prepare a process to be killed at its call of that number (0: the first)."""
+def on_call(call: Callable[[], None]) -> None:
+    """Have `call` called before each call of this process that changes the file system."""
+    flush = os.fsync
 
-    def prepare() -> None:
-        count = -1
-        flush = os.fsync
-
-        def call() -> None:
-            nonlocal count
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def hook(event: str, arguments: tuple[Any, ...]) -> None:
-            writes = event == "open" and bool((arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-            if writes or event in CALLS:
-                call()
-
-        def fsync(descriptor: int) -> None:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        writes = event == "open" and bool((arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        if writes or event in CALLS:
             call()
-            flush(descriptor)
 
-        os.fsync = fsync  # type: ignore[assignment]
-        sys.addaudithook(hook)
+    def fsync(descriptor: int) -> None:
+        call()
+        flush(descriptor)
 
-    return prepare
-
-
-def kill(operation: Operation, number: int, *, syscalls: bool) -> bool:
-    """Run the operation, to be killed at its call of that number; False where it has not so many."""
-    if syscalls:
-        inject = f"inject={SYSCALLS}:signal=KILL:when={number + 1}"
-        code = in_child(operation.run, traced=inject)
-    else:
-        code = in_child(operation.run, kill_at(number))
-    if code not in (0, -signal.SIGKILL):
-        sys.exit(f"{operation.name}, call {number}: ended with {code}")
-    return code != 0
+    os.fsync = fsync  # type: ignore[assignment]
+    sys.addaudithook(hook)
 
 
-def calls_of(operation: Operation, *, syscalls: bool) -> int:
-    """How many calls there are to be killed at."""
-    least, most = 0, 1
-    while kill(operation, most, syscalls=syscalls):
-        operation.reset()
-        least, most = most, 2 * most
-    while most - least > 1:
-        operation.reset()
-        middle = (least + most) // 2
-        if kill(operation, middle, syscalls=syscalls):
-            least = middle
+def calls_of(operation: Operation, *, syscalls: bool) -> list[Call]:
+    """What an undisturbed run can be killed at."""
+    with tempfile.NamedTemporaryFile() as log:
+        if syscalls:
+            code = traced(operation.run, "-o", log.name, "-e", f"trace={SYSCALLS}")
+            lines = Path(log.name).read_text().splitlines()
+            names = [found[1] for line in lines if (found := re.match(r"(?:\d+ +)?(\w+)\(", line))]
         else:
-            most = middle
+
+            def note() -> None:
+                os.write(log.fileno(), b".")
+
+            code = in_child(operation.run, lambda: on_call(note))
+            names = ["call"] * Path(log.name).stat().st_size
+    if code or not names:
+        sys.exit(f"{operation.name}: ended with {code}, after {len(names)} calls")
     operation.reset()
-    return most
+    return [(name, names[: i + 1].count(name)) for i, name in enumerate(names)]
+
+
+def killer(number: int) -> Callable[[], None]:
+    """Ends this process when it is called for that time."""
+    left = number
+
+    def call() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return call
+
+
+def kill(operation: Operation, call: Call, *, syscalls: bool) -> None:
+    """Run the operation, to be killed as it makes that call."""
+    name, number = call
+    if syscalls:  # strace counts each system call by itself
+        inject = f"inject={name}:signal=KILL:when={number}"
+        code = traced(operation.run, "-o", os.devnull, "-e", f"trace={name}", "-e", inject)
+    else:
+        code = in_child(operation.run, lambda: on_call(killer(number)))
+    if code != -signal.SIGKILL:
+        sys.exit(f"{operation.name}: ended with {code} before {name} {number}")
 
 
 def limit_files(size: int) -> Callable[[], None]:
@@ -228,13 +246,12 @@ def limit_files(size: int) -> Callable[[], None]:
 
 
 def sweep(operation: Operation, sample: int | None, *, syscalls: bool) -> dict[str, int]:
-    total = calls_of(operation, syscalls=syscalls)
-    count = total if sample is None else min(sample, total)
-    numbers = sorted({round(i * (total - 1) / max(1, count - 1)) for i in range(count)})
-    for number in numbers:
-        if not kill(operation, number, syscalls=syscalls):
-            sys.exit(f"{operation.name}: had {total} calls before, and now not {number}")
-        operation.check(f"killed at call {number} of {total}")
+    calls = calls_of(operation, syscalls=syscalls)
+    count = len(calls) if sample is None else min(sample, len(calls))
+    chosen = sorted({round(i * (len(calls) - 1) / max(1, count - 1)) for i in range(count)})
+    for i in chosen:
+        kill(operation, calls[i], syscalls=syscalls)
+        operation.check(f"killed at {calls[i][0]} {calls[i][1]} ({i + 1} of {len(calls)} calls)")
         operation.reset()
     failed = 0
     for size in FILE_SIZES:
@@ -247,7 +264,7 @@ def sweep(operation: Operation, sample: int | None, *, syscalls: bool) -> dict[s
         operation.check(f"files of at most {size} bytes")
         operation.reset()
     assert failed, "no limit was small enough"
-    return {"calls": total, "killed": len(numbers), "full": failed}
+    return {"calls": len(calls), "killed": len(chosen), "full": failed}
 
 
 def main() -> None:

@@ -84,6 +84,11 @@ class Workspace:
         self._replaces = True
         return None
 
+    def check_free(self, state: str) -> None:
+        """Raises BuildError, which says `state`, where there is something in `out`."""
+        if os.path.lexists(self.out) and any(self.out.iterdir()):
+            raise BuildError(f"{self.out}: {state}; choose another --out, or remove it")
+
     def publish(self) -> None:
         """Put what is in `path` in its place, whole and on disk.
 

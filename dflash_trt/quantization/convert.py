@@ -31,7 +31,7 @@ from dflash_trt.formats import FORMATS, INT4, SCHEMES, Algorithm
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.formats.numbers import pack_pairs, unpack_rows
 from dflash_trt.reading import read_object
-from dflash_trt.workspace import Progress, check_place, silent, workspace
+from dflash_trt.workspace import Progress, silent, workspace
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 _QUANTIZED_ROLES = ("attention", "mlp", "experts", "fc")
@@ -206,15 +206,13 @@ def _convert(
     amax: Mapping[str, float],
     progress: Progress,
 ) -> Path:
-    check_place(out)
     config = _quant_config(checkpoint, layers, copied)
     config["producer"]["inputs"] = _key(checkpoint, config, amax, copied)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        done = out / QUANT_CONFIG
-        if done.is_file() and read_object(done) == config:
-            return out
-        raise BuildError(f"{out}: exists and is not this checkpoint quantized this way; choose another --out")
     with workspace(out, "checkpoint") as place, released(checkpoint.files):
+        if (out / QUANT_CONFIG).is_file() and read_object(out / QUANT_CONFIG) == config:
+            place.done = True
+            return out
+        place.check_free("exists and is not this checkpoint quantized this way")
         work = place.path
         begun = work / QUANT_CONFIG
         if not begun.is_file() or json.loads(begun.read_text()) != config:

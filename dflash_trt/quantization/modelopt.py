@@ -77,6 +77,7 @@ def quantize_with_modelopt(
                 model(torch.tensor([list(prompt)]))
 
     with workspace(out, "checkpoint") as place:
+        place.check_free("is there already")
         place.empty()
         model = mtq.quantize(model, config, calibrate)
         export(model, export_dir=place.path)

@@ -47,8 +47,6 @@ def deploy(
         raise RequestError(
             f"block_length is {block_length}, expected 1..{block_size} (this bundle's block size)"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DFlashError(f"{out}: is there already; give another --out, or remove it")
     settings = {
         "bundle": "bundle",
         "python": python,
@@ -61,6 +59,7 @@ def deploy(
     source = template()
     with workspace(out, "repository") as place:
         place.empty()
+        place.check_free("is there already")
         version = place.path / MODEL / "1"
         version.mkdir(parents=True)
         (place.path / "ensemble" / "1").mkdir(parents=True)  # Triton wants a version, though it is empty
