@@ -18,7 +18,11 @@ SHIPPED = Path(__file__).resolve().parent.parent / "dflash_trt" / "shipped" / "t
 _CHUNK = 8 << 20
 
 
-def qwen3_config(hidden: int, layers: int, intermediate: int, vocab: int) -> dict[str, object]:
+def qwen3_config(
+    hidden: int, layers: int, intermediate: int, vocab: int, heads: tuple[int, int] | None = None
+) -> dict[str, object]:
+    """`heads`: of queries, and of keys and values; by default as many as the width holds, and half of that."""
+    queries, keys = heads or (hidden // 128, hidden // 256)
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -29,9 +33,9 @@ def qwen3_config(hidden: int, layers: int, intermediate: int, vocab: int) -> dic
         "intermediate_size": intermediate,
         "max_position_embeddings": 40960,
         "max_window_layers": layers,
-        "num_attention_heads": hidden // 128,
+        "num_attention_heads": queries,
         "num_hidden_layers": layers,
-        "num_key_value_heads": hidden // 256,
+        "num_key_value_heads": keys,
         "rms_norm_eps": 1e-6,
         "rope_scaling": None,
         "rope_theta": 1000000,
@@ -67,14 +71,22 @@ def decoder_layers(config: dict[str, object], prefix: str) -> dict[str, tuple[in
     return shapes
 
 
-def write_pair(directory: Path, *, hidden: int, layers: int, intermediate: int, vocab: int) -> int:
+def write_pair(
+    directory: Path,
+    *,
+    hidden: int,
+    layers: int,
+    intermediate: int,
+    vocab: int,
+    heads: tuple[int, int] | None = None,
+) -> int:
     """`directory`/target and /drafter, BF16, with the tokenizer of the shipped pair. Returns bytes of weights."""
-    config = qwen3_config(hidden, layers, intermediate, vocab)
+    config = qwen3_config(hidden, layers, intermediate, vocab, heads)
     target = decoder_layers(config, "model.")
     target |= {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
     target["model.norm.weight"] = (hidden,)
     taps = [round(1 + i * (layers - 4) / 4) for i in range(5)]
-    drafter_config = qwen3_config(hidden, 5, intermediate, vocab) | {
+    drafter_config = qwen3_config(hidden, 5, intermediate, vocab, heads) | {
         "architectures": ["DFlashDraftModel"],
         "block_size": 16,
         "num_target_layers": layers,

@@ -239,7 +239,10 @@ class Pool:
         assert not self.drafter.nan.any()
         live = [*s.active, *([s.filling] if s.filling else [])]
         assert len(s.active) <= s.max_batch_size
-        for slot, flight in enumerate(live):
+        taken = [flight.slot for flight in live]
+        assert len(set(taken)) == len(live)
+        assert s.filling is None or s.filling.slot >= len(s.active), "in the way of a round"
+        for slot, flight in zip(taken, live, strict=True):
             history = rows_of([*flight.prompt, *flight.output][: flight.committed])
             assert self.target.cache[slot, : flight.committed].tolist() == history
             if flight.draft:
@@ -251,7 +254,7 @@ class Pool:
                 assert not flight.features
         for flight in s.active:
             assert flight.committed == len(flight.prompt) + len(flight.output) - 1
-        assert all(len(live) <= slot < self.pair.slots for slot in s.slots.lying)
+        assert set(s.slots.lying) <= set(range(self.pair.slots)) - set(taken)
         for slot, lying in s.slots.lying.items():
             history = rows_of(lying.tokens)
             assert self.target.cache[slot, : len(history)].tolist() == history

@@ -155,6 +155,30 @@ def test_a_conversation_copies_only_what_is_new() -> None:
     assert counts.tokens <= len(talk)
 
 
+def test_while_others_wait_a_request_that_ends_moves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one takes its slot. Once nobody waits, one move fills each gap."""
+    pool, moved = Pool(4, 4), list[tuple[int, int]]()
+    move = pool.pair.move
+
+    def counted(source: int, target: int, rows: int) -> None:
+        moved.append((source, target))
+        move(source, target, rows)
+
+    monkeypatch.setattr(pool.pair, "move", counted)
+    asked = [request(prompt(4, i), SamplingParams(max_tokens=5 + 7 * i % 11)) for i in range(24)]
+    for each in asked:
+        pool.scheduler.submit(each)
+    while pool.scheduler.waiting:
+        pool.scheduler.step(Lengths(3))
+        pool.check()
+    assert len(moved) == 0
+    finish(pool, Lengths(3))
+    assert 0 < len(moved) <= 3
+    assert all(
+        each.output[: each.params.max_tokens] == expected(each.prompt, each.params, 0) for each in asked
+    )
+
+
 def test_with_no_memory_for_prefixes_nothing_is_reused() -> None:
     pool, base = Pool(2, 2), prompt(20)
     hits(pool, base)

@@ -26,16 +26,21 @@ class Rows:
 
     def shared(self, prompt: Sequence[int], *, draft: bool) -> int:
         """How many rows a prompt can take over: a common prefix, for target and, if it drafts, drafter both."""
-        limit = min(len(self.tokens) if draft is False else self.drafted, len(self.tokens), len(prompt) - 1)
-        # Prompts that share anything usually share much: compare slices, then find the place.
-        low, high = 0, max(limit, 0)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.tokens[low:middle] == prompt[low:middle]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        limit = min(self.drafted if draft else len(self.tokens), len(self.tokens), len(prompt) - 1)
+        return common(self.tokens, prompt, limit)
+
+
+def common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
+    """With how many equal items, at most `limit`, two sequences of one type begin."""
+    # Those that share anything usually share much: compare slices, then find the place.
+    low, high = 0, max(limit, 0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 @dataclass(eq=False)
@@ -61,6 +66,7 @@ class InFlight:
     )
 
     output: list[int] = field(default_factory=list)  # every token decided so far; the last one is the anchor
+    slot: int = 0  # while it is active or being prefilled
     committed: int = 0  # rows in the target's cache; the position of the anchor, once there is one
     features: list[Array] = field(default_factory=list)  # of the last of them, which the drafter has not seen
     behind: int = 0  # how many these are

@@ -7,9 +7,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dflash_trt.decoding.inflight import common
 from dflash_trt.decoding.pair import KeptRows, Pair
 
-# Tokens of a page. Prefixes share whole pages: smaller ones share more, but each has copies of its own in every cache.
+# Tokens of a page: prefixes share whole pages. Pages of 16 tokens take twice as long to copy, larger ones no less than
+# these (docs/measurements.md).
 PAGE = 64
 
 
@@ -40,10 +42,12 @@ class Page:
     siblings: Children
     children: Children = field(default_factory=dict)
 
-    def usable(self, tokens: Sequence[int]) -> int:
+    def usable(self, tokens: tuple[int, ...]) -> int:
         """How many rows a slot can have with this page as its last, if `tokens` follow what lies before the page."""
         lengths = self.rows.lengths
-        fitting = bisect_right(lengths, self.start + _common(self.tokens, tokens))
+        fitting = bisect_right(
+            lengths, self.start + common(self.tokens, tokens, min(len(self.tokens), len(tokens)))
+        )
         return lengths[fitting - 1] if fitting else 0
 
 
@@ -174,8 +178,3 @@ class Prefixes:
         """These pages, each behind its parent, have been used: the last one is the oldest of them."""
         for page in reversed(path):
             self._used[page] = self._used.pop(page)
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """With how many equal items two sequences begin."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -21,7 +21,7 @@ from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.lengths import Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.pair import Pair, Verified
-from dflash_trt.decoding.slots import Slots
+from dflash_trt.decoding.slots import Slots, Source
 
 Array = np.ndarray[Any, Any]
 
@@ -29,7 +29,8 @@ Array = np.ndarray[Any, Any]
 class Scheduler:
     """Requests go in by `submit`, what they get comes out of `step`. Not thread-safe.
 
-    Slots 0 .. n-1 belong to the active requests, in order, and slot n to the one being prefilled, if any.
+    In a round the n active requests have the slots 0 .. n-1, in order. Between rounds there may be gaps, where requests
+    have ended: the next one to come is prefilled there, or else `_close_up` moves others in.
     """
 
     def __init__(self, pair: Pair, max_batch_size: int, prefix_cache_bytes: int = 0) -> None:
@@ -57,7 +58,7 @@ class Scheduler:
     def logits(self, ids: list[int]) -> Array:
         """The target's logits after these tokens, float32 [V]. Only when idle."""
         with self.whole():
-            self.slots.occupy(0, [], {}, draft=False)
+            self.slots.occupy(0, Source(0, 0), draft=False)
             sound = True
             for at in range(0, len(ids), self.pair.prefill_chunk):
                 logits, _ = self.pair.prefill(ids[at : at + self.pair.prefill_chunk], at, 0, draft=False)
@@ -108,6 +109,7 @@ class Scheduler:
     def _step(self, lengths: Lengths) -> list[Emission]:
         emissions = self._give_up()
         if self.active:
+            self._close_up()
             emissions += self._round(lengths)
         budget = self.pair.prefill_chunk
         while budget > 0 and (self.filling or (self.waiting and len(self.active) < self.max_batch_size)):
@@ -143,9 +145,9 @@ class Scheduler:
         offered = [min(active[slot].block_length or drafted, block.shape[1]) - 1 for slot in drafting]
         for slot, (verdict, emission) in enumerate(zip(verdicts, emissions, strict=True)):
             self._settle(slot, verdict, emission, found)
-        for slot in reversed(range(len(active))):
-            if emissions[slot].finish_reason is not None:
-                self._retire(slot)
+        for request, emission in zip(active, emissions, strict=True):
+            if emission.finish_reason is not None:
+                self._retire(request)
         emissions = [each for each in emissions if each.token_ids or each.finish_reason is not None]
         lengths.observe(
             batch=len(active),
@@ -183,14 +185,12 @@ class Scheduler:
 
     def _prefill(self, budget: int, emissions: list[Emission]) -> int:
         """One chunk of the request being prefilled, or of the next one; returns the tokens spent."""
-        begin, slot = perf_counter(), len(self.active)
-        request = self.filling
+        begin, request = perf_counter(), self.filling
         if request is None:
             request = self.filling = self.waiting.popitem(last=False)[0]
             request.statistics.queue_time = begin - request.arrived
-            live = {i: r.rows() for i, r in enumerate(self.active)}
-            request.committed = self.slots.occupy(slot, request.prompt, live, draft=request.draft)
-            request.statistics.num_cached_tokens = request.committed
+            self._occupy(request, budget)
+        slot = request.slot
         chunk = request.prompt[request.committed : request.committed + budget]
         logits, drafts_finite = self.pair.prefill(chunk, request.committed, slot, draft=request.draft)
         request.committed += len(chunk)
@@ -207,20 +207,36 @@ class Scheduler:
             if emission.finish_reason is None:
                 self.active.append(request)
             else:
-                self._keep(request, slot)
+                self._keep(request)
             emissions.append(emission)
         request.statistics.prefill_time += perf_counter() - begin
         return len(chunk)
+
+    def _occupy(self, request: InFlight, budget: int) -> None:
+        """Find a slot for the next request to be prefilled, and in it the rows that it can take over."""
+        source = self._source(request)
+        if (
+            len(request.prompt) - source.length > budget
+        ):  # rounds go on meanwhile, which need the slots in front
+            self._close_up()
+            source = self._source(request)
+        self.slots.occupy(request.slot, source, draft=request.draft)
+        request.committed = request.statistics.num_cached_tokens = source.length
+
+    def _source(self, request: InFlight) -> Source:
+        live = {each.slot: each.rows() for each in self.active}
+        request.slot = min(set(range(self.max_batch_size)) - set(live))
+        return self.slots.find(request.slot, request.prompt, live, draft=request.draft)
 
     def _give_up(self) -> list[Emission]:
         """Take out what was cancelled or has run out of time."""
         now, emissions = perf_counter(), []
         for request in self._leaving.take(now):
             if request in self.active:
-                self._retire(self.active.index(request))
+                self._retire(request)
             elif request is self.filling:
                 self.filling = None
-                self._keep(request, len(self.active))
+                self._keep(request)
             elif request in self.waiting:
                 del self.waiting[request]
             else:  # not submitted yet
@@ -228,23 +244,26 @@ class Scheduler:
             emissions.append(leave(request, "cancelled" if request.cancelled else "timeout"))
         return emissions
 
-    def _retire(self, slot: int) -> None:
-        """Take an active request out of its slot: the last active one moves there, the one in prefill closes up."""
-        ended, last = self.active[slot], len(self.active) - 1
-        self._keep(ended, slot)
-        moved = self.active.pop()
-        if slot != last:
-            self.slots.move(last, slot, moved.committed)
-            self.active[slot] = moved
-        if self.filling is not None:
-            self.slots.move(last + 1, last, self.filling.committed)
+    def _retire(self, ended: InFlight) -> None:
+        self.active.remove(ended)
+        self._keep(ended)
 
-    def _keep(self, ended: InFlight, slot: int) -> None:
+    def _keep(self, ended: InFlight) -> None:
         """The rows of a request that has ended stay for others, if they are sound."""
         if ended.sound:
-            self.slots.keep(slot, ended.rows())
+            self.slots.keep(ended.slot, ended.rows())
         else:
-            self.pair.clear(slot)
+            self.pair.clear(ended.slot)
+
+    def _close_up(self) -> None:
+        """Let the active requests have the first slots, with as few copies as there are gaps."""
+        taken = {request.slot for request in self.active}
+        gaps = [slot for slot in range(len(self.active)) if slot not in taken]
+        behind = [request for request in self.active if request.slot >= len(self.active)]
+        for slot, request in zip(gaps, behind, strict=True):
+            self.slots.move(request.slot, slot, request.committed)
+            request.slot = slot
+        self.active.sort(key=lambda request: request.slot)
 
 
 def _finite(logits: Any) -> bool:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dflash_trt.decoding.inflight import Rows
 from dflash_trt.decoding.pair import Pair
-from dflash_trt.decoding.prefixes import PAGE, PrefixCounts, Prefixes
+from dflash_trt.decoding.prefixes import PAGE, Page, PrefixCounts, Prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the first `length` rows of a prompt are: in `slot`, or in the pages of `path`."""
+
+    length: int
+    slot: int
+    path: Sequence[Page] = ()
 
 
 class Slots:
-    """The requests in flight take slots 0 .. n-1. What ended requests leave in the others lies there until overwritten.
+    """What ended requests leave in their slots lies there until overwritten; beside that, copies are kept.
 
     `prefix_cache_bytes` bounds what is kept apart from the slots; with 0 nothing is reused, wherever it lies.
     """
@@ -24,24 +34,28 @@ class Slots:
     def counts(self) -> PrefixCounts:
         return self.prefixes.counts if self.prefixes is not None else PrefixCounts()
 
-    def occupy(self, slot: int, prompt: Sequence[int], live: dict[int, Rows], *, draft: bool) -> int:
-        """Make `slot` ready for a new request; returns how many of the prompt's rows it holds.
+    def find(self, slot: int, prompt: Sequence[int], live: dict[int, Rows], *, draft: bool) -> Source:
+        """Where most of a prompt's rows are: in a slot, rather in `slot` itself, or else in what is kept.
 
-        `live` are the rows of the requests in flight, by slot: those before `slot`.
+        `live` are the rows of the requests in flight, by slot. With `draft`, the drafter's rows must be there as well.
         """
         if self.prefixes is None:
-            return 0
-        sources = {each: rows.shared(prompt, draft=draft) for each, rows in (live | self.lying).items()}
-        best = max(sources, key=lambda each: (sources[each], each == slot), default=slot)
-        length = sources.get(best, 0)
+            return Source(0, slot)
+        sources = [Source(0, slot)]
+        sources += [
+            Source(rows.shared(prompt, draft=draft), each) for each, rows in (live | self.lying).items()
+        ]
+        best = max(sources, key=lambda each: (each.length, each.slot == slot))
         path, kept = self.prefixes.find(prompt[:-1], draft=draft)
+        return Source(kept, slot, path) if kept > best.length else best
+
+    def occupy(self, slot: int, source: Source, *, draft: bool) -> None:
+        """Let a new request have `slot`, and in it the rows that `find` has found since anything else was done."""
         self.lying.pop(slot, None)
-        if kept > length:
-            self.prefixes.restore(slot, path, kept, draft=draft)
-            return kept
-        if length and best != slot:
-            self.pair.move(best, slot, length)
-        return length
+        if self.prefixes is not None and source.path:
+            self.prefixes.restore(slot, source.path, source.length, draft=draft)
+        elif source.length and source.slot != slot:
+            self.pair.move(source.slot, slot, source.length)
 
     def keep(self, slot: int, rows: Rows) -> None:
         """The request in `slot` has ended: its rows stay there until overwritten, and a copy is kept."""
