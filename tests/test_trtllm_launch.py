@@ -16,6 +16,7 @@ from dflash_trt.build import build
 from dflash_trt.bundle import Bundle
 from dflash_trt.errors import DFlashError
 from dflash_trt.trtllm.configuration import Deployment
+from dflash_trt.trtllm.installed import read_llm_args
 from dflash_trt.trtllm.serve import serve
 
 TWO_NODES = Deployment(gpu="h200", tensor_parallel=2, gpus_per_node=1)
@@ -123,10 +124,10 @@ def test_triton_gets_the_path_of_its_configuration(built: Bundle, tmp_path: Path
 
 
 def test_serving_becomes_trtllm_serve(built: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DFlashError, match=r"no trtllm-serve on the PATH; .*container\.sh"):
+    with pytest.raises(DFlashError, match=r"no trtllm-serve on the PATH; .*docker run .*127\.0\.0\.1:9000:"):
         serve(built.path, host="127.0.0.1", port=9000)
     launch = Launch(built.path, tmp_path)
-    monkeypatch.setenv("PATH", f"{launch.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(launch.bin))  # no bash there: a script of the bundle would fail
     options = ["--server", "trtllm-serve", "--host", "0.0.0.0", "--http-port", "9000"]
     root = Path(__file__).parent.parent
     subprocess.run([sys.executable, "-m", "dflash_trt", "serve", built.path, *options], check=True, cwd=root)
@@ -137,7 +138,7 @@ def test_serving_becomes_trtllm_serve(built: Bundle, tmp_path: Path, monkeypatch
 
     other = tmp_path / "other"
     for bundle, message in (
-        (lambda: build_tiny(other, TWO_NODES), "is for 2 nodes; start"),
+        (lambda: build_tiny(other, TWO_NODES), "is for 2 nodes; start it under MPI"),
         (lambda: build_tiny(other, None, "onnxruntime"), "is a bundle for onnxruntime"),
     ):
         with pytest.raises(DFlashError, match=message):
@@ -152,6 +153,13 @@ def test_serving_becomes_trtllm_serve(built: Bundle, tmp_path: Path, monkeypatch
     )
     with pytest.raises(DFlashError, match="--weights none"):
         serve(without.path, host="127.0.0.1", port=9000)
+
+
+def test_code_of_a_checkpoint_is_never_run(built: Bundle, tmp_path: Path) -> None:
+    file = tmp_path / "llm_args.yaml"
+    file.write_text((built.path / "llm_args.yaml").read_text() + "trust_remote_code: true\n")
+    with pytest.raises(DFlashError, match=r"llm_args\.yaml: trust_remote_code is True"):
+        read_llm_args(Bundle(tmp_path, built.manifest))
 
 
 def test_no_placeholder_is_left(built: Bundle) -> None:

@@ -64,6 +64,15 @@ def _literals(annotation: Any) -> set[Any]:
     return set().union(*found) if found and all(found) else set()
 
 
+def read_llm_args(bundle: Bundle) -> dict[str, Any]:
+    """The bundle's configuration. Raises DFlashError where it asks for Python of the checkpoint to be executed."""
+    file = bundle.path / "llm_args.yaml"
+    args: dict[str, Any] = yaml.safe_load(file.read_text())
+    if args.get("trust_remote_code"):
+        raise DFlashError(f"{file}: trust_remote_code is {args['trust_remote_code']!r}; code of a checkpoint is never run")
+    return args
+
+
 def load(bundle: Bundle) -> tuple[Any, Any]:
     """The package, and its LLM of this bundle.
 
@@ -72,7 +81,7 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
     """
     version = bundle.manifest["tensorrt_llm"]["version"]
     module = import_tensorrt_llm(version)
-    args = yaml.safe_load((bundle.path / "llm_args.yaml").read_text())
+    args = read_llm_args(bundle)
     found = list(disagreements(module, args))
     if found:
         raise DFlashError(

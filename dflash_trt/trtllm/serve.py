@@ -9,13 +9,16 @@ from typing import NoReturn
 
 from dflash_trt.bundle import Bundle
 from dflash_trt.errors import DFlashError
+from dflash_trt.trtllm.installed import read_llm_args
+from dflash_trt.trtllm.releases import find_release
 
 
 def serve(path: str | Path, *, host: str, port: int) -> NoReturn:
-    """Become the server: the bundle's launch/serve.sh in place of this process, so that signals reach it.
+    """Become the server, in place of this process, so that signals reach it. Nothing of the bundle is executed.
 
     Raises:
-        DFlashError: the bundle is for another engine, is for several nodes, or there is no trtllm-serve.
+        DFlashError: the bundle is for another engine, is for several nodes, or asks for code of its own to be run; or
+            there is no trtllm-serve.
     """
     bundle = Bundle.open(path)
     manifest = bundle.manifest
@@ -28,13 +31,21 @@ def serve(path: str | Path, *, host: str, port: int) -> NoReturn:
         raise DFlashError(f"{path}: was built with --weights none and cannot run; build it with its weights")
     nodes = manifest["tensorrt_llm"]["nodes"]
     if nodes > 1:
-        raise DFlashError(
-            f"{path}: is for {nodes} nodes; start {bundle.path / 'launch'}/mpi.sh or slurm.sbatch instead"
-        )
+        raise DFlashError(f"{path}: is for {nodes} nodes; start it under MPI or Slurm (docs/tensorrt_llm.md)")
+    read_llm_args(bundle)
     if shutil.which("trtllm-serve") is None:
+        release = find_release(manifest["tensorrt_llm"]["version"])
         raise DFlashError(
-            f"there is no trtllm-serve on the PATH; install tensorrt_llm {manifest['tensorrt_llm']['version']}, or "
-            f"serve in a container: PORT={port} {bundle.path / 'launch' / 'container.sh'}"
+            f"there is no trtllm-serve on the PATH; install tensorrt_llm {release.version}, or serve in a container: "
+            "docker run --rm --ipc host --gpus all --ulimit memlock=-1 --ulimit stack=67108864 "
+            f"--publish {host}:{port}:8000 --volume {bundle.path.resolve()}:/bundle:ro --workdir /bundle "
+            f"{release.container} {' '.join(_command('0.0.0.0', 8000))}"
         )
-    script = str((bundle.path / "launch" / "serve.sh").resolve())
-    os.execve(script, [script], {**os.environ, "HOST": host, "PORT": str(port)})
+    os.chdir(bundle.path)
+    command = _command(host, port)
+    os.execvp(command[0], command)
+
+
+def _command(host: str, port: int) -> list[str]:
+    """trtllm-serve, as launch/serve.sh starts it by hand, in the bundle's directory."""
+    return ["trtllm-serve", "./target", "--host", host, "--port", str(port), "--config", "llm_args.yaml"]

@@ -7,4 +7,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export LLM_CONFIG_PATH=$PWD/triton/model.yaml
 exec tritonserver \
     --model-repository "${LLMAPI_REPOSITORY:?name the directory triton_backend/all_models/llmapi of TensorRT-LLM @VERSION@}" \
-    --http-address "${HOST:-127.0.0.1}" --grpc-address "${HOST:-127.0.0.1}" "$@"
+    --http-address "${HOST:-127.0.0.1}" --grpc-address "${HOST:-127.0.0.1}" \
+    --metrics-address "${HOST:-127.0.0.1}" "$@"
