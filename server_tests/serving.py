@@ -73,7 +73,7 @@ class Serving:
 
     def processes(self, what: str) -> list[int]:
         """The server's processes with this in their command line: tritonserver, stub, worker."""
-        from dflash_trt.serving.launch import descendants
+        from dflash_trt.serving.processes import descendants
 
         tree = descendants(self.process.pid)
         return [pid for pid, (_, state, arguments) in tree.items() if what in arguments and state != "Z"]

@@ -18,7 +18,8 @@ from tritonclient.utils import InferenceServerException
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.serving.deploy import deploy
 from dflash_trt.serving.launch import find_server, server_arguments
-from server_tests.serving import Client, Serving, fetch, free_ports, ids_of, kill, refused, tensors
+from dflash_trt.serving.proxy import Sockets
+from server_tests.serving import Client, Serving, ids_of, kill, refused, tensors
 
 LONG: dict[str, Any] = {
     "text_input": "def add(a, b):",
@@ -151,15 +152,6 @@ def test_the_death_of_the_backend_restarts_the_server(tiny: Serving) -> None:
     assert len(tiny.processes("dflash_trt.serving.worker")) == 1
 
 
-def test_the_model_can_be_unloaded_and_loaded(tiny: Serving) -> None:
-    """By hand, as without `dflash-trt serve`; here its own reload may come first."""
-    url = f"http://127.0.0.1:{tiny.http_port}/v2/repository/models/dflash"
-    assert fetch(f"{url}/unload", {})[0] == 200
-    assert fetch(f"{url}/load", {})[0] == 200
-    tiny.until(tiny.ready)
-    assert tiny.generate(text_input="a", max_tokens=4)[0] == 200
-
-
 def test_the_block_length_of_the_server_is_the_most_that_a_round_verifies(tiny: Serving) -> None:
     assert tiny.generate(text_input="What is 17 + 25?", max_tokens=40, ignore_eos=True)[0] == 200
     tiny.until(lambda: tiny.metric("dflash_block_length_rounds_total", length="4") > 0)
@@ -200,10 +192,7 @@ def test_an_engine_that_does_not_start_ends_the_server_with_the_reason(
     (repository / "dflash" / "1" / "bundle" / "tokenizer.json").write_text("{}")
     server = find_server(tmp_path)
     assert server is not None
-    http, grpc, metrics = free_ports(3)
-    arguments = server_arguments(
-        repository, host="127.0.0.1", http_port=http, grpc_port=grpc, metrics_port=metrics, log_level="error"
-    )
+    arguments = server_arguments(repository, Sockets(tmp_path), "error")
     environment = {**os.environ, **server.environment}
     done = subprocess.run(
         [*server.command, *arguments],

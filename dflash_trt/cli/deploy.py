@@ -18,7 +18,7 @@ examples:
   dflash-trt deploy bundles/tiny --out triton
   dflash-trt deploy bundles/tiny --out triton --copy --max-batch-size 16 --max-queue 64
 
-Serve it with: tritonserver --model-repository triton --model-control-mode explicit --load-model '*'
+It prints the command that serves the repository, on loopback and with what loads code closed to clients.
 """
 
 
@@ -63,8 +63,9 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.serving.deploy import deploy
+    from dflash_trt.serving.deploy import bare_command, deploy
 
     deploy(args.bundle, args.out, copy=args.copy, **engine_settings(args))
-    print(f"{args.out}: models dflash and ensemble, serving {args.bundle}")
+    print(f"{args.out}: models dflash and ensemble, serving {args.bundle}; serve it with:")
+    print(bare_command(args.out))
     return 0

@@ -13,7 +13,10 @@ SUMMARY = "serve a bundle with Triton Inference Server"
 DESCRIPTION = """\
 Serve a bundle with Triton Inference Server, over HTTP and gRPC, until Ctrl-C or SIGTERM. The server is the tritonserver
 on the PATH, or the one of nvidia-pytriton's wheel: pip install 'dflash-trt[triton-local]'. Where there is neither, this
-prints the commands that serve the bundle in a container.
+prints the command that serves the bundle in a container.
+
+Clients talk to a proxy in front of the server. It bounds requests and passes on those that ask the model; what loads
+code, maps memory, traces or logs is not open. A server, proxy or engine that dies is started again.
 """
 EXAMPLES = """\
 examples:
@@ -51,33 +54,37 @@ def run(args: argparse.Namespace) -> int:
         from dflash_trt.trtllm.serve import serve
 
         serve(args.bundle, host=args.host, port=args.http_port)
+    from dflash_trt.bundle import Bundle
     from dflash_trt.serving.deploy import container_command, deploy
-    from dflash_trt.serving.launch import Supervisor, find_server, server_arguments
+    from dflash_trt.serving.launch import find_server, server_arguments
+    from dflash_trt.serving.proxy import Settings, Sockets, check_installed, max_request_bytes
+    from dflash_trt.serving.supervisor import Supervisor
 
     def say(text: str) -> None:
         print(f"dflash-trt serve: {text}", file=sys.stderr, flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="dflash-trt-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="dflash-trt-") as temporary:  # which only this user may enter
         directory = Path(temporary)
         server = find_server(directory)
         if server is None:
-            command = container_command(args.bundle, "triton")
             say(
                 "there is no tritonserver on the PATH; get one with pip install 'dflash-trt[triton-local]', or "
                 "serve in a container:"
             )
-            print(f"dflash-trt deploy {args.bundle} --out triton --copy\n{command}")
+            print(container_command(args.bundle))
             return 1
+        check_installed()
         repository = deploy(
             args.bundle, directory / "repository", python=sys.executable, **engine_settings(args)
         )
-        arguments = server_arguments(
-            repository,
+        sockets = Sockets(directory)
+        settings = Settings(
             host=args.host,
             http_port=args.http_port,
             grpc_port=args.grpc_port,
             metrics_port=args.metrics_port,
-            log_level=args.log_level,
+            upstream=temporary,
+            max_bytes=max_request_bytes(Bundle.open(args.bundle).manifest["max_seq_len"]),
         )
 
         def ready() -> None:
@@ -86,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"gRPC     {args.host}:{args.grpc_port}")
             print(f"metrics  http://{args.host}:{args.metrics_port}/metrics", flush=True)
 
-        host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
-        supervisor = Supervisor(server, arguments, f"http://{host}:{args.http_port}", args.grace)
-        return supervisor.run(ready, say)
+        if args.host not in ("127.0.0.1", "::1", "localhost"):
+            say(f"whoever reaches {args.host} may use the model: nobody is asked for a name or a key")
+        arguments = server_arguments(repository, sockets, args.log_level)
+        return Supervisor(server, arguments, sockets, settings, args.grace).run(ready, say)

@@ -81,28 +81,36 @@ def template() -> Path:
     return next(place for place in places if place.is_dir())
 
 
-def container_command(bundle: str | Path, repository: str) -> str:
-    """How to serve a repository (deployed with copy) in a container whose libraries fit the bundle."""
+def container_command(bundle: str | Path) -> str:
+    """How to serve a bundle in a container whose libraries fit it."""
     manifest = Bundle.open(bundle).manifest
     extra = {"tensorrt-rtx": " tensorrt-rtx"}.get(manifest["engine"], "")
     gpus = "" if manifest["engine"] == "onnxruntime" else "--gpus all "
     return (
-        f'docker run --rm --init {gpus}--network host --shm-size 1g -v "$PWD/{repository}:/models" \\\n'
+        f'docker run --rm --init {gpus}--network host --shm-size 1g -v "{Path(bundle).resolve()}:/bundle:ro" \\\n'
         f"    nvcr.io/nvidia/tritonserver:{_image(manifest['engine'], manifest['versions'])} bash -c \\\n"
-        f'    "pip install dflash-trt{extra} && tritonserver --model-repository /models \\\n'
-        "     --model-control-mode explicit --load-model '*' --http-address 127.0.0.1 --grpc-address 127.0.0.1\""
+        f"    \"pip install 'dflash-trt[serve]'{extra} && dflash-trt serve /bundle\""
     )
 
 
-# TensorRT of the containers that hold it, newest first (server/docs/introduction/compatibility.md).
-_TENSORRT_IMAGES = {
-    "10.14": "26.07-trtllm-python-py3",
-    "10.13": "26.02-trtllm-python-py3",
-    "10.11": "25.10-trtllm-python-py3",
-    "10.10": "25.07-trtllm-python-py3",
-    "10.9": "25.05-trtllm-python-py3",
-    "10.8": "25.02-trtllm-python-py3",
-}
+# What a client of a server of one's own must not ask for: Python of its choosing is loaded, or memory mapped.
+RESTRICTED = "model-repository,shared-memory,trace,logging"
+
+
+def bare_command(repository: str | Path) -> str:
+    """How to start a tritonserver on a repository without `dflash-trt serve`, bound to loopback."""
+    return (
+        "secret=$(openssl rand -hex 32)\n"
+        f"tritonserver --model-repository {repository} --model-control-mode explicit --load-model '*' \\\n"
+        "    --http-address 127.0.0.1 --grpc-address 127.0.0.1 --metrics-address 127.0.0.1 \\\n"
+        f"    --http-restricted-api {RESTRICTED}:dflash-secret=$secret \\\n"
+        f"    --grpc-restricted-protocol {RESTRICTED}:dflash-secret=$secret"
+    )
+
+
+# TensorRT of the containers that hold it (server/docs/introduction/compatibility.md). Containers before 26.07 have
+# defects that clients can use (docs/serving.md, "Security"), and are not named.
+_TENSORRT_IMAGES = {"10.14": "26.07-trtllm-python-py3"}
 
 
 def _image(engine: str, versions: dict[str, str]) -> str:

@@ -69,7 +69,9 @@ def read_llm_args(bundle: Bundle) -> dict[str, Any]:
     file = bundle.path / "llm_args.yaml"
     args: dict[str, Any] = yaml.safe_load(file.read_text())
     if args.get("trust_remote_code"):
-        raise DFlashError(f"{file}: trust_remote_code is {args['trust_remote_code']!r}; code of a checkpoint is never run")
+        raise DFlashError(
+            f"{file}: trust_remote_code is {args['trust_remote_code']!r}; code of a checkpoint is never run"
+        )
     return args
 
 

@@ -1,0 +1,51 @@
+"""Processes of this machine, as /proc shows them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+Process = tuple[str, str, str]  # name, state, arguments
+
+
+def descendants(root: int) -> dict[int, Process]:
+    """The processes below one: pid to name, state (as /proc has it) and arguments."""
+    found: dict[int, Process] = {}
+    pending = [root]
+    while pending:
+        parent = pending.pop()
+        with suppress(OSError):
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                for pid in map(int, (task / "children").read_text().split()):
+                    found[pid] = _process(pid)
+                    pending.append(pid)
+    return found
+
+
+def _process(pid: int) -> Process:
+    with suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        name, _, rest = stat.partition("(")[2].rpartition(")")
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return name, rest.split()[0], arguments
+    return "", "", ""
+
+
+def is_same(pid: int, process: Process) -> bool:
+    """Whether a process is still the one it was: numbers are used again."""
+    return bool(process[2]) and _process(pid)[2] == process[2]
+
+
+def has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait for so long."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.poll() is not None
+
+
+def send_signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,246 @@
+"""HTTP in front of tritonserver: aiohttp reads requests, checks them, and passes them on to a Unix socket.
+
+What is passed on is written anew: one of the paths below, a whole body with its length, none of the client's headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from aiohttp import ClientConnectorError, ClientError, ClientSession, ClientTimeout, UnixConnector, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from dflash_trt.errors import DFlashError
+from dflash_trt.serving.proxy import Settings, Sockets
+
+# Seconds: for a connection to send the head of a request, for a body to arrive, for a client to take what it is sent.
+IDLE_SECONDS, BODY_SECONDS, TAKE_SECONDS = 15.0, 30.0, 60.0
+MAX_CONNECTIONS = 4096  # the longest idle ones make room for more
+MAX_HELD_BYTES = 256 << 20  # bodies of all clients at one time
+# Levels of lists and objects in a body. A request has two; Triton 24.10 ends at 100,000, which take 200 kB.
+MAX_NESTING = 8
+
+_MODEL = r"/v2/models/\w[\w.-]*(?:/versions/\d+)?"
+_READ = re.compile(
+    rf"/v2(?:/health/(?:live|ready)|/models/stats)?|{_MODEL}(?:/(?:ready|config|stats))?", re.A
+)
+_GENERATE = re.compile(rf"{_MODEL}/generate(?:_stream)?", re.A)
+_METRICS = re.compile("/metrics")
+_NOTHING = re.compile("(?!)")
+_STREAM = "text/event-stream"
+_LOST = "the server ended before it had answered; it is being started again"
+
+
+class Refused(Exception):
+    """A request that is not passed on: status and message."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class HttpProxy:
+    """Passes GET of the paths `read` and POST of the paths `ask` on to a server at a Unix socket.
+
+    max_bytes: the longest body that is taken.
+    """
+
+    def __init__(self, socket: Path, read: re.Pattern[str], ask: re.Pattern[str], max_bytes: int) -> None:
+        self._socket, self._read, self._ask, self._max_bytes = socket, read, ask, max_bytes
+        self._busy: set[Any] = set()  # connections with a request that has arrived and is not answered
+        self._held = 0  # bytes of bodies
+
+    @asynccontextmanager
+    async def serve(self, host: str, port: int, option: str) -> AsyncIterator[None]:
+        """option: what the port is called on the command line. Raises DFlashError where the address cannot be had."""
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            auto_decompress=False,
+            access_log=None,
+            logger=_logger(),
+            lingering_time=2.0,
+            shutdown_timeout=3.0,
+        )
+        # A connection for each request: tritonserver does not stop while one is open.
+        connector = UnixConnector(str(self._socket), limit=0, force_close=True)
+        timeout = ClientTimeout(total=None, sock_connect=5)
+        async with ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False
+        ) as self._session:
+            await runner.setup()
+            try:
+                try:
+                    await web.TCPSite(runner, host, port, backlog=1024).start()
+                except OSError as error:
+                    raise DFlashError(
+                        f"cannot listen on {host}:{port} ({error.strerror or error}); give another {option} or --host"
+                    ) from None
+                sweep = asyncio.create_task(self._sweep(runner))
+                yield
+                sweep.cancel()
+            finally:
+                await runner.cleanup()
+
+    async def _sweep(self, runner: web.AppRunner) -> None:
+        """Close connections that have sent no whole head for too long, or the longest idle ones of too many."""
+        since = dict[Any, float]()
+        while True:
+            await asyncio.sleep(1)
+            server = runner.server
+            assert server is not None
+            now, connections = monotonic(), server.connections
+            since = {c: since.get(c, now) for c in connections if c not in self._busy}
+            excess = max(len(connections) - MAX_CONNECTIONS, 0)
+            for n, (connection, began) in enumerate(sorted(since.items(), key=lambda item: item[1])):
+                if n < excess or now - began > IDLE_SECONDS:
+                    connection.force_close()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        self._busy.add(request.protocol)
+        try:
+            return await self._pass_on(request)
+        except Refused as refused:
+            response = _error(refused.status, str(refused))
+            if not request.content.is_eof():  # what else of it arrives is not worth reading
+                response.force_close()
+            return response
+        except ClientConnectorError:
+            return _error(503, "the server is being started; try again")
+        except ClientError:
+            return _error(502, _LOST)
+        finally:
+            self._busy.discard(request.protocol)
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        if self._ask.fullmatch(path):
+            _need(request.method == "POST", 405, f"{path} is asked with POST")
+            body = await self._body(request)
+            try:
+                return await self._exchange(request, "POST", body)
+            finally:
+                self._held -= len(body)
+        if not self._read.fullmatch(path):
+            raise Refused(*_unknown(path))
+        _need(request.method == "GET", 405, f"{path} is asked with GET")
+        return await self._exchange(request, "GET", None)
+
+    async def _body(self, request: web.Request) -> bytes:
+        """The body, counted in `_held` until the request has been answered. Raises Refused."""
+        too_long = (
+            f"the body is longer than {self._max_bytes} bytes, more than a prompt of this model can need"
+        )
+        _need(
+            request.headers.get("Content-Encoding", "identity") == "identity", 415, "send the body as it is"
+        )
+        _need((request.content_length or 0) <= self._max_bytes, 413, too_long)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.content.iter_any():
+                    body += part
+                    self._held += len(part)
+                    _need(len(body) <= self._max_bytes, 413, too_long)
+                    _need(self._held <= MAX_HELD_BYTES, 503, "too much is being sent at one time; try again")
+            check_json(bytes(body))
+        except BaseException as error:
+            self._held -= len(body)
+            if isinstance(error, TimeoutError):
+                raise Refused(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+            raise
+        return bytes(body)
+
+    async def _exchange(self, request: web.Request, method: str, body: bytes | None) -> web.StreamResponse:
+        """Ask the server, and answer the client as it does: events one by one, everything else in one piece."""
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        url = f"http://localhost{request.path}"
+        async with self._session.request(method, url, data=body, headers=headers) as answer:
+            if answer.content_type != _STREAM:
+                kind = answer.headers.get("Content-Type", "text/plain")
+                return web.Response(
+                    status=answer.status, body=await answer.read(), headers={"Content-Type": kind}
+                )
+            response = web.StreamResponse(status=answer.status, headers={"Content-Type": _STREAM})
+            await response.prepare(request)
+            try:
+                async for part in answer.content.iter_any():
+                    async with asyncio.timeout(TAKE_SECONDS):
+                        await response.write(part)
+            except ClientError:  # the client is told as it is of every other error inside a stream
+                await response.write(b"data: " + json.dumps({"error": _LOST}).encode() + b"\n\n")
+            except (TimeoutError, ConnectionError):  # a client that does not read, or has left
+                if request.transport is not None:
+                    request.transport.abort()
+                return response
+            await response.write_eof()
+            return response
+
+
+def check_json(body: bytes) -> None:
+    """Raises Refused unless the body is a JSON object that every parser reads alike and none drowns in."""
+    try:
+        fields = json.loads(body.decode())
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not valid JSON: {str(error)[:200]}") from None
+    _need(isinstance(fields, dict), 400, "the body is not a JSON object")
+    _need(
+        not _nests(fields, MAX_NESTING),
+        400,
+        f"the body has more than {MAX_NESTING} levels of lists and objects",
+    )
+
+
+def _nests(value: Any, levels: int) -> bool:
+    """Whether lists and objects nest deeper than so many levels."""
+    inside: Iterable[Any] = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_nests(v, levels - 1) for v in inside if isinstance(v, dict | list))
+
+
+def _unknown(path: str) -> tuple[int, str]:
+    shown = ascii(path[:100])
+    if path.startswith("/v2/"):
+        return 403, f"{shown} is not open to clients: health, metadata, config, stats and generate are"
+    return 404, f"{shown}: there is nothing here; models are asked at /v2/models/NAME/generate"
+
+
+def _need(holds: bool, status: int, message: str) -> None:
+    if not holds:
+        raise Refused(status, message)
+
+
+def _error(status: int, message: str) -> web.Response:
+    headers = {"Retry-After": "1"} if status == 503 else {}
+    return web.json_response({"error": message}, status=status, headers=headers)
+
+
+def _logger() -> logging.Logger:
+    """Errors of this program, not of what clients send."""
+    logger = logging.getLogger("dflash_trt.proxy")
+    logger.addFilter(
+        lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+    )
+    return logger
+
+
+@asynccontextmanager
+async def serve_http(settings: Settings) -> AsyncIterator[None]:
+    """The model's port and the metrics' port. Raises DFlashError where one cannot be had."""
+    sockets = Sockets(Path(settings.upstream))
+    models = HttpProxy(sockets.http, _READ, _GENERATE, settings.max_bytes)
+    metrics = HttpProxy(sockets.metrics, _METRICS, _NOTHING, 0)
+    async with (
+        models.serve(settings.host, settings.http_port, "--http-port"),
+        metrics.serve(settings.host, settings.metrics_port, "--metrics-port"),
+    ):
+        yield

@@ -1,0 +1,225 @@
+"""Keeps tritonserver and the proxy in front of it running until it is told to stop."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from dflash_trt.errors import DFlashError
+from dflash_trt.serving.deploy import MODEL
+from dflash_trt.serving.launch import STUB, Server
+from dflash_trt.serving.processes import Process, descendants, has_ended, is_same, send_signal
+from dflash_trt.serving.proxy import Settings, Sockets
+
+_TIED = Path(__file__).with_name("tied.py")
+_PROXY = "dflash_trt.serving.proxy"
+_WORKER = "dflash_trt.serving.worker"
+_LOOK_SECONDS = 0.5
+_DEAD_SECONDS = 1.0
+# Between the end of a server and the start of the next: doubled until one has served for STEADY_SECONDS.
+FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.25, 30.0, 60.0
+_PROXY_SECONDS = 60.0
+
+Say = Callable[[str], None]
+
+
+class Supervisor:
+    """Runs tritonserver and the proxy, and starts again whichever of them dies, however it does.
+
+    It loads the model again after its engine has died, and starts the server again after its backend process has
+    (Triton leaves such a model's requests hanging, and can neither reload it nor stop). A server that has never served
+    is not started again: what is wrong with it will not change.
+
+    sockets: in a directory that only this user may enter.  grace: seconds that requests have to finish after SIGINT or
+    SIGTERM; those that have not are cancelled, and answered so.
+    """
+
+    def __init__(
+        self, server: Server, arguments: list[str], sockets: Sockets, proxy: Settings, grace: float
+    ) -> None:
+        region = f"dflash_trt_{os.getpid()}_"  # of the backend's shared memory
+        self._command = [
+            *server.command,
+            *arguments,
+            f"--backend-config=python,shm-region-prefix-name={region}",
+        ]
+        self._environment = {**os.environ, **server.environment}
+        self._regions = f"{region}*"
+        self._sockets, self._settings, self._grace = sockets, proxy, grace
+        self._stop = threading.Event()
+        self._served = False
+
+    def run(self, ready: Callable[[], None], say: Say) -> int:
+        """Until a signal, or until it is clear that the server cannot serve; returns the exit code.
+
+        Calls `ready` when clients are first answered. Raises DFlashError where an address cannot be had.
+        """
+        before = {n: signal.signal(n, lambda *_: self._stop.set()) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with Proxy(self._settings) as self._proxy:
+                return self._run(ready, say)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _run(self, ready: Callable[[], None], say: Say) -> int:
+        pause = FIRST_PAUSE
+        while not self._stop.is_set():
+            self._sockets.remove()
+            self._tree: dict[int, Process] = {}
+            process = subprocess.Popen(
+                [sys.executable, str(_TIED), str(os.getpid()), *self._command],
+                env=self._environment,
+                # A session of its own: Ctrl-C in a terminal would reach it too, and end requests at once.
+                start_new_session=True,
+            )
+            began = monotonic()
+            try:
+                code = self._watch(process, ready, say)
+            finally:
+                self._end(process, say)
+            if not self._served:
+                return code
+            pause = FIRST_PAUSE if monotonic() - began > STEADY_SECONDS else min(2 * pause, LONGEST_PAUSE)
+            self._stop.wait(pause)
+        return 0
+
+    def _watch(self, process: subprocess.Popen[bytes], ready: Callable[[], None], say: Say) -> int:
+        """Until it has to be stopped or started again; its exit code, 0 where it has not ended by itself."""
+        serves, dead = False, dict[int, float]()
+        while not self._stop.wait(_LOOK_SECONDS if serves else 0.1):
+            if (code := process.poll()) is not None:
+                again = ": starting it again" if self._served else ""
+                say(f"tritonserver ended with {_how(code)}{again}")
+                return code or 1
+            self._tree = descendants(process.pid)
+            dead = dead_since(self._tree, dead, now := monotonic())
+            if any(now - since >= _DEAD_SECONDS for since in dead.values()):
+                say("the model's backend process has died: starting the server again")
+                return 1
+            self._proxy.start_again_if_ended(say)
+            if self._ask("GET", f"/v2/models/{MODEL}/ready"):
+                if not self._served:
+                    ready()
+                elif not serves:
+                    say("tritonserver serves again")
+                self._served = serves = True
+            elif serves and self._ask("GET", "/v2/health/live"):
+                say("the model is not ready: loading it again")
+                self._ask("POST", f"/v2/repository/models/{MODEL}/load", timeout=600)
+        return 0
+
+    def _end(self, process: subprocess.Popen[bytes], say: Say) -> None:
+        """Stop the server: requests finish, then are cancelled; then everything is killed."""
+        tree = self._tree | descendants(
+            process.pid
+        )  # of a server that was killed, /proc no longer tells its children
+        if self._stop.is_set() and process.poll() is None:
+            say(f"stopping: requests have {self._grace:g} s to finish")
+            process.terminate()
+            if not has_ended(process, self._grace):
+                say("cancelling the requests that have not finished")
+                tree |= descendants(process.pid)
+                for pid, (_, _, arguments) in tree.items():
+                    if _WORKER in arguments:
+                        send_signal(pid, signal.SIGTERM)
+                has_ended(process, 10)
+        tree |= descendants(process.pid)
+        process.kill()
+        process.wait()
+        for pid in tree:
+            if is_same(pid, tree[pid]):
+                send_signal(pid, signal.SIGKILL)
+        for region in Path("/dev/shm").glob(self._regions):
+            region.unlink(missing_ok=True)
+
+    def _ask(self, method: str, path: str, timeout: float = 5) -> bool:
+        """Whether the server says yes; on its own socket, which clients do not reach."""
+        with suppress(OSError, http.client.HTTPException):
+            connection = UnixConnection(self._sockets.http, timeout)
+            try:
+                connection.request(method, path, body=b"{}" if method == "POST" else None)
+                return connection.getresponse().status == 200
+            finally:
+                connection.close()
+        return False
+
+
+class Proxy:
+    """The proxy's process. Entering starts it; raises DFlashError where it cannot listen."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def __enter__(self) -> Proxy:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()  # answers that are being sent have a few seconds
+        if not has_ended(self._process, 10):
+            self._process.kill()
+            self._process.wait()
+
+    def start_again_if_ended(self, say: Say) -> None:
+        if (code := self._process.poll()) is not None:
+            say(f"the proxy ended with {_how(code)}: starting it again")
+            self._socket.close()
+            try:
+                self._start()
+            except DFlashError as error:  # tried again at the next look
+                say(str(error))
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", _PROXY, str(theirs.fileno()), self._settings.to_json()]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        theirs.close()
+        if "ready" not in (said := self._first_line()):
+            self._process.kill()
+            self._process.wait()
+            raise DFlashError(said.get("fatal") or f"the proxy ended with {_how(self._process.returncode)}")
+
+    def _first_line(self) -> dict[str, Any]:
+        self._socket.settimeout(_PROXY_SECONDS)
+        data = b""
+        with suppress(OSError):
+            while not data.endswith(b"\n") and (more := self._socket.recv(4096)):
+                data += more
+        said: dict[str, Any] = json.loads(data or b"{}")
+        return said
+
+
+class UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = str(path)
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def dead_since(processes: Mapping[int, Process], before: Mapping[int, float], now: float) -> dict[int, float]:
+    """Backend processes that have died, and when each was first seen so, of which `before` tells.
+
+    Triton collects those that it has done with in a moment, as while it loads a model.
+    """
+    dead = [pid for pid, (name, state, _) in processes.items() if (name, state) == (STUB[:15], "Z")]
+    return {pid: before.get(pid, now) for pid in dead}
+
+
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
