@@ -167,7 +167,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"text_input": "a b " * 600}, "text_input has .* tokens"),
     ({"text_input": "a" * 1_000_000}, "text_input has 1000000 bytes"),
     ({"text_input": "a" * 60_000}, "text_input has 60000 bytes"),
-    ({"text_input": "a", "stop_words": ["b" * 1_000_000]}, "stop_words has 1000002 bytes"),
+    ({"text_input": "a", "stop_words": ["b" * 1_000_000]}, "stop_words has 1000000 characters"),
     ({"text_input": "a", "bad_words": ["b" * 9_000]}, "bad_words has 9000 characters"),
     ({"input_ids": []}, "input_ids is empty"),
     ({"input_ids": [1, 10**9]}, "input_ids has token id 1000000000"),

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
@@ -25,8 +25,12 @@ from dflash_trt.serving.proxy import Settings, Sockets
 IDLE_SECONDS, BODY_SECONDS, TAKE_SECONDS = 15.0, 30.0, 60.0
 MAX_CONNECTIONS = 4096  # the longest idle ones make room for more
 MAX_HELD_BYTES = 256 << 20  # bodies of all clients at one time
-# Levels of lists and objects in a body. A request has two; Triton 24.10 ends at 100,000, which take 200 kB.
-MAX_NESTING = 8
+MAX_CHUNKS = (
+    4096  # of a body without a length: reading chunks of a byte takes 100 times as long as reading a body
+)
+# Levels of lists and objects in a body, and how many there are. A request has two levels and a handful; Triton 24.10
+# ends at 100,000 levels, which take 200 kB.
+MAX_NESTING, MAX_NESTED = 8, 1000
 
 _MODEL = r"/v2/models/\w[\w.-]*(?:/versions/\d+)?"
 _READ = re.compile(
@@ -145,11 +149,14 @@ class HttpProxy:
             request.headers.get("Content-Encoding", "identity") == "identity", 415, "send the body as it is"
         )
         _need((request.content_length or 0) <= self._max_bytes, 413, too_long)
-        body = bytearray()
+        body, chunks = bytearray(), 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.content.iter_any():
+                async for part, ends in request.content.iter_chunks():
                     body += part
+                    chunks += ends
+                    if chunks > MAX_CHUNKS and request.transport is not None:
+                        request.transport.abort()  # an answer would mean to read the rest
                     self._held += len(part)
                     _need(len(body) <= self._max_bytes, 413, too_long)
                     _need(self._held <= MAX_HELD_BYTES, 503, "too much is being sent at one time; try again")
@@ -194,17 +201,16 @@ def check_json(body: bytes) -> None:
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not valid JSON: {str(error)[:200]}") from None
     _need(isinstance(fields, dict), 400, "the body is not a JSON object")
-    _need(
-        not _nests(fields, MAX_NESTING),
-        400,
-        f"the body has more than {MAX_NESTING} levels of lists and objects",
-    )
-
-
-def _nests(value: Any, levels: int) -> bool:
-    """Whether lists and objects nest deeper than so many levels."""
-    inside: Iterable[Any] = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_nests(v, levels - 1) for v in inside if isinstance(v, dict | list))
+    pending, count = [(fields, 1)], 0
+    while pending:
+        value, level = pending.pop()
+        count += 1
+        _need(level <= MAX_NESTING, 400, f"the body has more than {MAX_NESTING} levels of lists and objects")
+        inside = value.values() if isinstance(value, dict) else value
+        pending += [(v, level + 1) for v in inside if isinstance(v, dict | list)]
+        _need(
+            count + len(pending) <= MAX_NESTED, 400, f"the body has more than {MAX_NESTED} lists and objects"
+        )
 
 
 def _unknown(path: str) -> tuple[int, str]:
