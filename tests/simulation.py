@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Literal
 
 import numpy as np
 
@@ -12,8 +13,23 @@ from dflash_trt.decoding.adaptive import AdaptiveLength
 from dflash_trt.decoding.pass_times import PassTimes
 
 Cost = Callable[[int, int], float]
+# What a token that the drafter has yet to take in adds to its pass.
+CATCH_UP = 0.01
+Kind = Literal["draft", "verify"]
+# What a pass is taken to cost at start-up, to what it costs: of (random numbers, kind, batch, length).
+Beginning = Callable[[np.random.Generator, Kind, int, int], float]
+# What a pass costs from the middle of a run on, to what it cost before: of (kind, batch, length).
+Drift = Callable[[Kind, int, int], float]
 # The true chance of each draft [requests, drafts], given those before it, and what the drafter says of it, for a round.
 Drafts = Callable[[np.random.Generator, int, int, int], tuple[np.ndarray, np.ndarray]]
+
+
+def as_measured(rng: np.random.Generator, kind: Kind, batch: int, length: int) -> float:
+    return 1.0
+
+
+def steady(kind: Kind, batch: int, length: int) -> float:
+    return 1.0
 
 
 @dataclass
@@ -27,28 +43,45 @@ class World:
     batch: int = 1
     noise: float = 0.05
     seed: int = 0
+    beginning: Beginning = as_measured
+    drift: Drift = steady
     rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
 
+    def cost(self, kind: Kind, length: int, late: bool = False) -> float:
+        seconds = (self.verify if kind == "verify" else self.draft)(self.batch, length)
+        return seconds * (self.drift(kind, self.batch, length) if late else 1.0)
+
     def timed(self, seconds: float) -> float:
         return seconds * float(np.exp(self.noise * self.rng.normal()))
 
-    def start_up(self, cost: Cost) -> PassTimes:
-        lengths = sorted({1, 2, 4, self.block})
+    def start_up(self, kind: Kind) -> PassTimes:
+        """What is measured before the first request, and how wrong."""
+        cost = self.verify if kind == "verify" else self.draft
+        lengths = sorted({n for n in (1, 2, 4, 8, 16, self.block) if n <= self.block})
         batches = sorted({1, 2, 4, self.batch})
         return PassTimes(
-            {b: {n: median(self.timed(cost(b, n)) for _ in range(3)) for n in lengths} for b in batches}
+            {
+                b: {
+                    n: median(self.timed(cost(b, n)) for _ in range(3)) * self.beginning(self.rng, kind, b, n)
+                    for n in lengths
+                }
+                for b in batches
+            },
+            batches,
         )
 
     def controller(self) -> AdaptiveLength:
-        return AdaptiveLength(self.block, self.start_up(self.draft), self.start_up(self.verify))
+        return AdaptiveLength(self.block, self.start_up("draft"), self.start_up("verify"))
 
     def run(self, policy: AdaptiveLength, rounds: int) -> np.ndarray:
         """[rounds, 3]: tokens that the choice was good for on average, true seconds, tokens verified per request."""
         log, memory = np.zeros((rounds, 3)), np.zeros((self.batch, self.block - 1), np.float32)
+        behind = 0
         for i in range(rounds):
+            late = i >= rounds // 2
             chance, logprobs = self.drafts(self.rng, i, self.batch, self.block - 1)
             drafted = policy.draft(self.batch)
             verified, said = 1, None
@@ -58,8 +91,12 @@ class World:
                 verified = policy.verify(said)
             right = self.rng.random((self.batch, verified - 1)) < chance[:, : verified - 1]
             accepted = np.cumprod(right, axis=1).sum(axis=1)
-            draft_seconds = self.draft(self.batch, drafted) if drafted > 1 else 0.0
-            verify_seconds = self.verify(self.batch, verified)
+            draft_seconds = 0.0
+            if drafted > 1:  # it also takes in what was committed since the last one
+                draft_seconds, behind = self.cost("draft", drafted, late) * (1 + CATCH_UP * behind), 0
+            else:
+                behind += 1
+            verify_seconds = self.cost("verify", verified, late)
             policy.observe(
                 batch=self.batch,
                 drafted=drafted,
@@ -75,16 +112,32 @@ class World:
         return log
 
     def fixed(self, rounds: int) -> np.ndarray:
-        """Expected tokens per second of every fixed length over the same rounds: [block], index 0 is plain decoding."""
+        """Expected tokens per second of every fixed length over the same rounds, before and after the times drift.
+
+        [2, block]; index 0 is plain decoding.
+        """
         rng = np.random.default_rng(self.seed + 1)
-        tokens = np.zeros(self.block)
+        tokens = np.zeros((2, self.block))
         for i in range(rounds):
             chance, _ = self.drafts(rng, i, self.batch, self.block - 1)
-            tokens += self.batch + np.append(0.0, np.cumprod(chance, axis=1).sum(axis=0).cumsum())
-        seconds = [self.verify(self.batch, 1)]
-        seconds += [self.verify(self.batch, n) + self.draft(self.batch, n) for n in range(2, self.block + 1)]
-        rates: np.ndarray = tokens / (rounds * np.array(seconds))
+            survival = np.append(0.0, np.cumprod(chance, axis=1).sum(axis=0).cumsum())
+            tokens[int(i >= rounds // 2)] += (self.batch + survival) / (rounds / 2)
+        seconds = [
+            [
+                self.cost("verify", n, late) + (n > 1) * self.cost("draft", n, late)
+                for n in range(1, self.block + 1)
+            ]
+            for late in (False, True)
+        ]
+        rates: np.ndarray = tokens / np.array(seconds)
         return rates
+
+    def compare(self, log: np.ndarray) -> np.ndarray:
+        """The speed of a run, to that of each fixed length: the time that it would have taken for the same tokens."""
+        half = len(log) // 2
+        tokens = np.array([log[:half, 0].sum(), log[half:, 0].sum()])
+        ratios: np.ndarray = (tokens[:, None] / self.fixed(len(log))).sum(axis=0) / log[:, 1].sum()
+        return ratios
 
 
 def dense_cpu(batch: int, length: int) -> float:
@@ -169,3 +222,80 @@ def turns(sources: list[Drafts], every: int) -> Drafts:
         return sources[i // every % len(sources)](rng, i, batch, n)
 
     return drafts
+
+
+VERIFY: dict[str, Cost] = {"dense_cpu": dense_cpu, "gpu": gpu, "moe": moe, "compute_bound": compute_bound}
+DRAFTS: dict[str, Drafts] = {
+    "great": honest(3.0),
+    "good": honest(1.5),
+    "fading": honest(3.0, 1.0, decay=0.6),
+    "poor": honest(-2.0),
+    "hopeless": biased(honest(2.0), -12.0),
+    "overconfident": biased(honest(2.0), -2.0),
+    "underconfident": biased(honest(0.0), 2.0),
+    "uninformative": uninformative(0.8),
+    "cliff": cliff(3),
+    "by turns": turns([honest(2.5), honest(-0.5)], every=60),
+}
+# Drafter, batch size and block size.
+PAIRS: dict[str, tuple[Cost, int, int]] = {"small": (small_drafter, 1, 8), "large": (large_drafter, 4, 16)}
+
+# Where wrong times do the most harm: one world for each kind of target and of drafter.
+HARD: list[tuple[str, str, str]] = [
+    ("moe", "cliff", "small"),
+    ("moe", "overconfident", "large"),
+    ("dense_cpu", "hopeless", "large"),
+    ("dense_cpu", "good", "small"),
+    ("gpu", "great", "large"),
+    ("compute_bound", "poor", "small"),
+]
+
+
+def each_by_its_own_factor(rng: np.random.Generator, kind: Kind, batch: int, length: int) -> float:
+    return float(4 ** rng.uniform(-1, 1))
+
+
+def all_by(draft: float, verify: float) -> Beginning:
+    return lambda rng, kind, batch, length: draft if kind == "draft" else verify
+
+
+def one_length_by(wrong: int, factor: float) -> Beginning:
+    return lambda rng, kind, batch, length: factor if kind == "verify" and length == wrong else 1.0
+
+
+# What is wrong at start-up, and what changes in the middle.
+BEGINNINGS: dict[str, tuple[Beginning, Drift]] = {
+    "right": (as_measured, steady),
+    "all a quarter": (all_by(0.25, 0.25), steady),
+    "all four times": (all_by(4, 4), steady),
+    "drafter four times": (all_by(4, 1), steady),
+    "drafter a quarter": (all_by(0.25, 1), steady),
+    "target a quarter, drafter four times": (all_by(4, 0.25), steady),
+    "each by its own factor": (each_by_its_own_factor, steady),
+    "length 1 four times": (one_length_by(1, 4), steady),
+    "length 1 a quarter": (one_length_by(1, 0.25), steady),
+    "length 4 a quarter": (one_length_by(4, 0.25), steady),
+    "length 8 four times": (one_length_by(8, 4), steady),
+    "all three times from the middle": (as_measured, lambda kind, batch, length: 3.0),
+    "drafter four times from the middle": (
+        as_measured,
+        lambda kind, batch, length: 4.0 if kind == "draft" else 1.0,
+    ),
+    "drafter a quarter from the middle": (
+        as_measured,
+        lambda kind, batch, length: 0.25 if kind == "draft" else 1.0,
+    ),
+    "more than 1 row twice from the middle": (
+        as_measured,
+        lambda kind, batch, length: 2.0 if kind == "verify" and length > 1 else 1.0,
+    ),
+}
+
+
+def world(verify: str, drafts: str, pair: str, beginning: str = "right", seed: int = 0) -> World:
+    """One of the worlds above, by its names."""
+    drafter, batch, block = PAIRS[pair]
+    wrong, drift = BEGINNINGS[beginning]
+    return World(
+        block, VERIFY[verify], drafter, DRAFTS[drafts], batch=batch, seed=seed, beginning=wrong, drift=drift
+    )

@@ -7,6 +7,9 @@ calibrated by what became of earlier drafts (`calibration`); time from measured 
 Maximizing tokens per second over many rounds is maximizing G - rate * seconds in each, where `rate` is the best tokens
 per second there are (Dinkelbach's method). So a plan holds that rate and the best number of tokens to draft, worked
 out over the recent rounds; when the drafts are there, their own log-probabilities decide how many of them to verify.
+
+What is believed may be wrong. Lengths whose times are in doubt are tried, those first that are expected to cost the
+fewest tokens, and a small share of the tokens committed is what all trials may cost.
 """
 
 from __future__ import annotations
@@ -23,60 +26,53 @@ from dflash_trt.decoding.pass_times import PassTimes
 
 Array = np.ndarray[Any, Any]
 
-# What the drafter is thought to say before it has said anything: 4 : 1 for each draft.
-_FIRST_GUESS = float(np.log(4))
 # Drafts (of single requests) that a plan looks back on, and the rounds after which it is made anew.
 _RECENT, _REPLAN = 64, 16
-# Drafting must promise so much more than plain decoding.
-_MARGIN = 1.02
-# While it does not, it is tried again after so many rounds, twice as many each time, and not so often that it costs
-# more than this share of the time.
-_FIRST_PROBE, _LAST_PROBE, _PROBE_SHARE = 8, 64, 0.01
-# That share may be drawn so many plain rounds in advance.
-_PROBE_CREDIT = 1.0
-# What drafting that has just begun may lose, in plain rounds, before it is stopped, whatever it promises.
-_CREDIT = 4.0
-# Drafting has just begun in its first rounds. What one may lose, in plain rounds, if no draft is right: while probing,
-# and in the very first of them.
-_NEW, _STAKE, _CAUTIOUS = 16, 2.0, 4
+# What trials may cost: a share of the tokens committed, and so many tokens of each request in advance.
+_SHARE, _ADVANCE = 0.01, 3.0
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is best for one batch size: to draft `draft` tokens a round, the anchor included."""
+    """What is best for one batch size, and what to try. Lengths count the anchor."""
 
     draft: int
-    stake: int  # the most to draft where little is known
-    prices: list[float]  # of verifying 1, 2 .. block tokens: what the time it takes is worth, in tokens
+    prices: list[float]  # of verifying 1, 2 .. tokens: what the time it takes is worth, in tokens
+    losses: list[float]  # of drafting and verifying 1, 2 .. tokens instead: in tokens per request
+    trial: int  # the length in doubt that loses least; 0 where nothing is
 
 
 class AdaptiveLength:
-    """A `Lengths` that learns. It knows no engine: pass times and drafts' fates are told."""
+    """A `Lengths` that learns. It knows no engine: pass times and drafts' fates are told.
+
+    Whatever numbers it is given, it answers with a length from 1 to the block size.
+    """
 
     def __init__(self, block_size: int, draft_times: PassTimes, verify_times: PassTimes) -> None:
         self.block_size, self._draft_times, self._verify_times = block_size, draft_times, verify_times
         self._calibration = Calibration(block_size - 1)
-        self._recent: deque[Array] = deque([np.full(block_size - 1, _FIRST_GUESS)], maxlen=_RECENT)
+        self._recent: deque[Array] = deque([np.zeros(block_size - 1)], maxlen=_RECENT)
         self._unlearnt: list[tuple[Array, Sequence[int], Sequence[int]]] = []
         self._plans: dict[int, _Plan] = {}
-        self._batch, self._asked, self._probing = 1, 1, False  # of this round
-        self._in_a_row = self._idle = 0  # rounds that drafted, or that did not, up to now
-        self._probe_after = _FIRST_PROBE
-        self._debt = 0.0  # what trying has cost, in plain rounds, and later rounds have not yet made good
+        self._batch, self._trial = 1, False  # of this round
+        self._rounds = self._idle = 0  # rounds since the last plan, and since the last draft
+        self._interval = 1
+        self._allowance = _ADVANCE
 
     def draft(self, batch: int) -> int:
-        self._batch, self._probing = batch, False
-        plan = self._plan(batch)
-        new = self._idle > 0 or self._in_a_row < _NEW
-        if plan.draft > 1 and not (new and self._debt > _CREDIT):
-            self._asked = min(plan.draft, plan.stake) if self._in_a_row < _CAUTIOUS else plan.draft
-        else:
-            self._probing = self._debt <= _PROBE_CREDIT and self._idle >= self._probe_after
-            self._asked = plan.stake if self._probing else 1
-        return self._asked
+        self._batch = max(1, batch)
+        plan = self._plan(self._batch)
+        # The first pass of a drafter that was off takes in what was committed meanwhile: it is the next that is timed.
+        passes = 2 if self._idle and plan.trial > 1 else 1
+        self._trial = plan.trial == 1 or (
+            plan.trial > 1 and passes * plan.losses[plan.trial - 1] <= self._allowance
+        )
+        return plan.trial if self._trial else plan.draft
 
     def verify(self, logprobs: Array) -> int:
-        gains = self._calibration.gains(logprobs, hope=self._probing)
+        if self._trial:
+            return int(logprobs.shape[1]) + 1
+        gains = self._calibration.gains(logprobs)
         values = [gain - price for gain, price in zip(gains, self._plan(self._batch).prices, strict=False)]
         return values.index(max(values)) + 1
 
@@ -92,36 +88,31 @@ class AdaptiveLength:
         draft_seconds: float,
         verify_seconds: float,
     ) -> None:
+        batch = max(1, batch)
         self._verify_times.observe(batch, verified, verify_seconds)
-        if logprobs is None:
-            if self._asked > 1:  # there was no room for a draft
-                return
-            self._idle += 1
-            self._debt -= _PROBE_SHARE
-            if self._idle % _RECENT == 0:
-                self._plans.clear()  # passes may take another time by now
-            return
-        if self._idle == 0:
-            self._in_a_row += 1
-            self._draft_times.observe(batch, drafted, draft_seconds)
-        else:  # the drafter also took in what was committed meanwhile
-            self._idle, self._in_a_row = 0, 1
-        self._unlearnt.append((np.array(logprobs), accepted, offered))  # a view: the next pass overwrites it
-        if self._in_a_row < _NEW:
-            seconds = self._draft_times(batch, drafted) + self._verify_times(batch, verified)
-            lost = seconds / self._verify_times(batch, 1) - (batch + sum(accepted)) / batch
-            self._debt = max(0.0, self._debt) + lost
-            if self._probing:  # one that paid is followed by another at once
-                self._probe_after = (
-                    0 if lost < 0 else min(max(2 * self._probe_after, _FIRST_PROBE), _LAST_PROBE)
-                )
+        self._draft_times.observe(batch, drafted, 0.0 if self._idle else draft_seconds)
+        self._idle += 1
+        self._rounds += 1
+        if logprobs is not None and logprobs.shape[1]:
+            self._idle = 0
+            self._unlearnt.append(
+                (np.array(logprobs), accepted, offered)
+            )  # a view: the next pass overwrites it
+        if self._plan(batch).trial:  # otherwise there is nothing to save for
+            self._allowance += _SHARE * (1 + sum(accepted) / batch)
+        if self._trial or self._rounds >= self._interval:
             self._learn()
-        else:
-            self._debt, self._probe_after = 0.0, _FIRST_PROBE
-            if len(self._unlearnt) >= _REPLAN:
-                self._learn()
+        if self._trial and verified > 1:
+            self._allowance -= self._plan(batch).losses[verified - 1]
+        self._trial = False
 
     def _learn(self) -> None:
+        """What the rounds since the last plan showed. Plans are made anew, often at first."""
+        self._interval = min(2 * self._interval, _REPLAN)
+        self._rounds = 0
+        self._plans.clear()
+        if not self._unlearnt:
+            return
         said, accepted, offered = zip(*self._unlearnt, strict=True)
         whole = np.empty((sum(map(len, said)), self.block_size - 1))
         at = 0
@@ -134,7 +125,6 @@ class AdaptiveLength:
         self._recent.extend(x)
         self._calibration.observe(x, np.concatenate(accepted), np.concatenate(offered), len(said))
         self._unlearnt.clear()
-        self._plans.clear()
 
     def _plan(self, batch: int) -> _Plan:
         if batch not in self._plans:
@@ -143,25 +133,29 @@ class AdaptiveLength:
 
     def _make_plan(self, batch: int) -> _Plan:
         """Over the recent drafts, taken `batch` at a time as the rounds they might have been."""
-        lengths = range(1, self.block_size + 1)
-        verify = np.array([self._verify_times(batch, n) for n in lengths])
-        draft = np.array([0.0] + [self._draft_times(batch, n) for n in lengths[1:]])
-        affordable = draft + verify <= (1 + _STAKE) * verify[0]
-        stake = max(2, int(np.flatnonzero(affordable)[-1]) + 1)
+        verify, draft = self._verify_times(batch), self._draft_times(batch)
+        draft[0] = 0.0
         recent = self._calibration.survival(np.array(self._recent))
         rounds = max(1, len(recent) // batch)
         taken = recent[-rounds * batch :]
         per_round = taken.reshape(rounds, -1, taken.shape[1]).sum(axis=1) * (batch * rounds / len(taken))
         gain = np.pad(np.cumsum(per_round, axis=1), ((0, 0), (1, 0))) + batch  # [rounds, length - 1]
-        best, rate = 1, _MARGIN * batch / verify[0]
-        row = np.arange(rounds)
-        while True:
+        best, rate, row = 0, batch / verify[0], np.arange(rounds)
+        for _ in range(self.block_size):  # each step but the last finds a better rate: a few are enough
             value = gain - rate * verify
             # The best length to verify of as many tokens as were drafted, and what it is worth on average.
-            reached = np.maximum.accumulate(value, axis=1)
-            candidate = int(np.argmax(reached.mean(axis=0) - rate * draft))
+            worth = np.maximum.accumulate(value, axis=1).mean(axis=0) - rate * draft
+            candidate = int(np.argmax(worth))
             chosen = np.argmax(value[:, : candidate + 1], axis=1)
             better = gain[row, chosen].sum() / (verify[chosen].sum() + rounds * draft[candidate])
             if better <= rate * (1 + 1e-9):
-                return _Plan(best, stake, (rate * verify).tolist())
-            best, rate = candidate + 1, float(better)
+                break
+            best, rate = candidate, better
+        losses = (worth[best] - value.mean(axis=0) + rate * draft) / batch
+        doubtful = self._verify_times.doubtful(batch)
+        doubtful[1:] |= self._draft_times.doubtful(batch)[1:]
+        doubtful[best] = False
+        # Plain decoding is what nobody may fall behind: what its time is comes first.
+        order = np.where(doubtful, losses, np.inf)
+        trial = 1 if doubtful[0] else int(np.argmin(order)) + 1 if doubtful.any() else 0
+        return _Plan(best + 1, (rate * verify).tolist(), losses.tolist(), trial)

@@ -1,10 +1,13 @@
-"""What a pass over `batch` sequences of `length` tokens takes: measured before the first request, and ever since."""
+"""What a pass over `batch` sequences of `length` tokens takes: measured before the first request, and ever since.
+
+The logarithms of the times are taken as jointly Gaussian and followed by a Kalman filter. A pass tells its own time,
+much about passes of nearly its size, and something about all (the machine is slower, the sequences are longer). Doubt
+returns while a pass is not run, so a time that was wrong, or has changed, comes to be measured again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import exp, log
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,91 +16,95 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# A pass that takes this much longer or shorter than expected teaches no more than one that differs by so much.
-_SURPRISE = log(1.5)
-# The weight of the newest pass, once many have been seen.
-_RATE = 0.05
-# After so many seconds no further batch size is measured, and no pass is repeated that took so long in all.
-_START_UP_SECONDS, _PASS_SECONDS = 0.5, 0.1
-
-
-@dataclass
-class _Pass:
-    initial: float  # seconds
-    own: float = 0.0  # its correction: a logarithm, as the shared one
-    seen: int = 0
+# How wrong start-up times may be: all by one factor, and each by its own (standard deviations of the logarithm).
+_ALL, _EACH = 1.0, 0.7
+# How much two passes of the same size differ (likewise), and the share of the first doubt that returns each round.
+_NOISE, _RETURNING = 0.1, 3e-5
+# Measuring at start-up goes on for so many seconds, or turns.
+_START_UP_SECONDS, _TURNS = 0.5, 5
 
 
 class PassTimes:
-    """Seconds per pass, by batch and length.
+    """Seconds per pass. `measured` [batch][length] are start-up times, all of lengths 1 or 2 up to the block size.
 
-    `measured` [batch][length] holds some of them, each batch at least length 1 or 2 and one more; in between they are
-    interpolated, and a batch larger than all of them takes what as many tokens of the largest one would.
-    What passes really take is observed: each has a correction of its own, and all share one, for the moments when the
-    machine is slower or the sequences are longer.
+    `batches` are the sizes whose times are followed, in order; between two of them, times are interpolated.
     """
 
-    def __init__(self, measured: Mapping[int, Mapping[int, float]]) -> None:
-        self._curves = {
-            batch: (np.array(sorted(row)), np.array([row[n] for n in sorted(row)]))
-            for batch, row in sorted(measured.items())
-        }
-        self._shared = 0.0
-        self._passes: dict[tuple[int, int], _Pass] = {}
+    def __init__(self, measured: Mapping[int, Mapping[int, float]], batches: Sequence[int]) -> None:
+        sizes = sorted(measured)
+        self._lengths = max(measured[sizes[0]])
+        lengths = np.arange(1, self._lengths + 1)
+        rows = [
+            np.interp(lengths, sorted(row), [row[n] for n in sorted(row)])
+            for row in map(measured.__getitem__, sizes)
+        ]
+        seconds = np.array([np.interp(batches, sizes, column) for column in np.transpose(rows)]).T
+        self._mean: Array = np.log(np.clip(np.nan_to_num(seconds), 1e-9, 1e9)).ravel()
+        self._octaves = np.log2(batches)
+        b, n = (each.ravel() for each in np.meshgrid(self._octaves, np.log2(lengths), indexing="ij"))
+        self._doubt = _ALL**2 + _EACH**2 * np.exp(-np.abs(b - b[:, None]) - np.abs(n - n[:, None]))
+        self._covariance = self._doubt.copy()
 
-    def __call__(self, batch: int, length: int) -> float:
-        known = self._pass(batch, length)
-        return known.initial * exp(self._shared + known.own)
+    def __call__(self, batch: int) -> Array:
+        """Seconds of passes over `batch` sequences of 1, 2 .. tokens."""
+        seconds: Array = np.exp(self._at(batch, self._mean))
+        return seconds
+
+    def doubtful(self, batch: int) -> Array:
+        """Of which lengths 1, 2 .. one more pass would tell more than is known."""
+        doubtful: Array = self._at(batch, np.diag(self._covariance)) > _NOISE**2
+        return doubtful
 
     def observe(self, batch: int, length: int, seconds: float) -> None:
-        surprise = min(max(log(seconds / self(batch, length)), -_SURPRISE), _SURPRISE)
-        self._shared += _RATE * surprise
-        known = self._pass(batch, length)
-        known.seen += 1
-        known.own += max(_RATE, 1 / (known.seen + 1)) * surprise
+        """One round has passed, with a pass that took so long. A time that no pass can take teaches nothing."""
+        returning = _RETURNING
+        if 1e-9 < seconds < 1e9:
+            points = [(at + length - 1, share) for at, share in self._around(batch)]
+            along = sum(share * self._covariance[point] for point, share in points)
+            variance = sum(share * along[point] for point, share in points) + _NOISE**2
+            surprise = np.log(seconds) - sum(share * self._mean[point] for point, share in points)
+            most = 3 * variance**0.5  # a hiccup teaches no more than that
+            self._mean += along * (min(max(surprise, -most), most) / variance)
+            self._covariance -= np.outer(along, along / variance)
+            returning *= max(1.0, surprise**2 / variance)  # times have changed, if the next pass says so too
+        self._covariance += min(returning, 1.0) * (self._doubt - self._covariance)
 
-    def _pass(self, batch: int, length: int) -> _Pass:
-        if (batch, length) not in self._passes:
-            self._passes[batch, length] = _Pass(self._initial(batch, length))
-        return self._passes[batch, length]
+    def _at(self, batch: int, values: Array) -> Array:
+        shares: Array = sum(
+            (share * values[at : at + self._lengths] for at, share in self._around(batch)),
+            np.zeros(self._lengths),
+        )
+        return shares
 
-    def _initial(self, batch: int, length: int) -> float:
-        batches = list(self._curves)
-        above = next((b for b in batches if b >= batch), None)
-        if above is None:
-            return _along(*self._curves[batches[-1]], length * batch / batches[-1])
-        if above == batch or above == batches[0]:
-            return _along(*self._curves[above], length)
-        below = batches[batches.index(above) - 1]
-        share = (batch - below) / (above - below)
-        low, high = (_along(*self._curves[b], length) for b in (below, above))
-        return low + share * (high - low)
-
-
-def _along(lengths: Array, seconds: Array, length: float) -> float:
-    """Piecewise linear, and on along the last piece."""
-    if length <= lengths[-1] or len(lengths) == 1:
-        return float(np.interp(length, lengths, seconds))
-    slope = max(0.0, (seconds[-1] - seconds[-2]) / (lengths[-1] - lengths[-2]))
-    return float(seconds[-1] + slope * (length - lengths[-1]))
+    def _around(self, batch: int) -> list[tuple[int, float]]:
+        """The batch sizes next to this one: where each one's values begin, and its share."""
+        place = float(np.interp(np.log2(batch), self._octaves, np.arange(len(self._octaves))))
+        below = int(place)
+        shares = [(below * self._lengths, 1 - place + below), ((below + 1) * self._lengths, place - below)]
+        return [(at, share) for at, share in shares if share > 0]
 
 
 def measure(run: Callable[[int, int], object], batches: Sequence[int], lengths: Sequence[int]) -> PassTimes:
-    """Time passes `run(batch, length)`: the smallest batch, then the largest, then those between while time is left."""
-    begin, measured = perf_counter(), dict[int, dict[int, float]]()
-    order = sorted(batches)
-    for batch in [order[0], *reversed(order[1:])]:
-        if measured and perf_counter() - begin > _START_UP_SECONDS:
+    """Time passes `run(batch, length)`: of the smallest batch, then the largest, then those between.
+
+    Each is run once to warm up, as many batch sizes as there is time for. All are then timed in turn, so that a busy
+    moment of the machine meets all of them.
+    """
+    begin, order = perf_counter(), [batches[0], *reversed(batches[1:])]
+    times: dict[int, dict[int, list[float]]] = {}
+    for batch in order:
+        if times and perf_counter() - begin > _START_UP_SECONDS:
             break
-        measured[batch] = {length: _seconds(run, batch, length) for length in lengths}
-    return PassTimes(measured)
-
-
-def _seconds(run: Callable[[int, int], object], batch: int, length: int) -> float:
-    """The median of five after one that warms up, or, of long passes, of fewer."""
-    times: list[float] = []
-    while len(times) < 6 and sum(times) < _PASS_SECONDS:
-        begin = perf_counter()
-        run(batch, length)
-        times.append(perf_counter() - begin)
-    return median(times[1:] or times)
+        times[batch] = {length: [] for length in lengths}
+        for length in lengths:
+            run(batch, length)
+    begin = perf_counter()
+    for turn in range(_TURNS):
+        if turn and perf_counter() - begin > _START_UP_SECONDS:
+            break
+        for batch, row in times.items():
+            for length, seconds in row.items():
+                start = perf_counter()
+                run(batch, length)
+                seconds.append(perf_counter() - start)
+    return PassTimes({b: {n: median(s) for n, s in row.items()} for b, row in times.items()}, batches)
