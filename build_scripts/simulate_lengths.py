@@ -94,7 +94,7 @@ def _module(name: str) -> ModuleType:
 
 def _speeds(job: Job) -> tuple[float, float]:
     *names, rounds = job
-    simulated = world(*names)  # type: ignore[arg-type]
+    simulated = world(*names)
     ratios = simulated.compare(simulated.run(simulated.controller(), rounds))
     return float(ratios.min()), float(ratios[0])
 

@@ -115,7 +115,7 @@ class Runtime:
         if self._adaptive is None:
             self.scheduler.slots.overwritten()
             with self.scheduler.whole():
-                self._adaptive = _new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size)
+                self._adaptive = new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size)
                 for slot in range(
                     self.scheduler.max_batch_size
                 ):  # the numbers of these passes may not be finite
@@ -250,7 +250,8 @@ def _characters(value: object, most: int) -> int:
     return size
 
 
-def _new_adaptive(block_size: int, pair: EnginePair, max_batch_size: int) -> AdaptiveLength:
+def new_adaptive(block_size: int, pair: EnginePair, max_batch_size: int) -> AdaptiveLength:
+    """The adaptive length of a pair, whose passes it times: overwrites rows of slots 0 .. max_batch_size-1."""
     batches = [*(2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size), max_batch_size]
     lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
     return AdaptiveLength(

@@ -45,6 +45,9 @@ class World:
     seed: int = 0
     beginning: Beginning = as_measured
     drift: Drift = steady
+    cold: float = (
+        1.0  # what the first pass of a size that start-up did not run is read to take, to the others
+    )
     rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,19 +57,22 @@ class World:
         seconds = (self.verify if kind == "verify" else self.draft)(self.batch, length)
         return seconds * (self.drift(kind, self.batch, length) if late else 1.0)
 
+    def lengths(self) -> list[int]:
+        """Those that are measured at start-up."""
+        return sorted({n for n in (1, 2, 4, 8, 16, self.block) if n <= self.block})
+
     def timed(self, seconds: float) -> float:
         return seconds * float(np.exp(self.noise * self.rng.normal()))
 
     def start_up(self, kind: Kind) -> PassTimes:
         """What is measured before the first request, and how wrong."""
         cost = self.verify if kind == "verify" else self.draft
-        lengths = sorted({n for n in (1, 2, 4, 8, 16, self.block) if n <= self.block})
         batches = sorted({1, 2, 4, self.batch})
         return PassTimes(
             {
                 b: {
                     n: median(self.timed(cost(b, n)) for _ in range(3)) * self.beginning(self.rng, kind, b, n)
-                    for n in lengths
+                    for n in self.lengths()
                 }
                 for b in batches
             },
@@ -79,7 +85,7 @@ class World:
     def run(self, policy: AdaptiveLength, rounds: int) -> np.ndarray:
         """[rounds, 3]: tokens that the choice was good for on average, true seconds, tokens verified per request."""
         log, memory = np.zeros((rounds, 3)), np.zeros((self.batch, self.block - 1), np.float32)
-        behind = 0
+        behind, warm = 0, {(kind, n) for kind in ("draft", "verify") for n in self.lengths()}
         for i in range(rounds):
             late = i >= rounds // 2
             chance, logprobs = self.drafts(self.rng, i, self.batch, self.block - 1)
@@ -97,6 +103,8 @@ class World:
             else:
                 behind += 1
             verify_seconds = self.cost("verify", verified, late)
+            cold = [1.0 if each in warm else self.cold for each in (("draft", drafted), ("verify", verified))]
+            warm |= {("draft", drafted), ("verify", verified)}
             policy.observe(
                 batch=self.batch,
                 drafted=drafted,
@@ -104,8 +112,8 @@ class World:
                 accepted=accepted.tolist(),
                 offered=[verified - 1] * self.batch,
                 logprobs=said,
-                draft_seconds=self.timed(draft_seconds) if drafted > 1 else 0.0,
-                verify_seconds=self.timed(verify_seconds),
+                draft_seconds=cold[0] * self.timed(draft_seconds) if drafted > 1 else 0.0,
+                verify_seconds=cold[1] * self.timed(verify_seconds),
             )
             tokens = self.batch + np.cumprod(chance[:, : verified - 1], axis=1).sum()
             log[i] = tokens, draft_seconds + verify_seconds, verified

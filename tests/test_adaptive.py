@@ -41,7 +41,7 @@ def test_close_to_the_best_fixed_length_and_never_much_below_plain_decoding(veri
         for seed in range(2):
             simulated = world(verify, drafts, pair, seed=seed)
             ratios = simulated.compare(simulated.run(simulated.controller(), 500))
-            assert ratios[0] > 0.96
+            assert ratios[0] > 0.95
             speeds.append(ratios.min())
         assert np.mean(speeds) > 0.95, (pair, speeds)
 
@@ -190,6 +190,14 @@ def test_a_time_with_nonsense_leaves_nothing_behind(number: float) -> None:
     assert ratios.min() > 0.95
 
 
+def test_the_first_pass_of_a_size_teaches_nothing() -> None:
+    """Engines prepare a size when it first comes: that pass takes many times as long, and no other ever does."""
+    for names in (("gpu", "great", "small"), ("dense_cpu", "good", "small"), ("gpu", "good", "large")):
+        simulated = world(*names)
+        simulated.cold = 20.0
+        assert simulated.compare(simulated.run(simulated.controller(), 500)).min() > 0.95, names
+
+
 def test_one_hiccup_is_forgotten() -> None:
     simulated = world("gpu", "great", "small")
     policy = simulated.controller()
@@ -330,7 +338,8 @@ def test_pass_times_between_what_was_measured() -> None:
 
 def test_a_pass_tells_of_passes_like_it() -> None:
     times = PassTimes({1: {1: 1.0, 16: 1.0}, 16: {1: 1.0, 16: 1.0}}, [1, 4, 16])
-    times.observe(1, 8, 3.0)
+    for _ in range(2):  # the first one may be cold
+        times.observe(1, 8, 3.0)
     one, sixteen = times(1), times(16)
     assert one[7] == pytest.approx(3.0, rel=0.03)
     assert one[7] > one[8] > one[15] > one[0] > 1.0
@@ -340,7 +349,7 @@ def test_a_pass_tells_of_passes_like_it() -> None:
 def test_doubt_goes_with_measures_and_comes_back_without() -> None:
     times = PassTimes({1: {1: 1.0, 16: 2.0}}, [1])
     assert times.doubtful(1).all()
-    for length in 2 * list(range(1, 17)):
+    for length in 3 * list(range(1, 17)):
         times.observe(1, length, 1.0)
     assert not times.doubtful(1).any()
     for _ in range(2000):

@@ -44,6 +44,7 @@ class PassTimes:
         b, n = (each.ravel() for each in np.meshgrid(self._octaves, np.log2(lengths), indexing="ij"))
         self._doubt = _ALL**2 + _EACH**2 * np.exp(-np.abs(b - b[:, None]) - np.abs(n - n[:, None]))
         self._covariance = self._doubt.copy()
+        self._warm = {(size, length) for size, row in measured.items() for length in row}
 
     def __call__(self, batch: int) -> Array:
         """Seconds of passes over `batch` sequences of 1, 2 .. tokens."""
@@ -56,9 +57,14 @@ class PassTimes:
         return doubtful
 
     def observe(self, batch: int, length: int, seconds: float) -> None:
-        """One round has passed, with a pass that took so long. A time that no pass can take teaches nothing."""
+        """One round has passed, with a pass that took so long.
+
+        A time that no pass can take teaches nothing, nor does the first pass of its size, which may be cold.
+        """
         returning = _RETURNING
-        if 1e-9 < seconds < 1e9:
+        if (batch, length) not in self._warm:
+            self._warm.add((batch, length))
+        elif 1e-9 < seconds < 1e9:
             points = [(at + length - 1, share) for at, share in self._around(batch)]
             along = sum(share * self._covariance[point] for point, share in points)
             variance = sum(share * along[point] for point, share in points) + _NOISE**2
