@@ -284,7 +284,7 @@ def _read_index(directory: Path) -> dict[str, str] | None:
             raise section.error(
                 name, f"is {show(shard)}, expected the name of a .safetensors file in the same directory"
             )
-        if not (directory / shard).is_file():
+        if not os.path.isfile(directory / shard):  # Path's own raises OSError for a name that is too long
             raise section.error(name, f"is {show(shard)}, but {directory} has no such file; fetch it")
     return weight_map
 

@@ -1,0 +1,150 @@
+"""Runs readers on almost right inputs, each in a process of its own that is held to time and memory.
+
+    python -m tests.fuzz.run --minutes 60            # every reader in turn, again and again, with new inputs
+    python -m tests.fuzz.run --reader tokenizer --inputs 500 --seed 7
+
+An input is a failure where anything but DFlashError comes out, an error is not one short line, the process ends, or it
+takes more than SECONDS of CPU or MEMORY. Hypothesis makes it small where the process lives on. Failures are kept as
+files in tests/fuzz/seeds/READER/, which every run reads first: commit them with what mends them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+SECONDS, MEMORY = 10, 3 << 30  # for one input
+SEEDS = Path(__file__).parent / "seeds"
+_LAST = "last.json"  # the input at hand, where a process that ends leaves it
+_MESSAGE_CHARACTERS = 20_000  # 4000, each escaped
+
+
+def main(arguments: list[str] | None = None) -> int:
+    from tests.fuzz.readers import READERS
+
+    parser = argparse.ArgumentParser(description="Fuzz every reader of files and requests.")
+    parser.add_argument("--minutes", type=float, default=0, help="how long; 0 is one turn")
+    parser.add_argument("--inputs", type=int, default=300, help="per reader and turn")
+    parser.add_argument("--seed", type=int, help="of the first turn (default: the time)")
+    parser.add_argument("--reader", action="append", choices=READERS, help="only this one; may be repeated")
+    args = parser.parse_args(arguments)
+    seed = int(time.time()) if args.seed is None else args.seed
+    until, failed = time.monotonic() + 60 * args.minutes, 0
+    while True:
+        for name in args.reader or READERS:
+            problem = run(name, args.inputs, seed, keep=True)
+            print(f"{name}, seed {seed}: {problem or f'{args.inputs} inputs'}", flush=True)
+            failed += problem is not None
+        seed += 1
+        if time.monotonic() > until:
+            return 1 if failed else 0
+
+
+def run(name: str, inputs: int, seed: int, *, keep: bool = False) -> str | None:
+    """What went wrong over the kept inputs and some new ones, if anything did."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
+        command = [sys.executable, "-m", "tests.fuzz.run", "--child", name, str(inputs), str(seed), scratch]
+        threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
+        with (Path(scratch) / "output").open("w+") as output:  # panics of Rust may be many
+            code = subprocess.run(
+                command, stdout=output, stderr=output, env=os.environ | threads, check=False
+            ).returncode
+            output.seek(max(0, os.fstat(output.fileno()).st_size - 4000))
+            text = output.read()
+        if code == 0:
+            return None
+        last = Path(scratch) / _LAST
+        if not last.exists():
+            return f"exit code {code} before the first input: {text}"
+        if keep:
+            kept = SEEDS / name / f"{sha256(last.read_bytes()).hexdigest()[:12]}.json"
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_bytes(last.read_bytes())
+            return f"exit code {code} over {kept}: {text}"
+        return f"exit code {code}: {text}\ninput: {last.read_text()[:4000]}"
+
+
+def child(name: str, inputs: int, seed: int, scratch: Path) -> None:
+    """All of one reader's inputs, in this process."""
+    from hypothesis import HealthCheck, Phase, given, settings, strategies
+    from hypothesis import seed as seeded
+
+    from tests.fuzz.readers import READERS
+
+    reader, directory = READERS[name], scratch / "input"
+    directory.mkdir()
+    reader.prepare(directory)
+    files = reader.files(directory)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MEMORY, resource.RLIM_INFINITY))
+
+    def read(changed: Mapping[str, bytes]) -> None:
+        for file, content in changed.items():
+            (directory / file).write_bytes(content)
+        (scratch / _LAST).write_text(
+            json.dumps({file: text.decode("latin-1") for file, text in changed.items()})
+        )
+        _check(reader.read, directory)
+
+    read({file: content for file, (content, _) in files.items()})
+    for kept in sorted((SEEDS / name).glob("*.json")):
+        read({file: text.encode("latin-1") for file, text in json.loads(kept.read_text()).items()})
+
+    @seeded(seed)
+    @settings(
+        max_examples=inputs,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    @given(strategies.randoms(use_true_random=False))
+    def mutated(random: Random) -> None:
+        chosen = random.randrange(len(files))
+        read(
+            {
+                file: mutate(random, content) if index == chosen or random.random() < 0.2 else content
+                for index, (file, (content, mutate)) in enumerate(files.items())
+            }
+        )
+
+    mutated()
+
+
+def _check(read: object, directory: Path) -> None:
+    from dflash_trt.errors import DFlashError
+
+    before = time.process_time()
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    # Ends what never returns; a little later than what is too slow and does.
+    resource.setrlimit(resource.RLIMIT_CPU, (int(before) + 2 * SECONDS, most))
+    message = "nothing is wrong"
+    try:
+        read(directory)  # type: ignore[operator]
+    except DFlashError as error:
+        message = str(error)
+    assert message.isprintable(), f"not one line of printable characters: {message}"
+    assert 10 < len(message) < _MESSAGE_CHARACTERS, f"{len(message)} characters: {message}"
+    spent = time.process_time() - before
+    assert spent < SECONDS, f"took {spent:.1f} s of CPU"
+
+
+def _address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
+    else:
+        raise SystemExit(main())
