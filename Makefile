@@ -6,7 +6,7 @@
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-floors test-newest lint lock bench clean
+.PHONY: help demo test test-floors test-newest lint lock bench fuzz clean
 
 # The first interpreter that really runs (a pyenv shim may exist and fail), is new enough and can create a venv.
 RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
@@ -26,6 +26,7 @@ help:
 	@echo '             run the tests of the core with the oldest dependencies allowed, and with the newest'
 	@echo 'make lock    write the newest versions to requirements/, which the environments are installed from'
 	@echo 'make bench   plain decoding, drafting and Transformers on the shipped pair'
+	@echo 'make fuzz    almost right files and requests for every reader; MINUTES=60 goes on for an hour'
 	@echo 'make clean   remove the environments and caches; bundles stay'
 
 demo: .venv/installed
@@ -56,6 +57,9 @@ lint: .venv-test/installed
 
 bench: .venv-test/installed
 	@.venv-test/bin/python build_scripts/bench_decode.py
+
+fuzz: .venv-test/installed
+	@.venv-test/bin/python -m tests.fuzz.run --minutes $(or $(MINUTES),0)
 
 clean:
 	rm -rf .venv .venv-test .venv-server .venv-floors .venv-newest build dist

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -66,7 +67,7 @@ HOSTILE: tuple[Callable[[], Any], ...] = (
         lambda value=value: value
         for value in (float("nan"), float("inf"), "", "a", "\x00\x1b[2J\n", "\ud800", "é😀")
     ),
-    *(lambda value=value: value for value in ([], {}, [[]], {"a": {}}, [None], [0, 0], {"": 0})),
+    *(lambda value=value: deepcopy(value) for value in ([], {}, [[]], {"a": {}}, [None], [0, 0], {"": 0})),
     lambda: "x" * 100_000,
     lambda: "[" * 50_000,
     lambda: list(range(20_000)),

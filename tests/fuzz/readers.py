@@ -19,14 +19,14 @@ from dflash_trt import LLM, SamplingParams, chat_template
 from dflash_trt.build import build, choose_block_size, choose_max_seq_len
 from dflash_trt.bundle import Bundle
 from dflash_trt.chat_template import ChatTemplates
-from dflash_trt.checkpoint.config import read_drafter_config, read_target_config
+from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
-from dflash_trt.checkpoint.pairs import known_configs
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import DFlashError, RequestError
+from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.tokenizer import Tokenizer
 from dflash_trt.verification import read_prompts
 from tests.fuzz.mutate import mutate_bytes, mutate_json, mutate_safetensors, mutate_text
@@ -133,7 +133,7 @@ def _tokenizer(directory: Path) -> None:
     for text in ("Hello, world! 12", "漢字 \x00\ufffd", ""):
         with suppress(RequestError):
             tokenizer.decode(tokenizer.encode(text)[:1000])
-    check_tokenizers(directory, TINY[1])
+    check_tokenizers(directory, TINY[1], 1)
 
 
 def _template(directory: Path) -> None:
