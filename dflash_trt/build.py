@@ -218,6 +218,12 @@ def build(
         if plans is not None:
             manifest["tensorrt"] = plans.describe()
         inputs = read_inputs(_wanted(sides, head), place, progress)
+        for side in sides:
+            if isinstance(side.checkpoint, Checkpoint):
+                names = [file.name for file in side.checkpoint.files]
+                side.checkpoint.check_digests(
+                    {name: inputs[f"{side.folder}/{name}"].sha256 for name in names}
+                )
         manifest["key"] = key_of(manifest, inputs, {name: _digest(model) for name, model in models.items()})
         existing = place.existing(manifest["key"], force=force)
         if existing is not None:

@@ -124,10 +124,11 @@ class Runtime:
 
     def check_block_length(self, block_length: int | None) -> None:
         """Raise RequestError where a block length is not one of this bundle's."""
-        if block_length is not None and not 1 <= block_length <= self.block_size:
+        fits = type(block_length) is int and 1 <= block_length <= self.block_size
+        if block_length is not None and not fits:
             raise RequestError(
-                f"block_length is {block_length}, expected 1..{self.block_size} (this bundle's block size); leave "
-                "it out for the default"
+                f"block_length is {quoted(block_length)}, expected 1..{self.block_size} (this bundle's block size); "
+                "leave it out for the default"
             )
         if self.driver is not None:
             self.driver.check_block_length(block_length)

@@ -347,3 +347,39 @@ def test_configurations_that_are_not_read_are_refused(
         Checkpoint(tmp_path)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("left", ["", "{", '{"producer": 3}', "[]"])
+def test_a_run_killed_at_its_first_write_runs_again(tmp_path: Path, left: str) -> None:
+    """Whatever stands in the record that says what was begun, as a kill or a full disk may leave it."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill(step: str, done: int, total: int) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        quantize(TINY / "target", tmp_path / "out", "fp8", progress=kill)
+    (record,) = tmp_path.rglob("hf_quant_config.json")
+    record.write_text(left)
+    out = quantize(TINY / "target", tmp_path / "out", "fp8")
+    assert inspect(out)["quantization"] == "FP8_PER_CHANNEL_PER_TOKEN"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_damage_to_a_quantized_checkpoint_is_noticed(quantized: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "damaged"
+    shutil.copytree(quantized["fp8"], out)
+    with (out / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))  # one bit; sizes and header stay
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: sha256 is \w+, but hf_quant_config\.json says"
+    ):
+        quantize(TINY / "target", out, "fp8", head="fp8")
+    with pytest.raises(CheckpointError, match="the file was damaged or changed"):
+        build(str(out), str(TINY / "drafter"), tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()

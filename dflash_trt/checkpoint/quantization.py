@@ -25,7 +25,8 @@ class Quantization:
     """`path` says that all linear layers but the `excluded` ones are stored by `default`.
 
     `excluded`: names; `patterns`: those with * for any characters, or ? for one. A layer that `layers` names is stored
-    as it says instead. `kv_cache`: there are scales for an FP8 cache.
+    as it says instead. `kv_cache`: there are scales for an FP8 cache. `digests`: sha256 of weight files, by name, where
+    the one who quantized left them.
     """
 
     path: Path
@@ -34,6 +35,7 @@ class Quantization:
     excluded: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
     kv_cache: bool = False
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def algorithms(self) -> set[Algorithm]:
@@ -64,10 +66,14 @@ def read_quantization(directory: Path) -> Quantization:
     """
     path = directory / QUANT_CONFIG
     if path.is_file():
-        section = Fields(path, read_object(path)).section("quantization")
+        whole = Fields(path, read_object(path))
+        section = whole.section("quantization")
         if section is None:
-            raise Fields(path, {}).error("quantization", "is missing, expected an object with quant_algo")
-        return _read(section, "exclude_modules", "kv_cache_quant_algo")
+            raise whole.error("quantization", "is missing, expected an object with quant_algo")
+        producer = whole.section("producer")
+        files = producer.section("sha256") if producer is not None else None
+        digests = {} if files is None else {name: files.string(name) for name in files.values}
+        return replace(_read(section, "exclude_modules", "kv_cache_quant_algo"), digests=digests)
     path = directory / "config.json"
     found = read_object(path).get("quantization_config") if path.is_file() else None
     if found is None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.quantization import Quantization, read_quantization
 from dflash_trt.disk import own_file, stamp
-from dflash_trt.errors import CheckpointError, quoted, show
+from dflash_trt.errors import CheckpointError, quoted, show, show_name
 from dflash_trt.reading import open_file, parse_object, read_object
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -132,6 +132,19 @@ class Checkpoint:
                 "save the checkpoint again in one of these"
             )
         return tensor
+
+    def check_digests(self, found: Mapping[str, str]) -> None:
+        """Hold sha256 digests of the weight files, by name, against those that `dflash-trt quantize` left, if any.
+
+        Raises CheckpointError naming a file that was changed or damaged since.
+        """
+        for name, expected in self.quantization.digests.items():
+            if found.get(name) != expected:
+                raise CheckpointError(
+                    f"{self.directory / show_name(name)}: sha256 is {found.get(name)}, but "
+                    f"{self.quantization.path.name} says {quoted(expected)}: the file was "
+                    "damaged or changed; quantize again, to another directory"
+                )
 
     def array(self, name: str) -> NDArray[Any]:
         """A read-only view of the mapped file, in the tensor's shape and dtype (ml_dtypes' for BF16, FP8).

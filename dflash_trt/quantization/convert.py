@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_trt.bundle import digest
 from dflash_trt.checkpoint.mapped import released
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.roles import role_of
@@ -114,6 +115,10 @@ def repack_int4(checkpoint: Checkpoint, out: Path, progress: Progress | None = N
             write_shard(out / file.name, [entry(t) for t in checkpoint.tensors.values() if t.file == file])
     for path in checkpoint.directory.glob("*.json"):
         shutil.copyfile(own_file(checkpoint.directory, path), out / path.name)
+    if (out / QUANT_CONFIG).is_file():
+        config = read_object(out / QUANT_CONFIG)
+        if isinstance(config.get("producer"), dict) and config["producer"].pop("sha256", None):
+            _write_json(out / QUANT_CONFIG, config)  # the weights are other files now
     return out
 
 
@@ -209,13 +214,15 @@ def _convert(
     config = _quant_config(checkpoint, layers, copied)
     config["producer"]["inputs"] = _key(checkpoint, config, amax, copied)
     with workspace(out, "checkpoint") as place, released(checkpoint.files):
-        if (out / QUANT_CONFIG).is_file() and read_object(out / QUANT_CONFIG) == config:
+        if _made_as(out / QUANT_CONFIG, config):
             place.done = True
+            whole = Checkpoint(out)
+            whole.check_digests({file.name: digest(file) for file in whole.files})
             return out
         place.check_free("exists and is not this checkpoint quantized this way")
         work = place.path
         begun = work / QUANT_CONFIG
-        if not begun.is_file() or json.loads(begun.read_text()) != config:
+        if not _made_as(begun, config):
             place.empty()
             _write_json(begun, config)
         total = sum(t.nbytes for t in copied) + sum(layer.source.nbytes for layer in layers.values())
@@ -235,6 +242,8 @@ def _convert(
         copy_files(checkpoint.directory, work)
         _write_config(checkpoint.directory, work, config, untied=HEAD in layers)
         progress("quantize", total, total)
+        digests = {path.name: digest(path) for path in sorted(work.glob("*.safetensors"))}
+        _write_json(begun, config | {"producer": config["producer"] | {"sha256": digests}})
         place.publish()
     return out
 
@@ -370,6 +379,18 @@ def _key(
     files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in checkpoint.files]
     inputs = [config, files, sorted(amax.items()), [tensor.name for tensor in copied]]
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def _made_as(file: Path, config: Mapping[str, Any]) -> bool:
+    """Whether the file says `config`, but for the digests that are known in the end."""
+    try:
+        found = read_object(file)
+    except CheckpointError:
+        return False
+    producer = found.get("producer")
+    if isinstance(producer, dict):
+        producer.pop("sha256", None)
+    return found == config
 
 
 def copy_files(source: Path, work: Path) -> None:
