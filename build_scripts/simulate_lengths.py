@@ -1,4 +1,4 @@
-"""The adaptive block length on the simulated pairs of tests/simulation.py, as the tables of docs/decoding.md.
+"""The adaptive block length on the simulated pairs of tests/simulation.py, as the tables of docs/measurements.md.
 
     python -m build_scripts.simulate_lengths [--rounds 3000]              # a line for each beginning
     python -m build_scripts.simulate_lengths --constants [--rounds 1500]  # a line for each constant, halved and doubled
