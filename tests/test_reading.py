@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.quantization import read_quantization
+from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import BundleError, CheckpointError, DFlashError, RequestError, quoted, show
 from dflash_trt.models.configs import read_target_config
@@ -290,3 +292,27 @@ def test_prompt_files_are_read_as_strictly(tmp_path: Path) -> None:
     os.mkfifo(file)
     with pytest.raises(RequestError, match="is not a regular file"):
         read_prompts(file, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"beta_fast": 1e-320, "beta_slow": 1e-322},
+        {"beta_fast": 1e308},
+        {"factor": 1e308},
+        {"attention_factor": 1e-40},
+    ],
+    ids=["denormal", "rotations", "factor", "attention"],
+)
+def test_numbers_of_rope_are_those_that_float32_computes_with(
+    tmp_path: Path, changes: dict[str, float]
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    with pytest.raises(
+        CheckpointError, match=r"rope_scaling\.\w+ is .*, expected a magnitude from 1e-30 to 1e\+12"
+    ):
+        read_target_config(config(tmp_path, rope_scaling=yarn | changes))
+    scaled = read_target_config(config(tmp_path, rope_scaling=yarn | {"beta_fast": 1e12, "beta_slow": 1e-30}))
+    frequencies, factor = inverse_frequencies(scaled.rope, 128, 40960)
+    assert np.isfinite(frequencies).all()
+    assert np.isfinite(factor)

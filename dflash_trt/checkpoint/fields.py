@@ -10,6 +10,7 @@ from typing import Any
 from dflash_trt.errors import CheckpointError, show, show_name
 
 LARGEST_INTEGER = 2**31 - 1
+_SMALLEST, _LARGEST = 1e-30, 1e12
 
 
 class Fields:
@@ -45,7 +46,10 @@ class Fields:
     def number(
         self, key: str, *, above: float = 0.0, minimum: float | None = None, default: float | None = None
     ) -> float:
-        """A finite number greater than `above`, or at least `minimum` when that is given."""
+        """A number greater than `above`, or at least `minimum` when that is given, that float32 computes with.
+
+        That is 0, or of a magnitude from 1e-30 to 1e12.
+        """
         value = self._present(key, default, "a number")
         bound = f"greater than {above:g}" if minimum is None else f"of at least {minimum:g}"
         try:
@@ -54,6 +58,10 @@ class Fields:
             number = math.nan
         if not math.isfinite(number) or (number <= above if minimum is None else number < minimum):
             raise self.error(key, f"is {show(value)}, expected a number {bound}")
+        if number and not _SMALLEST <= abs(number) <= _LARGEST:
+            raise self.error(
+                key, f"is {show(value)}, expected a magnitude from {_SMALLEST:g} to {_LARGEST:g}"
+            )
         return number
 
     def boolean(self, key: str, *, default: bool | None = None) -> bool:
