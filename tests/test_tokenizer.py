@@ -310,7 +310,7 @@ def test_a_tokenizer_that_panics_is_found_at_build_time(directory: Path, change:
         Tokenizer(directory).check()
     (directory / "config.json").write_text('{"vocab_size": 400}')
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        check_tokenizers(directory, directory)
+        check_tokenizers(directory, directory, 1)
 
 
 def test_a_tokenizer_that_panics_at_a_prompt_fails_that_request(directory: Path) -> None:
