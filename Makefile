@@ -13,7 +13,7 @@ RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '$(RUNS)' 2>/dev/null && echo $$p && break; done)
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TORCH := $(shell grep -om1 'torch==[0-9.]*' pyproject.toml)
-CORE_TESTS := $(addprefix tests/test_,core.py packaging.py automaton.py sampling.py stopping.py)
+CORE_TESTS := tests/test_core.py tests/test_packaging.py tests/decoding/sampling $(addprefix tests/decoding/output/test_,automaton.py stopping.py)
 # What pyproject.toml asks for at least, as what is installed.
 FLOORS := import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
     print(*(need.replace('>=', '==') for need in project['dependencies']), sep='\n')
@@ -30,7 +30,7 @@ help:
 	@echo 'make clean   remove the environments and caches; bundles stay'
 
 demo: .venv/installed
-	@.venv/bin/python build_scripts/demo.py
+	@.venv/bin/python -m build_scripts.demo
 
 test: .venv-test/installed .venv-server/installed
 	@.venv-test/bin/python -m pytest
@@ -56,7 +56,7 @@ lint: .venv-test/installed
 	@.venv-test/bin/mypy
 
 bench: .venv-test/installed
-	@.venv-test/bin/python build_scripts/bench_decode.py
+	@.venv-test/bin/python -m build_scripts.bench.decode
 
 fuzz: .venv-test/installed
 	@.venv-test/bin/python -m tests.fuzz.run --minutes $(or $(MINUTES),0)
@@ -64,7 +64,7 @@ fuzz: .venv-test/installed
 clean:
 	rm -rf .venv .venv-test .venv-server .venv-floors .venv-newest build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find dflash_trt build_scripts tests -name __pycache__ -prune -exec rm -rf {} +
+	find dflash_trt plugins build_scripts tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is touched last, so that an interrupted installation is done again.
 .venv/installed: pyproject.toml requirements/run.txt

@@ -9,7 +9,7 @@ from dflash_trt.errors import DFlashError
 
 if TYPE_CHECKING:
     from dflash_trt.async_llm import AsyncLLM
-    from dflash_trt.decoding.request import Chunk, Completion, SamplingParams
+    from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
     from dflash_trt.decoding.statistics import Statistics
     from dflash_trt.llm import LLM
 
@@ -18,9 +18,9 @@ __all__ = ["LLM", "AsyncLLM", "Chunk", "Completion", "DFlashError", "SamplingPar
 _HOME = {
     "LLM": "dflash_trt.llm",
     "AsyncLLM": "dflash_trt.async_llm",
-    "Chunk": "dflash_trt.decoding.request",
-    "Completion": "dflash_trt.decoding.request",
-    "SamplingParams": "dflash_trt.decoding.request",
+    "Chunk": "dflash_trt.decoding.params",
+    "Completion": "dflash_trt.decoding.params",
+    "SamplingParams": "dflash_trt.decoding.params",
     "Statistics": "dflash_trt.decoding.statistics",
 }
 

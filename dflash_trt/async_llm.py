@@ -15,13 +15,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
 
-from dflash_trt.bundle import Check
-from dflash_trt.decoding.inflight import Emission, InFlight, completion, items
+from dflash_trt.bundle.manifest import Check
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.request import Chunk, Completion, SamplingParams
+from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
+from dflash_trt.decoding.request import Emission, InFlight, completion, items
 from dflash_trt.errors import BusyError, DFlashError, EngineError, RequestError, quoted
 from dflash_trt.runtime import Messages, Prompt, Runtime
-from dflash_trt.text_thread import TextThread
+from dflash_trt.text.text_thread import TextThread
 
 # What the engine thread hands to a stream: a chunk, or why there will be no more.
 _Item = Chunk | DFlashError

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dflash_trt.decoding.request import Completion
+    from dflash_trt.decoding.params import Completion
 
 _VALUE_CHARACTERS = 60
 _NAME_CHARACTERS = 200

@@ -13,11 +13,11 @@ from typing import Any, Self, cast, overload
 
 import numpy as np
 
-from dflash_trt.bundle import Check
+from dflash_trt.bundle.manifest import Check
 from dflash_trt.decoding.commit import INTERRUPTIONS
-from dflash_trt.decoding.inflight import Emission, InFlight, completion, items
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.request import Chunk, Completion, SamplingParams
+from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
+from dflash_trt.decoding.request import Emission, InFlight, completion, items
 from dflash_trt.errors import BatchError, DFlashError, EngineError, RequestError
 from dflash_trt.runtime import Messages, Prompt, Runtime
 

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dflash_trt.bundle import Bundle, Check
+from dflash_trt.bundle.manifest import Bundle, Check
 from dflash_trt.checkpoint.catalogue import known_pair
-from dflash_trt.decoding.adaptive import AdaptiveLength
-from dflash_trt.decoding.inflight import InFlight
-from dflash_trt.decoding.lengths import FixedLength, Lengths
+from dflash_trt.decoding.length.adaptive import AdaptiveLength
+from dflash_trt.decoding.length.pass_times import measure
+from dflash_trt.decoding.length.policy import FixedLength, Lengths
+from dflash_trt.decoding.output.detokenizer import Detokenizer
+from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.decoding.pair import USUAL_CONTEXT, EnginePair, Pair
-from dflash_trt.decoding.pass_times import measure
-from dflash_trt.decoding.request import SamplingParams, token_ids
-from dflash_trt.decoding.sampling import TokenCounts
+from dflash_trt.decoding.params import SamplingParams, token_ids
+from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.sampling.sampler import TokenCounts
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.decoding.stopping import StopChecker
-from dflash_trt.decoding.text import Detokenizer
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.errors import BundleError, DFlashError, RequestError, quoted
-from dflash_trt.tokenizer import Tokenizer
+from dflash_trt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dflash_trt.trtllm.driver import Driver
@@ -74,7 +74,7 @@ class Runtime:
             return
         self.tokenizer = Tokenizer(self.bundle.path, manifest["files"])
         if manifest["engine"] in FLAVOURS:
-            from dflash_trt.engines.tensorrt.pair import open_pair
+            from dflash_trt.engines.tensorrt.device_pair import open_pair
 
             most = min(max_batch_size, manifest["tensorrt"]["max_batch_size"])
             self.pair = open_pair(self.bundle, slots=most, max_batch_size=most, prefill_chunk=prefill_chunk)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dflash_trt import LLM
-from dflash_trt.build import build
-from dflash_trt.bundle import Bundle
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.catalogue import PAIRS
 from server_tests.serving import Serving
 

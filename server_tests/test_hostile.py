@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as grpcclient
 
-from build_scripts import attack_server
+from build_scripts.soak import attack_server
 from dflash_trt.serving.deploy import bare_command, deploy
 from dflash_trt.serving.launch import find_server, server_arguments
 from dflash_trt.serving.proxy import Sockets
@@ -263,7 +263,7 @@ def test_other_addresses_are_announced_as_open_to_everyone(bundles: dict[str, Pa
 
 
 def test_honest_clients_lose_nothing_beside_hostile_ones(bundles: dict[str, Path], tmp_path: Path) -> None:
-    """Ten minutes of it, with times: build_scripts/attack_server.py."""
+    """Ten minutes of it, with times: build_scripts/soak/attack_server.py."""
     server = Serving(bundles["tiny"], tmp_path / "log", "--threads=1")
     try:
         result = asyncio.run(attack_server.run(server, bundles["tiny"], 15, 4, tmp_path / "executed"))

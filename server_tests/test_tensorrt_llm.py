@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_trt.build import build
-from dflash_trt.tokenizer import Tokenizer
+from dflash_trt.building.build import build
+from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.trtllm.configuration import Deployment
 from server_tests.serving import Serving
 
@@ -19,7 +19,7 @@ FAILS = 7  # a prompt of this one token
 # What `import tensorrt_llm` finds: a module that puts the double in its own place.
 PACKAGE = f"""
 import sys
-from tests.tensorrt_llm_double import make_double
+from tests.doubles.tensorrt_llm_double import make_double
 answers = {{({FAILS},): {TOKENS[:12]} + [ValueError("out of blocks")]}}
 sys.modules[__name__] = module = make_double(lambda prompt: answers.get(tuple(prompt), {TOKENS}))
 module.LLM.delay = 0.03  # seconds between responses, so that a stream has several

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams
-from dflash_trt.build import build
+from dflash_trt.building.build import build
 
 MESSAGES = [{"role": "user", "content": "What should I eat in Borvik?"}]
 SAMPLED = SamplingParams(

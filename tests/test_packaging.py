@@ -26,8 +26,8 @@ print(len(names))
 def test_the_core_imports_nothing_that_only_tests_install() -> None:
     blocked = ("torch", "transformers", "safetensors", "hypothesis", "pytest", "jsonschema", "triton", "gguf")
     # What runs on a GPU needs torch, and what compiles kernels needs triton; the rest of the package neither.
-    plugins = [f"dflash_trt.plugins.{name}" for name in ("kernels.", "launch", "moe", "compiler", "rounds")]
-    engines = [f"dflash_trt.engines.tensorrt.{name}" for name in ("engine", "pair")]
+    plugins = [f"dflash_plugins.{name}" for name in ("kernels.", "launch", "moe", "compiler", "rounds")]
+    engines = [f"dflash_trt.engines.tensorrt.{name}" for name in ("engine", "device_pair")]
     code = IMPORT_ALL.format(blocked=blocked, on_gpus=(*plugins, *engines))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

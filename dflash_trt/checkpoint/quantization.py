@@ -12,8 +12,8 @@ from pathlib import Path
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.errors import show
+from dflash_trt.files.reading import read_object
 from dflash_trt.formats import ALGORITHMS, FORMATS, Algorithm
-from dflash_trt.reading import read_object
 
 QUANT_CONFIG = "hf_quant_config.json"
 # Modules that a checkpoint may name, patterns among them, and characters in one of these: each is looked for by name.

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.quantization import Quantization, read_quantization
-from dflash_trt.disk import own_file, stamp
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
-from dflash_trt.reading import open_file, parse_object, read_object
+from dflash_trt.files.disk import own_file, stamp
+from dflash_trt.files.reading import open_file, parse_object, read_object
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),

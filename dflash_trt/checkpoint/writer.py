@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.checkpoint.tensors import DTYPES
-from dflash_trt.disk import whole_file
+from dflash_trt.files.disk import whole_file
 
 _ALIGNMENT = 64
 

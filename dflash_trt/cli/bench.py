@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_trt.cli.options import at_least, each
 
 if TYPE_CHECKING:
-    from dflash_trt.benchmark import Point
+    from dflash_trt.reports.benchmark import Point
 
 SUMMARY = "measure throughput and latency under load"
 DESCRIPTION = """\
@@ -85,10 +85,10 @@ def _method(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.benchmark import Load, bench
-    from dflash_trt.environment import processor
+    from dflash_trt.reports.benchmark import Load, bench
+    from dflash_trt.reports.environment import processor
+    from dflash_trt.reports.verification import read_prompts
     from dflash_trt.runtime import Runtime
-    from dflash_trt.verification import read_prompts
 
     closed = args.concurrency or ([] if args.rate else [1, 2, 4, 8, 16])
     most = max(closed, default=16)
@@ -160,7 +160,7 @@ def _row(point: Point, figures: dict[str, Any], plain: float | None) -> str:
 
 
 def _chart(rows: list[dict[str, Any]], bundle: str) -> str:
-    from dflash_trt.plot import line_chart
+    from dflash_trt.reports.plot import line_chart
 
     series: dict[str, list[tuple[float, float, str]]] = {}
     for row in rows:

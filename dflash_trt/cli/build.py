@@ -90,10 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.build import build
+    from dflash_trt.building.build import build
     from dflash_trt.checkpoint.catalogue import known_pair
-    from dflash_trt.inspection import inspect
-    from dflash_trt.precision import parse_precision
+    from dflash_trt.formats.precision import parse_precision
+    from dflash_trt.reports.inspection import inspect
 
     out = args.out or Path("bundles") / Path(args.target).resolve().name
     began = time.perf_counter()

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.environment import describe
+    from dflash_trt.reports.environment import describe
 
     found = describe()
     if args.json:

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _object(text: str) -> dict[str, Any]:
-    from dflash_trt.reading import parse_object
+    from dflash_trt.files.reading import parse_object
 
     try:
         return parse_object(text, "JSON")

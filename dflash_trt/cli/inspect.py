@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.inspection import inspect
+    from dflash_trt.reports.inspection import inspect
 
     found = inspect(args.path)
     if args.json:

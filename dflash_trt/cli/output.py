@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dflash_trt.workspace import Progress
+    from dflash_trt.bundle.workspace import Progress
 
 
 def print_table(rows: Iterable[Sequence[str]]) -> None:

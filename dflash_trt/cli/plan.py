@@ -63,13 +63,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    from dflash_trt.build import choose_block_size, choose_max_seq_len, find_sources
-    from dflash_trt.checkpoint.pair import check_pair
+    from dflash_trt.building.build import choose_block_size, choose_max_seq_len, find_sources
+    from dflash_trt.checkpoint.compatibility import check_pair
+    from dflash_trt.formats.precision import parse_precision
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.planning.gpus import find_gpu
     from dflash_trt.planning.inventory import take_inventory
     from dflash_trt.planning.memory import Settings, plan
-    from dflash_trt.precision import parse_precision
     from dflash_trt.trtllm.configuration import Deployment, memory_settings
     from dflash_trt.trtllm.quantization import target_quantization
 

@@ -81,11 +81,11 @@ def _scheme(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.building.sources import resolve
+    from dflash_trt.files.reading import read_object
     from dflash_trt.formats import FORMATS
-    from dflash_trt.inspection import inspect
     from dflash_trt.quantization.calibrate import activation_amax, calibration_set
     from dflash_trt.quantization.convert import quantize
-    from dflash_trt.reading import read_object
+    from dflash_trt.reports.inspection import inspect
 
     if args.calibrator and not args.calibration:
         args.usage_error("--calibrator needs --calibration")

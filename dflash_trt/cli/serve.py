@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         from dflash_trt.trtllm.serve import serve
 
         serve(args.bundle, host=args.host, port=args.http_port)
-    from dflash_trt.bundle import Bundle
+    from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.serving.deploy import container_command, deploy
     from dflash_trt.serving.launch import find_server, server_arguments
     from dflash_trt.serving.proxy import Settings, Sockets, check_installed, max_request_bytes

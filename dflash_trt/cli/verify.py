@@ -11,7 +11,7 @@ from dflash_trt.cli.options import at_least, block_length, each
 from dflash_trt.cli.output import print_json
 
 if TYPE_CHECKING:
-    from dflash_trt.verification import Case
+    from dflash_trt.reports.verification import Case
 
 SUMMARY = "check that drafting does not change the tokens"
 DESCRIPTION = """\
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.llm import LLM
-    from dflash_trt.verification import TOP_P, read_prompts, verify
+    from dflash_trt.reports.verification import TOP_P, read_prompts, verify
 
     prompts = read_prompts(args.prompts, args.limit)
     cases = []

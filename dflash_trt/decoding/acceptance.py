@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.decoding.inflight import InFlight
 from dflash_trt.decoding.pair import Verified
-from dflash_trt.decoding.request import SamplingParams
-from dflash_trt.decoding.sampling import TokenCounts, sample
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.sampling.sampler import TokenCounts, sample
 from dflash_trt.errors import NonFiniteError
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.acceptance import UNDECIDED, Verdict, judge
-from dflash_trt.decoding.inflight import Emission, InFlight
 from dflash_trt.decoding.pair import Verified
-from dflash_trt.decoding.request import FinishReason
-from dflash_trt.decoding.sampling import log_probability, sample
+from dflash_trt.decoding.params import FinishReason
+from dflash_trt.decoding.request import Emission, InFlight
+from dflash_trt.decoding.sampling.sampler import log_probability, sample
 from dflash_trt.errors import DecodingError, NonFiniteError, RequestError
 
 Array = np.ndarray[Any, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 
-from dflash_trt.decoding.inflight import InFlight
+from dflash_trt.decoding.request import InFlight
 
 _FEW = 64  # requests with a deadline that are not worth a search for the ended ones
 

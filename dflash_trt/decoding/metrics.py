@@ -12,9 +12,9 @@ from threading import Lock
 from time import perf_counter
 from typing import Any, get_args
 
-from dflash_trt.decoding.inflight import Emission
+from dflash_trt.decoding.params import FinishReason
 from dflash_trt.decoding.prefixes import PrefixCounts
-from dflash_trt.decoding.request import FinishReason
+from dflash_trt.decoding.request import Emission
 from dflash_trt.decoding.statistics import Statistics, add_at
 
 PREFIX = "dflash_"

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflash_trt.decoding.inflight import InFlight
+from dflash_trt.decoding.request import InFlight
 
 Array = np.ndarray[Any, Any]
 

@@ -7,8 +7,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dflash_trt.decoding.inflight import common
 from dflash_trt.decoding.pair import KeptRows, Pair
+from dflash_trt.decoding.request import common
 
 # Tokens of a page: prefixes share whole pages. Pages of 16 tokens take twice as long to copy, larger ones no less than
 # these (docs/measurements.md).

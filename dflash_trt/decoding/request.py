@@ -1,172 +1,139 @@
-"""What a caller asks for, and what comes back."""
+"""A request on its way through the scheduler, and what each step gives it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from dflash_trt.decoding.output.stopping import StopChecker
+from dflash_trt.decoding.params import Chunk, Completion, FinishReason, SamplingParams
+from dflash_trt.decoding.sampling.sampler import TokenCounts
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.errors import RequestError, quoted
+from dflash_trt.errors import RequestError
 
-# "cancelled" and "timeout" come from outside, of requests that can be cancelled and have a deadline. "error" counts in
-# the metrics the requests that ended by an error of their own; who asked gets that error.
-FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
-MOST_WORDS = 1024  # of stop, bad_words and stop_token_ids
-MOST_CHARACTERS = 8192  # of stop, and of bad_words: what looks for them takes 120 bytes of memory for each
-_SMALLEST = 2.0**-126  # of float32; kernels may take what is smaller for 0
+Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is decoded; the names and meanings are vLLM's. Raises RequestError naming the field.
+@dataclass
+class Rows:
+    """What a slot holds: rows of `tokens` in the target's cache, the first `drafted` of them also in the drafter's."""
 
-    They apply in vLLM's order: penalties and bad words, temperature, min-p, top-k, top-p.
+    tokens: Sequence[int]
+    drafted: int
 
-    max_tokens: tokens to generate at most, stop token included.
-    temperature: 0 takes the most probable token; otherwise 0.01 to 100.
-    top_k: keep the k most probable tokens; 0 keeps all.  top_p: keep the smallest set that holds this
-    probability, at least the best token (numbers below 2**-126 count as that).
-    min_p: keep tokens at least this fraction as probable as the most probable one.
-    repetition_penalty: over prompt and output; presence_penalty, frequency_penalty: over the output.
-    seed: 0 to 2**64 - 1; None draws one, reported in Completion.seed.
-    stop: strings that end the text (not part of it).  stop_token_ids: as the model's own end tokens.
-    ignore_eos: the model's own end tokens do not end the text; `stop` and `stop_token_ids` still do.
-    bad_words: words that are not generated: their token sequences, with and without a space before them, are never
-    completed. (The same letters may come out of other tokens.)
-    `stop` and `bad_words` have at most 1024 strings and 8192 characters each, `stop_token_ids` at most 1024 ids.
-    logprobs: report the natural logarithm of each token's probability under the target, before temperature, penalties
-    and truncation.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    bad_words: Sequence[str] = ()
-    logprobs: bool = False
-
-    def __post_init__(self) -> None:
-        self._integer("max_tokens", 1, 2**31 - 1)
-        self._integer("top_k", 0, 2**31 - 1)
-        if self.seed is not None:
-            self._integer("seed", 0, 2**64 - 1)
-        self._number("temperature", 0.01, 100, "0 (greedy) or ", zero=True)
-        self._number("top_p", 0, 1, "above ", open_low=True)
-        object.__setattr__(self, "top_p", max(self.top_p, _SMALLEST))
-        self._number("min_p", 0, 1)
-        self._number("repetition_penalty", 0.01, 100)
-        self._number("presence_penalty", -100, 100)
-        self._number("frequency_penalty", -100, 100)
-        for field in ("ignore_eos", "logprobs"):
-            if not isinstance(getattr(self, field), bool):
-                raise RequestError(f"{field} is {quoted(getattr(self, field))}, expected True or False")
-        stop = (self.stop,) if isinstance(self.stop, str) else self._items("stop")
-        bad_words = self._items("bad_words")
-        for field, words in (("stop", stop), ("bad_words", bad_words)):
-            if wrong := [s for s in words if not isinstance(s, str) or not s]:
-                raise RequestError(f"{field} contains {quoted(wrong[0])}, expected non-empty strings")
-            if (size := sum(len(s) for s in words if isinstance(s, str))) > MOST_CHARACTERS:
-                raise RequestError(f"{field} has {size} characters, expected at most {MOST_CHARACTERS}")
-        ids = tuple(token_ids(self._items("stop_token_ids"), "stop_token_ids"))
-        if ids and min(ids) < 0:
-            raise RequestError(f"stop_token_ids contains {quoted(min(ids))}, expected token ids (0 or more)")
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", ids)
-        object.__setattr__(self, "bad_words", bad_words)
-
-    @property
-    def penalized(self) -> bool:
-        """Whether the tokens so far change the logits, so that a TokenCounts has to be kept."""
-        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
-        return any(penalties) or bool(self.bad_words)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the plain argmax of the logits is the token: what the graph computes by itself."""
-        return self.temperature == 0 and not self.penalized
-
-    def _integer(self, field: str, low: int, high: int) -> None:
-        value = getattr(self, field)
-        number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else -1
-        if not low <= number <= high:
-            raise RequestError(f"{field} is {quoted(value)}, expected an integer, {low} to {high}")
-        object.__setattr__(self, field, number)
-
-    def _number(
-        self,
-        field: str,
-        low: float,
-        high: float,
-        note: str = "",
-        *,
-        open_low: bool = False,
-        zero: bool = False,
-    ) -> None:
-        value = getattr(self, field)
-        real = isinstance(value, Real) and not isinstance(value, bool)
-        if not real or not (low <= value <= high or (zero and value == 0)) or (open_low and value == low):
-            raise RequestError(f"{field} is {quoted(value)}, expected {note}{low} to {high}")
-        object.__setattr__(self, field, float(value))
-
-    def _items(self, field: str) -> tuple[object, ...]:
-        value = getattr(self, field)
-        if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence | np.ndarray):
-            raise RequestError(f"{field} is {quoted(value)}, expected a list")
-        if len(value) > MOST_WORDS:
-            what = "ids" if field.endswith("_ids") else "strings"
-            raise RequestError(f"{field} has {len(value)} {what}, expected at most {MOST_WORDS}")
-        return tuple(value)
+    def shared(self, prompt: Sequence[int], *, draft: bool) -> int:
+        """How many rows a prompt can take over: a common prefix, for target and, if it drafts, drafter both."""
+        limit = min(self.drafted if draft else len(self.tokens), len(self.tokens), len(prompt) - 1)
+        return common(self.tokens, prompt, limit)
 
 
-def token_ids(values: Collection[object], name: str) -> list[int]:
-    """Token ids as Python's integers. Raises RequestError naming what is no integer: a float, a bool, a byte string."""
-    kinds = {
-        kind for kind in set(map(type, values)) if not issubclass(kind, Integral) or issubclass(kind, bool)
-    }
-    if kinds:
-        wrong = next(value for value in values if type(value) in kinds)
-        raise RequestError(
-            f"{name} contains {quoted(wrong)}, a {type(wrong).__name__}, expected token ids: integers"
-        )
-    return [int(value) for value in values]  # type: ignore[call-overload]
+def common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
+    """With how many equal items, at most `limit`, two sequences of one type begin."""
+    # Those that share anything usually share much: compare slices, then find the place.
+    low, high = 0, max(limit, 0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One finished request. `token_ids` has the stop token, `text` has not and ends before a stop string; `logprobs`,
-    if asked for, has one number per token.
-    """
+@dataclass(eq=False)
+class InFlight:
+    """One request. `arrived` and `deadline` are times of perf_counter."""
 
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    statistics: Statistics
+    prompt: Sequence[int]
+    params: SamplingParams
     seed: int
-    prompt_token_ids: list[int]
-    logprobs: list[float] | None = None
+    stop: StopChecker
+    counts: TokenCounts | None
+    arrived: float
+    draft: bool = True  # whether this request takes drafts
+    deadline: float | None = None
+    block_length: int | None = None  # most tokens of this request that a round verifies; None: as the batch
+    statistics: Statistics = field(default_factory=Statistics)
+    cancelled: bool = False
+    sound: bool = (
+        True  # False: it ended since its numbers were not finite, and its slot may hold such numbers
+    )
+    in_doubt: bool = (
+        False  # its logits were not finite in a round with drafts, which may have been the drafts' doing
+    )
+
+    output: list[int] = field(default_factory=list)  # every token decided so far; the last one is the anchor
+    slot: int = 0  # while it is active or being prefilled
+    committed: int = 0  # rows in the target's cache; the position of the anchor, once there is one
+    features: list[Array] = field(default_factory=list)  # of the last of them, which the drafter has not seen
+    behind: int = 0  # how many these are
+    first_token_at: float = 0.0
+    logprobs: list[float] = field(default_factory=list)  # of the tokens kept, if asked for
+
+    @property
+    def anchor(self) -> int:
+        """The newest token: decided, in no cache yet."""
+        return self.output[-1]
+
+    def own_length(self, length: int) -> int:
+        """How many tokens of its block count, of a round that verifies `length`; the anchor included."""
+        return min(self.block_length or length, length) if self.draft else 1
+
+    def rows(self) -> Rows:
+        """What this request's slot holds."""
+        tokens = [*self.prompt, *self.output][: self.committed]
+        return Rows(tokens, self.committed - self.behind if self.draft else 0)
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """One run of tokens of a stream. `text` may lag behind the tokens; the first chunk has the prompt's token ids, the
-    last one the statistics.
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What a step gave one request: the tokens kept, the text that is certain now, and whether and how it ended.
+
+    `error`: what ended the request, where finish_reason is "error".
     """
 
-    text: str
+    request: InFlight
     token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    statistics: Statistics | None = None
+    text: str
+    finish_reason: FinishReason | None
     logprobs: list[float] | None = None
-    prompt_token_ids: list[int] | None = None
+    error: RequestError | None = None
+
+
+def chunk(emissions: Sequence[Emission]) -> Chunk:
+    """What a stream yields, of what one or more steps gave its request; the last chunk has the statistics."""
+    last = emissions[-1]
+    logprobs = [each.logprobs for each in emissions if each.logprobs is not None]
+    return Chunk(
+        "".join([each.text for each in emissions]),
+        [token for each in emissions for token in each.token_ids],
+        last.finish_reason,
+        None if last.finish_reason is None else last.request.statistics,
+        [logprob for each in logprobs for logprob in each] if logprobs else None,
+    )
+
+
+def items(emissions: Sequence[Emission]) -> Iterator[Chunk | RequestError]:
+    """What a stream gives of what steps gave its request: a chunk, and then the error if that is how it ended."""
+    error = emissions[-1].error if emissions else None
+    if error is None:
+        if emissions:
+            yield chunk(emissions)
+        return
+    given = replace(chunk(emissions), finish_reason=None, statistics=None)
+    if given.token_ids or given.text:
+        yield given
+    yield error
+
+
+def completion(request: InFlight, text: str, token_ids: list[int]) -> Completion:
+    """The whole of a request that has ended."""
+    reason = request.stop.finish_reason
+    assert reason is not None
+    logprobs = request.logprobs if request.params.logprobs else None
+    return Completion(
+        text, token_ids, reason, request.statistics, request.seed, list(request.prompt), logprobs
+    )

@@ -16,11 +16,11 @@ import numpy as np
 
 from dflash_trt.decoding.acceptance import Verdict
 from dflash_trt.decoding.commit import commit, fail, first_token, leave, non_finite
-from dflash_trt.decoding.inflight import Emission, InFlight
 from dflash_trt.decoding.leaving import Leaving
-from dflash_trt.decoding.lengths import Lengths
+from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.pair import Pair, Verified
+from dflash_trt.decoding.request import Emission, InFlight
 from dflash_trt.decoding.slots import Slots, Source
 
 Array = np.ndarray[Any, Any]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_trt.decoding.inflight import Rows
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.prefixes import PAGE, Page, PrefixCounts, Prefixes
+from dflash_trt.decoding.request import Rows
 
 
 @dataclass(frozen=True, slots=True)

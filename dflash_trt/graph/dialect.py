@@ -12,10 +12,9 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
-
-from .builder import BOOL, FLOAT, INT64, GraphBuilder
-from .experts import Experts, Storage
-from .quantized_experts import Projection, Stack
+from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.experts import Experts, Storage
+from dflash_trt.graph.quantized_experts import Projection, Stack
 
 # Extra key columns that carry the sink; eight keep the rows aligned.
 SINK_PADDING = 8

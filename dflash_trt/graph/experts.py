@@ -21,8 +21,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.formats.mxfp4 import widened_blocks
-
-from .builder import FLOAT, GraphBuilder
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
 
 MICROSOFT_DOMAIN = "com.microsoft"
 Storage = Literal["float", "mxfp4"]

@@ -28,8 +28,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.formats import FORMATS, NumberFormat
-
-from .builder import FLOAT, GraphBuilder
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
 
 Activations = Literal["none", "static", "row"]
 # What a row's magnitude is at least taken for: far below anything, and far from where a reciprocal overflows.

@@ -20,9 +20,8 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.formats.bodies import lookup
-
-from .builder import BOOL, FLOAT, INT64, GraphBuilder
-from .quantized import (
+from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.quantized import (
     INPUTS,
     LinearKind,
     input_scale,
@@ -31,7 +30,7 @@ from .quantized import (
     split_rows,
     tensors,
 )
-from .tensorrt_experts import after, at_a_time, router_shares, shared
+from dflash_trt.graph.tensorrt_experts import after, at_a_time, router_shares, shared
 
 Projection = Literal["gate", "up", "down"]
 

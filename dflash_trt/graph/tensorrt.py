@@ -14,13 +14,12 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.formats.bodies import TRT_DOMAIN
-
-from .builder import BOOL, FLOAT, INT64, GraphBuilder
-from .dialect import SINK_PADDING, AttentionInputs, Dialect
-from .experts import Experts, Storage, declared
-from .quantized import tensorrt_linear
-from .quantized_experts import Projection, Stack, tensorrt_experts
-from .tensorrt_experts import mxfp4_experts, router_shares, shared
+from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, Dialect
+from dflash_trt.graph.experts import Experts, Storage, declared
+from dflash_trt.graph.quantized import tensorrt_linear
+from dflash_trt.graph.quantized_experts import Projection, Stack, tensorrt_experts
+from dflash_trt.graph.tensorrt_experts import mxfp4_experts, router_shares, shared
 
 
 class TensorRT(Dialect):

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from dflash_trt.formats.mxfp4 import BLOCK, tensorrt_blocks
-
-from .builder import FLOAT, GraphBuilder
-from .experts import Experts
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.experts import Experts
 
 WIDENED_BYTES = 1 << 28  # of one product's weights: eight of gpt-oss's experts
 

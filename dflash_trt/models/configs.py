@@ -6,11 +6,10 @@ from pathlib import Path
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
-from dflash_trt.reading import read_object
-
-from .drafters import KINDS
-from .families import FAMILIES
-from .reading import architecture_of, check_names
+from dflash_trt.files.reading import read_object
+from dflash_trt.models.drafters import KINDS
+from dflash_trt.models.families import FAMILIES
+from dflash_trt.models.reading import architecture_of, check_names
 
 
 def read_target_config(directory: Path) -> TargetConfig:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import DecoderConfig, TargetConfig
-
-from .mixers import Mixer
-from .module import Module
+from dflash_trt.models.mixers import Mixer
+from dflash_trt.models.module import Module
 
 
 def mixer_block(m: Module, mixer: Mixer, c: DecoderConfig, i: int, x: ir.Value) -> ir.Value:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import gpt_oss, llama, qwen3, qwen3_moe
-from .family import Family
+from dflash_trt.models import gpt_oss, llama, qwen3, qwen3_moe
+from dflash_trt.models.family import Family
 
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family for family in (qwen3.FAMILY, llama.FAMILY, qwen3_moe.FAMILY, gpt_oss.FAMILY)

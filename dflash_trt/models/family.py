@@ -9,9 +9,8 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import TargetConfig
-
-from .mixers import Mixer
-from .module import Module
+from dflash_trt.models.mixers import Mixer
+from dflash_trt.models.module import Module
 
 # The residual stream [B*S, D] through decoder layer i, whose tokens the mixer mixes.
 Layer = Callable[[Module, Mixer, TargetConfig, int, ir.Value], ir.Value]

@@ -13,13 +13,12 @@ from dflash_trt.formats.mxfp4 import BLOCK
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.experts import Experts, Storage
-
-from .decoder import mixer_block
-from .experts import experts
-from .family import Family
-from .mixers import Mixer
-from .module import Module
-from .reading import HEAD_DIM, LAYERS, decoder, expert_counts, place_window, refuse, target
+from dflash_trt.models.decoder import mixer_block
+from dflash_trt.models.experts import experts
+from dflash_trt.models.family import Family
+from dflash_trt.models.mixers import Mixer
+from dflash_trt.models.module import Module
+from dflash_trt.models.reading import HEAD_DIM, LAYERS, decoder, expert_counts, place_window, refuse, target
 
 # What published gpt-oss checkpoints keep in BF16: everything but the experts' matrices.
 _MXFP4_KEPT = {"model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"}

@@ -17,8 +17,7 @@ from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.schema import DecoderConfig, LayerAttention
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
-
-from .module import Module
+from dflash_trt.models.module import Module
 
 
 class Mixer(Protocol):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import TargetConfig
-
-from .decoder import dense_layer
-from .family import Family
-from .reading import HEAD_DIM, check_quantization, decoder, target, windows
+from dflash_trt.models.decoder import dense_layer
+from dflash_trt.models.family import Family
+from dflash_trt.models.reading import HEAD_DIM, check_quantization, decoder, target, windows
 
 
 def _read(fields: Fields) -> TargetConfig:

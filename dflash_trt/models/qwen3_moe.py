@@ -12,13 +12,21 @@ from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
 from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES
 from dflash_trt.graph.experts import Experts
 from dflash_trt.graph.quantized_experts import Projection, Stack
-
-from .decoder import dense_layer, mixer_block
-from .experts import experts, weighted, widened_bytes
-from .family import Family
-from .mixers import Mixer
-from .module import Module
-from .reading import LAYERS, WIDTH, check_quantization, decoder, expert_counts, refuse, target, window_of
+from dflash_trt.models.decoder import dense_layer, mixer_block
+from dflash_trt.models.experts import experts, weighted, widened_bytes
+from dflash_trt.models.family import Family
+from dflash_trt.models.mixers import Mixer
+from dflash_trt.models.module import Module
+from dflash_trt.models.reading import (
+    LAYERS,
+    WIDTH,
+    check_quantization,
+    decoder,
+    expert_counts,
+    refuse,
+    target,
+    window_of,
+)
 
 
 def _read(fields: Fields) -> TargetConfig:

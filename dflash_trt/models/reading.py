@@ -13,7 +13,7 @@ from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import LayerAttention, MoEConfig, TargetConfig
 from dflash_trt.errors import quoted, show
-from dflash_trt.reading import read_object
+from dflash_trt.files.reading import read_object
 
 # Far beyond any model. Work and memory follow these numbers before any tensor's shape is held against them.
 LAYERS, HEAD_DIM = 10_000, 1 << 14

@@ -17,11 +17,10 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline, same_bytes
 from dflash_trt.errors import CheckpointError
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
-
-from .decoder import embed
-from .families import FAMILIES
-from .mixers import Pass, PassRows, ints, mixers, positions_from
-from .module import Module
+from dflash_trt.models.decoder import embed
+from dflash_trt.models.families import FAMILIES
+from dflash_trt.models.mixers import Pass, PassRows, ints, mixers, positions_from
+from dflash_trt.models.module import Module
 
 
 def build_target(

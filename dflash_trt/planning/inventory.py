@@ -17,7 +17,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats import FORMATS, MXFP4
 from dflash_trt.formats.base import FLOAT_DTYPES
-from dflash_trt.graph.functions import OnnxRuntime
+from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
 

@@ -14,10 +14,10 @@ from typing import Any
 from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig
 from dflash_trt.errors import BuildError
 from dflash_trt.formats import FORMATS, SCHEMES
+from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.tensorrt_experts import at_a_time
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.inventory import NUMBER_BYTES, Inventory, weight_bytes
-from dflash_trt.precision import Precision
 
 ENGINES = ("onnxruntime", "tensorrt", "tensorrt-rtx", "tensorrt-llm")
 GIB = 1 << 30

@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.pair import check_pair
+from dflash_trt.bundle.contents import hard_link
+from dflash_trt.bundle.workspace import Progress, silent
+from dflash_trt.checkpoint.compatibility import check_pair
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.contents import hard_link
-from dflash_trt.disk import clone, copy
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError
+from dflash_trt.files.disk import clone, copy
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
-from dflash_trt.graph.functions import OnnxRuntime
+from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.graph.quantized_experts import Projection, Stack, onnxruntime_experts, onnxruntime_inputs
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
-from dflash_trt.tokenizer import Tokenizer
-from dflash_trt.verification import read_prompts
-from dflash_trt.workspace import Progress, silent
+from dflash_trt.reports.verification import read_prompts
+from dflash_trt.text.tokenizer import Tokenizer
 
 # Of each prompt so much is read, and so many tokens are decoded after it.
 PROMPT_TOKENS, DECODED_TOKENS = 1024, 32

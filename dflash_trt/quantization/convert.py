@@ -20,19 +20,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.bundle import digest
+from dflash_trt.bundle.manifest import digest
+from dflash_trt.bundle.workspace import Progress, silent, workspace
 from dflash_trt.checkpoint.mapped import released
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.roles import role_of
 from dflash_trt.checkpoint.tensors import INDEX, Checkpoint, TensorInfo
 from dflash_trt.checkpoint.writer import Entry, write_shard
-from dflash_trt.disk import own_file, whole_file
 from dflash_trt.errors import BuildError, CheckpointError
+from dflash_trt.files.disk import own_file, whole_file
+from dflash_trt.files.reading import read_object
 from dflash_trt.formats import FORMATS, INT4, SCHEMES, Algorithm
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.formats.numbers import pack_pairs, unpack_rows
-from dflash_trt.reading import read_object
-from dflash_trt.workspace import Progress, silent, workspace
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 _QUANTIZED_ROLES = ("attention", "mlp", "experts", "fc")

@@ -9,12 +9,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.bundle.workspace import workspace
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import BuildError
 from dflash_trt.formats import FORMATS
-from dflash_trt.workspace import workspace
-
-from .convert import copy_files, data_free, linear_layers
+from dflash_trt.quantization.convert import copy_files, data_free, linear_layers
 
 AWQ_TOKENS, AWQ_ROW = 4096, 1024
 _EXPERT = re.compile(r"\.experts\.\d+\.(?=(gate|up|down)_proj$)")

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 from string import Template
 
-from dflash_trt.bundle import Bundle
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.bundle.workspace import workspace
 from dflash_trt.errors import DFlashError, RequestError
-from dflash_trt.workspace import workspace
 
 MODEL = "dflash"
 _PACKAGE = Path(__file__).resolve().parent.parent

@@ -24,7 +24,7 @@ from typing import Any
 
 from dflash_trt.async_llm import AsyncLLM
 from dflash_trt.decoding.metrics import PREFIX
-from dflash_trt.decoding.request import Chunk, Completion, SamplingParams
+from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import BusyError, DecodingError, DFlashError, RequestError
 

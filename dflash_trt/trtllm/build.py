@@ -7,8 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dflash_trt import bundle
-from dflash_trt.build import (
+from dflash_trt.building.build import (
     TOKENIZER_FILES,
     Side,
     Weights,
@@ -17,10 +16,12 @@ from dflash_trt.build import (
     own_files,
 )
 from dflash_trt.building.sources import Source
-from dflash_trt.bundle import Bundle
-from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
+from dflash_trt.bundle import manifest as bundle
+from dflash_trt.bundle.contents import bring, describe_file, key_of, read_inputs
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.bundle.workspace import Progress, silent, workspace
+from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
-from dflash_trt.contents import bring, describe_file, key_of, read_inputs
 from dflash_trt.errors import BuildError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.planning.inventory import Inventory, take_inventory
@@ -28,7 +29,6 @@ from dflash_trt.trtllm.configuration import Configuration, Deployment, configure
 from dflash_trt.trtllm.drafter import as_it_is, drafter_config, write_weights
 from dflash_trt.trtllm.launch import launch_files
 from dflash_trt.trtllm.quantization import check_drafter, target_quantization
-from dflash_trt.workspace import Progress, silent, workspace
 
 _DRAFTER = "drafter/model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -46,7 +46,7 @@ def build_deployment(
     force: bool,
     progress: Progress | None = None,
 ) -> Bundle:
-    """Write a bundle for TensorRT-LLM; arguments and errors as `dflash_trt.build.build`.
+    """Write a bundle for TensorRT-LLM; arguments and errors as `dflash_trt.building.build.build`.
 
     The target's files are taken as they are; so are the drafter's weights where their form is TensorRT-LLM's.
     """

@@ -11,8 +11,8 @@ import numpy as np
 
 from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.disk import whole_file
-from dflash_trt.reading import read_object
+from dflash_trt.files.disk import whole_file
+from dflash_trt.files.reading import read_object
 
 _DROPPED = ("auto_map", "dtype", "torch_dtype")
 

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dflash_trt.bundle import Bundle
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.commit import alone, fail, leave
-from dflash_trt.decoding.inflight import Emission, InFlight
 from dflash_trt.decoding.leaving import Leaving
-from dflash_trt.decoding.lengths import Lengths
+from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.request import FinishReason, SamplingParams
+from dflash_trt.decoding.params import FinishReason, SamplingParams
+from dflash_trt.decoding.request import Emission, InFlight
 from dflash_trt.errors import DFlashError, EngineError, RequestError
 from dflash_trt.trtllm.installed import load
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from dflash_trt.bundle import Bundle
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
 
 # Sections of llm_args.yaml and the classes that they are.

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import NoReturn
 
-from dflash_trt.bundle import Bundle
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
 from dflash_trt.trtllm.installed import read_llm_args
 from dflash_trt.trtllm.releases import find_release

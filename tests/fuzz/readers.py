@@ -15,20 +15,21 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dflash_trt import LLM, SamplingParams, chat_template
-from dflash_trt.build import build, choose_block_size, choose_max_seq_len
-from dflash_trt.bundle import Bundle
-from dflash_trt.chat_template import ChatTemplates
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build, choose_block_size, choose_max_seq_len
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.catalogue import known_configs
+from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
 from dflash_trt.checkpoint.linears import stored_linear
-from dflash_trt.checkpoint.pair import check_pair, check_tokenizers
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import DFlashError, RequestError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
-from dflash_trt.tokenizer import Tokenizer
-from dflash_trt.verification import read_prompts
+from dflash_trt.reports.verification import read_prompts
+from dflash_trt.text import chat_template
+from dflash_trt.text.chat_template import ChatTemplates
+from dflash_trt.text.tokenizer import Tokenizer
 from tests.fuzz.mutate import mutate_bytes, mutate_json, mutate_safetensors, mutate_text
 
 Mutator = Callable[[Random, bytes], bytes]

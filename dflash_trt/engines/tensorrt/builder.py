@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.checkpoint.mapped import released
-from dflash_trt.errors import BuildError
-from dflash_trt.plugins.quick import register
-from dflash_trt.workspace import Progress
+from dflash_plugins.registration import register
 
-from .flavour import Flavour
-from .profiles import Profile
+from dflash_trt.bundle.workspace import Progress
+from dflash_trt.checkpoint.mapped import released
+from dflash_trt.engines.tensorrt.flavour import Flavour
+from dflash_trt.engines.tensorrt.profiles import Profile
+from dflash_trt.errors import BuildError
 
 _NODE = re.compile(r"\b(?:target|drafter)/[\w./:-]+")
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
+from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL
 from dflash_trt.errors import BundleError
-
-from .profiles import DECODE, PREFILL
 
 Tensor = torch.Tensor
 

@@ -12,20 +12,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import onnx_ir as ir
+from dflash_plugins.dialect import TensorRTPlugins
+from dflash_plugins.kernel_specs import TARGETS as PLUGIN_TARGETS
+from dflash_plugins.version import VERSION as PLUGIN_VERSION
 
-from dflash_trt.contents import describe_file
-from dflash_trt.environment import compute_capabilities
+from dflash_trt.bundle.contents import describe_file
+from dflash_trt.bundle.workspace import Progress
+from dflash_trt.engines.tensorrt.builder import build_plan, has_operator, weight_bytes
+from dflash_trt.engines.tensorrt.flavour import FLAVOURS
+from dflash_trt.engines.tensorrt.profiles import Limits, profiles
 from dflash_trt.errors import BuildError
+from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.tensorrt import TensorRT
-from dflash_trt.plugins.dialect import TensorRTPlugins
-from dflash_trt.plugins.uses import TARGETS as PLUGIN_TARGETS
-from dflash_trt.plugins.version import VERSION as PLUGIN_VERSION
-from dflash_trt.precision import Precision
-from dflash_trt.workspace import Progress
-
-from .builder import build_plan, has_operator, weight_bytes
-from .flavour import FLAVOURS
-from .profiles import Limits, profiles
+from dflash_trt.reports.environment import compute_capabilities
 
 DEFAULT_PREFILL_CHUNK = 512
 DTYPES = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
@@ -108,7 +107,7 @@ class Plans:
             "prefill_chunk": self.limits.prefill_chunk,
         }
         if self.plugins:
-            from dflash_trt.plugins.compiler import source_digest
+            from dflash_plugins.compiler import source_digest
 
             described["plugins"] = {"version": PLUGIN_VERSION, "source_sha256": source_digest()}
         return described

@@ -8,9 +8,8 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import DrafterConfig
-
-from . import dflash
-from .kind import DrafterKind
+from dflash_trt.models.drafters import dflash
+from dflash_trt.models.drafters.kind import DrafterKind
 
 KINDS: Mapping[str, DrafterKind] = {kind.architecture: kind for kind in (dflash.KIND,)}
 

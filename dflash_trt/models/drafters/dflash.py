@@ -22,12 +22,11 @@ from dflash_trt.errors import quoted, show
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.decoder import embed, gated_mlp
+from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.mixers import Pass, PassRows, ints, mixers, positions_from
 from dflash_trt.models.module import Module
 from dflash_trt.models.reading import HEAD_DIM, LAYERS, agreed, check_quantization, decoder, refuse, windows
 from dflash_trt.models.target import lm_head
-
-from .kind import DrafterKind
 
 # Tapped states pass 2e4, their sums through fc would pass 65504. What comes out is normed, so a power of two before
 # and its square on the norm's epsilon change nothing but the range.

@@ -1,0 +1,98 @@
+"""The adaptive block length on the simulated pairs of tests/doubles/simulation.py, as tables.
+
+    python -m build_scripts.bench.adaptive_length [--rounds 3000]              # each beginning
+    python -m build_scripts.bench.adaptive_length --constants [--rounds 1500]  # each constant halved, doubled
+
+A speed is the time that a fixed length would have taken for the same tokens, divided by the time taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from multiprocessing import Pool
+from types import ModuleType
+
+import numpy as np
+
+from tests.doubles.simulation import BEGINNINGS, HARD, world
+
+CONSTANTS = {
+    "adaptive": ("_RECENT", "_REPLAN", "_SHARE", "_ADVANCE"),
+    "calibration": ("_OFFSET", "_WEIGHT", "_MEMORY"),
+    "pass_times": ("_ALL", "_EACH", "_NOISE", "_RETURNING"),
+}
+# The beginnings that constants are tried on.
+TRIED = ("right", "each by its own factor", "all three times from the middle")
+Job = tuple[str, str, str, str, int]
+Change = tuple[str, str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3000)
+    parser.add_argument("--constants", action="store_true")
+    args = parser.parse_args()
+    if args.constants:
+        of_constants(args.rounds)
+    else:
+        of_beginnings(args.rounds)
+
+
+def of_beginnings(rounds: int) -> None:
+    print(
+        "| at start-up, or later | mean to the best | least to the best | least to plain |\n|---|---|---|---|"
+    )
+    for beginning in BEGINNINGS:
+        speeds = simulate([(*names, beginning, rounds) for names in HARD], None)
+        print(f"| {beginning} | {figures(speeds)} |", flush=True)
+
+
+def of_constants(rounds: int) -> None:
+    jobs = [(*names, beginning, rounds) for names in HARD for beginning in TRIED]
+    print("| constant | mean to the best | least to the best | least to plain |\n|---|---|---|---|")
+    print(f"| as they are | {figures(simulate(jobs, None))} |")
+    for name, constants in CONSTANTS.items():
+        for constant in constants:
+            value = getattr(_module(name), constant)
+            if constant == "_MEMORY":  # what is forgotten, halved and doubled
+                others = (1 - (1 - value) / 2, 1 - 2 * (1 - value))
+            else:
+                others = (type(value)(value / 2), value * 2)
+            for other in others:
+                speeds = simulate(jobs, (name, constant, other))
+                print(f"| `{name}.{constant}` {value} → {other:g} | {figures(speeds)} |", flush=True)
+
+
+def simulate(jobs: list[Job], change: Change | None) -> np.ndarray:
+    """[jobs, 2]: speed to the best fixed length, and to plain decoding."""
+    with Pool(initializer=_change, initargs=(change,)) as pool:
+        return np.array(pool.map(_speeds, jobs))
+
+
+def figures(speeds: np.ndarray) -> str:
+    best, plain = speeds.T
+    return f"{best.mean():.3f} | {best.min():.3f} | {plain.min():.3f}"
+
+
+def _change(change: Change | None) -> None:
+    if change:
+        module, constant, value = change
+        setattr(_module(module), constant, value)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"dflash_trt.decoding.{name}")
+
+
+def _speeds(job: Job) -> tuple[float, float]:
+    *names, rounds = job
+    simulated = world(*names)
+    ratios = simulated.compare(simulated.run(simulated.controller(), rounds))
+    return float(ratios.min()), float(ratios[0])
+
+
+if __name__ == "__main__":
+    main()

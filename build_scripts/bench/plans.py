@@ -1,0 +1,153 @@
+"""Time, peak memory and plan sizes of `dflash-trt build --engine tensorrt-rtx` on a known pair's layers at full width.
+
+    python -m build_scripts.bench.plans [--pair gpt-oss-20b] [--layers 2 4] [--compute-capability 120] \
+        [--precision target=nvfp4] [--dir DIR]
+
+The checkpoint is generated: names, shapes and dtypes of the pair, MXFP4 experts included, with noise in them and fewer
+layers, which tap, slide and see everything as the first ones do. Needs no GPU. Peak memory is the
+VmHWM of the building process, mapped weights included. With --precision, quantizing is part of the build.
+The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import struct
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from build_scripts.bench.build import measure
+from build_scripts.bench.generated import SHIPPED
+from dflash_trt.checkpoint.catalogue import known_configs
+from dflash_trt.checkpoint.tensors import Outline
+from dflash_trt.graph.tensorrt import TensorRT
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.drafters import build_drafter
+from dflash_trt.models.target import build_target
+from dflash_trt.reports.environment import processor
+from dflash_trt.reports.inspection import inspect
+
+_CHUNK, _PIECE = 8 << 20, 4 << 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pair", default="gpt-oss-20b", help="a known pair")
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 4], help="of the target, per build")
+    parser.add_argument("--compute-capability", default="120")
+    parser.add_argument("--precision", help="as for dflash-trt build (default: as stored, in bf16)")
+    parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
+    args = parser.parse_args()
+    results = []
+    for layers in args.layers:
+        with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+            results.append(one(Path(folder), args.pair, layers, args.compute_capability, args.precision))
+    print(json.dumps({"processor": processor(), "pair": args.pair, "builds": results}))
+
+
+def one(work: Path, pair: str, layers: int, capability: str, precision: str | None) -> dict[str, Any]:
+    sizes = write_pair(work, pair, layers)
+    command = [sys.executable, "-m", "dflash_trt", "build", "--engine", "tensorrt-rtx"]
+    command += ["--target", str(work / "target"), "--drafter", str(work / "drafter")]
+    command += ["--compute-capability", capability, "--out", str(work / "bundle")]
+    command += ["--max-batch-size", "2", "--prefill-chunk", "512", "--max-seq-len", "4096"]
+    command += ["--precision", precision] if precision else []
+    seconds, peak = measure(command)
+    found = inspect(work / "bundle")
+    largest = max(entry["size"] for entry in found["plans"].values())
+    result = {
+        "layers": layers,
+        "precision": precision,
+        "checkpoint_bytes": sizes,
+        "seconds": round(seconds, 1),
+        "peak_rss_bytes": peak,
+        "peak_rss_over_largest_plan": round(peak / largest, 2),
+        "plans": {
+            name: {key: entry[key] for key in ("size", "scratch_bytes", "weight_bytes")}
+            | {"size_over_weights": round(entry["size"] / sum(entry["weight_bytes"].values()), 3)}
+            for name, entry in found["plans"].items()
+        },
+    }
+    print(json.dumps(result, indent=2))
+    return result
+
+
+def write_pair(work: Path, pair: str, layers: int) -> dict[str, int]:
+    """`work`/target and /drafter; returns the bytes of their weights."""
+    target, drafter = work / "target", work / "drafter"
+    for source, place in zip(known_configs(pair), (target, drafter), strict=True):
+        place.mkdir()
+        config = json.loads((source / "config.json").read_text())
+        if place == target:
+            config["num_hidden_layers"] = layers
+            if "layer_types" in config:
+                config["layer_types"] = config["layer_types"][:layers]
+        else:
+            taps = [i * layers // 5 for i in range(5)]
+            config["dflash_config"]["target_layer_ids"] = sorted(set(taps))
+            config["num_target_layers"] = layers
+        (place / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SHIPPED / "target" / name, target / name)
+    configs = read_target_config(target), read_drafter_config(drafter)
+    outlines, dialect = (Outline(target), Outline(drafter)), TensorRT(ir.DataType.BFLOAT16)
+    build_target(
+        configs[0], outlines[0], configs[1].target_layer_ids, dialect, folder="target", capacity=4096
+    )
+    build_drafter(
+        configs[1],
+        outlines[1],
+        configs[0],
+        outlines[0],
+        dialect,
+        folder="drafter",
+        target_folder="target",
+        capacity=4096,
+    )
+    return {
+        place.name: _write(place / "model.safetensors", outline)
+        for place, outline in zip((target, drafter), outlines, strict=True)
+    }
+
+
+def _write(file: Path, outline: Outline) -> int:
+    """Noise in every tensor; scales of MXFP4 are bytes near 2**-7."""
+    header: dict[str, Any] = {}
+    offset = 0
+    for tensor in outline.tensors.values():
+        place = [offset, offset + tensor.nbytes]
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": place}
+        offset += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    rng = np.random.default_rng(0)
+    noise = (rng.standard_normal(_CHUNK // 2, dtype=np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+    kinds = {
+        "numbers": memoryview(noise.tobytes()),
+        "blocks": memoryview(rng.bytes(_CHUNK)),
+        "scales": memoryview(rng.integers(118, 122, _CHUNK, np.uint8).tobytes()),
+    }
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for tensor in outline.tensors.values():
+            kind = tensor.name.rpartition("_")[2] if tensor.dtype == "U8" else "numbers"
+            for start in range(
+                0, tensor.nbytes, _PIECE
+            ):  # other bytes each: TensorRT keeps equal tensors once
+                shift = 2 * int(rng.integers(_PIECE // 2))
+                out.write(kinds[kind][shift : shift + min(_PIECE, tensor.nbytes - start)])
+    return offset
+
+
+if __name__ == "__main__":
+    main()

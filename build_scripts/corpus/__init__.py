@@ -1,0 +1,1 @@
+"""The text that the shipped pairs are trained on."""

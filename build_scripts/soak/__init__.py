@@ -1,0 +1,1 @@
+"""Hours of load, kills and attacks, and what they leave behind."""

@@ -1,0 +1,129 @@
+"""Ten thousand short requests to one AsyncLLM, with random cancellations and deadlines: every token is checked.
+
+    python -m build_scripts.soak.engine BUNDLE [--requests 10000] [--concurrency 32] [--max-batch-size 8] [--seed 0]
+
+Requests come from a few dozen prompts that share beginnings, greedy and sampled, drafting and not. What each of them
+gets must be what the target alone gives it, from the first token on, no token lost and none twice: all of it for a
+request that ends by itself, a beginning of it for one that was cancelled or ran out of time. Resident memory is read
+at intervals. The last line is one JSON document; exit code 1 where a token was wrong or something was left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import random
+import resource
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from dflash_trt import LLM, AsyncLLM, SamplingParams
+from dflash_trt.bundle.manifest import Bundle
+
+PROMPTS, LONGEST = 48, 24
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--max-batch-size", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    asked, whole = references(args)
+    result = asyncio.run(soak(args, asked, whole))
+    print(json.dumps(result))
+    return 0 if not result["wrong"] and not result["left_behind"] else 1
+
+
+def references(args: argparse.Namespace) -> tuple[list[tuple[list[int], SamplingParams]], list[list[int]]]:
+    """What is asked, and the most that each request can get, decoded by the target alone, one at a time."""
+    rng = random.Random(args.seed)
+    with LLM(args.bundle, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:
+        vocab, longest = llm.bundle.manifest["vocab_size"], min(40, llm.max_seq_len - LONGEST - 8)
+        common = [rng.randrange(vocab) for _ in range(longest)]
+        asked = []
+        for i in range(PROMPTS):
+            prompt = common[: rng.randint(0, longest)] + [rng.randrange(vocab) for _ in range(8)]
+            temperature = rng.choice((0.0, 0.0, 0.7, 1.0))
+            asked.append((prompt, SamplingParams(max_tokens=LONGEST, temperature=temperature, seed=i)))
+        return asked, [llm.generate(p, s, speculate=False).token_ids for p, s in asked]
+
+
+async def soak(args: argparse.Namespace, asked: Any, whole: list[list[int]]) -> dict[str, Any]:
+    rng, ends, wrong = random.Random(args.seed + 1), Counter[str](), 0
+    numbers = iter(range(args.requests))
+    memory: list[float] = []
+    begin = time.perf_counter()
+
+    async def client(llm: AsyncLLM) -> None:
+        nonlocal wrong
+        for number in numbers:
+            if number % max(args.requests // 20, 1) == 0:
+                gc.collect()
+                memory.append(resident())
+            which, most = rng.randrange(PROMPTS), rng.randint(1, LONGEST)
+            prompt, params = asked[which]
+            params = SamplingParams(max_tokens=most, temperature=params.temperature, seed=params.seed)
+            timeout = rng.choice((None, None, None, 0.0, 0.01, 0.1))
+            leave = rng.choice((None, None, None, 0, 1, 2))
+            stream = llm.stream(prompt, params, timeout=timeout, speculate=rng.random() < 0.8)
+            got: list[int] = []
+            reason: str | None = None
+            async for chunk in stream:
+                got += chunk.token_ids
+                reason = chunk.finish_reason
+                if leave is not None and reason is None:
+                    leave -= 1
+                    if leave < 0:
+                        break
+            await stream.aclose()
+            expected = whole[which][:most]
+            ends[reason or "left"] += 1
+            wrong += got != (expected if reason in ("stop", "length") else expected[: len(got)])
+
+    # The whole block, whether it pays on these prompts or not: so that drafting is tried too.
+    block = Bundle.open(args.bundle).manifest["block_size"]
+    async with AsyncLLM(
+        args.bundle, max_batch_size=args.max_batch_size, block_length=block, threads=1
+    ) as llm:
+        await asyncio.gather(*(client(llm) for _ in range(args.concurrency)))
+        scheduler = llm._runtime.scheduler
+        while not scheduler.idle:  # the round in which the last one left
+            await asyncio.sleep(0.01)
+        left = llm.in_flight + len(llm._arrivals) + len(asyncio.all_tasks()) - 1
+        counts = llm.metrics.snapshot()
+        gc.collect()
+        memory.append(resident())
+    return {
+        "requests": args.requests,
+        "wrong": wrong,
+        "left_behind": left,
+        "ends": dict(ends),
+        "seconds": round(time.perf_counter() - begin, 1),
+        "tokens": counts["generation_tokens"],
+        "prompt_tokens": counts["prompt_tokens"],
+        "prompt_tokens_cached": counts["prompt_tokens_cached"],
+        "accepted": counts["spec_decode_num_accepted_tokens"],
+        "resident_mb": [round(value, 1) for value in memory],
+        "resident_growth_mb": round(memory[-1] - memory[len(memory) // 4], 1),
+        "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6, 1),
+    }
+
+
+def resident() -> float:
+    """Resident memory of this process, in MB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

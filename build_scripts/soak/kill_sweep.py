@@ -1,0 +1,296 @@
+"""Kill what makes files at every call that changes the file system, and look at what is left.
+
+    python -m build_scripts.soak.kill_sweep [OPERATION ...] [--sample N] [--syscalls] [--dir DIR]
+
+Operations: build, precision (a build that quantizes), replace (a build with --force over another bundle), quantize,
+deploy. Each is run again and again in a process of its own, which is killed (SIGKILL) at its first call that changes
+the file system, its second, and so on; then once for each of some limits of the size of a file, which stand for a full
+disk. After each, the place must hold the old directory, the new one, whole, or nothing; the same operation again must
+succeed, and leave what an undisturbed one leaves, and nothing beside it. (`deploy` may refuse, where its repository is
+whole.)
+
+Calls are seen by an audit hook: opening for writing, making, linking, renaming, removing, flushing. With --syscalls
+they are system calls, single writes included, seen and killed by strace, which must be installed and allowed to trace.
+The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from build_scripts.bench.generated import write_pair
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import MANIFEST, Bundle
+from dflash_trt.errors import DFlashError
+from dflash_trt.formats.precision import Precision
+from dflash_trt.quantization.convert import quantize
+from dflash_trt.serving.deploy import deploy
+
+CALLS = {
+    *("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.utime"),
+    *("os.chmod", "fcntl.flock"),
+}
+SYSCALLS = ",".join(
+    [
+        *(
+            "write",
+            "pwrite64",
+            "writev",
+            "ftruncate",
+            "fsync",
+            "fdatasync",
+            "sendfile",
+            "copy_file_range",
+            "flock",
+        ),
+        *("rename", "renameat", "renameat2", "link", "linkat", "symlink", "symlinkat", "unlink", "unlinkat"),
+        *("mkdir", "mkdirat", "rmdir", "utimensat", "chmod", "fchmod", "fchmodat"),
+    ]
+)
+FILE_SIZES = (0, 100, 10_000, 200_000, 1_000_000)
+_FAILED, _STARTED = 3, 30  # exit code of an operation that raised OSError; seconds until strace has attached
+
+Tree = dict[str, str]
+Call = tuple[str, int]  # the name of a call, and which of those of that name, from 1
+
+
+class Operation:
+    """One of OPERATIONS, in a directory of its own."""
+
+    def __init__(self, name: str, pair: Path, folder: Path) -> None:
+        self.name, self.pair, self.folder, self.out = name, pair, folder, folder / "out"
+        folder.mkdir()
+        self.old: Tree = {}
+        if name == "replace":
+            self._build(block_size=8)
+            self.old = tree(self.out)
+            shutil.copytree(self.out, pair / "old")
+        self.run()
+        self.new = tree(self.out)
+        assert self.new != self.old
+        self.reset()
+
+    def run(self) -> None:
+        if self.name == "quantize":
+            quantize(self.pair / "target", self.out, "int4")
+        elif self.name == "deploy":
+            deploy(self.pair / "bundle", self.out, copy=True)
+        elif self.name == "precision":
+            self._build(precision=Precision(target="fp8", drafter="nvfp4", head="mxfp4"))
+        else:
+            self._build(force=self.name == "replace")
+
+    def refused(self) -> None:
+        """`deploy` replaces no repository, not even its own."""
+        try:
+            self.run()
+        except DFlashError:
+            return
+        raise AssertionError("was not refused")
+
+    def _build(self, **options: Any) -> None:
+        build(str(self.pair / "target"), str(self.pair / "drafter"), self.out, **options)
+
+    def reset(self) -> None:
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
+        if self.old:
+            shutil.copytree(self.pair / "old", self.out)
+
+    def check(self, moment: str) -> None:
+        """What is left by an interruption, and by the same operation again."""
+        found = tree(self.out) if self.out.exists() else {}
+        if found not in ({}, self.old, self.new):
+            sys.exit(f"{self.name}, {moment}: {self.out} is neither old nor new: {sorted(found)}")
+        if MANIFEST in found:
+            Bundle.open(self.out, "full")
+        code = in_child(self.refused if self.name == "deploy" and found == self.new else self.run)
+        if code != 0:
+            sys.exit(f"{self.name}, {moment}: again, it ended with {code}; {sorted(tree(self.folder))}")
+        if tree(self.out) != self.new:
+            sys.exit(f"{self.name}, {moment}: again, it left something else: {sorted(tree(self.out))}")
+        if beside := sorted(p.name for p in self.folder.iterdir() if p != self.out):
+            sys.exit(f"{self.name}, {moment}: again, it left {beside} beside")
+
+
+OPERATIONS = ("build", "precision", "replace", "quantize", "deploy")
+
+
+def tree(folder: Path) -> Tree:
+    """Every file and directory with its digest."""
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else ""
+        for p in folder.rglob("*")
+    }
+
+
+def in_child(run: Callable[[], None], prepare: Callable[[], None] | None = None) -> int:
+    """Exit code of `run` in a fork of this process; negative is a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(_fork(run, prepare), 0)[1])
+
+
+def _fork(run: Callable[[], None], prepare: Callable[[], None] | None) -> int:
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            if prepare:
+                prepare()
+            run()
+            code = 0
+        except OSError:
+            code = _FAILED
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return child
+
+
+def traced(run: Callable[[], None], *options: str) -> int:
+    """As `in_child`, under strace."""
+    child = _fork(run, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    os.waitpid(child, os.WUNTRACED)
+    tracer = subprocess.Popen(["strace", "-f", "-qq", *options, "-p", str(child)])
+    end = time.monotonic() + _STARTED
+    while "TracerPid:\t0\n" in Path(f"/proc/{child}/status").read_text():
+        if tracer.poll() is not None or time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            sys.exit("strace cannot trace here")
+        time.sleep(0.002)
+    os.kill(child, signal.SIGCONT)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    tracer.wait()
+    return code
+
+
+def on_call(call: Callable[[], None]) -> None:
+    """Have `call` called before each call of this process that changes the file system."""
+    flush = os.fsync
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        writes = event == "open" and bool((arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        if writes or event in CALLS:
+            call()
+
+    def fsync(descriptor: int) -> None:
+        call()
+        flush(descriptor)
+
+    os.fsync = fsync  # type: ignore[assignment]
+    sys.addaudithook(hook)
+
+
+def calls_of(operation: Operation, *, syscalls: bool) -> list[Call]:
+    """What an undisturbed run can be killed at."""
+    with tempfile.NamedTemporaryFile() as log:
+        if syscalls:
+            code = traced(operation.run, "-o", log.name, "-e", f"trace={SYSCALLS}")
+            lines = Path(log.name).read_text().splitlines()
+            names = [found[1] for line in lines if (found := re.match(r"(?:\d+ +)?(\w+)\(", line))]
+        else:
+
+            def note() -> None:
+                os.write(log.fileno(), b".")
+
+            code = in_child(operation.run, lambda: on_call(note))
+            names = ["call"] * Path(log.name).stat().st_size
+    if code or not names:
+        sys.exit(f"{operation.name}: ended with {code}, after {len(names)} calls")
+    operation.reset()
+    return [(name, names[: i + 1].count(name)) for i, name in enumerate(names)]
+
+
+def killer(number: int) -> Callable[[], None]:
+    """Ends this process when it is called for that time."""
+    left = number
+
+    def call() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return call
+
+
+def kill(operation: Operation, call: Call, *, syscalls: bool) -> None:
+    """Run the operation, to be killed as it makes that call."""
+    name, number = call
+    if syscalls:  # strace counts each system call by itself
+        inject = f"inject={name}:signal=KILL:when={number}"
+        code = traced(operation.run, "-o", os.devnull, "-e", f"trace={name}", "-e", inject)
+    else:
+        code = in_child(operation.run, lambda: on_call(killer(number)))
+    if code != -signal.SIGKILL:
+        sys.exit(f"{operation.name}: ended with {code} before {name} {number}")
+
+
+def limit_files(size: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def sweep(operation: Operation, sample: int | None, *, syscalls: bool) -> dict[str, int]:
+    calls = calls_of(operation, syscalls=syscalls)
+    count = len(calls) if sample is None else min(sample, len(calls))
+    chosen = sorted({round(i * (len(calls) - 1) / max(1, count - 1)) for i in range(count)})
+    for i in chosen:
+        kill(operation, calls[i], syscalls=syscalls)
+        operation.check(f"killed at {calls[i][0]} {calls[i][1]} ({i + 1} of {len(calls)} calls)")
+        operation.reset()
+    failed = 0
+    for size in FILE_SIZES:
+        code = in_child(operation.run, limit_files(size))
+        if code not in (0, _FAILED):
+            sys.exit(
+                f"{operation.name}, files of at most {size} bytes: ended with {code}, not with an OSError"
+            )
+        failed += code == _FAILED
+        operation.check(f"files of at most {size} bytes")
+        operation.reset()
+    assert failed, "no limit was small enough"
+    return {"calls": len(calls), "killed": len(chosen), "full": failed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=", ".join(OPERATIONS))
+    parser.add_argument("--sample", type=int, metavar="N", help="kill each operation only so often")
+    parser.add_argument("--syscalls", action="store_true", help="at every system call, with strace")
+    parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
+    args = parser.parse_args()
+    if unknown := set(args.operations) - set(OPERATIONS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(OPERATIONS)}")
+    sys.dont_write_bytecode = True
+    found = {}
+    with tempfile.TemporaryDirectory(dir=args.dir) as work:
+        pair = Path(work) / "pair"
+        write_pair(pair, hidden=256, layers=8, intermediate=256, vocab=2048)
+        build(str(pair / "target"), str(pair / "drafter"), pair / "bundle")
+        for name in args.operations or OPERATIONS:
+            begin = time.monotonic()
+            operation = Operation(name, pair, Path(work) / name)
+            found[name] = sweep(operation, args.sample, syscalls=args.syscalls)
+            print(f"{name}: {found[name]}, {time.monotonic() - begin:.0f} s", flush=True)
+    print(json.dumps({"syscalls": args.syscalls, "operations": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What the training of the two shipped pairs does not share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+import dflash_trt
+from build_scripts.train import gpt_oss_chat as train_gpt_oss_chat
+from build_scripts.train import gpt_oss_export as train_gpt_oss_export
+from build_scripts.train import gpt_oss_model as train_gpt_oss_model
+from build_scripts.train.data import Render, chatml, load_tokenizer, packed_rows, train_tokenizer
+from build_scripts.train.export import write_target
+from build_scripts.train.model import Drafter, Shape, Target
+
+TINY = Path(dflash_trt.__file__).parent / "shipped" / "tiny"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One pair: its sizes, and how its parts begin, are written and are read back.
+
+    `render` makes the texts that are trained on and `ask` those that the pair is measured with. `rates` are the
+    learning rates of the rest and of the matrices, for the target and for the drafter. `seed` is that of the first
+    worker's documents, so that what begins as another pair sees other ones.
+    """
+
+    shape: Shape
+    seed: int
+    render: Render
+    ask: Render
+    rates: tuple[tuple[float, float], tuple[float, float]]
+    new_tokenizer: Callable[[], Tokenizer]
+    new_target: Callable[[], Target]
+    new_drafter: Callable[[], Drafter]
+    write_target: Callable[[Target, Path, Path], None]
+    load_target: Callable[[Path], Target]
+
+
+def load_qwen3(directory: Path) -> Target:
+    """The target exactly as its BF16 file has it, in float32."""
+    target = Target(Shape())
+    weights = load_file(directory / "model.safetensors")
+    target.load_state_dict(
+        {name.removeprefix("model."): w.float() for name, w in weights.items() if "lm_head" not in name}
+    )
+    return target
+
+
+def load_drafter(directory: Path, shape: Shape) -> Drafter:
+    """The drafter exactly as its BF16 file has it, in float32; biases that it has not are 0."""
+    drafter = Drafter(shape)
+    weights = {name: weight.float() for name, weight in load_file(directory / "model.safetensors").items()}
+    biases = {name: value * 0 for name, value in drafter.state_dict().items() if name.endswith(".bias")}
+    drafter.load_state_dict(biases | weights)
+    return drafter
+
+
+def qwen3() -> Architecture:
+    shape = Shape()
+    return Architecture(
+        shape=shape,
+        seed=0,
+        render=chatml,
+        ask=chatml,
+        rates=((3e-3, 0.02), (3e-3, 0.02)),
+        new_tokenizer=partial(train_tokenizer, shape.vocab_size),
+        new_target=partial(Target, shape),
+        new_drafter=partial(Drafter, shape),
+        write_target=write_target,
+        load_target=load_qwen3,
+    )
+
+
+def gpt_oss() -> Architecture:
+    """Target and drafter both begin as those of the pair `tiny` that is shipped."""
+    shape = train_gpt_oss_model.gpt_oss_shape(train_gpt_oss_chat.VOCAB_SIZE)
+
+    def new_target() -> Target:
+        target = train_gpt_oss_model.GptOss(shape)
+        tokenizer = load_tokenizer(TINY / "target")
+        few = zip(*islice(packed_rows(tokenizer, 512, 0), 4), strict=True)
+        tokens, _, documents, positions = (torch.from_numpy(np.stack(column)) for column in few)
+        stand_ins = train_gpt_oss_chat.stand_ins(tokenizer)
+        source = load_qwen3(TINY / "target")
+        train_gpt_oss_model.warm_start(target, source, [tokens, documents, positions], stand_ins)
+        return target
+
+    def new_drafter() -> Drafter:
+        drafter = load_drafter(TINY / "drafter", shape)
+        for name, parameter in drafter.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.data /= shape.rotary_factor
+        return drafter
+
+    return Architecture(
+        shape=shape,
+        seed=10,
+        render=train_gpt_oss_chat.render,
+        ask=partial(train_gpt_oss_chat.render, effort="low"),
+        rates=((1e-3, 0.006), (2e-3, 0.01)),
+        new_tokenizer=partial(train_gpt_oss_chat.make_tokenizer, TINY / "target"),
+        new_target=new_target,
+        new_drafter=new_drafter,
+        write_target=train_gpt_oss_export.write_target,
+        load_target=partial(train_gpt_oss_export.load_target, shape),
+    )
+
+
+ARCHITECTURES = {"qwen3": qwen3, "gpt-oss": gpt_oss}

@@ -1,0 +1,1 @@
+"""A bundle on disk: its manifest, its contents, and the work directory in which it is made."""

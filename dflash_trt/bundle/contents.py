@@ -1,0 +1,147 @@
+"""What goes into a bundle as it is: digests of the files, and their way there, copied or linked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.bundle import manifest as bundle
+from dflash_trt.bundle.workspace import Progress, Workspace
+from dflash_trt.errors import BuildError
+from dflash_trt.files.disk import clone, copy, stamp, whole_file
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A file as it was when its digest was worked out. `stamp`: see `disk.stamp`."""
+
+    source: Path
+    stamp: tuple[int, int, int, int]
+    sha256: str
+
+    @property
+    def size(self) -> int:
+        return self.stamp[2]
+
+    def check(self) -> None:
+        """Raises BuildError where the file is another one by now."""
+        if stamp(self.source.stat()) != self.stamp:
+            raise BuildError(f"{self.source}: was changed during the build; build again when it is at rest")
+
+
+def read_inputs(wanted: Mapping[str, Path], place: Workspace, progress: Progress) -> dict[str, Input]:
+    """Digests of `wanted` (name inside the bundle -> file); those that an interrupted build noted are taken over."""
+    try:
+        memo = json.loads(place.digests.read_text())
+    except (OSError, ValueError):
+        memo = {}
+    sources = {name: source.resolve() for name, source in wanted.items()}
+    total = sum(source.stat().st_size for source in sources.values())
+    done, inputs = 0, {}
+    for name, source in sources.items():
+        progress("digest", done, total)
+        found = stamp(source.stat())
+        if memo.get(name, {}).get("stamp") != list(found):
+            (place.path / name).unlink(missing_ok=True)  # a copy of what was there before
+            inputs[name] = Input(source, found, bundle.digest(source))
+            inputs[name].check()
+            memo[name] = {"stamp": found, "sha256": inputs[name].sha256}
+            with whole_file(place.digests) as file:
+                file.write(json.dumps(memo).encode())
+        inputs[name] = Input(source, found, memo[name]["sha256"])
+        done += found[2]
+    progress("digest", total, total)
+    return inputs
+
+
+def key_of(
+    manifest: Mapping[str, Any], inputs: Mapping[str, Input], generated: Mapping[str, str] | None = None
+) -> str:
+    """The key of a bundle: what its manifest says so far, and the digests of what it is made from.
+
+    `generated`: name -> sha256 of files that are made on the way.
+    """
+    digests = {name: file.sha256 for name, file in inputs.items()} | dict(generated or {})
+    return hashlib.sha256(json.dumps([manifest, digests], sort_keys=True).encode()).hexdigest()
+
+
+def bring(
+    inputs: Mapping[str, Input], place: Workspace, progress: Progress, *, link: bool, keep: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Put `inputs` into the work directory; returns the manifest's entries.
+
+    Weights are hard-linked where `link` asks for it and the file system can; else files share their blocks with the
+    source where that is possible, and are copied where it is not. Files of the scratch directory are always linked.
+    What else lies in the work directory goes, except in its folder `keep`.
+
+    Raises BuildError where a file was changed meanwhile, or a copy does not fit on the disk.
+    """
+    _remove_others(place.path, inputs, keep)
+    to_copy = [name for name, file in inputs.items() if not _bring(name, file, place, link)]
+    total = sum(inputs[name].size for name in to_copy)
+    free = shutil.disk_usage(place.path).free
+    if total > free:
+        raise BuildError(
+            f"{place.out}: {total} bytes have to be copied there, and {free} are free on that file system; make room, "
+            "choose another --out, or use the checkpoint's own files with --weights link"
+        )
+    done = 0
+    for name in to_copy:
+        progress("copy weights", done, total)
+        copy(inputs[name].source, place.path / name)
+        done += inputs[name].size
+    progress("copy weights", total, total)
+    entries: dict[str, dict[str, Any]] = {}
+    for name, file in inputs.items():
+        file.check()
+        entries[name] = {"size": file.size, "sha256": file.sha256}
+        if _linkable(file, place, link) and (place.path / name).samefile(file.source):
+            entries[name]["mtime_ns"] = file.stamp[3]
+    return entries
+
+
+def _linkable(file: Input, place: Workspace, link: bool) -> bool:
+    return link and file.source.suffix == ".safetensors" and not file.source.is_relative_to(place.scratch)
+
+
+def _bring(name: str, file: Input, place: Workspace, link: bool) -> bool:
+    """Link or clone a file, unless it is there already; False where it has to be copied."""
+    destination = place.path / name
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    linkable = file.source.is_relative_to(place.scratch) or _linkable(file, place, link)
+    if destination.exists():
+        found = stamp(destination.stat())
+        linked = found[:2] == file.stamp[:2]
+        if found[2:] == file.stamp[2:] and (linkable or not linked):
+            return True
+        destination.unlink()
+    return (linkable and hard_link(file.source, destination)) or clone(file.source, destination)
+
+
+def hard_link(source: Path, destination: Path) -> bool:
+    """False where that is not possible: another file system, or one without links."""
+    try:
+        os.link(source, destination)
+    except OSError:
+        return False
+    return True
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": bundle.digest(path)}
+
+
+def _remove_others(work: Path, wanted: Mapping[str, Any], keep: str) -> None:
+    for folder, directories, files in os.walk(work):
+        if keep and Path(folder) == work:
+            directories[:] = [name for name in directories if name != keep]
+        for name in files:
+            path = Path(folder, name)
+            if path.relative_to(work).as_posix() not in wanted:
+                path.unlink()

@@ -1,0 +1,226 @@
+"""The engine bundle: one self-contained directory, described by its manifest (docs/bundle.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, get_args
+
+import onnx
+
+from dflash_trt.errors import BundleError, CheckpointError, show
+from dflash_trt.files.disk import clone, copy, own_file, whole_file
+from dflash_trt.files.reading import read_object
+
+FORMAT = "dflash-trt bundle"
+FORMAT_VERSION = 2
+MANIFEST = "manifest.json"
+# Files up to this size have their digest checked at every load; larger ones (weights) only by check="full".
+QUICK_DIGEST_BYTES = 16 << 20
+_MAX_MANIFEST_BYTES = 4 << 20
+_OWN_DIGEST = "manifest_sha256"
+
+Check = Literal["size", "full"]
+
+_FIELDS: Mapping[str, type] = {
+    "key": str,
+    "engine": str,
+    "dialect": str,
+    "precision": dict,
+    "weights": str,
+    "target": dict,
+    "drafter": dict,
+    "block_size": int,
+    "mask_token_id": int,
+    "target_layer_ids": list,
+    "hidden_size": int,
+    "vocab_size": int,
+    "max_seq_len": int,
+    "eos_token_ids": list,
+    "versions": dict,
+    "files": dict,
+}
+# What each graph says of the pair in its own metadata, and the manifest must say too.
+_AGREED = ("key", "block_size", "mask_token_id", "target_layer_ids", "hidden_size", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle that was found whole. `manifest` holds manifest.json; docs/bundle.md lists its fields."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: str | Path, check: Check = "size") -> Bundle:
+        """Read and check a bundle.
+
+        `check="size"` compares every file's size, and the digests of those up to QUICK_DIGEST_BYTES (all but weights);
+        `"full"` every digest.
+
+        Raises:
+            BundleError: something is missing, truncated, altered, of another format version, or the two graphs
+                and the manifest disagree; the message names the file or the field. Files that the manifest does not
+                list are not read; of TensorRT-LLM, which reads whole directories, there may be none.
+        """
+        path = Path(path)
+        if check not in get_args(Check):
+            raise BundleError(f"check is {check!r}, expected one of {', '.join(get_args(Check))}")
+        manifest = read_manifest(path)
+        for name, entry in manifest["files"].items():
+            _check_file(path, name, entry, full=check == "full")
+        if manifest["engine"] == "tensorrt-llm":
+            if found := unlisted(path, manifest):  # TensorRT-LLM reads whatever lies in these directories
+                raise BundleError(
+                    f"{path / found[0]}: the manifest does not list this file, and TensorRT-LLM could read it; "
+                    "move it out of the bundle"
+                )
+            return cls(path, manifest)
+        for graph in ("target.onnx", "drafter.onnx"):
+            if graph not in manifest["files"]:
+                raise BundleError(f"{path / MANIFEST}: files does not list {graph}; build the bundle again")
+            _check_graph(path / graph, manifest)
+        return cls(path, manifest)
+
+    def copy_to(self, path: Path) -> None:
+        """Write a copy of the bundle to the new directory `path`: what the manifest lists, and the manifest last."""
+        for name in [*self.manifest["files"], MANIFEST]:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            if not clone(self.path / name, path / name):
+                copy(self.path / name, path / name)
+
+    @property
+    def capacity(self) -> int:
+        """Cache rows per sequence."""
+        return cache_rows(int(self.manifest["max_seq_len"]), int(self.manifest["block_size"]))
+
+
+def cache_rows(max_seq_len: int, block_size: int) -> int:
+    """Per sequence: passes write blocks past the last token, and attention sinks one row more."""
+    return max_seq_len + 2 * block_size + 1
+
+
+def graph_metadata(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What the graphs of this bundle carry, so that a graph of another pair is noticed."""
+    return {f"dflash.{field}": json.dumps(manifest[field]) for field in _AGREED}
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Write manifest.json with the digest of its own values; the file appears when it is whole and on disk."""
+    values = {name: value for name, value in manifest.items() if name != _OWN_DIGEST}
+    sealed = {"format": FORMAT, **values, _OWN_DIGEST: _digest_of_values({"format": FORMAT, **values})}
+    with whole_file(directory / MANIFEST) as file:
+        file.write(json.dumps(sealed, indent=2).encode() + b"\n")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the bundle in `path`, as it was written. No other file is looked at.
+
+    Raises BundleError: this is no bundle, one of another format version, or the manifest was changed.
+    """
+    file = path / MANIFEST
+    if not path.is_dir():
+        raise BundleError(
+            f"{path}: there is no such directory; make a bundle with: dflash-trt build --out {path}"
+        )
+    if not os.path.lexists(file):
+        raise BundleError(f"{path}: no {MANIFEST}, so this is not a finished bundle; run the build again")
+    manifest = read_object(file, _MAX_MANIFEST_BYTES, BundleError)
+    if manifest.get("format") != FORMAT:
+        raise BundleError(
+            f"{file}: format is {show(manifest.get('format'))}, expected {show(FORMAT)}: this is not a bundle, "
+            "or one of an older version of dflash-trt; build it again, in another place"
+        )
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise BundleError(
+            f"{file}: format_version is {show(manifest.get('format_version'))}, this version of dflash-trt reads "
+            f"{FORMAT_VERSION}; build the bundle again, in another place"
+        )
+    if manifest.get(_OWN_DIGEST) != _digest_of_values(manifest):
+        raise BundleError(
+            f"{file}: {_OWN_DIGEST} is not the digest of the other fields: the file was changed after the build; "
+            "build the bundle again"
+        )
+    for field, kind in _FIELDS.items():
+        value = manifest.get(field)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise BundleError(f"{file}: {field} is {show(value)}; build the bundle again")
+    for name, entry in manifest["files"].items():
+        _check_entry(file, name, entry)
+    return manifest
+
+
+def unlisted(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """What lies in a bundle's directory without being in its manifest: files, and links of any kind; sorted."""
+    found = []
+    for folder, directories, files in os.walk(path):
+        links = [name for name in directories if (Path(folder) / name).is_symlink()]
+        found += [(Path(folder) / name).relative_to(path).as_posix() for name in [*files, *links]]
+    return sorted(set(found) - {MANIFEST, *manifest["files"]})
+
+
+def _digest_of_values(manifest: Mapping[str, Any]) -> str:
+    """sha256 of the manifest without its own digest: keys sorted, no spaces, ASCII."""
+    values = {name: value for name, value in manifest.items() if name != _OWN_DIGEST}
+    values = json.loads(json.dumps(values))  # numbers as keys are text from now on, and sorted as such
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_entry(manifest: Path, name: str, entry: Any) -> None:
+    """Raises BundleError where an entry of `files` could lead out of the bundle, or says no size or digest."""
+    parts = PurePosixPath(name).parts
+    if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\0" in name or name == MANIFEST:
+        raise BundleError(f"{manifest}: files names {show(name)}, which is not a file inside the bundle")
+    if not isinstance(entry, dict) or not isinstance(entry.get("size"), int):
+        raise BundleError(f"{manifest}: files[{show(name)}] has no size; build the bundle again")
+    if not isinstance(entry.get("sha256"), str):
+        raise BundleError(f"{manifest}: files[{show(name)}] has no sha256; build the bundle again")
+
+
+def _check_file(bundle: Path, name: str, entry: Mapping[str, Any], *, full: bool) -> None:
+    file = bundle / name
+    if not file.is_file():
+        raise BundleError(f"{file}: missing, though the manifest lists it; build the bundle again")
+    try:
+        own_file(bundle, file)
+    except CheckpointError as error:
+        raise BundleError(str(error)) from None
+    found = file.stat()
+    if found.st_size != entry["size"]:
+        raise BundleError(
+            f"{file}: {found.st_size} bytes, the manifest says {entry['size']}; build the bundle again"
+        )
+    # A file with one link is nobody else's: a bundle that was copied has new times.
+    if "mtime_ns" in entry and found.st_nlink > 1 and found.st_mtime_ns != entry["mtime_ns"]:
+        raise BundleError(
+            f"{file}: was written to after the build, through the checkpoint that it is linked with; "
+            "restore the checkpoint and build again, without --weights link if it may change"
+        )
+    if (full or found.st_size <= QUICK_DIGEST_BYTES) and digest(file) != entry["sha256"]:
+        raise BundleError(
+            f"{file}: sha256 differs from the manifest's: the file was altered; build the bundle again"
+        )
+
+
+def _check_graph(file: Path, manifest: Mapping[str, Any]) -> None:
+    try:
+        model = onnx.load(str(file), load_external_data=False)
+    except Exception as error:  # protobuf's DecodeError has no stable home
+        raise BundleError(f"{file}: not a readable ONNX model ({error}); build the bundle again") from error
+    found = {p.key: p.value for p in model.metadata_props}
+    for key, expected in graph_metadata(manifest).items():
+        if found.get(key) != expected:
+            raise BundleError(
+                f"{file}: {key.removeprefix('dflash.')} is {found.get(key)}, the manifest says {expected}: "
+                "graph and manifest are of different builds; build the bundle again"
+            )

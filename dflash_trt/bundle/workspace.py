@@ -1,0 +1,313 @@
+"""Where a bundle, a checkpoint or a repository is made: beside its place, and renamed there whole (docs/bundle.md)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from dflash_trt.bundle.manifest import MANIFEST, Bundle, read_manifest, unlisted
+from dflash_trt.errors import BuildError, BundleError
+from dflash_trt.files.disk import locked, open_directory, sync_tree
+
+# Called as progress(step, done, total); units are files or bytes, whatever the step counts.
+Progress = Callable[[str, int, int], None]
+Kind = Literal["bundle", "checkpoint", "repository"]
+
+_RECORD = "record.json"
+_FORMAT = "dflash-trt work directory"
+_DIGESTS = "digests.json"
+_NEW, _SCRATCH, _REPLACED = "new", "scratch", "replaced"
+
+
+def silent(step: str, done: int, total: int) -> None:
+    pass
+
+
+@dataclass
+class Workspace:
+    """A work directory, held by one process. `path` becomes `out`; `scratch` goes when the work is done."""
+
+    out: Path
+    kind: Kind
+    area: Path
+    parent: int  # descriptor of the directory that holds `area` and `out`
+    descriptor: int  # of `area`
+    done: bool = field(default=False)
+    _replaces: bool = field(default=False)
+
+    @property
+    def path(self) -> Path:
+        return self.area / _NEW
+
+    @property
+    def scratch(self) -> Path:
+        return self.area / _SCRATCH
+
+    @property
+    def digests(self) -> Path:
+        """The file in which digests that were worked out are noted."""
+        return self.area / _DIGESTS
+
+    def existing(self, key: str, *, force: bool) -> Bundle | None:
+        """The bundle in `out`, where it is whole and of this key. Otherwise `publish` will put a new one there.
+
+        Raises BuildError where something is in the way that `force` does not allow to replace, or that nobody may
+        replace: what is no bundle of this version, or has files that its manifest does not list.
+        """
+        if not os.path.lexists(self.out) or not any(self.out.iterdir()):
+            return None
+        check_out(self.out)
+        manifest = read_manifest(self.out)
+        try:
+            if manifest["key"] == key:
+                return Bundle.open(self.out)
+            problem = f"{self.out}: holds a bundle of other inputs or options (key {manifest['key'][:12]})"
+        except BundleError as error:
+            problem = f"{self.out}: holds this bundle, damaged ({error})"
+        if not force:
+            raise BuildError(f"{problem}; choose another --out, or replace it with --force")
+        if others := unlisted(self.out, manifest):
+            raise BuildError(
+                f"{self.out}: holds {len(others)} files that are not the bundle's, as {others[0]!r}; they would be "
+                "lost with it: move them, or choose another --out"
+            )
+        self._replaces = True
+        return None
+
+    def check_free(self, state: str) -> None:
+        """Raises BuildError, which says `state`, where there is something in `out`."""
+        if os.path.lexists(self.out) and any(self.out.iterdir()):
+            raise BuildError(f"{self.out}: {state}; choose another --out, or remove it")
+
+    def publish(self) -> None:
+        """Put what is in `path` in its place, whole and on disk.
+
+        Raises BuildError where something came there meanwhile; the work is kept.
+        """
+        sync_tree(self.path)
+        if self._replaces:
+            os.rename(self.out.name, _REPLACED, src_dir_fd=self.parent, dst_dir_fd=self.descriptor)
+        try:
+            os.rename(_NEW, self.out.name, src_dir_fd=self.descriptor, dst_dir_fd=self.parent)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise BuildError(
+                f"{self.out}: something was put there during the work; move it and run this again, which "
+                "takes over what is done"
+            ) from None
+        os.fsync(self.descriptor)
+        os.fsync(self.parent)
+        self.done = True
+
+    def empty(self) -> None:
+        """Begin again: nothing is taken over from an interrupted run."""
+        for folder in (self.path, self.scratch):
+            shutil.rmtree(folder)
+            folder.mkdir()
+
+
+def check_out(out: Path) -> None:
+    """Raises BuildError where `out` can hold no bundle: a file, a link, a directory with something else."""
+    check_place(out)
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    try:
+        read_manifest(out)
+    except BundleError as error:
+        raise BuildError(
+            f"{out}: exists, is not empty and is not a bundle that this version can replace ({error}); "
+            "choose another --out, or remove it yourself"
+        ) from None
+
+
+def check_place(out: Path) -> None:
+    """Raises BuildError where `out` is a file or a symbolic link."""
+    if out.is_symlink():
+        raise BuildError(
+            f"{out}: is a symbolic link to {os.readlink(out)}; give the directory itself as --out"
+        )
+    if out.exists() and not out.is_dir():
+        raise BuildError(f"{out}: is a file; choose another --out")
+
+
+@contextmanager
+def workspace(out: Path, kind: Kind) -> Iterator[Workspace]:
+    """A work directory beside `out`, for one process at a time; kept when the work is interrupted, and then resumed.
+
+    Its name is random; it is taken up again where it belongs to this user and has a record of what it is for. What
+    was interrupted between taking an old bundle out of the way and putting the new one there is undone first.
+    """
+    out = Path(os.path.abspath(out))
+    check_place(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    parent = open_directory(out.parent.resolve())
+    try:
+        with _lock(out, parent):
+            name = _resume(out, kind, parent) or _begin(out, kind, parent)
+            descriptor = open_directory(name, parent)
+            place = Workspace(out, kind, out.parent / name, parent, descriptor)
+            try:
+                for folder in (place.path, place.scratch):
+                    folder.mkdir(exist_ok=True)
+                yield place
+            finally:
+                if place.done or not any(any(folder.iterdir()) for folder in (place.path, place.scratch)):
+                    _remove(out, name, parent)
+                os.close(descriptor)
+    finally:
+        os.close(parent)
+
+
+@contextmanager
+def _lock(out: Path, parent: int) -> Iterator[None]:
+    with locked(out.with_name(f".{out.name}.lock"), parent) as held:
+        if not held:
+            raise BuildError(f"{out}: another process is writing it; wait for it, or choose another --out")
+        yield
+
+
+def _begin(out: Path, kind: Kind, parent: int) -> str:
+    name = f".{out.name}.work-{secrets.token_hex(6)}"
+    os.mkdir(name, dir_fd=parent)
+    with _in(name, parent) as area:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(os.open(_RECORD, flags, 0o666, dir_fd=area), "w") as file:
+            json.dump({"format": _FORMAT, "kind": kind, "out": out.name}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.fsync(area)
+    return name
+
+
+def _resume(out: Path, kind: Kind, parent: int) -> str | None:
+    """The work directory of an interrupted run, put in order. Others of this user's are removed."""
+    found = None
+    pattern = re.compile(re.escape(f".{out.name}.work-") + "[0-9a-f]{12}")
+    for name in sorted(filter(pattern.fullmatch, os.listdir(parent))):
+        recorded = _recorded(name, parent)
+        if recorded is None:
+            continue
+        if recorded and not _settle(out, name, parent):
+            continue
+        if found is None and recorded == {"format": _FORMAT, "kind": kind, "out": out.name}:
+            found = name
+        else:
+            _remove(out, name, parent)
+    return found
+
+
+def _recorded(name: str, parent: int) -> dict[str, Any] | None:
+    """What a work directory is for; empty where a run was killed as it began; None where it is not ours to touch."""
+    try:
+        with _in(name, parent) as area:
+            if os.fstat(area).st_uid != os.geteuid():
+                return None
+            with os.fdopen(
+                os.open(_RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=area)
+            ) as file:
+                recorded = json.loads(file.read(4096) or "{}")
+            ours = isinstance(recorded, dict) and recorded.get("format") == _FORMAT
+            return recorded if ours else {} if set(os.listdir(area)) == {_RECORD} else None
+    except FileNotFoundError:
+        with _in(name, parent) as area:
+            return None if os.listdir(area) else {}
+    except (OSError, ValueError):
+        return None
+
+
+def _settle(out: Path, name: str, parent: int) -> bool:
+    """Put an old bundle back whose replacement was interrupted, or finish removing it; False if it must stay."""
+    with _in(name, parent) as area:
+        inside = os.listdir(area)
+        if _REPLACED not in inside:
+            return True
+        if _NEW not in inside:
+            return remove_bundle(out.parent / name / _REPLACED)
+        if not os.path.lexists(out):
+            os.rename(_REPLACED, out.name, src_dir_fd=area, dst_dir_fd=parent)
+            os.fsync(area)
+            os.fsync(parent)
+            return True
+        return False  # something else is in its place
+
+
+def _remove(out: Path, name: str, parent: int) -> None:
+    """Remove a work directory; a bundle in it that was replaced goes as far as its manifest lists it.
+
+    The record goes last, so that a removal that is interrupted can be taken up.
+    """
+    with _in(name, parent) as area:
+        for folder in (_NEW, _SCRATCH):
+            with suppress(FileNotFoundError):
+                shutil.rmtree(folder, dir_fd=area)
+        replaced = out.parent / name / _REPLACED
+        if not remove_bundle(replaced):
+            warnings.warn(f"{replaced}: keeps what the replaced bundle's manifest did not list", stacklevel=2)
+            return
+        for file in (_DIGESTS, f"{_DIGESTS}.part", _RECORD):
+            with suppress(FileNotFoundError):
+                os.unlink(file, dir_fd=area)
+    os.rmdir(name, dir_fd=parent)
+
+
+def remove_bundle(path: Path) -> bool:
+    """Remove the files that a bundle's manifest lists, and the manifest last; False where others are left.
+
+    Links are not followed.
+    """
+    if not os.path.lexists(path):
+        return True
+    root = open_directory(path)
+    try:
+        if os.listdir(root):
+            manifest = read_manifest(path)
+            names = [PurePosixPath(name) for name in manifest["files"]]
+            for name in names:
+                with suppress(OSError), _folder(root, name.parent) as folder:
+                    os.unlink(name.name, dir_fd=folder)
+            for directory in sorted({p for name in names for p in name.parents if p.name}, reverse=True):
+                with suppress(OSError), _folder(root, directory.parent) as folder:
+                    os.rmdir(directory.name, dir_fd=folder)
+            if os.listdir(root) != [MANIFEST]:
+                return False
+            os.unlink(MANIFEST, dir_fd=root)
+    except (BundleError, OSError):
+        return False
+    finally:
+        os.close(root)
+    os.rmdir(path)
+    return True
+
+
+@contextmanager
+def _folder(root: int, path: PurePosixPath) -> Iterator[int]:
+    """A descriptor of `path` below `root`, which leads through no link."""
+    descriptor = os.dup(root)
+    try:
+        for part in path.parts:
+            inner = open_directory(part, descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _in(name: str, parent: int) -> Iterator[int]:
+    descriptor = open_directory(name, parent)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""From token ids to text, and where an answer ends."""

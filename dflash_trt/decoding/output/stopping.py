@@ -1,0 +1,92 @@
+"""When a request ends, and which text may be shown before it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from dflash_trt.decoding.output.automaton import Automaton
+from dflash_trt.decoding.output.detokenizer import Detokenizer
+from dflash_trt.decoding.params import FinishReason, SamplingParams
+
+
+class Emission(NamedTuple):
+    """What one run of tokens gave: the first `kept` of them count, `text` may be shown now."""
+
+    kept: int
+    text: str
+    finish_reason: FinishReason | None
+
+
+class StopChecker:
+    """Stop tokens, stop strings and the token budget of one request. How the tokens are cut into runs is not
+    seen.
+
+    As in vLLM, a stop token is kept but has no text; the token that completes a stop string is kept, and the
+    text ends before the string. Of several stop strings the one complete first ends the text, the longest if
+    two end together. A stop wins over `max_tokens` when one token reaches both.
+    """
+
+    def __init__(
+        self, params: SamplingParams, eos_token_ids: Iterable[int], detokenizer: Detokenizer
+    ) -> None:
+        self.finish_reason: FinishReason | None = None
+        self._stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
+        self._stops = Automaton(map(ord, stop) for stop in params.stop) if params.stop else None
+        self._state = 0  # how much of a stop string the held text ends with
+        self.remaining = params.max_tokens  # tokens that may still be kept
+        self._detokenizer = detokenizer
+        self._held = ""  # decoded, but possibly the beginning of a stop string
+
+    def push(self, tokens: Sequence[int]) -> Emission:
+        """Take the next run of tokens. After the end nothing is kept."""
+        if self.finish_reason:
+            return Emission(0, "", self.finish_reason)
+        kept = min(len(tokens), self.remaining)
+        reason: FinishReason | None = "length" if kept == self.remaining else None
+        spoken = tokens[:kept]
+        if not self._stop_ids.isdisjoint(spoken):
+            first = next(i for i, token in enumerate(spoken) if token in self._stop_ids)
+            kept, reason, spoken = first + 1, "stop", tokens[:first]
+        if self._stops is None:
+            text = self._detokenizer.push(spoken)
+            if reason:
+                text += self._detokenizer.flush()
+        else:
+            text, matched = self._match(self._stops, spoken, last=reason is not None)
+            if matched is not None:
+                kept, reason = matched or kept, "stop"
+        self.remaining -= kept
+        self.finish_reason = reason
+        return Emission(kept, text, reason)
+
+    def abandon(self, reason: FinishReason) -> str:
+        """End from outside; returns the text that was held back."""
+        if self.finish_reason:
+            return ""
+        self.finish_reason = reason
+        return self._held + self._detokenizer.flush()
+
+    def _match(self, stops: Automaton, tokens: Sequence[int], last: bool) -> tuple[str, int | None]:
+        """The text to show, and after how many tokens a stop string was complete; 0: only by the flush at the
+        end.
+        """
+        for count, token in enumerate(tokens, 1):
+            if (start := self._hold(stops, self._detokenizer.push((token,)))) is not None:
+                return self._held[:start], count
+        if last:
+            start = self._hold(stops, self._detokenizer.flush())
+            return self._held[:start], None if start is None else 0
+        safe = len(self._held) - stops.depth[self._state]
+        text, self._held = self._held[:safe], self._held[safe:]
+        return text, None
+
+    def _hold(self, stops: Automaton, text: str) -> int | None:
+        """Hold more text; where the stop string that is complete first begins in what is held."""
+        before = len(self._held)
+        self._held += text
+        for end, character in enumerate(text, before + 1):
+            self._state = stops.step(self._state, ord(character))
+            if (found := stops.longest[self._state]) >= 0:
+                return end - stops.depth[found]
+        return None

@@ -1,0 +1,203 @@
+"""From logits to a token: penalties, temperature, min-p, top-k, top-p, and the noise that chooses.
+
+The token at a position is argmax_v(process(logits)[v] + gumbel(seed, position, v)), the Gumbel-max form of
+sampling (Gumbel 1954; Maddison et al. 2014, "A* Sampling"), or the argmax of the penalized logits at temperature 0.
+`process` penalizes, divides by the temperature, and of the quotients keeps what min-p, top-k and top-p leave. It is a
+function of the logits, the parameters, the seed, the position and the tokens so far: of nothing that
+speculation changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_trt.decoding.output.automaton import Automaton
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.sampling.philox import (
+    GUMBEL_MAX,
+    GUMBEL_MIN,
+    gumbel_from_bits,
+    rough_gumbel_from_bits,
+    token_bits,
+)
+from dflash_trt.decoding.sampling.probability_mass import NEGLIGIBLE, WEIGHT_BITS, total_weight, weight
+from dflash_trt.errors import NonFiniteError
+
+Floats = NDArray[np.float32]
+Tokens = NDArray[np.int64]
+
+# A token this far below the best cannot win, whatever its noise; the slack covers rounding of value + noise.
+_REACH = np.float32(float(GUMBEL_MAX) - float(GUMBEL_MIN) + 1e-3)
+# Rough scores are within 2e-4 of the exact ones, so only the scores this close to the best have to be exact.
+_MARGIN = np.float32(1e-3)
+
+
+class TokenCounts:
+    """The tokens of one request so far, for its penalties: the prompt's, and how often each was generated.
+
+    bad_words: non-empty token sequences that are never completed; only generated tokens count as their beginning.
+    """
+
+    def __init__(self, prompt: Iterable[int], bad_words: Sequence[Sequence[int]] = ()) -> None:
+        seen = dict.fromkeys(prompt)
+        self._slot = {token: slot for slot, token in enumerate(seen)}
+        self._tokens = np.empty(max(64, 2 * len(seen)), dtype=np.int64)
+        self._tokens[: len(seen)] = list(seen)
+        self._output = np.zeros(self._tokens.size, dtype=np.float32)
+        # The beginnings of bad words, and for each of them the tokens that would complete one.
+        self._beginnings = Automaton(word[:-1] for word in bad_words) if bad_words else None
+        self._state = 0  # the longest of them that the generated tokens end with
+        self._last: dict[int, Tokens] = {}
+        if self._beginnings is not None:
+            last: dict[int, set[int]] = {}
+            for state, word in zip(self._beginnings.state_of, bad_words, strict=True):
+                last.setdefault(state, set()).add(word[-1])
+            self._last = {state: np.array(sorted(tokens)) for state, tokens in last.items()}
+
+    def add(self, token: int) -> None:
+        """Count a generated token. Each row is sampled after every token before it was added."""
+        slot = self._slot.setdefault(token, len(self._slot))
+        if slot == self._tokens.size:
+            self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))
+            self._output = np.concatenate((self._output, np.zeros_like(self._output)))
+        self._tokens[slot] = token
+        self._output[slot] += 1
+        if self._beginnings is not None:
+            self._state = self._beginnings.step(self._state, token)
+
+    def penalize(self, logits: Floats, params: SamplingParams) -> Floats:
+        """A penalized copy of `logits` [V]: repetition (Keskar et al. 2019), frequency and presence, bad words."""
+        tokens, count = self._tokens[: len(self._slot)], self._output[: len(self._slot)]
+        values = logits[tokens]
+        factor = np.float32(params.repetition_penalty)
+        values = np.where(values > 0, values / factor, values * factor)
+        values -= np.float32(params.frequency_penalty) * count
+        values -= np.float32(params.presence_penalty) * (count > 0)
+        penalized = logits.copy()
+        penalized[tokens] = values
+        if self._beginnings is not None:
+            for beginning in self._beginnings.ending(self._state):
+                penalized[self._last[beginning]] = -np.inf
+        return penalized
+
+
+def process(logits: Floats, params: SamplingParams, counts: TokenCounts | None = None) -> Floats:
+    """Scaled logits, float32 [V]: the best token has 0, excluded tokens -inf. The temperature must not be 0.
+
+    In vLLM's order: penalties, temperature, min-p, top-k, top-p. top-p counts the probability of what min-p
+    and top-k left, and keeps the smallest set that reaches it, at least one token. Among equal logits, top-k
+    and top-p keep the lower token ids first. Raises NonFiniteError if no largest logit exists (NaN, or
+    infinite).
+    """
+    tokens, values = _kept(logits, params, counts)
+    full = np.full_like(logits, -np.inf)
+    full[tokens] = values
+    return full
+
+
+def sample(
+    logits: Floats, params: SamplingParams, seed: int, position: int, counts: TokenCounts | None = None
+) -> int:
+    """The token at `position`, from its logits, float32 [V]; `counts`, if penalized, has the tokens before
+    it.
+
+    Ties go to the lowest token id. Raises NonFiniteError if no largest logit exists (NaN, or infinite).
+    """
+    if params.temperature == 0:
+        if counts is not None:
+            logits = counts.penalize(logits, params)
+        token = int(logits.argmax())  # the first NaN, if there is any
+        _check_finite(logits[token])
+        return token
+    tokens, values = _kept(logits, params, counts)
+    if tokens.size == 1:
+        return int(tokens[0])
+    near = values >= -_REACH
+    tokens, values = tokens[near], values[near]
+    bits = token_bits(seed, position, tokens)
+    rough = values + rough_gumbel_from_bits(bits)
+    close = (rough >= rough.max() - _MARGIN).nonzero()[0]
+    if close.size > 1:
+        close = close[[(values[close] + gumbel_from_bits(bits[close])).argmax()]]
+    return int(tokens[close[0]])
+
+
+def log_probability(logits: Floats, token: int) -> float:
+    """Natural logarithm of the probability of `token` under the softmax of the raw `logits` [V]."""
+    shifted = logits - logits.max()
+    return float(shifted[token] - np.log(np.exp(shifted).sum()))
+
+
+def _check_finite(best: np.float32) -> None:
+    if not math.isfinite(best):
+        raise NonFiniteError(
+            f"the largest of the target's logits is {best}, expected a finite number: "
+            "the engine's numbers overflowed; build with a wider precision"
+        )
+
+
+def _kept(logits: Floats, params: SamplingParams, counts: TokenCounts | None) -> tuple[Tokens, Floats]:
+    """The tokens that may be sampled, ascending, and their scaled logits (the best has 0)."""
+    if counts is not None:
+        logits = counts.penalize(logits, params)
+    if params.temperature != 1:
+        logits = logits / np.float32(params.temperature)
+    best = logits.max()  # NaN if there is any
+    _check_finite(best)
+    values = logits - best
+    tokens: Tokens | None = None
+    if params.min_p > 0:
+        tokens = (values >= np.float32(math.log(params.min_p))).nonzero()[0]
+        values = values[tokens]
+    if 0 < params.top_k < values.size:
+        kept = _top_k(values, params.top_k)
+        tokens, values = kept if tokens is None else tokens[kept], values[kept]
+    if params.top_p < 1:
+        total = total_weight(logits) if tokens is None else int(weight(values).sum())
+        kept = _top_p(values, total, np.float32(params.top_p))
+        tokens, values = kept if tokens is None else tokens[kept], values[kept]
+    return np.arange(values.size) if tokens is None else tokens, values
+
+
+def _top_k(values: Floats, k: int) -> Tokens:
+    """Indices of the k largest values, ascending; lower indices first among equals."""
+    width = values.size // (4 * k)
+    indices = np.arange(values.size)
+    if width > 1:
+        # k groups hold a value of at least `bound`, so the k largest values are all at least that.
+        groups = values[: values.size // width * width].reshape(-1, width).max(axis=1)
+        bound = np.partition(groups, -k)[-k]
+        indices = (values >= bound).nonzero()[0]
+    order = np.argsort(-values[indices], kind="stable")
+    return np.sort(indices[order[:k]])
+
+
+def _top_p(values: Floats, total: int, p: np.float32) -> Tokens:
+    """Indices, ascending, of the smallest set that holds p of the weight `total`; lower indices first among equals.
+
+    A token is in it if it weighs anything and those ranked before it weigh less than p * total.
+    """
+    target = float(p) * float(total)
+    # All the tokens below this hold less than half of total - target together: the set can be found without them.
+    # (Half, because the tokens' sum may differ from `total` by rounding; for p very near 1 that would not be enough.)
+    least = (total - target) * 0.5 / values.size
+    lowest = math.log(least / 2**WEIGHT_BITS) if target < total * (1 - 2.0**-16) else NEGLIGIBLE
+    indices = (values >= np.float32(lowest)).nonzero()[0]
+    weights = weight(values[indices])
+    if lowest == NEGLIGIBLE:
+        indices, weights = indices[weights > 0], weights[weights > 0]
+    sure, held = indices[:0], 0
+    if indices.size > 512:  # sort only the slice of values in which p is reached
+        slices = (values[indices] * np.float32(-32)).astype(np.int64)
+        mass = np.cumsum(np.bincount(slices, weights=weights))  # exact: weights.py
+        edge = min(int(np.searchsorted(mass, target)), mass.size - 1)
+        sure, held = indices[slices < edge], int(mass[edge - 1]) if edge else 0
+        indices, weights = indices[slices == edge], weights[slices == edge]
+    order = np.argsort(-values[indices], kind="stable")
+    ranked = weights[order]
+    before = held + np.cumsum(ranked) - ranked
+    return np.sort(np.concatenate((sure, indices[order[: int(np.searchsorted(before, target))]])))

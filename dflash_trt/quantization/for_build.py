@@ -1,0 +1,95 @@
+"""A pair in the precision that a build was asked for: quantized on the way where its checkpoints are not yet."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from dflash_trt.bundle.workspace import Progress
+from dflash_trt.checkpoint.linears import number_formats
+from dflash_trt.checkpoint.quantization import Quantization
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.errors import BuildError
+from dflash_trt.files.disk import stamp, whole_file
+from dflash_trt.formats import FORMATS, INT4
+from dflash_trt.formats.precision import Precision
+from dflash_trt.quantization.convert import HEAD, data_free, quantize, quantize_head, repack_int4
+
+Weights = Checkpoint | Outline
+
+
+def in_precision(
+    target: Weights,
+    drafter: Weights,
+    precision: Precision,
+    folder: Path,
+    progress: Progress,
+    *,
+    int4_by_row: bool = False,
+) -> tuple[Weights, Weights, Weights | None]:
+    """Target, drafter, and the head that the drafter has to itself, if any.
+
+    What is made lies in `folder`; what an interrupted build made there of the same checkpoints is taken over.
+
+    Scales come from the weights alone; calibrated ones are made before, by `dflash-trt quantize`. `int4_by_row`: for an
+    engine that reads INT4 with two columns in a byte, as ONNX has it.
+
+    Raises BuildError where a checkpoint is quantized already, otherwise than asked.
+    """
+    found = {"target": target, "drafter": drafter}
+    head: Weights | None = None
+    if (scheme := precision.scheme("head")) is not None:
+        head = _head(target, scheme, folder / "head", progress)
+    for role, checkpoint in found.items():
+        if (scheme := precision.scheme(role)) is None:
+            continue
+        if checkpoint.quantization.algorithms:
+            stored = sorted({a.scheme for a in checkpoint.quantization.algorithms})
+            if stored != [scheme]:
+                raise BuildError(
+                    f"--precision is {role}={scheme}, but {checkpoint.directory} is {', '.join(stored)} already; "
+                    f"give the checkpoint it was made from, or leave {role} out"
+                )
+        elif isinstance(checkpoint, Checkpoint):
+            out = _place(folder / role, checkpoint, scheme)
+            found[role] = Checkpoint(quantize(checkpoint.directory, out, scheme, progress=progress))
+        else:
+            # The layers' widths are not known here.
+            algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
+            path = checkpoint.directory / "config.json"
+            found[role] = Outline(
+                checkpoint.directory, Quantization(path, algorithm, excluded=frozenset({HEAD}))
+            )
+    if int4_by_row:
+        for role, checkpoint in found.items():
+            if isinstance(checkpoint, Checkpoint) and INT4.name in number_formats(checkpoint):
+                out = _place(folder / f"{role}-by-row", checkpoint, "by row")
+                found[role] = Checkpoint(repack_int4(checkpoint, out, progress))
+        if isinstance(head, Checkpoint) and INT4.name in number_formats(head):
+            out = _place(folder / "head-by-row", head, "by row")
+            head = Checkpoint(repack_int4(head, out, progress))
+    return found["target"], found["drafter"], head
+
+
+def _head(target: Weights, scheme: str, folder: Path, progress: Progress) -> Weights:
+    if not isinstance(target, Checkpoint):
+        path = target.directory / "config.json"
+        return Outline(target.directory, Quantization(path, data_free(scheme)))
+    if target.quantization.algorithm(HEAD) is not None and f"{HEAD}.weight_scale" in target.tensors:
+        raise BuildError(
+            f"--precision is head={scheme}, but {target.directory} has a quantized LM head already: leave head out"
+        )
+    return Checkpoint(quantize_head(target.directory, _place(folder, target, scheme), scheme, progress))
+
+
+def _place(folder: Path, source: Checkpoint, made: str) -> Path:
+    """`folder`, for what is made of `source`; what an interrupted build made there of anything else is removed."""
+    files = [source.directory / "config.json", *source.files]
+    inputs = json.dumps([made, [stamp(file.stat()) for file in files]]).encode()
+    note = folder.with_name(f"{folder.name}.inputs")
+    if not note.is_file() or note.read_bytes() != inputs:
+        shutil.rmtree(folder, ignore_errors=True)
+        with whole_file(note) as file:
+            file.write(inputs)
+    return folder

@@ -1,0 +1,1 @@
+"""What a user asks about a pair, a bundle or a machine: benchmarks, verification, inspection, environment."""

@@ -1,0 +1,155 @@
+"""Throughput and latency of a bundle under load: plain decoding and drafting, in one run."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter, sleep
+from typing import Any
+
+from dflash_trt.decoding.length.policy import Lengths
+from dflash_trt.decoding.metrics import quantile
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.statistics import Statistics
+from dflash_trt.runtime import Runtime
+
+_SEGMENTS = 4
+_WARM_UP_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Load:
+    """So many requests at a time, each followed by the next; or, with a rate, arriving by a Poisson process."""
+
+    concurrency: int
+    rate: float | None = (
+        None  # requests per second; `concurrency` is then the most that are decoded at a time
+    )
+
+    @property
+    def name(self) -> str:
+        return str(self.concurrency) if self.rate is None else f"{self.rate:g}/s"
+
+
+@dataclass
+class Point:
+    """One method under one load."""
+
+    load: Load
+    method: str
+    seconds: float = 0.0
+    requests: list[InFlight] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        return [r.output[: r.statistics.num_generation_tokens] for r in self.requests]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Figures ready for JSON; times in milliseconds. TPOT is (last token - first token) / (tokens - 1)."""
+        each = [r.statistics for r in self.requests]
+        total = Statistics.merge(each)
+        passes = total.draft_time + total.verify_time + total.host_time
+        rounds = total.block_length_histogram
+        return {
+            "concurrency": self.load.concurrency if self.load.rate is None else None,
+            "rate": self.load.rate,
+            "method": self.method,
+            "requests": len(each),
+            "seconds": round(self.seconds, 3),
+            "output_tokens": total.num_generation_tokens,
+            "tokens_per_second": round(total.num_generation_tokens / self.seconds, 1),
+            "requests_per_second": round(len(each) / self.seconds, 3),
+            "tpot_ms": _times(s.time_per_output_token for s in each if s.num_generation_tokens > 1),
+            "ttft_ms": _times(s.time_to_first_token for s in each),
+            "queue_ms": _times(s.queue_time for s in each),
+            "e2e_ms": _times(iter(self.latencies)),
+            "round_ms": round(1e3 * passes / max(sum(rounds), 1), 3),
+            "host_share": round(total.host_time / passes, 4) if passes else 0.0,
+            "draft_share": round(total.draft_time / passes, 4) if passes else 0.0,
+            "mean_acceptance_length": round(total.mean_acceptance_length, 3),
+            "draft_acceptance_rate": round(total.draft_acceptance_rate, 4),
+            "mean_block_length": round(sum(n * c for n, c in enumerate(rounds)) / max(sum(rounds), 1), 2),
+            "block_length_histogram": rounds,
+        }
+
+
+def bench(
+    runtime: Runtime,
+    prompts: Sequence[list[int]],
+    loads: Sequence[Load],
+    methods: Mapping[str, Lengths],
+    *,
+    requests: int,
+    max_tokens: int,
+) -> Iterator[list[Point]]:
+    """For every load, one point per method. Every method gets the same requests, greedy, and none of another's rows.
+
+    Under one load the methods take turns several times, so that a slow moment of the machine hits all of them.
+    """
+    for load in loads:
+        # A segment's end has too few requests in flight: leave it long enough for that to weigh little.
+        segments = max(1, min(_SEGMENTS, requests // (3 * load.concurrency)))
+        points = {name: Point(load, name) for name in methods}
+        for name, lengths in methods.items():
+            warm_up = min(max_tokens, _WARM_UP_TOKENS)
+            _segment(runtime, Point(load, name), lengths, prompts, range(load.concurrency), warm_up)
+        for segment in range(segments):
+            numbers = range(requests * segment // segments, requests * (segment + 1) // segments)
+            turns = list(methods)
+            for name in turns[segment % len(turns) :] + turns[: segment % len(turns)]:
+                _segment(runtime, points[name], methods[name], prompts, numbers, max_tokens)
+        yield list(points.values())
+
+
+def _segment(
+    runtime: Runtime,
+    point: Point,
+    lengths: Lengths,
+    prompts: Sequence[list[int]],
+    numbers: range,
+    max_tokens: int,
+) -> None:
+    """Serve these requests to the end."""
+    scheduler, rate = runtime.scheduler, point.load.rate
+    scheduler.forget()
+    gaps = random.Random(numbers.start)
+    params = SamplingParams(max_tokens=max_tokens)
+    waiting = deque(
+        runtime.request(prompts[n % len(prompts)], params, draft=point.method != "plain") for n in numbers
+    )
+    point.requests += waiting
+    begin = due = perf_counter()
+    in_flight = 0
+    while waiting or in_flight:
+        now = perf_counter()
+        while waiting and (in_flight < point.load.concurrency if rate is None else due <= now):
+            request = waiting.popleft()
+            # In an open loop the wait counts from the arrival, also where that was in the middle of a round.
+            request.arrived = now if rate is None else due
+            if rate is not None:
+                due += gaps.expovariate(rate)
+            scheduler.submit(request)
+            in_flight += 1
+        if not in_flight:
+            sleep(max(0.0, due - now))
+            continue
+        for emission in scheduler.step(lengths):
+            if emission.error is not None:
+                raise emission.error
+            if emission.finish_reason is not None:
+                in_flight -= 1
+                point.latencies.append(perf_counter() - emission.request.arrived)
+    point.seconds += perf_counter() - begin
+
+
+def _times(seconds: Iterator[float]) -> dict[str, float]:
+    """Mean and quantiles, in milliseconds."""
+    values = sorted(seconds)
+    if not values:
+        return {}
+    found = {"mean": sum(values) / len(values)} | {f"p{p}": quantile(values, p / 100) for p in (50, 90, 99)}
+    return {name: round(1e3 * value, 3) for name, value in found.items()}

@@ -1,0 +1,155 @@
+"""What a directory is: a target, a drafter or a bundle; as plain JSON values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.checkpoint.roles import parameters_of
+from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.errors import CheckpointError
+from dflash_trt.files.reading import read_object
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+
+# What of a manifest is shown as it stands; the files are shown by name and size.
+_SHOWN = (
+    *("target", "drafter", "block_size", "mask_token_id", "target_layer_ids", "hidden_size", "vocab_size"),
+    *("eos_token_ids", "max_seq_len", "engine", "precision", "weights", "key", "versions"),
+)
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """Describe a bundle or a checkpoint directory; reads configurations and headers, never weights.
+
+    Raises CheckpointError or BundleError where it is neither, or malformed.
+    """
+    if (path / "manifest.json").exists():
+        return _bundle(path)
+    if (path / "config.json").exists():
+        return _checkpoint(path)
+    state = "has neither manifest.json nor config.json" if path.is_dir() else "is not a directory"
+    raise CheckpointError(f"{path}: {state}; expected a bundle, a target or a drafter checkpoint")
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    drafter = "dflash_config" in read_object(path / "config.json")
+    config = read_drafter_config(path) if drafter else read_target_config(path)
+    checkpoint = Checkpoint(path)
+    by_dtype = Counter[str]()
+    for tensor in checkpoint.tensors.values():
+        by_dtype[tensor.dtype] += tensor.nbytes
+    return {
+        "kind": "drafter" if drafter else "target",
+        "path": str(path),
+        **_describe(config),
+        "quantization": checkpoint.quantization.name,
+        **_weights(sum(map(parameters_of, checkpoint.tensors.values())), by_dtype),
+        "files": {file.name: file.stat().st_size for file in checkpoint.files},
+    }
+
+
+def _bundle(path: Path) -> dict[str, Any]:
+    bundle = Bundle.open(path)
+    manifest = bundle.manifest
+    sides = (manifest["target"], manifest["drafter"])
+    by_dtype = Counter[str]()
+    for role in (role for side in sides for role in side["weight_bytes"].values()):
+        by_dtype.update(role)
+    return {
+        "kind": "bundle",
+        "path": str(path),
+        "format_version": manifest["format_version"],
+        **{field: manifest[field] for field in _SHOWN},
+        "quantization": manifest.get("quantization", {}),
+        **(
+            _deployment(manifest["tensorrt_llm"])
+            if "tensorrt_llm" in manifest
+            else {"cache_rows": bundle.capacity}
+        ),
+        **_plans(manifest),
+        **_weights(sum(side["parameters"] for side in sides), by_dtype),
+        "files": {name: entry["size"] for name, entry in manifest["files"].items()},
+    }
+
+
+def _deployment(found: dict[str, Any]) -> dict[str, Any]:
+    """Of a bundle for TensorRT-LLM: where it runs, what it takes of each GPU, and the reason of every setting."""
+    world = found["memory"]["tensor_parallel"]
+    choices: dict[str, str] = {}
+    for choice in found["choices"]:
+        name, value = choice["name"], choice["value"]
+        number = sum(key.startswith(name) for key in choices)
+        text = choice["reason"] if value == "" else f"{value}: {choice['reason']}"
+        choices[f"{name} {number + 1}" if number else name] = text
+    return {
+        "runs_on": f"{world} x {found['gpu']}, {found['nodes']} node(s), TensorRT-LLM {found['version']}",
+        "memory_per_gpu": found["arithmetic"],
+        "room": found["room"],
+        "choices": choices,
+    }
+
+
+def _plans(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a bundle for TensorRT: what its plans were built by and for, and what is in each of them."""
+    if "tensorrt" not in manifest:
+        return {}
+    built = manifest["tensorrt"]
+    plans = {
+        f"sm{capability}/{role}": {
+            "precision": manifest["precision"][role],
+            "size": manifest["files"][plan["plan"]]["size"],
+            "scratch_bytes": plan["activation_bytes"],
+            "weight_bytes": plan["weight_bytes"],
+            **{profile["name"]: _lengths(profile) for profile in plan["profiles"]},
+        }
+        for capability, both in built["plans"].items()
+        for role, plan in both.items()
+    }
+    shown = ("version", "max_batch_size", "prefill_chunk")
+    return {"tensorrt": {field: built[field] for field in shown}, "plans": plans}
+
+
+def _lengths(profile: Mapping[str, Any]) -> str:
+    """A profile's ranges: B 1..8, S 1..16."""
+    ranges = {name: lengths for name, lengths in profile.items() if name != "name"}
+    return " ".join(
+        f"{name} {low}" if low == high else f"{name} {low}..{high}" for name, (low, _, high) in ranges.items()
+    )
+
+
+def _weights(parameters: int, by_dtype: Counter[str]) -> dict[str, Any]:
+    return {
+        "parameters": parameters,
+        "weight_bytes": by_dtype.total(),
+        "weight_bytes_by_dtype": dict(by_dtype),
+    }
+
+
+def _describe(config: DecoderConfig) -> dict[str, Any]:
+    windows = [layer.window for layer in config.layers]
+    found: dict[str, Any] = {
+        "architecture": config.architecture,
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "attention_heads": config.num_attention_heads,
+        "key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "sliding_layers": sum(window is not None for window in windows),
+        "rope": config.rope.rope_type,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+    if isinstance(config, TargetConfig) and config.moe is not None:
+        found |= {"experts": config.moe.num_experts, "experts_per_token": config.moe.experts_per_token}
+    if isinstance(config, DrafterConfig):
+        found |= {
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+            "causal_layers": sum(layer.causal for layer in config.layers),
+        }
+    return found

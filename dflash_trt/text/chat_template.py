@@ -1,0 +1,176 @@
+"""Chat templates of a checkpoint or bundle, rendered in a process that is held to limits of time, memory and output."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Container, Mapping
+from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
+from typing import IO, Any
+
+from dflash_trt.errors import CheckpointError, DFlashError, RequestError
+from dflash_trt.files.reading import read_object, read_text
+
+# Published templates have up to 30 kB, and render a chat of a million characters in a tenth of a second.
+_TEMPLATE_BYTES = 1 << 20
+_CPU_SECONDS, _MEMORY, _CHARACTERS = 5, 1 << 30, 1 << 24
+# By the clock, for a machine that has no limits of CPU time, or no CPU to give for long.
+_WALL_SECONDS = 60
+
+
+class ChatTemplates:
+    """The templates of a directory, by name: chat_template.jinja, or those in tokenizer_config.json.
+
+    `files`: the names of those that may be read; None is any. Raises CheckpointError naming the file where it is
+    malformed.
+    """
+
+    def __init__(self, directory: Path, files: Container[str] | None = None) -> None:
+        def there(path: Path) -> bool:
+            return path.exists() and (files is None or path.name in files)
+
+        self.path, config_path = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+        sources: object
+        config = read_object(config_path) if there(config_path) else {}
+        if there(self.path):
+            sources = read_text(self.path, _TEMPLATE_BYTES)
+        else:
+            self.path, sources = config_path, config.get("chat_template")
+        self.sources = self._named(sources)
+        found = {name: value for name, value in config.items() if name.endswith("_token")}
+        texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in found.items()}
+        # bos_token, eos_token and the like, as text.
+        self.special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    def _named(self, sources: object) -> dict[str, str]:
+        if sources is None:
+            return {}
+        if isinstance(sources, str):
+            return {"default": sources}
+        entries = sources if isinstance(sources, list) else [None]
+        named: dict[str, str] = {}
+        for entry in entries:
+            name, template = map(entry.get, ("name", "template")) if isinstance(entry, dict) else (None, None)
+            if not isinstance(name, str) or not isinstance(template, str):
+                raise CheckpointError(
+                    f"{self.path}: chat_template is neither a text nor a list of objects with name and template"
+                )
+            named[name] = template
+        return named
+
+    def render(self, name: str, variables: Mapping[str, Any]) -> str:
+        """The text of a template with `variables`, which are what JSON has.
+
+        Raises RequestError where the template refuses them or goes over a limit, CheckpointError where it is none.
+        """
+        limits = {"seconds": _CPU_SECONDS, "memory": _MEMORY, "characters": _CHARACTERS}
+        request = {"source": self.sources[name], "variables": {**self.special_tokens, **variables}, **limits}
+        try:
+            line = json.dumps(request).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"the messages are not JSON values: {error}") from None
+        try:
+            answer = _RENDERER.ask(line)
+        except EOFError:
+            raise self._refusal(
+                f"rendering them takes more than {_CPU_SECONDS} s, or all memory there is"
+            ) from None
+        except TimeoutError:
+            raise self._refusal(f"rendering them takes more than {_WALL_SECONDS} s") from None
+        if answer.get("fault") == "template":
+            raise CheckpointError(f"{self.path}: chat template, {answer['error']}")
+        if "error" in answer:
+            raise self._refusal(answer["error"])
+        return str(answer["text"])
+
+    def _refusal(self, reason: str) -> RequestError:
+        return RequestError(f"{self.path}: the template refuses the messages: {reason}")
+
+
+class _Renderer:
+    """The process that renders, one template at a time for all of this process. It starts when first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        atexit.register(self._leave)
+
+    def ask(self, line: bytes) -> dict[str, Any]:
+        """The answer to a line. Raises EOFError where the process ended over it, TimeoutError where it does not end."""
+        with self._lock:
+            process = self._started()
+            try:
+                return _exchange(process, line)
+            except (
+                BaseException
+            ):  # also an interrupt: an answer left in the pipe would be taken for the next one's
+                self._stop(process)
+                raise
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        # A fork shares the pipes with its parent, and must not use them.
+        if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
+            script = Path(__file__).with_name("chat_renderer.py")
+            # -P: the package's own modules must not stand for the library's.
+            command = [sys.executable, "-P", str(script)]
+            try:
+                self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            except OSError as error:
+                raise DFlashError(
+                    f"{sys.executable}: cannot be started to render chats ({error.strerror})"
+                ) from None
+            self._owner = os.getpid()
+        return self._process
+
+    def _leave(self) -> None:
+        if self._process is not None and self._owner == os.getpid():
+            self._stop(self._process)
+
+    def _stop(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = None
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except OSError:
+                pass  # what was not sent cannot be
+
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    deadline = time.monotonic() + _WALL_SECONDS
+    try:
+        process.stdin.write(line)  # it reads the whole line before it does anything
+        process.stdin.flush()
+    except OSError:
+        raise EOFError from None
+    size = int.from_bytes(_read(process.stdout, 8, deadline), "little")
+    answer: dict[str, Any] = json.loads(_read(process.stdout, size, deadline))
+    return answer
+
+
+def _read(pipe: IO[bytes], count: int, deadline: float) -> bytes:
+    data = bytearray()
+    with DefaultSelector() as selector:
+        selector.register(pipe, EVENT_READ)
+        while len(data) < count:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            part = os.read(pipe.fileno(), count - len(data))
+            if not part:
+                raise EOFError
+            data += part
+    return bytes(data)
+
+
+_RENDERER = _Renderer()

@@ -1,0 +1,190 @@
+"""The tokenizer of a checkpoint or bundle: text to token ids and back, and the chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from dflash_trt.errors import CheckpointError, DFlashError, RequestError
+from dflash_trt.files.reading import read_text
+from dflash_trt.text.chat_template import ChatTemplates
+
+TOKENIZER_BYTES = 64 << 20  # the largest published one has 33 MB
+# What the normalizers, pre-tokenizers and byte fallbacks of published tokenizers tell apart.
+_TRIAL = (
+    "Hello, wörld! It's 3.14 e\u0301 ﬁ ½ 漢字 かな 한글 שלום नमस्ते 😀👩\u200d👧 \t\r\n\n  "
+    "\x00\x7f\ufeff\u200b\ufffd ▁Ġ #@$%"
+)
+_TRIAL_IDS = 1000  # decoded at a time
+_CHARACTERS = 16  # per token, of a text that is tokenized at once: about four times what usual texts have
+
+
+class Tokenizer:
+    """`tokenizer.json` of a directory, with its chat template. Raises CheckpointError naming the file at
+    fault.
+
+    `files`: the names of those that may be read, as a bundle's manifest lists them; None is any.
+    """
+
+    def __init__(self, directory: Path, files: Container[str] | None = None) -> None:
+        self.directory, self._files = directory, files
+        path = directory / "tokenizer.json"
+        if not path.is_file() or not (files is None or path.name in files):
+            raise CheckpointError(f"{path}: not found; a checkpoint needs the tokenizer in this one file")
+        text = read_text(path, TOKENIZER_BYTES)
+        with _library(CheckpointError, f"{path}: not a readable tokenizer"):
+            self.backend = tokenizers.Tokenizer.from_str(text)
+            self.backend.no_truncation()
+            self.backend.no_padding()
+
+    def check(self) -> None:
+        """Try the tokenizer on a text of many scripts, and on every id.
+
+        Some files are read without complaint and make the library panic later. Raises CheckpointError where this one
+        does. A text that cannot be tokenized (of letters without tokens, say) is an error of the request that has it.
+        """
+        ids = sorted(self.backend.get_vocab(with_added_tokens=True).values())
+        try:
+            with suppress(Exception):
+                self.backend.encode(_TRIAL)
+            for start in range(0, len(ids), _TRIAL_IDS):
+                with suppress(Exception):
+                    self.backend.decode(ids[start : start + _TRIAL_IDS], skip_special_tokens=False)
+        except BaseException as error:
+            if not _panicked(error):
+                raise
+            path = self.directory / "tokenizer.json"
+            raise CheckpointError(f"{path}: the tokenizer does not work: {error}") from None
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of `text`. Special tokens written out in the text are taken as such.
+
+        add_special_tokens: add those the tokenizer puts around a text (a first BOS, say). Leave them out for
+        the text of a chat template, which has its own.
+        max_tokens: a text that is far longer is refused by RequestError before all of it is tokenized; one that is
+        a little longer is not.
+        """
+        try:
+            with _library(
+                RequestError, f"{self.directory / 'tokenizer.json'}: the tokenizer fails on this prompt"
+            ):
+                if max_tokens is not None:
+                    self._check_length(text, max_tokens)
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # a lone surrogate, too
+            raise RequestError(f"the prompt is {text[:60]!a}, expected a valid Unicode text") from error
+        except MemoryError as error:
+            raise RequestError(
+                f"the prompt has {len(text)} characters: no memory is left for its tokens"
+            ) from error
+
+    def most_bytes(self, tokens: int) -> int:
+        """Bytes of UTF-8 that no text of so many tokens exceeds. Spaces around special tokens do not count."""
+        return tokens * self._bytes_per_token
+
+    @cached_property
+    def _bytes_per_token(self) -> int:
+        longest = max((len(token.encode()) for token in self.backend.get_vocab()), default=1)
+        # Normalization makes a text shorter: NFC by up to 3 times, NFKC by up to 4.
+        return longest if self.backend.normalizer is None else 4 * longest
+
+    def _check_length(self, text: str, most: int) -> None:
+        size = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+        limit = self.most_bytes(most)
+        if size > limit:
+            raise RequestError(f"the prompt has {size} bytes, more than {most} tokens have (at most {limit})")
+        piece = _CHARACTERS * max(most, 256)
+        if len(text) <= piece:
+            return
+        count = 0  # piece by piece, so that neither time nor memory is spent on all of a text that is refused
+        for start in range(0, len(text), piece):
+            count += len(self.backend.encode(text[start : start + piece], add_special_tokens=False).ids)
+            if count > 2 * most:  # a cut through a word adds a few tokens, and never doubles them
+                raise RequestError(f"the prompt has {size} bytes: its beginning alone has over {most} tokens")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
+        with _library(
+            RequestError, f"{self.directory / 'tokenizer.json'}: the tokenizer fails on these tokens"
+        ):
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text of a chat, as Transformers renders it; encode it with add_special_tokens=False.
+
+        messages: [{"role": ..., "content": ...}, ...].  tools: JSON schemas of functions.  kwargs: further
+        variables of the template (`enable_thinking=False`). All are values of JSON. Raises RequestError if the
+        messages are malformed, the template refuses them or takes more time, memory or output than chats need;
+        CheckpointError if there is no usable template.
+        """
+        _check_messages(messages)
+        if "messages" in kwargs:
+            raise RequestError("messages are given twice: once more among the variables of the template")
+        named = self._templates.sources
+        name = "tool_use" if tools and "tool_use" in named else "default"
+        if name not in named:
+            names = f"only {sorted(named)}" if named else "none"
+            raise CheckpointError(
+                f"{self.directory}: no default chat template (chat_template.jinja, or chat_template in "
+                f"tokenizer_config.json; found {names}); give the prompt as text instead"
+            )
+        given = {
+            "add_generation_prompt": add_generation_prompt,
+            **kwargs,
+            "tools": tools,
+            "documents": documents,
+        }
+        return self._templates.render(name, given | {"messages": messages})
+
+    @cached_property
+    def _templates(self) -> ChatTemplates:
+        return ChatTemplates(self.directory, self._files)
+
+
+@contextmanager
+def _library(kind: type[DFlashError], state: str) -> Iterator[None]:
+    """Errors of the tokenizers library as one of this kind."""
+    try:
+        yield
+    except (DFlashError, TypeError, OverflowError, MemoryError):
+        raise  # about what it was given, which the caller knows
+    except BaseException as error:
+        if isinstance(error, Exception) or _panicked(error):
+            raise kind(f"{state}: {error}") from None
+        raise
+
+
+def _panicked(error: BaseException) -> bool:
+    """Whether the Rust code of the library has panicked, by an exception that cannot be imported."""
+    return type(error).__name__ == "PanicException"
+
+
+def _check_messages(messages: Any) -> None:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError(
+            f'messages is {messages!r}, expected a list like [{{"role": "user", "content": "..."}}]'
+        )
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"messages[{i}] is {message!r}, expected an object with role and content")
+        if not isinstance(message.get("role"), str):
+            raise RequestError(f"messages[{i}].role is {message.get('role')!r}, expected a string")
+        content = message.get("content")
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            raise RequestError(f"messages[{i}].content is {content!r}, expected a string")

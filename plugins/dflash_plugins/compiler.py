@@ -1,0 +1,156 @@
+"""Ahead-of-time compilation of kernels to PTX, without a GPU, kept by the digest of what goes into it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from dflash_plugins.kernel_specs import TARGETS, Use
+from dflash_trt.errors import BuildError
+
+# The least that knows all three targets; drivers from CUDA 12.8 on read it. Triton by itself writes its newest.
+PTX_VERSION = 87
+# Triton's entries end in two pointers that nobody declared, to scratch memory of the program and of its profiler.
+_HIDDEN_PARAMETERS = 2
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a launch needs."""
+
+    name: str
+    ptx: str
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the assembler reports of one kernel."""
+
+    registers: int
+    spill_bytes: int  # stored
+    shared_bytes: int
+    threads: int
+
+
+def compile_kernel(use: Use, capability: int) -> Compiled:
+    """PTX of a kernel for sm_90a, sm_100a or sm_120a, from the cache if it was compiled before.
+
+    The cache is $DFLASH_KERNEL_CACHE, by default dflash_trt/kernels in $XDG_CACHE_HOME or ~/.cache. Raises BuildError
+    if the target is none of those, or if the kernel wants scratch memory, which a TensorRT plugin cannot give it.
+    """
+    if capability not in TARGETS:
+        raise BuildError(
+            f"plugins are compiled for sm_{', sm_'.join(map(str, TARGETS))}, not sm_{capability}"
+        )
+    what = json.dumps(
+        [asdict(use), capability, PTX_VERSION, triton.__version__, source_digest()], sort_keys=True
+    )
+    file = _cache() / f"{use.function}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
+    if file.is_file():
+        return Compiled(**json.loads(file.read_text()))
+    compiled = _compile(use, capability)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
+        json.dump(asdict(compiled), partial)
+    os.replace(partial.name, file)
+    return compiled
+
+
+@cache
+def source_digest() -> str:
+    """sha256 over the sources that kernels are made of: kernels/ and the constants of the host's noise and weights."""
+    root = Path(__file__).resolve().parent
+    sampling = importlib.import_module("dflash_trt.decoding.sampling").__path__[0]
+    files = sorted((root / "kernels").glob("*.py"))
+    files += [Path(sampling) / name for name in ("philox.py", "probability_mass.py")]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def resources(compiled: Compiled, capability: int) -> Resources:
+    """Registers and spills, by assembling the PTX with the ptxas that comes with Triton."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(compiled.ptx)
+        command = [
+            get_ptxas(capability).path,
+            *("-v", f"-arch=sm_{capability}a", str(source), "-o", str(source.with_suffix(".cubin"))),
+        ]
+        report = subprocess.run(command, capture_output=True, text=True)
+    if report.returncode:
+        raise BuildError(f"ptxas refuses {compiled.name} for sm_{capability}a: {report.stderr.strip()}")
+    registers, spills = (
+        int(re.findall(pattern, report.stderr)[0])
+        for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
+    return Resources(registers, spills, compiled.shared_bytes, compiled.threads)
+
+
+def _cache() -> Path:
+    given = os.environ.get("DFLASH_KERNEL_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_trt" / "kernels"
+
+
+def _compile(use: Use, capability: int) -> Compiled:
+    kernel = getattr(importlib.import_module(f"{__package__}.kernels.{use.module}"), use.function)
+    if not isinstance(kernel, triton.JITFunction):
+        raise BuildError(
+            "TRITON_INTERPRET is set: kernels are interpreted in this process, not compiled; unset it"
+        )
+    signature = {name: use.types.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = [["tt.divisibility", 16]]  # as TensorRT's and PyTorch's allocations are
+    attributes: dict[tuple[int, ...], Any] = {}
+    for i, kind in enumerate(signature.values()):
+        if isinstance(kind, tuple):
+            attributes |= {(i, j): aligned for j in range(len(kind))}
+        elif kind.startswith("*"):
+            attributes[(i,)] = aligned
+    source = ASTSource(fn=kernel, signature=signature, constexprs=use.constants, attrs=attributes)
+    options = {
+        "num_warps": use.num_warps,
+        "num_stages": use.num_stages,
+        "ptx_version": PTX_VERSION,
+        "enable_fp_fusion": use.fp_fusion,
+    }
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    meta = made.metadata
+    if meta.global_scratch_size or meta.profile_scratch_size:
+        raise BuildError(
+            f"{use.function} for sm_{capability}: wants {meta.global_scratch_size} bytes of scratch memory"
+        )
+    return Compiled(
+        meta.name, _without_hidden_parameters(made.asm["ptx"], meta.name), meta.num_warps * 32, meta.shared
+    )
+
+
+def _without_hidden_parameters(ptx: str, name: str) -> str:
+    """The entry with the declared parameters alone: what launches it passes no more."""
+    head, opening, rest = ptx.partition(f".entry {name}(")
+    parameters, closing, body = rest.partition("\n)")
+    declared = parameters.split(",")
+    hidden = [re.findall(r"\w+_param_\d+", parameter)[-1] for parameter in declared[-_HIDDEN_PARAMETERS:]]
+    if not opening or not closing or any(re.search(rf"\b{used}\b", body) for used in hidden):
+        raise BuildError(
+            f"{name}: Triton {triton.__version__} writes entries of another form than known here"
+        )
+    return head + opening + ",".join(declared[:-_HIDDEN_PARAMETERS]) + closing + body

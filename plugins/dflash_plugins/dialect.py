@@ -1,0 +1,112 @@
+"""The TensorRT dialect whose taps, acceptance and MXFP4 experts are plugins.
+
+Each operator keeps its signature, and its body is made of plugin nodes, one per kernel, in the order of their launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_plugins.version import NAMESPACE, versioned
+from dflash_trt.formats.bodies import TRT_DOMAIN
+from dflash_trt.graph.builder import DFLASH_DOMAIN, DFLASH_VERSION, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.dialect import Dialect
+from dflash_trt.graph.experts import Storage, declared
+from dflash_trt.graph.tensorrt import TensorRT
+
+
+class TensorRTPlugins(TensorRT):
+    """`dtype` must be BF16 or FP16."""
+
+    name = "tensorrt-plugins"
+
+    experts = Dialect.experts  # in one operator, whatever they are stored in
+
+    def mxfp4_experts(
+        self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
+    ) -> tuple[Storage, ir.Value, ir.Value | None]:
+        """As signed bytes: TensorRT widens unsigned ones that go into a plugin to four bytes."""
+        int8 = ir.DataType.INT8
+        found = [g.reinterpret(v, int8, [int(str(n)) for n in v.shape or ()]) for v in (blocks, scales)]
+        return "mxfp4", found[0], found[1]
+
+    def moe(
+        self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
+    ) -> ir.Function:
+        if storage != "mxfp4":
+            return super().moe(storage, weight_dtype, biased=biased, widened_bytes=widened_bytes)
+        g = self._builder("MoE")
+        x, router = g.input("x", self.dtype, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
+        weights: dict[str, tuple[ir.Value, ...]] = {}
+        for name in ("gate_up", "down"):
+            blocks = g.input(name, ir.DataType.INT8, ["E", "O", "G", 16])
+            scales = g.input(f"{name}_scales", ir.DataType.INT8, ["E", "O", "G"])
+            if biased:
+                bias = g.input(f"{name}_bias", self.dtype, ["E", "O"])
+            else:
+                zero = g.constant([0], self.dtype.numpy())
+                bias = g.op("Expand", zero, g.op("Shape", blocks, name="shape", end=2), name="no_bias")
+            weights[name] = blocks, scales, bias
+        k: dict[str, Any] = {"k": _attribute("k", ir.AttributeType.INT)}
+        activation: dict[str, Any] = {
+            name: _attribute(name, ir.AttributeType.FLOAT) for name in ("alpha", "beta", "limit")
+        }
+        shares, _, pairs, groups = _plugin(g, "MoERoute", router, outputs=4, **k)
+        (hidden,) = _plugin(g, "MoEGateUp", x, pairs, groups, *weights["gate_up"], **k, **activation)
+        (parts,) = _plugin(g, "MoEDown", hidden, shares, pairs, groups, *weights["down"])
+        (y,) = _plugin(g, "MoECombine", parts, x, **k)
+        g.output(y, "y", self.dtype, ["rows", "D"])
+        return g.function(declared())
+
+    def hidden_state_tap(self, taps: int) -> ir.Function:
+        g = self._builder("HiddenStateTap")
+        hidden = [g.input(f"h_{i}", self.dtype, ["rows", "D"]) for i in range(taps)]
+        (features,) = _plugin(g, f"HiddenStateTap{taps}", *hidden)
+        g.output(features, "features", self.dtype, ["rows", "nD"])
+        return g.function()
+
+    def block_acceptance(self) -> ir.Function:
+        """Greedy: SampleRows at temperature 0, the rest of whose parameters then count for nothing."""
+        g = self._builder("BlockAcceptance")
+        tokens, rows = g.input("tokens", INT64, ["B", "S"]), g.input("rows", INT64, ["B", "R"])
+        logits = g.input("logits", FLOAT, ["B", "R", "V"])
+        batch = g.dim(tokens, 0, name="batch")
+
+        def each(value: float, dtype: Any, name: str) -> ir.Value:
+            return g.op("Expand", g.constant([value], dtype), batch, name=name)
+
+        temperature, top_p = each(0, np.float32, "temperature"), each(1, np.float32, "top_p")
+        reach, top_k = each(np.inf, np.float32, "reach"), each(0, np.int32, "top_k")
+        seed = each(0, np.int64, "seed")
+        partial = _plugin(g, "SampleTiles", logits, temperature, top_p, seed, rows, outputs=5)
+        chosen = (logits, temperature, reach, top_k, top_p, seed, rows)
+        _, sampled, _ = _plugin(g, "SampleSelect", *chosen, *partial, outputs=3)
+        accepted, following = _plugin(g, "AcceptBlock", tokens, rows, sampled, outputs=2)
+        g.output(accepted, "accepted", INT64, ["B"])
+        g.output(following, "next", INT64, ["B"])
+        return g.function()
+
+    def _builder(self, name: str) -> GraphBuilder:
+        return GraphBuilder(name, dtype=self.dtype, opsets={TRT_DOMAIN: 1, DFLASH_DOMAIN: DFLASH_VERSION})
+
+
+def _attribute(name: str, kind: ir.AttributeType) -> ir.Attr:
+    return ir.RefAttr(name, name, kind)
+
+
+def _plugin(
+    g: GraphBuilder, name: str, *inputs: ir.Value, outputs: int = 1, **attributes: Any
+) -> tuple[ir.Value, ...]:
+    return g.multi(
+        versioned(name),
+        *inputs,
+        outputs=outputs,
+        name=name,
+        domain=DFLASH_DOMAIN,
+        plugin_namespace=NAMESPACE,
+        plugin_version="1",  # that of every quickly deployable plugin
+        **attributes,
+    )

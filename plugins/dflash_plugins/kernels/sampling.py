@@ -1,0 +1,268 @@
+"""SampleRows: rows of logits to token ids, with the noise and the rules of `decoding/sampling.py`.
+
+Two kernels. `sample_tiles` is the one read of the logits: many programs a row, each a tile of 4096 tokens in registers.
+It draws every token's random bits but works out no noise: large noise is small bits, so the largest logit and the
+smallest bits of a group of 32 tokens bound the score of all of them, and nearly all groups cannot hold the winner.
+`sample_select`, one program a row, evaluates the few groups that can, exactly as the host does.
+
+A token's rank is (its distance from the best scaled logit, its id) as one int64: the lower, the better. All that
+min-p, top-k and top-p do is to set the last rank that may be sampled.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dflash_plugins.kernels import noise
+from dflash_trt.decoding.sampling import probability_mass as weights
+
+TILE = tl.constexpr(weights.TILE)
+STEPS = tl.constexpr(8)  # a group: 4 neighbouring tokens in each of 8 stripes of the tile, in one thread
+GROUP = tl.constexpr(32)
+GROUPS = tl.constexpr(128)  # in a tile
+STRIPE = tl.constexpr(512)
+BATCH = tl.constexpr(64)  # groups evaluated at a time
+# Bounds are sums of rounded numbers too.
+SLACK = tl.constexpr(1e-4)
+NO_LIMIT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit(do_not_specialize=["rows_per_sequence"])
+def sample_tiles(
+    logits,  # [rows, vocab] float32
+    temperature,  # [sequences] float32, 0 for the most probable token
+    top_p,  # [sequences] float32
+    seed,  # [sequences] int64, the bits of an unsigned number
+    position,  # [rows] int64, of the token that the row predicts
+    rows_per_sequence,
+    group_max,  # [rows, tiles * 128] float32
+    group_noise,  # [rows, tiles * 128] float32: of the smallest bits; 0 at temperature 0
+    tile_max,  # [rows, tiles] float32
+    tile_sum,  # [rows, tiles] float32: of exp(logit - tile_max); NaN where there is no finite maximum
+    tile_weight,  # [rows, tiles] int64: see weights.total_weight; 0 if top_p is 1
+    VOCAB: tl.constexpr,
+):
+    tile, row = tl.program_id(0), tl.program_id(1)
+    tiles, sequence = tl.num_programs(0), row // rows_per_sequence
+    token = tile * TILE + tl.arange(0, STEPS)[:, None] * STRIPE + tl.arange(0, STRIPE)[None, :]
+    x = tl.load(logits + row.to(tl.int64) * VOCAB + token, mask=token < VOCAB, other=-float("inf"))
+    heat = tl.load(temperature + sequence)
+
+    by_group = tl.max(tl.reshape(tl.max(x, axis=0), [GROUPS, 4]), axis=1)
+    largest = tl.max(by_group, axis=0)
+    base = tl.where(largest == -float("inf"), 0.0, largest)
+    total = tl.sum(tl.exp(x - base))
+
+    bound = tl.zeros([GROUPS], tl.float32)
+    if heat > 0:
+        key = tl.load(seed + sequence)
+        quad = tile * (TILE // 4) + tl.arange(0, STEPS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+        at = tl.load(position + row)
+        w0, w1, w2, w3 = noise.philox_words(quad, at, key.to(tl.uint32), (key >> 32).to(tl.uint32))
+        least = tl.minimum(tl.minimum(w0, w1), tl.minimum(w2, w3))
+        bound = noise.gumbel(tl.min(least, axis=0))
+
+    weight = tl.zeros([], tl.int64)
+    if tl.load(top_p + sequence) < 1:
+        # With temperature 0 nothing is weighed; any divisor will do.
+        divisor = tl.where(heat > 0, heat, 1.0)
+        relative = tl.div_rn(x, divisor) - tl.div_rn(base, divisor)
+        weight = tl.sum(noise.weight(relative))
+
+    groups = (row * tiles + tile) * GROUPS + tl.arange(0, GROUPS)
+    tl.store(group_max + groups, by_group)
+    tl.store(group_noise + groups, bound)
+    tl.store(tile_max + row * tiles + tile, largest)
+    tl.store(tile_sum + row * tiles + tile, total)
+    tl.store(tile_weight + row * tiles + tile, weight)
+
+
+@triton.jit
+def _list_groups(wanted, shortlist):
+    """Write the indices of the groups that are wanted, and return how many there are."""
+    tl.debug_barrier()  # the list may still be read
+    index = tl.arange(0, wanted.shape[0])
+    place = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
+    tl.store(shortlist + place, index, mask=wanted)
+    tl.debug_barrier()
+    return tl.sum(wanted.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _tokens(shortlist, first, count, logits, vocab, heat, best):
+    """The tokens of a batch of listed groups, their distance from the best one and their ranks; -1 where none is."""
+    slot = first + tl.arange(0, BATCH)
+    group = tl.load(shortlist + slot, mask=slot < count, other=0)
+    member = tl.arange(0, GROUP)[None, :]
+    token = (group // GROUPS * TILE + group % GROUPS * 4)[:, None] + member // 4 * STRIPE + member % 4
+    valid = (slot < count)[:, None] & (token < vocab)
+    x = tl.load(logits + token, mask=valid, other=-float("inf"))
+    distance = _distance(x, heat, best)
+    rank = _rank(distance, token)
+    return token, distance, tl.where(valid, rank, NO_LIMIT)
+
+
+@triton.jit
+def _distance(x, heat, best):
+    return tl.abs(best - tl.div_rn(x, heat))  # never negative; abs turns -0.0 into 0.0
+
+
+@triton.jit
+def _rank(distance, token):
+    # The bits of floats that are not negative are in the order of the floats.
+    return (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | token.to(tl.int64)
+
+
+@triton.jit
+def _measure(shortlist, count, logits, vocab, heat, best, limit):
+    """How many of the listed tokens rank at `limit` or before, and what they weigh."""
+    number, weight = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    for first in range(0, count, BATCH):
+        _, distance, rank = _tokens(shortlist, first, count, logits, vocab, heat, best)
+        within = rank <= limit
+        number += tl.sum(within.to(tl.int64))
+        weight += tl.sum(tl.where(within, noise.weight(-distance), 0))
+    return number, weight
+
+
+@triton.jit
+def _best_score(shortlist, count, logits, vocab, heat, best, limit, noisy, at, key, score, winner):
+    """The highest score, and its lowest token, of the listed tokens within the limit, and of those given."""
+    for first in range(0, count, BATCH):
+        token, distance, rank = _tokens(shortlist, first, count, logits, vocab, heat, best)
+        drawn = -distance
+        if noisy:
+            drawn += noise.gumbel(noise.token_bits(token, at, key.to(tl.uint32), (key >> 32).to(tl.uint32)))
+        drawn = tl.where(rank <= limit, drawn, -float("inf"))
+        top = tl.max(drawn)
+        lowest = tl.min(tl.where((drawn == top) & (rank <= limit), token, 0x7FFFFFFF))
+        winner = tl.where(top > score, lowest, tl.where(top == score, tl.minimum(winner, lowest), winner))
+        score = tl.maximum(score, top)
+    return score, winner
+
+
+@triton.jit
+def _kth_rank(nearest, distances, shortlist, k, logits, vocab, heat, best):
+    """The rank of the k-th token, by bisection."""
+    # k groups hold a token at least as near as the k-th nearest group: so do the k best tokens.
+    low, high = tl.full([], -1, tl.int32), tl.full([], 0x7F800000, tl.int32)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        if tl.sum((distances <= middle).to(tl.int32), axis=0) >= k:
+            high = middle
+        else:
+            low = middle
+    count = _list_groups(nearest & (distances <= high), shortlist)
+    below, reached = tl.full([], -1, tl.int64), (high.to(tl.int64) << 32) | 0x7FFFFFFF
+    while reached - below > 1:
+        middle = below + (reached - below) // 2
+        number, _ = _measure(shortlist, count, logits, vocab, heat, best, middle)
+        if number >= k:
+            reached = middle
+            if number == k:
+                below = reached - 1
+        else:
+            below = middle
+    return reached
+
+
+@triton.jit(do_not_specialize=["rows_per_sequence"])
+def sample_select(
+    logits,  # [rows, vocab] float32
+    temperature,  # [sequences] float32
+    reach,  # [sequences] float32: -log(min_p), infinity if min_p is 0
+    top_k,  # [sequences] int32, 0 for all
+    top_p,  # [sequences] float32
+    seed,  # [sequences] int64
+    position,  # [rows] int64
+    group_max,
+    group_noise,
+    tile_max,
+    tile_sum,
+    tile_weight,
+    rows_per_sequence,
+    shortlist,  # [rows, tiles * 128] int32, for the kernel's own use
+    sampled,  # [rows] int64: the token, or -1 if the row has no finite largest logit
+    logprob,  # [rows] float32: log of the token's probability under the softmax of the logits
+    VOCAB: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE_SLOTS: tl.constexpr,  # TILES and TILES * 128, rounded up to powers of two
+    GROUP_SLOTS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    sequence = row // rows_per_sequence
+    logits += row.to(tl.int64) * VOCAB
+    shortlist += row * TILES * GROUPS
+    tile = tl.arange(0, TILE_SLOTS)
+    in_row = tile < TILES
+    largest = tl.load(tile_max + row * TILES + tile, mask=in_row, other=-float("inf"))
+    sums = tl.load(tile_sum + row * TILES + tile, mask=in_row, other=0.0)
+    maximum = tl.max(largest, axis=0)
+    total = tl.sum(tl.where(largest == -float("inf"), sums, sums * tl.exp(largest - maximum)), axis=0)
+
+    given = tl.load(temperature + sequence)
+    noisy = given > 0
+    heat = tl.where(noisy, given, 1.0)
+    best = tl.div_rn(maximum, heat)
+    winner = tl.full([], -1, tl.int32)
+    # A NaN or an infinite logit makes the sum NaN; a row of -inf has the sum 0.
+    if (total > 0) & (tl.abs(best) < float("inf")):
+        group = tl.arange(0, GROUP_SLOTS)
+        there = group < TILES * GROUPS
+        group_best = tl.load(group_max + row * TILES * GROUPS + group, mask=there, other=-float("inf"))
+        bound = tl.load(group_noise + row * TILES * GROUPS + group, mask=there, other=-float("inf"))
+        distance = _distance(group_best, heat, best)
+        bound -= distance
+        near = distance.to(tl.int32, bitcast=True)
+        key, at = tl.load(seed + sequence), tl.load(position + row)
+
+        limit = _rank(tl.load(reach + sequence), tl.full([], 0x7FFFFFFF, tl.int32))
+        mass = tl.load(top_p + sequence)
+        target = tl.full([], 0, tl.float64)
+        if noisy:
+            k = tl.load(top_k + sequence)
+            if (k > 0) & (k < VOCAB):
+                limit = tl.minimum(limit, _kth_rank(there, near, shortlist, k, logits, VOCAB, heat, best))
+            if mass < 1:
+                if (limit >> 32) < 0x7F800000:
+                    count = _list_groups(there & (near.to(tl.int64) <= limit >> 32), shortlist)
+                    _, weight = _measure(shortlist, count, logits, VOCAB, heat, best, limit)
+                    kept = weight.to(tl.float64)
+                else:
+                    part = tl.load(tile_weight + row * TILES + tile, mask=in_row, other=0).to(tl.float64)
+                    share = noise.exponential(tl.div_rn(largest, heat) - best).to(tl.float64)
+                    kept = tl.sum(tl.floor(part * share), axis=0)
+                target = mass.to(tl.float64) * kept
+        else:
+            limit = tl.full([], NO_LIMIT - 1, tl.int64)
+
+        searching = True
+        while searching:
+            allowed = there & (near.to(tl.int64) <= limit >> 32)
+            # A first score to beat: of the group that could hold the best.
+            promising = tl.where(allowed, bound, -float("inf"))
+            first = tl.argmax(promising, axis=0)
+            count = _list_groups(group == first, shortlist)
+            score, winner = tl.full([], -float("inf"), tl.float32), tl.full([], 0x7FFFFFFF, tl.int32)
+            score, winner = _best_score(
+                shortlist, count, logits, VOCAB, heat, best, limit, noisy, at, key, score, winner
+            )
+            count = _list_groups(allowed & (promising + SLACK >= score), shortlist)
+            score, winner = _best_score(
+                shortlist, count, logits, VOCAB, heat, best, limit, noisy, at, key, score, winner
+            )
+            searching = False
+            if noisy & (mass < 1):
+                far = _distance(tl.load(logits + winner), heat, best)
+                rank = _rank(far, winner)
+                count = _list_groups(there & (near <= far.to(tl.int32, bitcast=True)), shortlist)
+                _, before = _measure(shortlist, count, logits, VOCAB, heat, best, rank - 1)
+                if (before.to(tl.float64) >= target) | (noise.weight(-far) == 0):
+                    # Neither this token nor one behind it is kept: look before it. The best token is always kept.
+                    limit = rank - 1
+                    searching = True
+        tl.store(logprob + row, tl.load(logits + winner) - maximum - tl.log(total))
+    else:
+        tl.store(logprob + row, float("nan"))
+    tl.store(sampled + row, winner.to(tl.int64))

@@ -1,0 +1,295 @@
+"""Registration with TensorRT: quickly deployable plugins (`tensorrt.plugin`) with ahead-of-time implementations.
+
+One plugin per kernel, because such a plugin is one launch and has no workspace. A plan carries the compiled kernels:
+what loads it needs neither this package nor Triton. TensorRT passes the inputs, then integers, then the outputs, which
+is the order of the kernels' arguments. Attributes become constants of the compiled kernel.
+
+Written against TensorRT 11.4's `tensorrt.plugin`; `trt` is the module `tensorrt`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any
+
+from dflash_plugins import kernel_specs as uses
+from dflash_plugins.version import NAMESPACE, versioned
+from dflash_trt.errors import BuildError
+
+if TYPE_CHECKING:
+    from dflash_plugins.compiler import Compiled
+
+# Largest number of taps that a drafter is built for.
+MAX_TAPS = 16
+# Names of trt.DataType -> Triton's.
+TYPES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16"}
+
+Attributes = Mapping[str, Any]
+Shape = tuple[Any, ...]  # of ints and of symbolic dimensions
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """The dimensions of a plugin's inputs as TensorRT's symbols, and what can be done with them."""
+
+    shapes: Sequence[Any]
+    ceil_div: Callable[[Any, int], Any]
+    minimum: Callable[[Any, Any], Any]
+
+    def __getitem__(self, i: int) -> Any:
+        return self.shapes[i]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a plugin's inputs, and their types, while a kernel is chosen for them."""
+
+    name: str
+    inputs: Sequence[Any]
+
+    def fixed(self, i: int, axis: int) -> int:
+        """A size that a kernel is compiled for. Raises BuildError if it is none."""
+        size = int(self.inputs[i].shape[axis])
+        if size < 0:
+            raise BuildError(
+                f"{self.name}: size {axis} of input {i} is dynamic, expected one that the graph fixes"
+            )
+        return size
+
+    def largest(self, i: int, axis: int) -> int:
+        shape = self.inputs[i].shape
+        return int(shape.max[axis] if shape[axis] < 0 else shape[axis])
+
+    def type(self, i: int) -> str:
+        """Raises BuildError for a type that no kernel takes."""
+        found = self.inputs[i].dtype.name
+        if found not in TYPES:
+            raise BuildError(f"{self.name}: input {i} is {found}, expected one of: {', '.join(TYPES)}")
+        return TYPES[found]
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """`outputs`: shape and type of each, a type by name or by the index of the input that has it. `use`: the kernel,
+    `grid`: its programs, `integers`: its integer arguments. `tiles`: how many ways there are to cut the work.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: Callable[[Symbols, Attributes], list[tuple[Shape, str | int]]]
+    use: Callable[[Sizes, Attributes, uses.Tile], uses.Use]
+    grid: Callable[[Symbols, Attributes, uses.Tile], Shape]
+    integers: Callable[[Symbols], Shape] = lambda s: ()
+    attributes: Mapping[str, type] = field(default_factory=dict)
+    tiles: tuple[uses.Tile, ...] = ()
+
+
+def _tiles(s: Symbols) -> Any:
+    return s.ceil_div(s[0][2], uses.TILE_TOKENS)
+
+
+def _taps(n: int) -> Plugin:
+    return Plugin(
+        f"HiddenStateTap{n}",
+        tuple(f"h_{i}" for i in range(n)),
+        outputs=lambda s, a: [((s[0][0], s[0][1] * n), 0)],
+        use=lambda z, a, t: uses.gather_taps(n, z.fixed(0, 1), z.type(0), z.type(0)),
+        grid=lambda s, a, t: (s[0][0], n),
+        integers=lambda s: (s[0][0],),
+    )
+
+
+_SAMPLING = ("logits", "temperature", "top_p", "seed", "position")
+_PARTIAL = ("group_max", "group_noise", "tile_max", "tile_sum", "tile_weight")
+
+PLUGINS = (
+    Plugin(
+        "SampleTiles",
+        _SAMPLING,
+        outputs=lambda s, a: [
+            ((s[0][0] * s[0][1], _tiles(s) * uses.TILE_GROUPS), "FLOAT"),
+            ((s[0][0] * s[0][1], _tiles(s) * uses.TILE_GROUPS), "FLOAT"),
+            ((s[0][0] * s[0][1], _tiles(s)), "FLOAT"),
+            ((s[0][0] * s[0][1], _tiles(s)), "FLOAT"),
+            ((s[0][0] * s[0][1], _tiles(s)), "INT64"),
+        ],
+        use=lambda z, a, t: uses.sample_tiles(z.fixed(0, 2)),
+        grid=lambda s, a, t: (_tiles(s), s[0][0] * s[0][1]),
+        integers=lambda s: (s[0][1],),
+    ),
+    Plugin(
+        "SampleSelect",
+        ("logits", "temperature", "reach", "top_k", "top_p", "seed", "position", *_PARTIAL),
+        outputs=lambda s, a: [
+            ((s[0][0] * s[0][1], _tiles(s) * uses.TILE_GROUPS), "INT32"),
+            ((s[0][0], s[0][1]), "INT64"),
+            ((s[0][0], s[0][1]), "FLOAT"),
+        ],
+        use=lambda z, a, t: uses.sample_select(z.fixed(0, 2)),
+        grid=lambda s, a, t: (s[0][0] * s[0][1],),
+        integers=lambda s: (s[0][1],),
+    ),
+    Plugin(
+        "AcceptBlock",
+        ("tokens", "rows", "sampled"),
+        outputs=lambda s, a: [((s[0][0],), "INT64"), ((s[0][0],), "INT64")],
+        use=lambda z, a, t: uses.accept_block(z.largest(1, 1)),
+        grid=lambda s, a, t: (s[0][0],),
+        integers=lambda s: (s[0][1], s[1][1]),
+    ),
+    Plugin(
+        "MoERoute",
+        ("router_logits",),
+        attributes={"k": int},
+        outputs=lambda s, a: [
+            ((s[0][0], a["k"]), "FLOAT"),
+            ((s[0][0] * a["k"],), "INT32"),
+            ((s[0][0] * a["k"],), "INT32"),
+            ((s[0][1], 3), "INT32"),
+        ],
+        use=lambda z, a, t: uses.route(z.fixed(0, 1), a["k"]),
+        grid=lambda s, a, t: (1,),
+        integers=lambda s: (s[0][0],),
+    ),
+    Plugin(
+        "MoEGateUp",
+        ("x", "pairs", "groups", "blocks", "scales", "bias"),
+        attributes={"k": int, "alpha": float, "beta": float, "limit": float},
+        outputs=lambda s, a: [((s[1][0], s[3][1] // 2), 0)],
+        use=lambda z, a, t: uses.gate_up(
+            z.fixed(0, 1),
+            z.fixed(3, 1) // 2,
+            a["k"],
+            a["alpha"],
+            a["beta"],
+            a["limit"],
+            z.type(0),
+            True,
+            t,
+        ),
+        grid=lambda s, a, t: (s.ceil_div(s[3][1], 2 * t.block_n), s.minimum(s[3][0], s[1][0])),
+        tiles=uses.TILES,
+    ),
+    Plugin(
+        "MoEDown",
+        ("activated", "shares", "pairs", "groups", "blocks", "scales", "bias"),
+        outputs=lambda s, a: [((s[2][0], s[4][1]), "FLOAT")],
+        use=lambda z, a, t: uses.down(z.fixed(4, 1), z.fixed(0, 1), z.type(0), True, t),
+        grid=lambda s, a, t: (s.ceil_div(s[4][1], t.block_n), s.minimum(s[4][0], s[2][0])),
+        tiles=uses.TILES,
+    ),
+    Plugin(
+        "MoECombine",
+        ("parts", "like"),
+        attributes={"k": int},
+        outputs=lambda s, a: [((s[1][0], s[1][1]), 1)],
+        use=lambda z, a, t: uses.combine(z.fixed(1, 1), a["k"], z.type(1)),
+        grid=lambda s, a, t: (s[1][0], s.ceil_div(s[1][1], uses.COMBINE_BLOCK)),
+    ),
+    *(_taps(n) for n in range(1, MAX_TAPS + 1)),
+)
+
+_ONES = Symbols([(1,) * 4] * MAX_TAPS, lambda a, b: 1, min)  # enough to count outputs
+# More shared memory needs an attribute that a launch by TensorRT may not set. What a kernel takes depends on Triton's
+# version.
+SHARED_BYTES = 48 << 10
+_registered_for: list[int] = []  # the one compute capability that this process builds for
+
+
+def register(trt: Any, capability: int) -> None:
+    """Register all plugins with TensorRT, to be compiled for one compute capability.
+
+    Raises BuildError if they are registered for another one: TensorRT knows a plugin once per process.
+    """
+    if _registered_for:
+        if _registered_for != [capability]:
+            raise BuildError(
+                f"plugins are registered for compute capability {_registered_for[0]} in this process; build for "
+                f"{capability} in another one"
+            )
+        return
+    for plugin in PLUGINS:
+        _register(trt, plugin, capability)
+    _registered_for.append(capability)
+
+
+def _register(trt: Any, plugin: Plugin, capability: int) -> None:
+    trtp = trt.plugin
+    name = f"{NAMESPACE}::{versioned(plugin.name)}"
+    count = len(plugin.inputs)
+    schema = {**dict.fromkeys(plugin.inputs, trtp.TensorDesc), **plugin.attributes}
+
+    def symbols(inputs: Sequence[Any]) -> Symbols:
+        return Symbols([t.shape_expr for t in inputs], trtp.cdiv, trtp.min)
+
+    def describe(*inputs: Any, **attributes: Any) -> Any:
+        """Shapes and types of the outputs."""
+        made = []
+        for shape, kind in plugin.outputs(symbols(inputs), attributes):
+            dtype = inputs[kind].dtype if isinstance(kind, int) else getattr(trt.DataType, kind)
+            made.append(trtp.from_shape_expr(shape, dtype))
+        return tuple(made)
+
+    def compiled_for(inputs: Sequence[Any], attributes: Mapping[str, Any], tile: uses.Tile) -> Compiled:
+        from dflash_plugins.compiler import compile_kernel
+
+        return compile_kernel(plugin.use(Sizes(name, inputs), attributes, tile), capability)
+
+    def tune(*arguments: Any) -> Any:
+        """The ways to cut the work, for TensorRT to time: those that it can launch."""
+        inputs, values, outputs = arguments[:count], arguments[count:-1], arguments[-1]
+        attributes = dict(zip(plugin.attributes, values, strict=True))
+        types = ", ".join(_type_name(t.dtype) for t in (*inputs, *outputs))
+        tactics = [
+            i
+            for i, tile in enumerate(plugin.tiles, 1)
+            if compiled_for(inputs, attributes, tile).shared_bytes <= SHARED_BYTES
+        ]
+        return [trtp.AutoTuneCombination(types, "LINEAR", tactics)]
+
+    def implement(*arguments: Any) -> Any:
+        """The compiled kernel and its launch."""
+        inputs, values, tactic = arguments[:count], arguments[count:-2], arguments[-1]
+        attributes = dict(zip(plugin.attributes, values, strict=True))
+        # Tactics count from 1; 0 is TensorRT's own default.
+        tile = plugin.tiles[max(tactic, 1) - 1] if plugin.tiles else uses.TILES[0]
+        compiled = compiled_for(inputs, attributes, tile)
+        s = symbols(inputs)
+        launch = trtp.KernelLaunchParams()
+        for axis, size in zip("xyz", plugin.grid(s, attributes, tile), strict=False):
+            setattr(launch, f"grid_{axis}", size)
+        launch.block_x, launch.shared_mem = compiled.threads, compiled.shared_bytes
+        integers = plugin.integers(s)
+        extra = trtp.SymIntExprs(len(integers))
+        for i, value in enumerate(integers):
+            extra[i] = trtp.SymInt32(value)
+        return compiled.name, compiled.ptx, launch, extra
+
+    outputs = len(plugin.outputs(_ONES, dict.fromkeys(plugin.attributes, 1)))
+    several = GenericAlias(tuple, (trtp.TensorDesc,) * outputs)
+    trtp.register(name)(_signed(describe, schema, several))
+    tail = {"outputs": several}
+    if plugin.tiles:
+        combinations = GenericAlias(list, (trtp.AutoTuneCombination,))
+        trtp.autotune(name)(_signed(tune, schema | tail, combinations))
+    result = GenericAlias(tuple, (str, str, trtp.KernelLaunchParams, trtp.SymIntExprs))
+    trtp.aot_impl(name)(_signed(implement, schema | tail | {"tactic": int}, result))
+
+
+def _type_name(dtype: Any) -> str:
+    return {"FLOAT": "FP32", "HALF": "FP16"}.get(dtype.name, str(dtype.name))
+
+
+def _signed(function: Callable[..., Any], parameters: Mapping[str, Any], result: Any) -> Callable[..., Any]:
+    """`function`, to the eye of `inspect.signature` one with these parameters: TensorRT reads them for the schema."""
+    signed = partial(function)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind, annotation=t) for name, t in parameters.items()],
+        return_annotation=result,
+    )
+    return signed

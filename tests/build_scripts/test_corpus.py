@@ -1,0 +1,127 @@
+"""The training text: the same on every run, split without overlap, and right."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import islice
+from pathlib import Path
+
+import jinja2
+import pytest
+
+from build_scripts.corpus.corpus import (
+    CATEGORIES,
+    CHAT_TEMPLATE,
+    SHIPPED_PROMPTS,
+    Example,
+    example,
+    examples,
+    write_prompts,
+)
+from build_scripts.corpus.tool_calls import TOOLS, signature
+
+COUNT = 400
+
+
+def made(category: str) -> list[Example]:
+    return [example(category, index) for index in range(COUNT)]
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+def test_deterministic_and_varied(category: str) -> None:
+    first = made(category)
+    assert first == made(category)
+    assert len({item.messages[-1]["content"] for item in first}) > 0.85 * COUNT
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+def test_held_out_prompts_never_train(category: str) -> None:
+    held_out = list(islice(examples(category, held_out=True), 40))
+    trained = list(islice(examples(category, held_out=False), 2000))
+    assert all(item.held_out for item in held_out)
+    assert not {asked(item) for item in held_out} & {asked(item) for item in trained}
+
+
+def asked(item: Example) -> tuple[str, ...]:
+    return tuple(message["content"] for message in item.messages if message["role"] != "system")
+
+
+def test_arithmetic_is_right() -> None:
+    equations = 0
+    for item in made("math"):
+        for line in item.answer.splitlines():
+            for chain in re.findall(r"[\d+\-*/ ]+(?:= [\d+\-*/ ]+)+", line.partition(". ")[2]):
+                values = {eval(side) for side in chain.split("=")}
+                assert len(values) == 1, line
+                equations += 1
+        last_number = re.findall(r"\d+", item.answer.splitlines()[-2].replace("Check:", ""))
+        assert last_number, item.answer
+    assert equations > 3 * COUNT
+
+
+def test_stated_result_ends_the_steps() -> None:
+    for item in made("math"):
+        *steps, answer = item.answer.splitlines()
+        stated = re.findall(r"\d+", answer)[0]
+        assert stated in re.findall(r"\d+", "\n".join(steps[-2:])), item.answer
+
+
+def test_code_compiles_and_defines_what_was_asked() -> None:
+    for item in made("code"):
+        source = re.findall(r"```python\n(.*?)```", item.answer, re.S)[0]
+        defined: dict[str, object] = {}
+        exec(compile(source, "answer", "exec"), defined)
+        name = re.findall(r"def (\w+)", source)[0]
+        assert callable(defined[name])
+        assert name in item.messages[-1]["content"]
+
+
+def test_code_does_what_it_says() -> None:
+    for item in made("code"):
+        source = re.findall(r"```python\n(.*?)```", item.answer, re.S)[0]
+        if not (
+            found := re.fullmatch(
+                r"def (sum_squares_even|sum_values_odd|count_even)\(.*", source.split("\n")[0]
+            )
+        ):
+            continue
+        defined: dict[str, object] = {}
+        exec(source, defined)
+        expected = {"sum_squares_even": 20, "sum_values_odd": 4, "count_even": 2}[found[1]]
+        assert defined[found[1]]([1, 2, 3, 4]) == expected  # type: ignore[operator]
+
+
+def test_tool_calls_parse_and_fit_their_signature() -> None:
+    for item in made("tools"):
+        calls = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", item.answer)
+        assert calls
+        for text in calls:
+            call = json.loads(text)
+            assert set(call) == {"name", "arguments"}
+            assert list(call["arguments"]) == list(TOOLS[call["name"]][1])
+            assert signature(call["name"]) in item.messages[0]["content"]
+
+
+def test_chat_template_renders_what_is_trained_on() -> None:
+    template = jinja2.Environment().from_string(CHAT_TEMPLATE)
+    for category in CATEGORIES:
+        for item in made(category)[:50]:
+            assert template.render(messages=item.messages, add_generation_prompt=True) == item.prompt
+
+
+def test_template_writes_tools_as_the_corpus_does() -> None:
+    environment = jinja2.Environment()
+    environment.filters["tojson"] = json.dumps
+    template = environment.from_string(CHAT_TEMPLATE)
+    item = made("tools")[0]
+    tools = [json.loads(line) for line in item.messages[0]["content"].splitlines() if line.startswith("{")]
+    rendered = template.render(messages=item.messages[1:], tools=tools, add_generation_prompt=True)
+    assert rendered == item.prompt
+
+
+def test_shipped_prompts_are_what_the_generator_writes(tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    for category in CATEGORIES:
+        name = f"{category}.jsonl"
+        assert (SHIPPED_PROMPTS / name).read_bytes() == (tmp_path / name).read_bytes()

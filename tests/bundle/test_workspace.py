@@ -1,0 +1,328 @@
+"""Where things are made: nothing is deleted or written that this project did not make, whatever lies in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.bundle.manifest import MANIFEST, Bundle, write_manifest
+from dflash_trt.bundle.workspace import remove_bundle, workspace
+from dflash_trt.errors import BuildError, CheckpointError, DFlashError
+from dflash_trt.files.disk import locked, open_directory, own_file, whole_file
+from dflash_trt.quantization.convert import quantize
+from dflash_trt.serving.deploy import deploy
+from tests.bundle.test_bundle import build_pair, built, bundle, checkpoints, leftovers, manifest_of
+
+__all__ = ["built", "bundle", "checkpoints"]  # the fixtures
+
+ROOT = Path(__file__).parents[2]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def interrupted(out: Path) -> Path:
+    """The work directory of a run that ended in the middle."""
+    with suppress(KeyboardInterrupt), workspace(out, "bundle") as place:
+        (place.path / "half").write_text("done")
+        raise KeyboardInterrupt
+    return place.area
+
+
+# Manifests of other programs, of other versions of this one, and a damaged one.
+FOREIGN: dict[str, Callable[[dict[str, Any]], str]] = {
+    "another program's": lambda manifest: json.dumps({"name": "thesis", "version": 2}),
+    "no JSON": lambda manifest: "CACHE MANIFEST\n# v1\nthesis.css\n",
+    "version 1": lambda manifest: json.dumps(manifest | {"format": None, "format_version": 1}),
+    "newer": lambda manifest: json.dumps(manifest | {"format_version": 99}),
+    "one damaged byte": lambda manifest: json.dumps(manifest).replace('"block_size": 8', '"block_size": 9'),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+@pytest.mark.parametrize("force", [False, True])
+def test_a_directory_that_is_no_bundle_of_this_version_is_never_replaced(
+    checkpoints: Path, bundle: Path, what: str, force: bool
+) -> None:
+    (bundle / MANIFEST).write_text(FOREIGN[what](manifest_of(bundle)))
+    (bundle / "thesis.tex").write_text("five years")
+    before = contents(bundle)
+    with pytest.raises(
+        BuildError, match=r"is not a bundle that this version can replace .*remove it yourself"
+    ):
+        build_pair(checkpoints, bundle, force=force)
+    assert contents(bundle) == before
+    assert leftovers(bundle) == []
+
+
+def test_files_that_the_manifest_does_not_list_are_not_removed(checkpoints: Path, bundle: Path) -> None:
+    (bundle / "weights" / "notes.txt").write_text("mine")
+    before = contents(bundle)
+    build_pair(checkpoints, bundle)  # the same bundle stays, and the file with it
+    with pytest.raises(BuildError, match=r"holds 1 files that are not the bundle's, as 'weights/notes\.txt'"):
+        build_pair(checkpoints, bundle, "other", force=True)
+    assert contents(bundle) == before
+    (bundle / "weights" / "notes.txt").rename(bundle.parent / "notes.txt")
+    build_pair(checkpoints, bundle, "other", force=True)
+    assert leftovers(bundle) == []
+
+
+def test_a_file_that_comes_during_the_build_outlives_the_bundle(checkpoints: Path, bundle: Path) -> None:
+    def drop(step: str, done: int, total: int) -> None:
+        if step == "write graphs":
+            (bundle / "late.txt").write_text("mine")
+
+    with pytest.warns(UserWarning, match="did not list"):
+        build_pair(checkpoints, bundle, "other", force=True, progress=drop)
+    Bundle.open(bundle, "full")
+    (kept,) = bundle.parent.glob(".bundle.work-*/replaced/late.txt")
+    assert kept.read_text() == "mine"
+    build_pair(checkpoints, bundle, force=True)  # works on, and leaves it
+    assert kept.read_text() == "mine"
+
+
+def test_links_in_a_bundle_are_not_followed_when_it_is_removed(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "model.safetensors").write_text("mine")
+    shutil.rmtree(bundle / "weights" / "target")
+    (bundle / "weights" / "target").symlink_to(tmp_path / "elsewhere")
+    assert not remove_bundle(bundle)
+    assert (tmp_path / "elsewhere" / "model.safetensors").read_text() == "mine"
+
+
+def test_a_symbolic_link_as_out_is_refused(checkpoints: Path, bundle: Path, tmp_path: Path) -> None:
+    link, before = tmp_path / "link", contents(bundle)
+    for target in (bundle, tmp_path / "dangling"):
+        link.symlink_to(target)
+        for make in (
+            lambda: build_pair(checkpoints, link, "other", force=True),
+            lambda: quantize(checkpoints / "target", link, "fp8"),
+            lambda: deploy(bundle, link),
+        ):
+            with pytest.raises(DFlashError, match=r"link"):
+                make()
+        assert link.is_symlink()
+        link.unlink()
+    assert contents(bundle) == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bundle"]
+
+
+def test_planted_links_are_not_followed(checkpoints: Path, tmp_path: Path) -> None:
+    """`.bundle.building` and `.bundle.lock` were the names of an earlier version; work directories are random now."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "thesis.tex").write_text("five years")
+    for name in (".bundle.building", ".bundle.quantized", ".bundle.replaced", ".bundle.work-0123456789ab"):
+        (tmp_path / name).symlink_to(victim)
+    out = tmp_path / "bundle"
+    build_pair(checkpoints, out)
+    (tmp_path / ".bundle.lock").symlink_to(victim / "thesis.tex")
+    with pytest.raises(BuildError, match=r"\.bundle\.lock: is not a lock file"):
+        build_pair(checkpoints, out, "other", force=True)
+    assert contents(victim) == {"thesis.tex": b"five years"}
+
+
+def test_a_lock_that_is_someone_elses_file_is_left_alone(tmp_path: Path) -> None:
+    mine = tmp_path / "thesis.tex"
+    mine.write_text("five years")
+    os.link(mine, tmp_path / ".bundle.lock")
+    with pytest.raises(BuildError, match="not a lock file"), workspace(tmp_path / "bundle", "bundle"):
+        pass
+    assert mine.read_text() == "five years"
+
+
+def test_a_lock_is_held_once_also_when_its_file_was_removed_meanwhile(tmp_path: Path) -> None:
+    parent = open_directory(tmp_path)
+    with locked(tmp_path / "lock", parent) as first:
+        assert first
+        with locked(tmp_path / "lock", parent) as second:
+            assert not second
+    assert list(tmp_path.iterdir()) == []
+    with locked(tmp_path / "lock", parent) as again:
+        assert again
+    os.close(parent)
+
+
+@pytest.mark.parametrize("record", [None, "{}", '{"format": "other"}', "[]", "\x00"])
+def test_directories_without_our_record_are_left_alone(tmp_path: Path, record: str | None) -> None:
+    """However they are named."""
+    other = tmp_path / ".bundle.work-0123456789ab"
+    other.mkdir()
+    (other / "thesis.tex").write_text("five years")
+    if record is not None:
+        (other / "record.json").write_text(record)
+    before = contents(other)
+    with workspace(tmp_path / "bundle", "bundle") as place:
+        assert place.area != other
+        place.publish()
+    assert contents(other) == before
+
+
+def test_a_directory_of_another_user_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    area = interrupted(tmp_path / "bundle")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with (
+        pytest.raises(BuildError, match="not a lock file of this user's"),
+        workspace(tmp_path / "bundle", "bundle"),
+    ):
+        pass  # the lock file is made by the real user
+    monkeypatch.undo()
+    with workspace(tmp_path / "bundle", "bundle") as place:
+        assert place.area == area
+        assert (place.path / "half").read_text() == "done"
+
+
+def test_an_interrupted_run_is_resumed_by_its_kind_only(tmp_path: Path) -> None:
+    area = interrupted(tmp_path / "bundle")
+    with workspace(tmp_path / "bundle", "checkpoint") as place:
+        assert place.area != area
+        assert not any(place.path.iterdir())
+    assert leftovers(tmp_path / "bundle") == []
+
+
+def test_a_replacement_that_was_interrupted_between_its_renames_is_undone(
+    checkpoints: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, rename = contents(bundle), os.rename
+
+    def second_fails(source: Any, *args: Any, **kwargs: Any) -> None:
+        if source == "new":
+            raise KeyboardInterrupt
+        rename(source, *args, **kwargs)
+
+    monkeypatch.setattr(os, "rename", second_fails)
+    with pytest.raises(KeyboardInterrupt):
+        build_pair(checkpoints, bundle, "other", force=True)
+    monkeypatch.undo()
+    assert not bundle.exists()
+    with pytest.raises(BuildError, match="other inputs"):
+        build_pair(checkpoints, bundle, "other")
+    assert contents(bundle) == before
+    build_pair(checkpoints, bundle, "other", force=True)
+    Bundle.open(bundle, "full")
+    assert leftovers(bundle) == []
+
+
+def test_what_comes_into_the_place_during_the_work_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    with workspace(out, "bundle") as place:
+        (place.path / "x").write_text("x")
+        out.mkdir()
+        (out / "thesis.tex").write_text("five years")
+        with pytest.raises(BuildError, match="something was put there"):
+            place.publish()
+    assert contents(out) == {"thesis.tex": b"five years"}
+
+
+def test_a_directory_cannot_be_both_old_and_removed(bundle: Path) -> None:
+    """Removing ends with the manifest: until then it says what still has to go."""
+    manifest = manifest_of(bundle)
+    (bundle / "target.onnx").unlink()
+    (bundle / "extra").write_text("mine")
+    assert not remove_bundle(bundle)
+    assert sorted(p.name for p in bundle.iterdir()) == ["extra", MANIFEST]
+    assert manifest_of(bundle) == manifest
+    (bundle / "extra").unlink()
+    assert remove_bundle(bundle)
+    assert not bundle.exists()
+
+
+def test_a_manifest_that_lists_files_outside_removes_nothing_there(bundle: Path) -> None:
+    outside = bundle.parent / "thesis.tex"
+    outside.write_text("five years")
+    files = {"../thesis.tex": {"size": 1, "sha256": ""}}
+    write_manifest(bundle, manifest_of(bundle) | {"files": files})
+    assert not remove_bundle(bundle)
+    assert outside.read_text() == "five years"
+
+
+def test_everything_is_on_disk_before_it_has_its_name(
+    checkpoints: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file and directory is flushed before the rename, and the parent directory after it."""
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_fsync(descriptor: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def note_rename(source: Any, target: Any, **kwargs: Any) -> None:
+        if source == "new":
+            events.append("rename")
+        rename(source, target, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    for out, make in (
+        (tmp_path / "built", lambda out: build_pair(checkpoints, out)),
+        (tmp_path / "quantized", lambda out: quantize(checkpoints / "target", out, "fp8")),
+        (tmp_path / "deployed", lambda out: deploy(bundle, out, copy=True)),
+    ):
+        events.clear()
+        make(out)
+        at = len(events) - 1 - events[::-1].index("rename")
+        before = {event.partition("/new/")[2] for event in events[:at] if "/new/" in event}
+        expected = {str(p.relative_to(out)) for p in out.rglob("*")}
+        assert expected <= before, out
+        assert any(event.endswith("/new") for event in events[:at])
+        assert str(tmp_path) in events[at:]
+
+
+def test_a_file_that_is_not_written_to_its_end_does_not_appear(tmp_path: Path) -> None:
+    def fail() -> None:
+        with whole_file(tmp_path / "file") as file:
+            file.write(b"half")
+            raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_in_a_checkpoint_lead_to_its_own_files(tmp_path: Path) -> None:
+    """A snapshot in the Hugging Face cache is links to the blobs of its repository; any other link out is refused."""
+    repo = tmp_path / "hub" / "models--org--name"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    for folder in (repo / "blobs", tmp_path / "hub" / "models--org--other" / "blobs"):
+        folder.mkdir(parents=True)
+        (folder / "1234").write_text("x")
+    (snapshot / "config.json").symlink_to("../../blobs/1234")
+    assert own_file(snapshot, snapshot / "config.json") == repo / "blobs" / "1234"
+    (snapshot / "other.json").symlink_to("../../../models--org--other/blobs/1234")
+    with pytest.raises(CheckpointError, match=r"other\.json: is a symbolic link to .*outside"):
+        own_file(snapshot, snapshot / "other.json")
+    plain = tmp_path / "plain"
+    (plain / "inside").mkdir(parents=True)
+    (plain / "inside" / "file").write_text("x")
+    (plain / "link").symlink_to("inside/file")
+    assert own_file(plain, plain / "link") == plain / "inside" / "file"
+    (plain / "passwd").symlink_to("/etc/passwd")
+    with pytest.raises(CheckpointError, match=r"is a symbolic link to /etc/passwd"):
+        own_file(plain, plain / "passwd")
+
+
+def test_make_clean_leaves_bundles(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for folder in (
+        "bundles/mine",
+        ".venv",
+        ".mypy_cache",
+        "dflash_trt/__pycache__",
+        "build_scripts",
+        "tests",
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "file").write_text("x")
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    assert set(contents(tmp_path)) == {"Makefile", "bundles/mine/file", "build_scripts/file", "tests/file"}

@@ -1,0 +1,245 @@
+"""Pairs: what does not fit is refused with both values, and names resolve to directories."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from dflash_trt.building import sources
+from dflash_trt.building.sources import Source, resolve, resolve_pair
+from dflash_trt.checkpoint.catalogue import PAIRS
+from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
+from dflash_trt.errors import CheckpointError, PairError
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.families import FAMILIES
+from tests.checkpoint.test_config import DRAFTER, TARGET, write
+
+PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+TOKENIZER: dict[str, Any] = {
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": []},
+    "added_tokens": [{"id": 151643, "content": "<|endoftext|>", **PLAIN}],
+}
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    target, drafter = write(tmp_path / "target", TARGET), write(tmp_path / "drafter", DRAFTER)
+    write(target, TOKENIZER, "tokenizer.json")
+    return target, drafter
+
+
+def test_a_pair_that_fits(pair: tuple[Path, Path]) -> None:
+    check_pair(read_target_config(pair[0]), read_drafter_config(pair[1]))
+    check_tokenizers(*pair, read_drafter_config(pair[1]).mask_token_id)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 4096}, "hidden_size is 4096, but {target} has hidden_size 2560; {fix}"),
+        ({"vocab_size": 248320}, "vocab_size is 248320, but {target} has vocab_size 151936; {fix}"),
+        ({"num_target_layers": 40}, "num_target_layers is 40, but {target} has num_hidden_layers 36; {fix}"),
+        (
+            {"target_layer_ids": (1, 9, 17, 25, 40)},
+            "dflash_config.target_layer_ids[4] is 40, but the target has 36 layers (0..35)",
+        ),
+        (
+            {"mask_token_id": 151936},
+            "dflash_config.mask_token_id is 151936, but the target embeds 151936 tokens (0..151935)",
+        ),
+    ],
+)
+def test_refuses_a_pair(pair: tuple[Path, Path], changes: dict[str, Any], message: str) -> None:
+    target, drafter = read_target_config(pair[0]), read_drafter_config(pair[1])
+    with pytest.raises(PairError) as error:
+        check_pair(target, replace(drafter, **changes))
+    message = message.format(target=target.path, fix="give the drafter that was trained for this target")
+    assert str(error.value) == f"{drafter.path}: {message}"
+
+
+def test_taps_keep_their_order(pair: tuple[Path, Path]) -> None:
+    write(pair[1], DRAFTER | {"dflash_config": {"mask_token_id": 151669, "target_layer_ids": [33, 1]}})
+    drafter = read_drafter_config(pair[1])
+    check_pair(read_target_config(pair[0]), drafter)
+    assert drafter.target_layer_ids == (33, 1)
+
+
+def with_vocab(vocab: object) -> dict[str, Any]:
+    return TOKENIZER | {"model": TOKENIZER["model"] | {"vocab": vocab}}
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "message"),
+    [
+        (with_vocab({"a": 0, "mask": 151669}), None, '151669, but in .* that is the ordinary token "mask"'),
+        (with_vocab({"a": 0, "b": 151936}), None, 'token "b" has id 151936, but vocab_size is 151936'),
+        (TOKENIZER, with_vocab({"a": 0, "b": 2, "ab": 1}), 'token "ab" has id 1, but in .* it has 2'),
+        (TOKENIZER, with_vocab({"a": 0, "b": 1}), 'token "ab" has id None, but in .* it has 2'),
+        (with_vocab({"a": 0, "b": True}), None, "model.vocab is not a vocabulary"),
+        (with_vocab(None), None, "model.vocab is not a vocabulary"),
+        ({}, None, "model is missing"),
+        (TOKENIZER | {"added_tokens": [3]}, None, r"added_tokens is \[3\]"),
+        (TOKENIZER | {"added_tokens": [{"content": "x"}]}, None, r"added_tokens\[0\].id is missing"),
+    ],
+)
+def test_refuses_tokenizers(
+    pair: tuple[Path, Path], target: dict[str, Any], drafter: dict[str, Any] | None, message: str
+) -> None:
+    write(pair[0], target, "tokenizer.json")
+    if drafter is not None:
+        write(pair[1], drafter, "tokenizer.json")
+    with pytest.raises((PairError, CheckpointError), match=message):
+        check_tokenizers(*pair, read_drafter_config(pair[1]).mask_token_id)
+
+
+def test_accepts_tokenizers(pair: tuple[Path, Path]) -> None:
+    mask = {"id": 151669, "content": "<|MASK|>", **PLAIN}
+    with_mask = TOKENIZER | {"added_tokens": [*TOKENIZER["added_tokens"], mask]}
+    for directory in pair:
+        write(directory, with_mask, "tokenizer.json")
+    check_tokenizers(*pair, read_drafter_config(pair[1]).mask_token_id)
+    for directory in pair:
+        unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["a", -1.0], ["b", -2.0]]}
+        write(directory, TOKENIZER | {"model": unigram}, "tokenizer.json")
+    check_tokenizers(*pair, read_drafter_config(pair[1]).mask_token_id)
+    (pair[0] / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: no such file"):
+        check_tokenizers(*pair, read_drafter_config(pair[1]).mask_token_id)
+
+
+def test_the_table_claims_only_what_can_be_read() -> None:
+    families = {family.model_type for family in FAMILIES.values()}
+    assert {pair.family for pair in PAIRS} <= families
+    assert len({pair.name for pair in PAIRS}) == len(PAIRS)
+    for pair in PAIRS:
+        assert (pair.target_repo is None) == (pair.drafter_repo is None)
+
+
+def test_a_directory_wins(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(pair[0].parent)
+    (pair[0].parent / "qwen3-8b").mkdir()
+    assert resolve("qwen3-8b", "target") == Source(Path("qwen3-8b"))
+    assert resolve_pair("target", "drafter") == (Source(Path("target")), Source(Path("drafter")))
+    with pytest.raises(CheckpointError, match="no drafter is known for it; give one with --drafter"):
+        resolve_pair("target")
+
+
+def test_shipped_pairs_come_from_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sources, "SHIPPED", tmp_path / "shipped")
+    with pytest.raises(CheckpointError, match="the installation is incomplete"):
+        resolve_pair("tiny")
+    for role in ("target", "drafter"):
+        (tmp_path / "shipped" / "tiny" / role).mkdir(parents=True)
+    shipped = tmp_path / "shipped" / "tiny"
+    assert resolve_pair("tiny") == (Source(shipped / "target"), Source(shipped / "drafter"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tiny@main", "neither a directory"),
+        (
+            "nobody",
+            "neither a directory, nor a hub repository .*, nor a known pair: tiny, tiny-gpt-oss, qwen3-4b",
+        ),
+        ("./a/b", "neither a directory"),
+        ("../x", "neither a directory"),
+        ("a/b/c", "neither a directory"),
+    ],
+)
+def test_refuses_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        resolve(name, "target")
+
+
+Download = Callable[..., str]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, list[str]]]:
+    """A hub that holds one target and one drafter, and records what is asked of it."""
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def download(
+        repo: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        assert ignore_patterns == ["*/*"]
+        asked.append((repo, revision, allow_patterns))
+        return str(write(tmp_path / "0123abc", DRAFTER if "DFlash" in repo else TARGET))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return asked
+
+
+def test_known_names_come_from_the_hub(tmp_path: Path, hub: list[tuple[str, str | None, list[str]]]) -> None:
+    snapshot = tmp_path / "0123abc"
+    target, drafter = resolve_pair("qwen3-4b")
+    assert target == Source(snapshot, "Qwen/Qwen3-4B", "0123abc")
+    assert drafter == Source(snapshot, "z-lab/Qwen3-4B-DFlash-b16", "0123abc")
+    assert resolve_pair("Qwen/Qwen3-4B") == (target, drafter)
+    configs, everything = ["config.json", "generation_config.json"], ["*.safetensors", "*.json", "*.jinja"]
+    # The second request names the commit that the first one found, so that both see the same files.
+    assert hub[:2] == [("Qwen/Qwen3-4B", None, configs), ("Qwen/Qwen3-4B", "0123abc", everything)]
+
+
+def test_a_revision_is_passed_on(hub: list[tuple[str, str | None, list[str]]]) -> None:
+    target, drafter = resolve_pair("qwen3-4b@v2")  # a pinned target keeps its drafter
+    assert (target.repo, drafter.repo) == ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16")
+    assert hub[0][:2] == ("Qwen/Qwen3-4B", "v2")
+    assert hub[2][:2] == ("z-lab/Qwen3-4B-DFlash-b16", None)
+    assert resolve_pair("Qwen/Qwen3-4B@v2", "z-lab/Qwen3-4B-DFlash-b16@v3")
+    assert hub[6][:2] == ("z-lab/Qwen3-4B-DFlash-b16", "v3")
+    hub.clear()
+    assert resolve("someone/Qwen3-Fine@refs/pr/1", "target").repo == "someone/Qwen3-Fine"
+    assert hub[0][:2] == ("someone/Qwen3-Fine", "refs/pr/1")
+
+
+def test_weights_of_what_cannot_be_read_are_not_fetched(hub: list[tuple[str, str | None, list[str]]]) -> None:
+    with pytest.raises(CheckpointError, match=r"^someone/Qwen3: .*supported as a drafter: DFlashDraftModel"):
+        resolve("someone/Qwen3", "drafter")
+    assert len(hub) == 1
+
+
+def test_no_network_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("Cannot find an appropriate snapshot.\nMore lines of advice.")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(CheckpointError) as error:
+        resolve("qwen3-8b", "drafter")
+    assert str(error.value) == (
+        "z-lab/Qwen3-8B-DFlash-b16: the hub does not give it (Cannot find an appropriate snapshot); a local directory "
+        "with config.json, the safetensors files can be given as --drafter instead"
+    )
+
+
+def test_offline_is_honoured(tmp_path: Path) -> None:
+    """Through the real client, in a process that is told to stay offline and has an empty cache."""
+    program = "from dflash_trt.building.sources import resolve; resolve('qwen3-8b', 'target')"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "CheckpointError: Qwen/Qwen3-8B: the hub does not give it" in done.stderr
+    assert "with config.json, the safetensors files, tokenizer.json can be given as --target" in done.stderr
+
+
+def test_reading_needs_no_torch() -> None:
+    program = (
+        "import sys, dflash_trt.building.sources, dflash_trt.checkpoint.compatibility; "
+        "print(sorted({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"

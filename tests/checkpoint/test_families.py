@@ -1,0 +1,332 @@
+"""The families: what their published configurations mean, held against Transformers' own reading of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding, Qwen3MoeSparseMoeBlock
+
+from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
+from dflash_trt.checkpoint.compatibility import check_pair
+from dflash_trt.checkpoint.rope import RopeConfig, inverse_frequencies
+from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig, TargetConfig
+from dflash_trt.errors import CheckpointError
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from tests.checkpoint.test_config import MISSING, changed, write
+
+PUBLISHED = [pair.name for pair in PAIRS if pair.target_repo is not None]
+ROTARY = {
+    "gpt_oss": GptOssRotaryEmbedding,
+    "llama": LlamaRotaryEmbedding,
+    "qwen3": Qwen3RotaryEmbedding,
+    "qwen3_moe": Qwen3MoeRotaryEmbedding,
+}
+
+
+def published(name: str, role: str = "target") -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((known_configs(name)[role == "drafter"] / "config.json").read_text())
+    return config
+
+
+def read(tmp_path: Path, name: str, **changes: Any) -> TargetConfig:
+    return read_target_config(write(tmp_path, changed(published(name), changes)))
+
+
+def transformers_windows(config: Any) -> list[int | None]:
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:  # Qwen3Moe: every layer has the window, if there is one
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def assert_as_transformers(mine: TargetConfig | DrafterConfig, theirs: Any) -> None:
+    for field in (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "attention_bias",
+    ):
+        default = theirs.hidden_size // theirs.num_attention_heads if field == "head_dim" else None
+        assert getattr(mine, field) == getattr(theirs, field, default), field
+    assert [layer.window for layer in mine.layers] == transformers_windows(theirs)
+    model_type = theirs.model_type
+    rotary = ROTARY[model_type](theirs)
+    frequencies, factor = inverse_frequencies(mine.rope, mine.head_dim, mine.max_position_embeddings)
+    np.testing.assert_allclose(frequencies, rotary.inv_freq.numpy(), rtol=4e-7, atol=0)
+    assert factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_known_targets_mean_what_transformers_reads(name: str) -> None:
+    directory, _ = known_configs(name)
+    mine, theirs = read_target_config(directory), AutoConfig.from_pretrained(directory)
+    assert_as_transformers(mine, theirs)
+    assert mine.tie_word_embeddings == theirs.tie_word_embeddings
+    assert mine.mlp_bias == getattr(theirs, "mlp_bias", False)
+    assert mine.qk_norm == mine.model_type.startswith("qwen3")
+    assert mine.attention_sinks == (mine.model_type == "gpt_oss")
+    assert all(layer.causal for layer in mine.layers)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_known_drafters_belong_to_their_targets(name: str) -> None:
+    target, drafter = (
+        read_target_config(known_configs(name)[0]),
+        read_drafter_config(known_configs(name)[1]),
+    )
+    check_pair(target, drafter)
+    values = {key: value for key, value in published(name, "drafter").items() if key != "model_type"}
+    assert_as_transformers(drafter, Qwen3Config(**values))
+    pair = next(pair for pair in PAIRS if pair.name == name)
+    assert (pair.family, pair.block_size) == (target.model_type, drafter.block_size)
+    assert drafter.qk_norm
+    assert not any(layer.causal or layer.window for layer in drafter.layers)
+    layers, count = target.num_hidden_layers, len(drafter.target_layer_ids)
+    rule = tuple(round(1 + i * (layers - 4) / (count - 1)) for i in range(count))
+    assert drafter.target_layer_ids == rule  # from the second layer to the third last, evenly
+    for field in pair.unverified:
+        place, _, key = field.rpartition(".")
+        assert key in (published(name, "drafter")[place] if place else published(name, "drafter"))
+
+
+# Sizes of the published model.safetensors: GiB to two places, as the hub lists them; the first in bytes.
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("qwen3-4b", 1_074_860_568 / 2**30),
+        ("qwen3-8b", 1.95),
+        ("qwen3-coder-30b-a3b", 0.88),
+        ("llama-3.1-8b", 1.95),
+        ("gpt-oss-20b", 1.46),
+        ("gpt-oss-120b", 1.46),
+    ],
+)
+def test_known_drafters_have_the_published_size(name: str, size: float) -> None:
+    c = read_drafter_config(known_configs(name)[1])
+    hidden, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    layer = 2 * hidden * (q + kv) + 3 * hidden * c.intermediate_size + 2 * hidden + 2 * c.head_dim
+    layer += (q + 2 * kv + hidden) * c.attention_bias
+    elements = c.num_hidden_layers * layer + len(c.target_layer_ids) * hidden**2 + 2 * hidden
+    assert 2 * elements / 2**30 == pytest.approx(size, abs=0.005)
+
+
+def test_llama(tmp_path: Path) -> None:
+    config = read(tmp_path, "llama-3.1-8b")
+    assert config.moe is None
+    assert config.head_dim == 4096 // 32  # not stated
+    assert config.rope.rope_type == "llama3"
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    config = read(tmp_path, "llama-3.1-8b", attention_bias=True, mlp_bias=True, head_dim=64)
+    assert (config.attention_bias, config.mlp_bias, config.head_dim) == (True, True, 64)
+
+
+def test_qwen3_moe(tmp_path: Path) -> None:
+    config = read(tmp_path, "qwen3-coder-30b-a3b")
+    assert config.moe == MoEConfig(
+        num_experts=128,
+        experts_per_token=8,
+        intermediate_size=768,
+        normalize_weights=True,
+        sparse_layers=(True,) * 48,
+        activation="silu",
+        alpha=1.0,
+        limit=None,
+        router_bias=False,
+        expert_bias=False,
+        quantization=None,
+    )
+    config = read(tmp_path, "qwen3-coder-30b-a3b", use_sliding_window=True, sliding_window=64)
+    assert [layer.window for layer in config.layers] == [64] * 48
+
+
+@pytest.mark.parametrize(("step", "dense"), [(1, []), (2, []), (1, [0, 3]), (3, [5]), (2, None)])
+def test_sparse_layers_are_transformers(tmp_path: Path, step: int, dense: list[int] | None) -> None:
+    theirs = Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        num_hidden_layers=7,
+        decoder_sparse_step=step,
+        mlp_only_layers=dense,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    theirs.save_pretrained(tmp_path)  # calls num_experts num_local_experts
+    with torch.device("meta"):
+        layers = Qwen3MoeForCausalLM(theirs).model.layers
+    moe = read_target_config(tmp_path).moe
+    assert moe is not None
+    assert list(moe.sparse_layers) == [isinstance(layer.mlp, Qwen3MoeSparseMoeBlock) for layer in layers]
+    assert (moe.num_experts, moe.experts_per_token, moe.normalize_weights) == (4, 2, False)
+
+
+@pytest.mark.parametrize(("name", "layers", "experts"), [("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128)])
+def test_gpt_oss(name: str, layers: int, experts: int) -> None:
+    config = read_target_config(known_configs(name)[0])
+    assert [layer.window for layer in config.layers] == [128, None] * (layers // 2)
+    assert (config.attention_bias, config.attention_sinks, config.qk_norm) == (True, True, False)
+    assert (config.head_dim, config.tie_word_embeddings) == (64, False)
+    assert config.eos_token_ids == (200002, 199999, 200012)
+    assert config.rope == RopeConfig(
+        "yarn",
+        150000,
+        {
+            "factor": 32,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    )
+    assert config.moe == MoEConfig(
+        num_experts=experts,
+        experts_per_token=4,
+        intermediate_size=2880,
+        normalize_weights=True,
+        sparse_layers=(True,) * layers,
+        activation="gpt_oss",
+        alpha=1.702,
+        limit=7.0,
+        router_bias=True,
+        expert_bias=True,
+        quantization="mxfp4",
+    )
+
+
+def test_gpt_oss_as_transformers_writes_it(tmp_path: Path) -> None:
+    theirs = GptOssConfig(
+        architectures=["GptOssForCausalLM"], num_hidden_layers=5, swiglu_limit=5.0, swiglu_alpha=1.5
+    )
+    theirs.save_pretrained(tmp_path)
+    mine = read_target_config(tmp_path)
+    assert_as_transformers(mine, theirs)
+    assert mine.moe is not None
+    assert (mine.moe.quantization, mine.moe.limit, mine.moe.alpha) == (None, 5.0, 1.5)
+    del (written := json.loads((tmp_path / "config.json").read_text()))["layer_types"]
+    assert read_target_config(write(tmp_path, written)).layers == mine.layers
+
+
+def test_llama_as_transformers_writes_it(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    theirs = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        rope_parameters=rope,
+        max_position_embeddings=131072,
+        mlp_bias=True,
+    )
+    theirs.save_pretrained(tmp_path)
+    mine = read_target_config(tmp_path)
+    assert_as_transformers(mine, theirs)
+    assert mine.mlp_bias
+
+
+QUANTIZED = "quantization_config.modules_to_not_convert"
+REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+    ("llama-3.1-8b", {"pretraining_tp": 2}, "pretraining_tp is 2, which"),
+    (
+        "llama-3.1-8b",
+        {"quantization_config": {"quant_method": "fp8"}},
+        'quantization_config.quant_method is "fp8", supported is',
+    ),
+    ("llama-3.1-8b", {"mlp_bias": "no"}, 'mlp_bias is "no", expected true or false'),
+    ("llama-3.1-8b", {"hidden_size": 4064}, "head_dim is 127, but RoPE needs an even one"),
+    (
+        "qwen3-coder-30b-a3b",
+        {"num_experts": MISSING},
+        "num_experts or num_local_experts is missing, expected",
+    ),
+    ("qwen3-coder-30b-a3b", {"num_local_experts": 64}, "num_experts is 128, but num_local_experts is 64"),
+    (
+        "qwen3-coder-30b-a3b",
+        {"num_experts_per_tok": 129},
+        "num_experts_per_tok is 129, but there are 128 experts",
+    ),
+    ("qwen3-coder-30b-a3b", {"moe_intermediate_size": MISSING}, "moe_intermediate_size is missing"),
+    (
+        "qwen3-coder-30b-a3b",
+        {"shared_expert_intermediate_size": 512},
+        "shared_expert_intermediate_size is 512, which",
+    ),
+    ("qwen3-coder-30b-a3b", {"mlp_only_layers": 3}, "mlp_only_layers is 3, expected a list of integers"),
+    (
+        "qwen3-coder-30b-a3b",
+        {"decoder_sparse_step": 0},
+        "decoder_sparse_step is 0, expected an integer from 1",
+    ),
+    (
+        "gpt-oss-20b",
+        {"quantization_config.quant_method": "awq"},
+        "quantization_config.quant_method is 'awq', supported",
+    ),
+    (
+        "gpt-oss-20b",
+        {QUANTIZED: ["lm_head"]},
+        f'{QUANTIZED} is ["lm_head"], expected lm_head, model.embed_tokens',
+    ),
+    ("gpt-oss-20b", {"quantization_config.group": 16}, "quantization_config.group is 16, which"),
+    (
+        "gpt-oss-20b",
+        {"intermediate_size": 2890},
+        "intermediate_size is 2890, but MXFP4 needs a multiple of 32",
+    ),
+    ("gpt-oss-20b", {"rope_scaling": None}, "rope_scaling is missing, expected the YaRN parameters"),
+    ("gpt-oss-20b", {"head_dim": None}, "head_dim is missing"),
+    ("gpt-oss-20b", {"experts_per_token": 2}, "num_experts_per_tok is 4, but experts_per_token is 2"),
+    ("gpt-oss-20b", {"sliding_window": None}, "layer_types[0] is 'sliding_attention', but"),
+    (
+        "gpt-oss-20b",
+        {"layer_types": ["full_attention"]},
+        "layer_types has 1 entries, but num_hidden_layers is 24",
+    ),
+    ("gpt-oss-20b", {"swiglu_limit": -1}, "swiglu_limit is -1, expected a number greater than 0"),
+    ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu' is supported"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSALS)
+def test_refuses(tmp_path: Path, name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        read_target_config(write(tmp_path, changed(published(name), changes)))
+    assert str(error.value).startswith(f"{tmp_path / 'config.json'}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_mxfp4_without_a_list_of_modules(tmp_path: Path) -> None:
+    moe = read(tmp_path, "gpt-oss-20b", **{QUANTIZED: MISSING}).moe
+    assert moe is not None
+    assert moe.quantization == "mxfp4"
+    moe = read(tmp_path, "gpt-oss-20b", quantization_config=MISSING, intermediate_size=2890).moe
+    assert moe is not None
+    assert moe.quantization is None
+
+
+def test_known_configs_by_any_name() -> None:
+    assert known_configs("gpt-oss-120b") == known_configs("openai/gpt-oss-120b")
+    assert known_configs("qwen3-4b") == known_configs("z-lab/Qwen3-4B-DFlash-b16@main")
+    with pytest.raises(
+        CheckpointError, match=r"gpt-5: no pair is known by that name; known are tiny, tiny-gpt-oss, qwen3-4b"
+    ):
+        known_configs("gpt-5")

@@ -1,0 +1,216 @@
+"""Downloads through the real hub client, from a hub on this machine: what is fetched, pinned, resumed and cached."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.test_config import DRAFTER, TARGET
+
+COMMIT, OLDER = "a" * 40, "b" * 40
+WEIGHTS = bytes(range(256)) * 400
+WANTED = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "chat_template.jinja",
+}
+
+
+class Hub(ThreadingHTTPServer):
+    """Every repository holds a Qwen3-4B target, or a drafter for it where DFlash is in the name."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.served: list[tuple[str, str, str]] = []  # repository, commit, file; of GET requests
+        self.ranges: list[str | None] = []  # of requests for weights
+        self.tokens: set[str | None] = set()
+        self.weights = WEIGHTS
+        self.drop_at: int | None = None  # drop the connection once, after so many bytes of weights
+        self.down = False  # no weights
+
+    def files(self, repo: str) -> dict[str, bytes]:
+        config = DRAFTER if "DFlash" in repo else TARGET
+        files = dict.fromkeys(WANTED, b"{}") | {"model.safetensors": self.weights}
+        files["config.json"] = json.dumps(config).encode()
+        unwanted = (
+            "original/model.safetensors",
+            "metal/model.bin",
+            "onnx/config.json",
+            "pytorch_model.bin",
+            "README.md",
+        )
+        return files | dict.fromkeys(unwanted, b"unwanted")
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.server.tokens.add(self.headers.get("Authorization"))
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        if parts[0] == "api":  # /api/models/ORG/NAME/{revision,tree}/REVISION
+            self.describe("/".join(parts[2:4]), parts[4] if len(parts) > 4 else "revision", parts[-1])
+        elif parts[3:4] and parts[-1] in (files := self.server.files("/".join(parts[:2]))):
+            self.file("/".join(parts[:2]), parts[3], parts[-1], files[parts[-1]])
+        else:
+            self.answer(404, b"")
+
+    def describe(self, repo: str, what: str, revision: str) -> None:
+        commit = {"v1": OLDER, OLDER: OLDER}.get(revision, COMMIT)
+        files = self.server.files(repo)
+        tree = [
+            {"type": "file", "path": n, "size": len(d), "oid": n.encode().hex()} for n, d in files.items()
+        ]
+        info = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+        self.answer(200, json.dumps(tree if what == "tree" else info).encode())
+
+    def file(self, repo: str, commit: str, name: str, data: bytes) -> None:
+        span = self.headers.get("Range")
+        start = int(span.removeprefix("bytes=").partition("-")[0]) if span else 0
+        headers = {"ETag": f'"{name.encode().hex()}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        weights = name == "model.safetensors" and self.command == "GET"
+        if self.command == "GET":
+            self.server.served.append((repo, commit, name))
+        if weights:
+            self.server.ranges.append(span)
+        if weights and self.server.down:
+            self.answer(503, b"")
+            return
+        if weights and self.server.drop_at is not None:
+            sent, self.server.drop_at = self.server.drop_at, None
+            self.answer(200, data, headers, sent=sent)
+            self.close_connection = True
+            return
+        if span:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        self.answer(206 if span else 200, data[start:], headers)
+
+    def answer(
+        self, status: int, body: bytes, headers: dict[str, str] | None = None, sent: int | None = None
+    ) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[:sent])
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub()
+    threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield hub
+    hub.shutdown()
+    hub.server_close()
+
+
+def resolve(
+    home: Path, endpoint: str, *arguments: str | None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """resolve_pair(*arguments) in a process of its own: the client reads its environment when it is imported."""
+    program = (
+        "import json, sys\n"
+        "from dflash_trt.building.sources import resolve_pair\n"
+        "from dflash_trt.errors import DFlashError\n"
+        "try:\n"
+        f"    print(json.dumps([[str(s.directory), s.repo, s.revision] for s in resolve_pair(*{arguments})]))\n"
+        "except DFlashError as error:\n"
+        "    sys.exit(f'ERROR {error}')\n"
+    )
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=inherited
+        | {
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "PYTHONPATH": os.getcwd(),
+        }
+        | environment,
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith("ERROR ")]
+
+
+def test_downloads(hub: Hub, tmp_path: Path) -> None:
+    """A known pair with its drafter pinned; then again without a network."""
+    url, drafter = f"http://127.0.0.1:{hub.server_port}", "z-lab/Qwen3-4B-DFlash-b16"
+    done = resolve(tmp_path, url, "qwen3-4b", f"{drafter}@v1", HF_TOKEN="hf_secret")
+    assert done.returncode == 0, done.stderr
+    target_source, drafter_source = json.loads(done.stdout)
+    assert target_source[1:] == ["Qwen/Qwen3-4B", COMMIT]
+    assert drafter_source[1:] == [drafter, OLDER]
+    for directory, _, _ in (target_source, drafter_source):
+        assert {path.name for path in Path(directory).iterdir()} == WANTED
+        assert (Path(directory) / "model.safetensors").read_bytes() == WEIGHTS
+    # Each once, and of the commit that was found or named first; nothing from original/ or metal/.
+    assert sorted(hub.served) == sorted(
+        [("Qwen/Qwen3-4B", COMMIT, name) for name in WANTED] + [(drafter, OLDER, name) for name in WANTED]
+    )
+    assert "Bearer hf_secret" in hub.tokens
+    assert "it/s" in done.stderr or "B/s" in done.stderr or "%" in done.stderr  # a progress bar
+
+    hub.served.clear()
+    again = resolve(tmp_path, url, "qwen3-4b", f"{drafter}@v1", HF_HUB_OFFLINE="1")
+    assert json.loads(again.stdout) == [target_source, drafter_source], again.stderr
+    assert hub.served == []
+
+
+def test_a_dropped_connection_is_taken_up(hub: Hub, tmp_path: Path) -> None:
+    hub.weights, hub.drop_at = bytes(24 << 20), 15 << 20
+    url = f"http://127.0.0.1:{hub.server_port}"
+    done = resolve(tmp_path, url, "qwen3-4b@main", "z-lab/Qwen3-4B-DFlash-b16")
+    assert done.returncode == 0, done.stderr
+    assert (Path(json.loads(done.stdout)[0][0]) / "model.safetensors").read_bytes() == hub.weights
+    assert hub.ranges[0] is None
+    assert hub.ranges[1] is not None  # not from the start
+
+
+def test_a_failed_download_keeps_what_is_whole(hub: Hub, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{hub.server_port}"
+    hub.down = True
+    done = resolve(tmp_path, url, "qwen3-4b", "z-lab/Qwen3-4B-DFlash-b16")
+    assert len(errors(done)) == 1, done.stderr
+    assert errors(done)[0].startswith("ERROR Qwen/Qwen3-4B: the hub does not give it (")
+    hub.down = False
+    hub.served.clear()
+    done = resolve(tmp_path, url, "qwen3-4b", "z-lab/Qwen3-4B-DFlash-b16")
+    assert done.returncode == 0, done.stderr
+    assert ("Qwen/Qwen3-4B", COMMIT, "config.json") not in hub.served
+    assert ("Qwen/Qwen3-4B", COMMIT, "model.safetensors") in hub.served
+
+
+def test_no_hub_is_one_line(tmp_path: Path) -> None:
+    done = resolve(tmp_path, "http://127.0.0.1:9", "qwen3-4b", None)
+    assert errors(done) == done.stderr.splitlines()[-1:]
+    message = errors(done)[0]
+    assert message.startswith("ERROR Qwen/Qwen3-4B: the hub does not give it (")
+    assert "a local directory with config.json, the safetensors files, tokenizer.json can be given" in message

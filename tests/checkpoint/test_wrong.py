@@ -1,0 +1,133 @@
+"""Wrong checkpoints, given to a build: one line that names the file, the tensor or the field, and the way out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from dflash_trt.building.build import build
+from dflash_trt.errors import CheckpointError, DFlashError
+from tests.doubles.checkpoints import make_drafter, make_target
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pair")
+    make_target(root / "target", shards=2)
+    make_drafter(root / "drafter", root / "target")
+    make_target(root / "wider", hidden=96)
+    make_drafter(root / "stranger", root / "wider")
+    return root
+
+
+def shards(target: Path) -> list[Path]:
+    return sorted(target.glob("*.safetensors"))
+
+
+def rewrite(file: Path, name: str, dtype: str | None) -> None:
+    """Give a tensor another dtype, or none at all."""
+    with safe_open(file, "pt") as stream:
+        tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 - not a mapping
+    tensor = tensors.pop(name)
+    if dtype is not None:
+        tensors[name] = tensor.to(getattr(torch, dtype))
+    save_file(tensors, file)
+
+
+def index(target: Path, change: Callable[[dict[str, str]], object]) -> None:
+    content = json.loads((target / INDEX).read_text())
+    change(content["weight_map"])
+    (target / INDEX).write_text(json.dumps(content))
+
+
+def missing_shard(target: Path) -> str:
+    gone = shards(target)[-1]
+    gone.unlink()
+    return rf'{INDEX}: weight_map\.[\w.]+ is "{gone.name}", but .*target has no such file; fetch it'
+
+
+def truncated(target: Path) -> str:
+    file = shards(target)[-1]
+    size = file.stat().st_size
+    with file.open("r+b") as stream:
+        stream.truncate(size - 100)
+    return (
+        rf"{file.name}: {size - 100} bytes, but .* {size}: .* truncated, from tensor '.+' on; fetch it again"
+    )
+
+
+def absent(target: Path) -> str:
+    file = shards(target)[0].name
+    index(target, lambda names: names.update({"model.layers.9.mlp.up_proj.weight": file}))
+    return (
+        rf"{INDEX}: tensor 'model.layers.9.mlp.up_proj.weight' should be in {file}, but is in no shard; fetch"
+    )
+
+
+def dtype(target: Path) -> str:
+    file = next(
+        f for f in shards(target) if b'"model.layers.1.mlp.up_proj.weight"' in f.read_bytes()[:20_000]
+    )
+    rewrite(file, "model.layers.1.mlp.up_proj.weight", "int8")
+    return rf"{file.name}: tensor 'model.layers.1.mlp.up_proj.weight' is I8, supported are .*BF16"
+
+
+def lost(target: Path) -> str:
+    name = "model.layers.1.mlp.up_proj.weight"
+    file = next(f for f in shards(target) if f'"{name}"'.encode() in f.read_bytes()[:20_000])
+    rewrite(file, name, None)
+    index(target, lambda names: names.pop(name))
+    return (
+        rf"target: has no tensor '{name}'; near names: model.layers.\d.mlp.up_proj.weight.*; config.json and"
+    )
+
+
+def architecture(target: Path) -> str:
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    return (
+        r"config.json: architectures is \['MambaForCausalLM'\], supported as a target: Qwen3ForCausalLM, "
+        "LlamaForCausalLM, Qwen3MoeForCausalLM, GptOssForCausalLM"
+    )
+
+
+def other_layers(target: Path) -> str:
+    config = json.loads((target / "config.json").read_text())
+    changed = config | {"intermediate_size": 160}
+    (target / "config.json").write_text(json.dumps(changed))
+    shapes = (
+        r"has shape \[128, 64\], but by config.json it has \[160, 64\]; the files are of different models"
+    )
+    return rf"safetensors: tensor 'model.layers.\d.mlp.\w+.weight' {shapes}"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [missing_shard, truncated, absent, dtype, lost, architecture, other_layers],
+    ids=lambda f: f.__name__,
+)
+def test_refuses_a_target(pair: Path, tmp_path: Path, damage: Callable[[Path], str]) -> None:
+    target = Path(shutil.copytree(pair / "target", tmp_path / "target"))
+    message = damage(target)
+    with pytest.raises(CheckpointError, match=message) as error:
+        build(str(target), str(pair / "drafter"), tmp_path / "bundle")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_refuses_a_drafter_of_another_target(pair: Path, tmp_path: Path) -> None:
+    with pytest.raises(DFlashError) as error:
+        build(str(pair / "target"), str(pair / "stranger"), tmp_path / "bundle")
+    assert str(error.value) == (
+        f"{pair / 'stranger' / 'config.json'}: hidden_size is 96, but {pair / 'target' / 'config.json'} has "
+        "hidden_size 64; give the drafter that was trained for this target"
+    )

@@ -1,0 +1,305 @@
+"""The command line: what each command prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.cli import COMMANDS, main
+from tests.doubles.checkpoints import make_drafter, make_target
+
+ROOT = Path(__file__).parents[2]
+RUN = [sys.executable, "-c", "import sys; from dflash_trt.cli import main; sys.exit(main())"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("pair")
+    target, drafter = directory / "target", directory / "drafter"
+    for each in (target, drafter):
+        each.mkdir()
+    make_target(target)
+    make_drafter(drafter, target)
+    return target, drafter
+
+
+@pytest.fixture(scope="module")
+def bundle(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bundles") / "random"
+    assert main(build_arguments(pair, out, "--max-seq-len", "256")) == 0
+    return out
+
+
+def build_arguments(pair: tuple[Path, Path], out: Path, *more: str) -> list[str]:
+    return ["build", "--target", str(pair[0]), "--drafter", str(pair[1]), "--out", str(out), *more]
+
+
+def usage_error(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+
+
+class Output:
+    """What main() printed: exit code, standard output, standard error."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
+        capsys.readouterr()
+        self.code = main([str(argument) for argument in arguments])
+        self.out, self.err = capsys.readouterr()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
+def test_help_has_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main([*arguments, "--help"])
+    assert raised.value.code == 0
+    assert f"examples:\n  dflash-trt {' '.join(arguments)}" in capsys.readouterr().out
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = "{'numpy', 'onnx', 'onnx_ir', 'onnxruntime', 'tokenizers', 'rich'}"
+    code = "import sys, dflash_trt.cli as cli; cli._parser(); "
+    code += f"sys.exit(repr(sorted({heavy} & set(sys.modules))))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert found.stderr.strip() == "[]"
+
+
+def test_wrong_usage_exits_with_2(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usage_error()
+    usage_error("build")
+    usage_error("build", "--target", "x", "--engine", "abacus")
+    usage_error("generate", str(bundle), "one")
+    usage_error("generate", str(bundle), "--prompt", "one", "--system", "two")
+    usage_error("generate", str(bundle), "--prompt", "one", "--block-length", "long")
+    usage_error("verify", str(bundle), "--batch-sizes", "0")
+    capsys.readouterr()
+    usage_error("verify", str(bundle), "--temperatures", "0,warm")
+    assert "--temperatures" in capsys.readouterr().err
+
+
+def test_build_reports_progress_on_stderr(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = Output(capsys, *build_arguments(pair, tmp_path / "b"))
+    assert first.code == 0
+    assert first.out.startswith(str(tmp_path / "b"))
+    assert first.out.count("\n") == 1
+    assert "export target: done" in first.err
+    again = Output(capsys, *build_arguments(pair, tmp_path / "b", "--json"))
+    assert again.code == 0
+    assert again.json["kind"] == "bundle"
+    assert again.json["build_seconds"] >= 0
+
+
+def test_build_errors_are_one_line(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = Output(capsys, *build_arguments(pair, tmp_path / "b", "--block-size", "99"))
+    assert failed.code == 1
+    assert failed.out == ""
+    assert failed.err.splitlines()[-1].startswith("dflash-trt: error: --block-size is 99")
+    assert "Traceback" not in failed.err
+    swapped = Output(capsys, *build_arguments((pair[1], pair[0]), tmp_path / "b"))
+    assert swapped.code == 1
+    assert "config.json" in swapped.err
+    assert not (tmp_path / "b").exists()
+
+
+def test_debug_raises(tmp_path: Path) -> None:
+    from dflash_trt.errors import CheckpointError
+
+    with pytest.raises(CheckpointError):
+        main(["inspect", str(tmp_path), "--debug"])
+
+
+@pytest.mark.parametrize("chat", [[], ["--chat"], ["--chat", "--system", "Be brief."]])
+def test_generate_gives_the_same_text_by_every_way(
+    bundle: Path, chat: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*chat, "--max-tokens", "24", "--temperature", "0.8", "--top-p", "0.9", "--seed", "5"]
+    plain = Output(capsys, "generate", bundle, "-p", "12 + 7", "--no-draft", *options)
+    assert plain.code == 0
+    assert plain.err == ""
+    drafted = Output(capsys, "generate", bundle, "--prompt", "12 + 7", *options)
+    as_json = Output(capsys, "generate", bundle, "-p", "12 + 7", "--json", "--block-length", "3", *options)
+    monkeypatch.setattr("sys.stdin", io.StringIO("12 + 7"))
+    from_stdin = Output(capsys, "generate", bundle, "--prompt", "-", *options)
+    monkeypatch.setattr("sys.stdin", io.StringIO("12 + 7"))
+    from_pipe = Output(capsys, "generate", bundle, *options)
+    assert {plain.out, drafted.out, as_json.json["text"] + "\n", from_stdin.out, from_pipe.out} == {plain.out}
+    assert as_json.json["seed"] == 5
+    assert len(as_json.json["token_ids"]) <= 24
+    assert as_json.json["finish_reason"] in ("stop", "length")
+
+
+def test_generate_stats_go_to_stderr(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = Output(capsys, "generate", bundle, "-p", "12 + 7", "--stats", "--max-tokens", "16", "--ignore-eos")
+    assert done.code == 0
+    assert "16 tokens" in done.err
+    assert "acceptance length" in done.err
+    assert "acceptance length" not in done.out
+    options = ("--max-tokens", "16", "--ignore-eos", "--stats", "--block-length")
+    assert "verified per round: 1 x 15\n" in Output(capsys, "generate", bundle, "-p", "1", *options, "1").err
+
+
+def test_generate_passes_variables_to_the_template(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("generate", bundle, "--chat", "-p", "12 + 7", "--max-tokens", "2", "--json")
+    with_prompt = Output(capsys, *options).json["prompt_token_ids"]
+    variables = '{"add_generation_prompt": false}'
+    without = Output(capsys, *options, "--chat-template-kwargs", variables).json["prompt_token_ids"]
+    assert with_prompt[: len(without)] == without
+    assert len(with_prompt) > len(without)
+    for wrong in (
+        [*options, "--chat-template-kwargs", "[1]"],
+        [*options, "--chat-template-kwargs", "{"],
+        ["generate", bundle, "-p", "1", "--chat-template-kwargs", variables],
+    ):
+        with pytest.raises(SystemExit) as raised:
+            Output(capsys, *wrong)
+        assert raised.value.code == 2
+
+
+def test_generate_stop_string(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("generate", bundle, "-p", "12 + 7", "--max-tokens", "32", "--ignore-eos")
+    text = Output(capsys, *options).out
+    stop = text[8:11]
+    assert Output(capsys, *options, "--stop", stop).out == text[: text.index(stop)] + "\n"
+
+
+def test_generate_names_the_wrong_field(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = Output(capsys, "generate", bundle, "-p", "12", "--top-p", "1.5")
+    assert (wrong.code, wrong.out) == (1, "")
+    assert wrong.err.startswith("dflash-trt: error: ")
+    assert "top_p" in wrong.err
+    assert "1.5" in wrong.err
+    absent = Output(capsys, "generate", tmp_path / "none", "-p", "12")
+    assert absent.code == 1
+    assert str(tmp_path / "none") in absent.err
+
+
+def test_verify_finds_no_difference(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "12 + 7 ="},
+        {"messages": [{"role": "user", "content": "Add."}]},
+        {"prompt": "def add("},
+    ]
+    prompts.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    options = ("verify", bundle, "--prompts", prompts, "--max-tokens", "12", "--block-lengths", "1,8")
+    shown = Output(capsys, *options, "--temperatures", "0", "--batch-sizes", "2")
+    assert shown.code == 0
+    assert shown.out.splitlines()[-1] == "all equal"
+    document = Output(capsys, *options, "--temperatures", "0,1.0", "--batch-sizes", "3", "--json")
+    assert document.code == 0
+    assert document.json["equal"] is True
+    assert [(case["temperature"], case["block_length"]) for case in document.json["cases"]] == [
+        (0.0, 1),
+        (0.0, 8),
+        (1.0, 1),
+        (1.0, 8),
+    ]
+
+
+def test_verify_shows_the_first_difference(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_trt.llm import LLM
+
+    generate = LLM.generate
+
+    def altered(self: LLM, prompts: Any, params: Any = None, **options: Any) -> Any:
+        completions = generate(self, prompts, params, **options)
+        if isinstance(completions, list):
+            completions[-1].token_ids[3] += 1
+        return completions
+
+    monkeypatch.setattr(LLM, "generate", altered)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "12 + 7 =", "id": "sum"}\n')
+    options = ("verify", bundle, "--prompts", prompts, "--max-tokens", "8", "--block-lengths", "8")
+    shown = Output(capsys, *options, "--temperatures", "0", "--batch-sizes", "1")
+    assert shown.code == 1
+    assert "first difference: prompt sum, generated token 3" in shown.out
+    assert "logit gap" in shown.out
+    document = Output(capsys, *options, "--temperatures", "0", "--batch-sizes", "1", "--json")
+    assert document.code == 1
+    difference = document.json["cases"][0]["first_difference"]
+    assert difference["drafted_token"] == difference["plain_token"] + 1
+    assert difference["logit_gap"] > 0
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"prompt": 7}'])
+def test_verify_names_the_malformed_prompt(
+    line: str, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "fine"}\n' + line + "\n")
+    failed = Output(capsys, "verify", bundle, "--prompts", tmp_path / "prompts.jsonl")
+    assert failed.code == 1
+    assert "prompts.jsonl:2: " in failed.err
+
+
+def test_inspect(
+    bundle: Path, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Output(capsys, "inspect", bundle, "--json").json
+    target, drafter = (Output(capsys, "inspect", path, "--json").json for path in pair)
+    assert [each["kind"] for each in (found, target, drafter)] == ["bundle", "target", "drafter"]
+    assert found["target_layer_ids"] == drafter["target_layer_ids"]
+    assert found["parameters"] == target["parameters"] + drafter["parameters"]
+    assert "target.onnx" in found["files"]
+    shown = Output(capsys, "inspect", bundle)
+    assert "weights/drafter/model.safetensors" in shown.out
+    neither = Output(capsys, "inspect", tmp_path)
+    assert neither.code == 1
+    assert "neither manifest.json nor config.json" in neither.err
+
+
+def test_pairs_lists_the_shipped_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "tiny" in [pair["name"] for pair in Output(capsys, "pairs", "--json").json]
+    assert "tiny" in Output(capsys, "pairs").out
+
+
+def test_doctor_is_honest(capsys: pytest.CaptureFixture[str]) -> None:
+    shown, found = Output(capsys, "doctor"), Output(capsys, "doctor", "--json").json
+    assert shown.code == 0
+    rows = {row["engine"]: row for row in found["engines"]}
+    assert rows["onnxruntime"]["build"]
+    assert rows["tensorrt-llm"]["build"]
+    assert rows["tensorrt-llm"]["run"] == (importlib.util.find_spec("tensorrt_llm") is not None)
+    assert found["required"]["onnxruntime"] in shown.out
+
+
+def test_interrupt_is_tidy(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dflash_trt.reports.environment.describe", interrupted)
+    stopped = Output(capsys, "doctor")
+    assert stopped.code == 130
+    assert "Traceback" not in stopped.err
+
+
+def test_closed_pipe_is_quiet(bundle: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*RUN, "generate", str(bundle), "-p", "12 + 7", "--max-tokens", "4"]
+    with os.fdopen(writer, "w") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (141, "")

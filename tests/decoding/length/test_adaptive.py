@@ -1,0 +1,424 @@
+"""The adaptive block length: on simulated pairs with known answers, and in the scheduler."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dflash_trt.decoding.length.adaptive import AdaptiveLength
+from dflash_trt.decoding.length.calibration import Calibration, log_odds
+from dflash_trt.decoding.length.pass_times import PassTimes, measure
+from dflash_trt.decoding.params import SamplingParams
+from tests.doubles.fake_engines import BLOCK, Pool, expected, request
+from tests.doubles.simulation import (
+    DRAFTS,
+    HARD,
+    VERIFY,
+    World,
+    dense_cpu,
+    gpu,
+    honest,
+    small_drafter,
+    turns,
+    world,
+)
+
+HOPELESS = DRAFTS["hopeless"]
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("verify", VERIFY)
+def test_close_to_the_best_fixed_length_and_never_much_below_plain_decoding(verify: str, drafts: str) -> None:
+    """Over 500 rounds from the start, so what it takes to learn is counted."""
+    for pair in ("small", "large"):
+        speeds = []
+        for seed in range(2):
+            simulated = world(verify, drafts, pair, seed=seed)
+            ratios = simulated.compare(simulated.run(simulated.controller(), 500))
+            assert ratios[0] > 0.95
+            speeds.append(ratios.min())
+        assert np.mean(speeds) > 0.95, (pair, speeds)
+
+
+BAD = (
+    "all four times",
+    "drafter four times",
+    "each by its own factor",
+    "length 1 four times",
+    "length 8 four times",
+    "all three times from the middle",
+)
+
+
+@pytest.mark.parametrize("beginning", BAD)
+def test_recovers_from_wrong_times(beginning: str) -> None:
+    """Start-up times wrong by up to four times, or times that change later: over 3,000 rounds, learning included."""
+    for names in HARD:
+        simulated = world(*names, beginning)
+        ratios = simulated.compare(simulated.run(simulated.controller(), 3000))
+        assert ratios[0] > 0.97, names
+        assert ratios.min() > 0.95, names
+
+
+@pytest.mark.parametrize(("verify", "drafts"), [("dense_cpu", "good"), ("gpu", "great"), ("moe", "fading")])
+def test_replicas_started_on_a_busy_host_are_alike_after_500_rounds(verify: str, drafts: str) -> None:
+    """Each measured times of its own, every one distorted by a random factor in 1/4 .. 4."""
+    for pair in ("small", "large"):
+        speeds = []
+        for replica in range(4):
+            simulated = world(verify, drafts, pair, "each by its own factor", seed=replica)
+            policy = simulated.controller()
+            simulated.run(policy, 500)
+            simulated.rng = np.random.default_rng(99)  # the same traffic for all
+            tokens, seconds, _ = simulated.run(policy, 500).sum(axis=0)
+            speeds.append(tokens / seconds)
+        assert max(speeds) < 1.15 * min(speeds), (pair, speeds)
+
+
+@pytest.fixture
+def _no_hang() -> Iterator[None]:
+    """A search that never ends is an error, not a test run that never ends. Of processor time, so that load is none."""
+
+    def late(*_: object) -> None:
+        raise AssertionError("the controller hangs")
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, 60)
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGPROF, before)
+
+
+ANY_NUMBER = st.one_of(
+    st.sampled_from(
+        [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 5e-324, -5e-324, -1.0, 1e308, 1e-3, -0.1]
+    ),
+    st.floats(),
+    st.floats(-8, 0),
+)
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> dict[str, Any]:
+    requests, drafts = draw(st.integers(0, 3)), draw(st.integers(0, 5))
+    said = draw(st.lists(ANY_NUMBER, min_size=requests * drafts, max_size=requests * drafts))
+    return {
+        "batch": draw(st.integers(0, 9)),
+        "said": np.array(said, np.float64).reshape(requests, drafts),
+        "draft_seconds": draw(ANY_NUMBER),
+        "verify_seconds": draw(ANY_NUMBER),
+        "right": draw(st.integers(0, 5)),
+    }
+
+
+def feed(policy: AdaptiveLength, seen: dict[str, Any]) -> None:
+    """One round, as the scheduler would play it with these numbers."""
+    batch, said = seen["batch"], seen["said"]
+    asked = policy.draft(batch)
+    assert 1 <= asked <= policy.block_size
+    verified = policy.verify(said) if said.shape[1] else 1
+    assert 1 <= verified <= said.shape[1] + 1
+    policy.observe(
+        batch=batch,
+        drafted=said.shape[1] + 1,
+        verified=verified,
+        accepted=[min(seen["right"], verified - 1)] * len(said),
+        offered=[verified - 1] * len(said),
+        logprobs=said if said.shape[1] else None,
+        draft_seconds=seen["draft_seconds"],
+        verify_seconds=seen["verify_seconds"],
+    )
+
+
+NAN_ROUND = {
+    "batch": 1,
+    "said": np.full((1, 5), np.nan),
+    "draft_seconds": 0.1,
+    "verify_seconds": 1.0,
+    "right": 0,
+}
+
+
+@pytest.mark.usefixtures("_no_hang")
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(ANY_NUMBER, min_size=12, max_size=12),
+    st.lists(rounds(), max_size=12),
+    st.lists(rounds(), max_size=3),
+)
+@example([1.0] * 12, [NAN_ROUND], [NAN_ROUND])
+@example([float("nan")] * 12, [], [])
+def test_no_numbers_stop_the_controller(
+    start_up: list[float], some: list[dict[str, Any]], often: list[dict[str, Any]]
+) -> None:
+    """Whatever drafters say and clocks show, at start-up and in every round: each length is one of the block's."""
+    draft, verify = (
+        PassTimes(
+            {1: dict(zip((2, 4, 6), a, strict=True)), 8: dict(zip((2, 4, 6), b, strict=True))}, [1, 2, 4, 8]
+        )
+        for a, b in ((start_up[:3], start_up[3:6]), (start_up[6:9], start_up[9:]))
+    )
+    policy = AdaptiveLength(6, draft, verify)
+    for seen in [*some, *(20 * often)]:
+        feed(policy, seen)
+    assert 1 <= policy.draft(1) <= 6
+
+
+@pytest.mark.usefixtures("_no_hang")
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 0.0, -1e9])
+def test_a_time_with_nonsense_leaves_nothing_behind(number: float) -> None:
+    """After rounds whose every number was wrong, the controller does what it does in any other world."""
+    simulated = world("gpu", "good", "small")
+    policy = simulated.controller()
+    for _ in range(30):
+        said = np.full((1, 7), number)
+        feed(
+            policy, {"batch": 1, "said": said, "draft_seconds": number, "verify_seconds": number, "right": 0}
+        )
+    simulated.run(policy, 300)
+    ratios = simulated.compare(simulated.run(policy, 500))
+    assert ratios[0] > 0.97
+    assert ratios.min() > 0.95
+
+
+def test_the_first_pass_of_a_size_teaches_nothing() -> None:
+    """Engines prepare a size when it first comes: that pass takes many times as long, and no other ever does."""
+    for names in (("gpu", "great", "small"), ("dense_cpu", "good", "small"), ("gpu", "good", "large")):
+        simulated = world(*names)
+        simulated.cold = 20.0
+        assert simulated.compare(simulated.run(simulated.controller(), 500)).min() > 0.95, names
+
+
+def test_one_hiccup_is_forgotten() -> None:
+    simulated = world("gpu", "great", "small")
+    policy = simulated.controller()
+    simulated.run(policy, 200)
+    seen = {
+        "batch": 1,
+        "said": np.full((1, 7), -0.05),
+        "draft_seconds": 1e4,
+        "verify_seconds": 1e4,
+        "right": 7,
+    }
+    feed(policy, seen)
+    ratios = simulated.compare(simulated.run(policy, 200))
+    assert ratios.min() > 0.95
+
+
+def test_drafting_comes_back_when_it_pays_again() -> None:
+    simulated = World(8, gpu, small_drafter, turns([HOPELESS, honest(3.0)], every=400))
+    lengths = simulated.run(simulated.controller(), 800)[:, 2]
+    assert (lengths[100:400] == 1).mean() > 0.9
+    assert (lengths[500:] > 1).mean() > 0.9
+
+
+def test_trials_cost_one_token_in_a_hundred() -> None:
+    """Where no draft is ever right, in worlds where trying costs much and little, once the advance is spent."""
+    for verify, pair in (("moe", "large"), ("gpu", "small")):
+        simulated = world(verify, "hopeless", pair)
+        policy = simulated.controller()
+        simulated.run(policy, 500)
+        later = simulated.compare(simulated.run(policy, 2500))
+        assert 0.975 < later[0] < 1.0, (verify, pair)
+
+
+def test_the_drafters_word_decides_how_much_of_a_block_is_verified() -> None:
+    simulated = World(8, dense_cpu, small_drafter, honest(2.0), noise=0.0)
+    policy, lengths = simulated.controller(), []
+    simulated.run(policy, 50)
+    policy._allowance = -1.0  # no trial, which verifies all of its drafts
+    for sure in range(8):
+        policy.draft(1)
+        lengths.append(
+            policy.verify(np.log(np.where(np.arange(7) < sure, 0.99, 0.02))[None].astype(np.float32))
+        )
+    assert lengths[0] == 1
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 8
+
+
+def test_blocks_cut_short_by_a_budget() -> None:
+    policy = World(8, gpu, small_drafter, honest(2.0)).controller()
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        drafted = min(policy.draft(3), int(rng.integers(1, 9)))
+        said = np.log(rng.uniform(0.3, 0.99, (2, drafted - 1))).astype(np.float32)
+        verified = policy.verify(said) if drafted > 1 else 1
+        assert 1 <= verified <= drafted
+        policy.observe(
+            batch=3,
+            drafted=drafted,
+            verified=verified,
+            accepted=rng.integers(0, verified, 2).tolist(),
+            offered=[verified - 1, verified - 1],
+            logprobs=said if drafted > 1 else None,
+            draft_seconds=0.1,
+            verify_seconds=1.0,
+        )
+
+
+class OnDevice:
+    """What an engine's outputs are on a GPU: a shape, and numbers when somebody asks; the next pass overwrites them."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory, self.shape = memory, memory.shape
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        return self.memory.copy() if copy else self.memory
+
+
+def test_what_the_next_pass_overwrites_is_remembered() -> None:
+    rng, memory = np.random.default_rng(2), np.zeros((2, 7), np.float32)
+    policies = [World(8, gpu, small_drafter, honest(2.0)).controller() for _ in range(2)]
+    for _ in range(100):
+        said = np.log(rng.uniform(0.05, 0.99, (2, 7))).astype(np.float32)
+        right = rng.random((2, 7)) < np.exp(said)
+        memory[...] = said
+        chosen = []
+        for policy, handed in zip(policies, (said, OnDevice(memory)), strict=True):
+            policy.draft(2)
+            chosen.append(policy.verify(handed))  # type: ignore[arg-type]
+            accepted = np.cumprod(right[:, : chosen[-1] - 1], axis=1).sum(axis=1).tolist()
+            policy.observe(
+                batch=2,
+                drafted=8,
+                verified=chosen[-1],
+                accepted=accepted,
+                offered=[chosen[-1] - 1] * 2,
+                logprobs=handed,  # type: ignore[arg-type]
+                draft_seconds=0.2,
+                verify_seconds=1.0,
+            )
+        assert chosen[0] == chosen[1]
+    said = np.full((1, 7), 0.5)
+    assert np.array_equal(*(policy._calibration.survival(said) for policy in policies))
+
+
+def test_the_smallest_block() -> None:
+    simulated = World(2, gpu, small_drafter, honest(2.0))
+    assert simulated.run(simulated.controller(), 100)[:, 2].mean() > 1.8
+
+
+def test_in_the_scheduler_tokens_are_those_of_plain_decoding() -> None:
+    """And the drafter's rows are whole whenever it is on, which the pool checks at every step."""
+    costs = PassTimes({1: {1: 1.0, 2: 1.2, BLOCK: 2.0}}, [1, 2, 3])
+    for draft_cost in (0.01, 100.0):
+        pool = Pool(3, 6)
+        policy = AdaptiveLength(BLOCK, PassTimes({1: {2: draft_cost, BLOCK: draft_cost}}, [1, 2, 3]), costs)
+        requests = [
+            request([1 + i, 2, 3], SamplingParams(max_tokens=50, temperature=0.5 * (i % 2), seed=i))
+            for i in range(9)
+        ]
+        for each in requests:
+            pool.scheduler.submit(each)
+        while not pool.scheduler.idle:
+            pool.scheduler.step(policy)
+            pool.check()
+        for i, each in enumerate(requests):
+            assert each.output[:50] == expected(each.prompt, each.params, i)
+
+
+def test_pass_times_between_what_was_measured() -> None:
+    times = PassTimes({1: {1: 1.0, 3: 2.0, 7: 4.0}, 4: {1: 3.0, 7: 15.0}}, [1, 2, 4])
+    assert times(1) == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0])
+    assert times(4) == pytest.approx([3, 5, 7, 9, 11, 13, 15])
+    assert times(2)[0] == pytest.approx(1 + 2 / 3)
+    assert times(2)[0] < times(3)[0] < times(4)[0]
+    assert times(64) == pytest.approx(times(4))
+
+
+def test_a_pass_tells_of_passes_like_it() -> None:
+    times = PassTimes({1: {1: 1.0, 16: 1.0}, 16: {1: 1.0, 16: 1.0}}, [1, 4, 16])
+    for _ in range(2):  # the first one may be cold
+        times.observe(1, 8, 3.0)
+    one, sixteen = times(1), times(16)
+    assert one[7] == pytest.approx(3.0, rel=0.03)
+    assert one[7] > one[8] > one[15] > one[0] > 1.0
+    assert one[7] > times(4)[7] > sixteen[7] > 1.0
+
+
+def test_doubt_goes_with_measures_and_comes_back_without() -> None:
+    times = PassTimes({1: {1: 1.0, 16: 2.0}}, [1])
+    assert times.doubtful(1).all()
+    for length in 3 * list(range(1, 17)):
+        times.observe(1, length, 1.0)
+    assert not times.doubtful(1).any()
+    for _ in range(2000):
+        times.observe(1, 1, 1.0)
+    assert not times.doubtful(1)[0]
+    assert times.doubtful(1)[15]
+
+
+def test_pass_times_follow_the_machine() -> None:
+    times = PassTimes({1: {1: 1.0, 4: 2.0}}, [1])
+    for _ in range(200):
+        times.observe(1, 4, 3.0)
+    assert times(1)[3] == pytest.approx(3.0, rel=0.01)
+    assert 1.0 < times(1)[0] < 1.5  # some of it is the moment's, and shared
+    times.observe(1, 4, 300.0)
+    assert times(1)[3] < 1.1 * 3.0
+    for _ in range(20):
+        times.observe(1, 4, 9.0)
+    assert times(1)[3] == pytest.approx(9.0, rel=0.1)
+
+
+@pytest.mark.parametrize("seconds", [0.0003, 0.045, 0.3])
+def test_start_up_times_are_those_of_warm_passes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The first pass of each shape takes twenty times as long; length 1 is measured like the others."""
+    clock, seen = [0.0], set[tuple[int, int]]()
+    monkeypatch.setattr("dflash_trt.decoding.length.pass_times.perf_counter", lambda: clock[0])
+
+    def run(batch: int, length: int) -> None:
+        warm = (batch, length) in seen
+        seen.add((batch, length))
+        clock[0] += seconds * (1 + length / 16) * (1 if warm else 20)
+
+    times = measure(run, [1, 2, 4], [1, 2, 8])
+    assert times(1)[[0, 1, 7]] == pytest.approx(seconds * np.array([1 + 1 / 16, 1 + 1 / 8, 1.5]))
+    assert clock[0] < 1.0 + 90 * 1.5 * seconds
+
+
+def test_a_busy_moment_of_start_up_meets_all_lengths_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, passes = [0.0], [0]
+    monkeypatch.setattr("dflash_trt.decoding.length.pass_times.perf_counter", lambda: clock[0])
+
+    def run(batch: int, length: int) -> None:
+        passes[0] += 1
+        busy = 8 <= passes[0] < 14
+        clock[0] += 0.01 * (4 if busy else 1)
+
+    times = measure(run, [1], [1, 2, 4, 8])
+    assert times(1) == pytest.approx(np.full(8, 0.01))
+
+
+@pytest.mark.parametrize("truth", [-3.0, 0.0, 2.5])
+def test_calibration_finds_the_chance_behind_what_is_said(truth: float) -> None:
+    rng, calibration = np.random.default_rng(1), Calibration(3)
+    said = np.full((1, 3), 1.5)
+    chance = 1 / (1 + np.exp(-truth))
+    for _ in range(600):
+        right = rng.random(3) < chance
+        accepted = int(np.cumprod(right).sum())
+        calibration.observe(said, np.array([accepted]), np.array([3]), 1)
+    assert calibration.survival(said)[0, 0] == pytest.approx(chance, abs=0.08)
+
+
+def test_calibration_learns_where_a_block_ends() -> None:
+    calibration = Calibration(5)
+    said = np.full((1, 5), 2.0)
+    for _ in range(60):
+        calibration.observe(said, np.array([2]), np.array([5]), 1)
+    survival = calibration.survival(said)[0]
+    assert survival[1] > 0.75
+    assert survival[2] < 0.15
+
+
+def test_log_odds_of_certain_and_impossible_drafts_are_finite() -> None:
+    x = log_odds(np.array([[0.0, -1e-9, -0.6931472, -50.0, -np.inf]], np.float32))
+    assert x[0].tolist() == pytest.approx([6.0, 6.0, 0.0, -6.0, -6.0], abs=1e-5)

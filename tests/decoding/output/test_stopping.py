@@ -1,0 +1,278 @@
+"""Text and stops: how tokens are cut into runs is never seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from dflash_trt.decoding.output.detokenizer import Detokenizer
+from dflash_trt.decoding.output.stopping import StopChecker
+from dflash_trt.decoding.params import SamplingParams
+
+SAMPLE = "stop the spot, 你好世界 naïve été 😀😃 </s> hello world"
+
+
+@cache
+def byte_level() -> tokenizers.Tokenizer:
+    """A byte-level tokenizer of 300 tokens: many characters take several, and any bytes can be put together."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|end|>", "<|start|>"]
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=special)
+    tokenizer.train_from_iterator([SAMPLE] * 4, trainer)
+    tokenizer.add_tokens(["<think>", "漢é"])
+    return tokenizer
+
+
+@cache
+def byte_fallback() -> tokenizers.Tokenizer:
+    """The decoder of Llama 2 and Gemma: words begin with a mark, unknown characters are byte tokens."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁hello",
+        "world",
+        "▁é",
+        "a",
+        "é",
+    ]
+    vocabulary = {piece: token for token, piece in enumerate(pieces)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    space = decoders.Replace("▁", " ")
+    tokenizer.decoder = decoders.Sequence(
+        [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+TOKENS = st.lists(st.integers(0, byte_level().get_vocab_size() - 1), max_size=40)
+TEXTS = st.text("stop 你好é😀</>ab�", max_size=12).map(lambda text: byte_level().encode(text).ids)
+OUTPUTS = st.lists(st.one_of(TOKENS, TEXTS), max_size=4).map(
+    lambda parts: [t for part in parts for t in part]
+)
+CUTS = st.lists(st.integers(0, 60), max_size=8)
+
+
+def runs(tokens: list[int], cuts: list[int]) -> list[list[int]]:
+    bounds = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
+    return [tokens[a:b] for a, b in pairwise(bounds)]
+
+
+@given(OUTPUTS, CUTS)
+@settings(deadline=None, max_examples=200)
+def test_pieces_add_up_to_the_whole_decode(tokens: list[int], cuts: list[int]) -> None:
+    detokenizer = Detokenizer(byte_level())
+    pieces = [detokenizer.push(run) for run in runs(tokens, cuts)]
+    whole = byte_level().decode(tokens)
+    assert whole.startswith("".join(pieces))
+    assert "".join(pieces) + detokenizer.flush() == whole
+    assert detokenizer.flush() == ""
+
+
+def test_whole_characters_come_out_at_once() -> None:
+    detokenizer = Detokenizer(byte_level())
+    text = "a界é"
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+    singles = [byte_level().token_to_id(byte) for byte in spelled]
+    assert [detokenizer.push([token]) for token in singles] == ["a", "", "", "界", "", "é"]
+
+
+@given(
+    st.lists(st.sampled_from(["▁hello", "world", "▁", "a", "é", "▁é", "<s>", "😀", "漢"]), max_size=20), CUTS
+)
+@settings(deadline=None)
+def test_byte_fallback_text_adds_up(pieces: list[str], cuts: list[int]) -> None:
+    tokenizer = byte_fallback()
+    tokens: list[int] = []
+    for piece in pieces:
+        known = tokenizer.token_to_id(piece)
+        spelled = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in piece.encode()]
+        tokens += spelled if known is None else [known]
+    detokenizer = Detokenizer(tokenizer)
+    text = "".join(detokenizer.push(run) for run in runs(tokens, cuts))
+    assert text + detokenizer.flush() == tokenizer.decode(tokens)
+
+
+@given(st.lists(st.integers(0, 263), max_size=20))
+@settings(deadline=None)
+def test_byte_fallback_takes_any_bytes(tokens: list[int]) -> None:
+    detokenizer = Detokenizer(byte_fallback())
+    for token in tokens:
+        detokenizer.push([token])
+    detokenizer.flush()
+
+
+@cache
+def any_bytes() -> tokenizers.Tokenizer:
+    """A byte-level tokenizer whose tokens may begin and end within a character, with two special tokens."""
+    plain = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (ord(c) > 0xFF, ord(c)))
+    runs = ["©Ã", "ðŁĺ", "Ģ", "½łä", "  ", "Ĺ" * 9]
+    vocabulary = {piece: token for token, piece in enumerate(dict.fromkeys([*plain, *runs]))}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|start|>"])
+    return tokenizer
+
+
+UNFINISHED = st.lists(
+    st.tuples(st.integers(0, any_bytes().get_vocab_size() + 3), st.sampled_from([1, 1, 2, 3, 7, 40, 90])),
+    min_size=1,
+    max_size=12,
+).map(lambda parts: [token for token, times in parts for _ in range(times)])
+
+
+@given(UNFINISHED, st.lists(st.integers(0, 400), max_size=8))
+@settings(deadline=None, max_examples=400)
+def test_any_bytes_for_long_add_up_to_the_whole_decode(tokens: list[int], cuts: list[int]) -> None:
+    detokenizer = Detokenizer(any_bytes())
+    pieces = [detokenizer.push(run) for run in runs(tokens, cuts)]
+    assert "".join(pieces) + detokenizer.flush() == any_bytes().decode(tokens)
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self.tokenizer, self.decoded = tokenizer, 0
+        self.id_to_token = tokenizer.id_to_token
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.decoded += len(tokens)
+        return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("run", [1, 8])
+@pytest.mark.parametrize(
+    "pieces", [["Ģ"], ["ä"], ["<|end|>"], ["©Ã"], ["ä", *["<|start|>"] * 50, "½"], ["<0xFF>"], ["▁"]]
+)
+def test_the_time_to_detokenize_grows_with_the_tokens_only(pieces: list[str], run: int) -> None:
+    tokenizer = byte_fallback() if pieces[0] in ("<0xFF>", "▁") else any_bytes()
+    tokens = [tokenizer.token_to_id(piece) for piece in pieces] * (4000 // len(pieces))
+    assert None not in tokens
+    counting = Counting(tokenizer)
+    detokenizer = Detokenizer(counting)  # type: ignore[arg-type]
+    text = "".join([detokenizer.push(tokens[at : at + run]) for at in range(0, len(tokens), run)])
+    assert text + detokenizer.flush() == tokenizer.decode(tokens)
+    assert counting.decoded < 100 * len(tokens)
+
+
+Result = tuple[list[int], str, str | None]
+
+
+def feed(params: SamplingParams, tokens: list[int], cuts: list[int], eos: tuple[int, ...] = (0,)) -> Result:
+    checker = StopChecker(params, eos, Detokenizer(byte_level()))
+    kept, text = [], ""
+    for run in runs(tokens, cuts):
+        emission = checker.push(run)
+        kept += run[: emission.kept]
+        text += emission.text
+        assert emission.finish_reason == checker.finish_reason
+    return kept, text, checker.finish_reason
+
+
+def reference(params: SamplingParams, tokens: list[int]) -> Result:
+    """Decode the whole text again after each token, and look for each stop string at each character."""
+    stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else {0})
+    for count, token in enumerate(tokens, 1):
+        ended = token in stop_ids
+        last = ended or count == params.max_tokens
+        text = byte_level().decode(tokens[: count - 1] if ended else tokens[:count])
+        sure = text if last else text.rstrip("\ufffd")
+        for end in range(len(sure) + 1):
+            found = [stop for stop in params.stop if sure[:end].endswith(stop)]
+            if found:
+                return tokens[:count], sure[: end - max(map(len, found))], "stop"
+        if last:
+            return tokens[:count], text, "stop" if ended else "length"
+    return tokens, text if tokens else "", None
+
+
+COMMON_STOPS = st.sampled_from(["stop", "op 你", "é", "</s>", "sto", "\ufffd"])
+STOPS = st.lists(st.one_of(COMMON_STOPS, st.text("stop 你", min_size=1, max_size=3)), max_size=3)
+
+
+@given(OUTPUTS, CUTS, STOPS, st.integers(1, 50), st.lists(st.integers(0, 300), max_size=2), st.booleans())
+@settings(deadline=None, max_examples=250)
+def test_any_runs_stop_where_the_plain_reference_stops(
+    tokens: list[int],
+    cuts: list[int],
+    stop: list[str],
+    max_tokens: int,
+    stop_ids: list[int],
+    ignore_eos: bool,
+) -> None:
+    params = SamplingParams(max_tokens=max_tokens, stop=stop, stop_token_ids=stop_ids, ignore_eos=ignore_eos)
+    kept, text, reason = feed(params, tokens, cuts)
+    expected_kept, expected_text, expected_reason = reference(params, tokens)
+    assert (kept, reason) == (expected_kept, expected_reason)
+    if reason is None:  # held back: an incomplete character, or what may become a stop string
+        assert expected_text.startswith(text)
+        held = expected_text[len(text) :].rstrip("\ufffd")
+        assert not held or any(s.startswith(held) for s in stop)
+    else:
+        assert text == expected_text
+
+
+def spell(text: str) -> list[int]:
+    return byte_level().encode(text).ids
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back_and_then_shown() -> None:
+    checker = StopChecker(SamplingParams(stop="world"), (), Detokenizer(byte_level()))
+    texts = [checker.push([token]).text for token in [*spell("a wor"), *spell("k wo")]]
+    assert "".join(texts) == "a work "
+    assert "wor" not in "".join(texts[: len(spell("a wor"))])
+    assert checker.finish_reason is None
+
+
+def test_what_is_held_is_shown_at_the_end_of_the_budget() -> None:
+    tokens = spell("a wor")
+    params = SamplingParams(stop="world", max_tokens=len(tokens))
+    assert feed(params, tokens, []) == (tokens, "a wor", "length")
+
+
+def test_a_stop_token_is_kept_and_has_no_text() -> None:
+    tokens = [*spell("hi"), *spell("x"), *spell("more")]
+    params = SamplingParams(stop_token_ids=spell("x"))
+    assert feed(params, tokens, []) == ([*spell("hi"), *spell("x")], "hi", "stop")
+
+
+def test_the_end_token_ends_unless_ignored() -> None:
+    tokens = [*spell("a"), 0, *spell("b")]
+    assert feed(SamplingParams(), tokens, []) == (tokens[:2], "a", "stop")
+    assert feed(SamplingParams(ignore_eos=True), tokens, []) == (tokens, "ab", None)
+
+
+def test_a_stop_wins_over_the_budget() -> None:
+    assert feed(SamplingParams(max_tokens=2), [*spell("a"), 0], [])[2] == "stop"
+    assert feed(SamplingParams(max_tokens=1, stop="a"), spell("a"), []) == (spell("a"), "", "stop")
+
+
+def test_the_stop_string_complete_first_ends_the_text() -> None:
+    assert feed(SamplingParams(stop=["abc", "b"]), spell("xabc"), [])[1] == "xa"
+    assert feed(SamplingParams(stop=["b", "ab"]), spell("xabc"), [])[1] == "x"
+
+
+def test_nothing_is_kept_after_the_end() -> None:
+    checker = StopChecker(SamplingParams(max_tokens=1), (), Detokenizer(byte_level()))
+    assert checker.push(spell("ab")).kept == 1
+    assert checker.push(spell("ab")) == (0, "", "length")
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5, 6])
+def test_the_budget_is_exact(max_tokens: int) -> None:
+    tokens = list(range(40, 52))
+    kept, _, reason = feed(SamplingParams(max_tokens=max_tokens), tokens, [4, 8])
+    assert (len(kept), reason) == (max_tokens, "length")

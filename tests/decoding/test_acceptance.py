@@ -1,0 +1,101 @@
+"""Losslessness: any drafts, in any blocks, commit what decoding one token at a time commits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_trt.decoding.acceptance import Verdict, accept
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.sampling import philox
+from dflash_trt.decoding.sampling.sampler import TokenCounts, process, sample
+
+VOCABULARY = 12
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_p=0.8, top_k=6),
+    SamplingParams(temperature=1.5, min_p=0.05),
+    SamplingParams(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3),
+    SamplingParams(temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.5, top_p=0.9),
+]
+
+
+def target(history: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """A model: logits that depend on the whole history."""
+    seed = list(history)
+    return np.random.default_rng(seed).normal(0, 2, VOCABULARY).astype(np.float32)
+
+
+def one_at_a_time(prompt: list[int], length: int, params: SamplingParams, seed: int) -> list[int]:
+    """The reference: no drafts, no shortcuts, penalties counted afresh for each token."""
+    output: list[int] = []
+    while len(output) < length:
+        logits = target(prompt + output)
+        counts = TokenCounts(prompt)
+        for token in output:
+            counts.add(token)
+        if params.temperature == 0:
+            output.append(int(np.argmax(counts.penalize(logits, params))))
+        else:
+            noise = philox.gumbel(seed, len(prompt) + len(output), np.arange(VOCABULARY))
+            output.append(int(np.argmax(process(logits, params, counts) + noise)))
+    return output
+
+
+@given(
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=5),
+    st.sampled_from(PARAMS),
+    st.integers(0, 2**64 - 1),
+    st.data(),
+)
+@settings(deadline=None, max_examples=100)
+def test_any_drafts_commit_the_same_tokens(
+    prompt: list[int], params: SamplingParams, seed: int, data: st.DataObject
+) -> None:
+    expected = one_at_a_time(prompt, 24, params, seed)
+    counts = TokenCounts(prompt) if params.penalized else None
+    output = [sample(target(prompt), params, seed, len(prompt), counts)]
+    if counts is not None:
+        counts.add(output[0])
+    while len(output) < 12:
+        length = data.draw(st.integers(1, 9))
+        right = data.draw(st.integers(0, length))  # so many drafts are right, the others are anything
+        guesses = data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=length, max_size=length))
+        drafts = (expected[len(output) :][:right] + guesses[right:])[: length - 1]
+        block = [output[-1], *drafts]
+        logits = np.stack([target(prompt + output + drafts[:row]) for row in range(len(block))])
+        verdict = accept(block, logits, params, seed, len(prompt) + len(output), counts)
+        accepted, token = len(verdict.path), verdict.token
+        assert accepted >= min(right, len(drafts))
+        output += [*drafts[:accepted], token]
+    assert output == expected[: len(output)]
+
+
+def test_rows_behind_the_first_difference_are_not_looked_at() -> None:
+    logits = np.full((3, 4), np.nan, np.float32)
+    logits[0] = [0, 1, 0, 0]
+    assert accept([3, 2, 2], logits, SamplingParams(), 0, 0) == Verdict(range(1, 1), 1)
+
+
+def test_a_whole_block_accepted_and_a_block_of_the_anchor_alone() -> None:
+    logits = np.eye(4, dtype=np.float32)
+    assert accept([3, 0, 1, 2], logits, SamplingParams(), 0, 0) == Verdict(range(1, 4), 3)
+    assert accept([3], logits[2:3], SamplingParams(), 0, 0) == Verdict(range(1, 1), 2)
+
+
+def test_accepted_drafts_count_for_the_rows_behind_them() -> None:
+    """Token 1 is best until it has come once; a draft that repeats it is refused within the same block."""
+    logits = np.tile(np.array([0, 1, 0.5, 0], np.float32), (3, 1))
+    params = SamplingParams(presence_penalty=2.0)
+    assert accept([0, 1, 1], logits, params, 0, 0, TokenCounts([0])) == Verdict(range(1, 2), 2)
+
+
+def test_an_empty_block_is_an_error() -> None:
+    with pytest.raises(ValueError, match="anchor"):
+        accept([], np.zeros((0, 4), np.float32), SamplingParams(), 0, 0)

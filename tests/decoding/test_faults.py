@@ -1,0 +1,262 @@
+"""One request never hurts another: faults at any place end what they belong to, and leave nothing behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_trt.decoding import scheduler as scheduler_module
+from dflash_trt.decoding.length.adaptive import AdaptiveLength
+from dflash_trt.decoding.length.pass_times import measure
+from dflash_trt.decoding.output.stopping import Emission as Stopped
+from dflash_trt.decoding.output.stopping import StopChecker
+from dflash_trt.decoding.params import FinishReason, SamplingParams
+from dflash_trt.decoding.request import InFlight
+from dflash_trt.errors import DecodingError, NonFiniteError
+from tests.decoding.test_scheduler import AnyLengths, Clock, Lengths, arrivals, finish, prompt
+from tests.doubles.fake_engines import BLOCK, Letters, Pool, expected, nothing, request, rows_of
+
+
+class Panic(BaseException):
+    """As a library in another language panics: no Exception of Python's."""
+
+
+class FailingStop(StopChecker):
+    """Raises instead of taking its n-th run of tokens; and, if it panics, whenever it is asked for text."""
+
+    def __init__(self, params: SamplingParams, at: int, error: type[BaseException]) -> None:
+        super().__init__(params, (), Letters())  # type: ignore[arg-type]
+        self.left, self.error = at, error
+
+    def push(self, tokens: Any) -> Stopped:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error("in the middle of a text")
+        return super().push(tokens)
+
+    def abandon(self, reason: FinishReason) -> str:
+        text = super().abandon(reason)
+        if self.error is Panic:
+            raise self.error("again")
+        return text
+
+
+def every(modulus: int | None) -> Callable[[int], bool]:
+    """Rows that are not numbers: about one in `modulus`."""
+    return nothing if modulus is None else lambda number: number % modulus == 3
+
+
+faults = st.lists(
+    st.sampled_from([None, None, None, (0, ValueError), (1, Panic), (3, ValueError), (5, MemoryError)]),
+    min_size=14,
+    max_size=14,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    arrivals=arrivals,
+    faults=faults,
+    batch=st.integers(1, 4),
+    spare=st.sampled_from([0, 1, 2, 12]),
+    chunk=st.integers(1, 24),
+    seed=st.integers(0, 1000),
+    target=st.sampled_from([None, 37, 61, 400]),
+    drafter=st.sampled_from([None, 37, 61, 400]),
+)
+def test_faults_of_requests_leave_the_others_their_own_tokens(
+    arrivals, faults, batch, spare, chunk, seed, target, drafter
+) -> None:
+    """Numbers that are not finite in both models, errors and panics in the host's code, people who leave."""
+    longest = max(len(a["prefix"]) + a["length"] + a["max_tokens"] for a in arrivals)
+    pool = Pool(batch, batch + spare, chunk=chunk, max_seq_len=longest)
+    pool.target.not_a_number, pool.drafter.not_a_number = every(target), every(drafter)
+    lengths, clock = AnyLengths(seed), Clock()
+    due: list[tuple[int, int, InFlight, Any]] = []
+    got: dict[InFlight, list[int]] = {}
+    ends: dict[InFlight, tuple[str, Exception | None]] = {}
+    for a, fault in zip(arrivals, faults, strict=False):
+        names = {"max_tokens": "max_tokens", "temperature": "temperature", "repetition_penalty": "penalty"}
+        params = SamplingParams(seed=a["seed"], **{name: a[key] for name, key in names.items()})
+        deadline = None if a["deadline"] is None else clock.now + a["at"] + a["deadline"]
+        made = request(
+            a["prefix"] + prompt(a["length"], a["seed"]), params, draft=a["draft"], deadline=deadline
+        )
+        if fault is not None:
+            made.stop = FailingStop(params, *fault)
+        due.append((a["at"], 10_000 if a["leaves"] is None else a["at"] + a["leaves"], made, fault))
+        got[made] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_module, "perf_counter", clock)
+        for step in range(10_000):
+            for at, leaves, made, _ in due:
+                if at == step:
+                    pool.scheduler.submit(made)
+                if leaves == step:
+                    pool.scheduler.cancel(made)
+            for emission in pool.scheduler.step(lengths):
+                assert emission.request not in ends, "an emission after the end"
+                got[emission.request] += emission.token_ids
+                if emission.finish_reason is not None:
+                    ends[emission.request] = emission.finish_reason, emission.error
+            pool.check()
+            clock.now += 1
+            if step > 50 and pool.scheduler.idle:
+                break
+    for _, leaves, made, fault in due:
+        whole = expected(made.prompt, made.params, made.seed, every(target))
+        reason, error = ends[made]
+        assert got[made] == whole[: len(got[made])]
+        if reason == "length":
+            assert got[made] == whole
+        elif isinstance(error, NonFiniteError):
+            assert got[made] == whole
+            assert len(whole) < made.params.max_tokens
+        elif reason == "error":
+            assert isinstance(error, DecodingError)
+            assert isinstance(error.__cause__, fault[1])
+            assert fault[1].__name__ in str(error)
+        else:
+            assert reason in ("cancelled", "timeout")
+            assert leaves < 10_000 or made.deadline is not None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_not_finite_end_the_request_with_its_error(temperature: float) -> None:
+    """After the tokens before them, drafting or not; token 0 is not made of them."""
+    bad, pool = every(61), Pool(3, 3)
+    pool.target.not_a_number = bad
+    params = [SamplingParams(max_tokens=40, temperature=temperature, seed=i) for i in range(12)]
+    wholes = [expected(prompt(3, i), p, i, bad) for i, p in enumerate(params)]
+    assert {len(whole) == 40 for whole in wholes} == {True, False}
+    for draft in (True, False):
+        requests = [request(prompt(3, i), p, draft=draft) for i, p in enumerate(params)]
+        tokens = finish(pool, Lengths(5), *requests)
+        assert list(tokens.values()) == wholes
+        assert [r.stop.finish_reason == "error" for r in requests] == [len(w) < 40 for w in wholes]
+        assert [r.statistics.num_generation_tokens for r in requests] == [len(w) for w in wholes]
+    counts = pool.scheduler.metrics.snapshot()["request_success"]
+    assert counts["error"] == 2 * sum(len(whole) < 40 for whole in wholes)
+
+
+def test_a_draft_whose_row_is_not_finite_costs_a_round_and_no_token() -> None:
+    """It spoils the rows before it, which masked attention multiplies by 0 as well."""
+    params = SamplingParams(max_tokens=60)
+    plain = expected(prompt(4), params, 0)
+    history = set(rows_of(prompt(4) + plain))
+    pool, hit = Pool(2, 2), []
+
+    def bad(number: int) -> bool:
+        if number % 3 == 0 and number not in history:
+            hit.append(number)
+            return True
+        return False
+
+    pool.target.not_a_number = bad
+    each = request(prompt(4), params)
+    assert finish(pool, Lengths(5), each)[each] == plain
+    assert hit
+    assert each.statistics.num_accepted_tokens > 0
+
+
+def test_a_drafter_without_numbers_costs_speed_only() -> None:
+    """Its request goes on without drafts, under the adaptive length too, and its neighbour drafts as before."""
+    pool = Pool(2, 4)
+    spoilt = {
+        n
+        for n in rows_of(prompt(4, 1) + expected(prompt(4, 1), SamplingParams(max_tokens=60), 0))
+        if n % 4 == 0
+    }
+    for lengths in (Lengths(5), adaptive(pool)):
+        pool.drafter.not_a_number = spoilt.__contains__
+        flights = [request(prompt(4, i), SamplingParams(max_tokens=60)) for i in range(2)]
+        tokens = finish(pool, lengths, *flights)
+        for each in flights:
+            assert tokens[each] == expected(each.prompt, each.params, 0)
+        assert [each.draft for each in flights] == [True, False]
+        pool.scheduler.forget()
+
+
+def adaptive(pool: Pool) -> Any:
+    lengths = range(1, BLOCK + 1)
+    return AdaptiveLength(
+        BLOCK,
+        measure(lambda batch, length: None, [1, 2], lengths[1:]),
+        measure(lambda batch, length: None, [1, 2], lengths),
+    )
+
+
+def test_a_prompt_that_is_not_finite_is_no_prefix_and_leaves_a_clear_slot() -> None:
+    pool, whole = Pool(1, 3), prompt(30)
+    spoilt = rows_of(whole)[20]
+    pool.target.not_a_number = lambda number: number == spoilt
+    bad = request(whole, SamplingParams(max_tokens=5))
+    assert finish(pool, Lengths(5), bad)[bad] == []
+    assert bad.stop.finish_reason == "error"
+    assert (pool.scheduler.slots.counts.tokens, pool.scheduler.slots.lying) == (0, {})
+    good = request(whole[:20], SamplingParams(max_tokens=5))
+    assert finish(pool, Lengths(5), good)[good] == expected(good.prompt, good.params, 0)
+    assert good.statistics.num_cached_tokens == 0
+
+
+def test_logits_of_a_prompt_that_is_not_finite_leave_a_clear_slot() -> None:
+    pool, whole = Pool(1, 1), prompt(20)
+    spoilt = rows_of(whole)[3]
+    pool.target.not_a_number = lambda number: number == spoilt
+    assert np.isnan(pool.scheduler.logits(whole)).all()
+    pool.check()
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10_000),
+    batch=st.integers(1, 4),
+    spare=st.sampled_from([0, 2]),
+    after=st.integers(0, 60),
+    error=st.sampled_from([KeyboardInterrupt, RuntimeError, Panic]),
+)
+def test_a_step_that_is_cut_short_leaves_nothing_behind(seed, batch, spare, after, error) -> None:
+    """By Ctrl-C or by an engine, before any pass or any copy of a slot."""
+    rng = random.Random(seed)
+    pool = Pool(batch, batch + spare)
+    pool.target.not_a_number = every(rng.choice([None, 61]))
+    left = after
+
+    def perhaps() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise error("now")
+
+    def between(copy: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*given: Any, **options: Any) -> Any:
+            perhaps()
+            done = copy(*given, **options)
+            perhaps()
+            return done
+
+        return guarded
+
+    for name in ("move", "keep", "restore"):
+        setattr(pool.pair, name, between(getattr(pool.pair, name)))
+    pool.target.before_pass = pool.drafter.before_pass = perhaps
+    base = prompt(12, seed)
+    for round_ in range(3):
+        params = [SamplingParams(max_tokens=rng.randint(1, 25), seed=i) for i in range(5)]
+        requests = [request(base[: rng.randint(1, 12)] + prompt(3, i), p) for i, p in enumerate(params)]
+        try:
+            tokens = finish(pool, AnyLengths(seed + round_), *requests)
+        except (KeyboardInterrupt, RuntimeError, Panic):
+            pool.scheduler.clear()
+            pool.check()
+            assert pool.scheduler.idle
+            assert (pool.scheduler.slots.counts.tokens, pool.scheduler.slots.lying) == (0, {})
+            continue
+        for each in requests:
+            assert tokens[each] == expected(each.prompt, each.params, each.seed, pool.target.not_a_number)

@@ -1,0 +1,196 @@
+"""What Metrics counts, against the statistics of the requests; and its text, read back by a small parser."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from typing import Any
+
+import pytest
+
+from dflash_trt.decoding.metrics import Distribution, Metrics, quantile
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.statistics import Statistics
+from tests.decoding.test_scheduler import AnyLengths, prompt
+from tests.doubles.fake_engines import BLOCK, Pool, request
+
+LINE = re.compile(r'(dflash_[a-z0-9_]+)(?:\{([a-z_]+)="([^"]*)"\})? (\S+)')
+
+
+class Exposition:
+    """Samples by name and label value, types by family; raises on what Prometheus would refuse."""
+
+    def __init__(self, text: str) -> None:
+        self.samples: dict[str, dict[str, float]] = {}
+        self.types: dict[str, str] = {}
+        assert text.endswith("\n")
+        for line in text.splitlines():
+            if line.startswith("# TYPE "):
+                name, kind = line.split()[2:]
+                assert name not in self.types
+                self.types[name] = kind
+            elif line.startswith("# HELP "):
+                assert line.split()[2] not in self.types
+            else:
+                name, _, value, number = LINE.fullmatch(line).groups()  # type: ignore[union-attr]
+                family = next(f for f in (name, re.sub("_(bucket|sum|count)$", "", name)) if f in self.types)
+                assert family == list(self.types)[-1], "samples stand together below their type"
+                assert (self.types[family] == "counter") == name.endswith("_total")
+                self.samples.setdefault(name.removeprefix("dflash_"), {})[value or ""] = float(number)
+        for family, kind in self.types.items():
+            if kind == "histogram":
+                self._check_histogram(family.removeprefix("dflash_"))
+
+    def _check_histogram(self, name: str) -> None:
+        buckets = self.samples[f"{name}_bucket"]
+        bounds = [float(bound) for bound in buckets]
+        assert bounds == sorted(bounds)
+        assert bounds[-1] == float("inf")
+        assert list(buckets.values()) == sorted(buckets.values())
+        assert buckets["+Inf"] == self[f"{name}_count"]
+
+    def __getitem__(self, name: str) -> float:
+        return self.samples[name][""]
+
+
+@pytest.fixture(scope="module")
+def served() -> tuple[Pool, list[InFlight]]:
+    pool, lengths = Pool(3, 5), AnyLengths(3)
+    requests = [
+        request(prompt(5 + i % 9, i % 4), SamplingParams(max_tokens=1 + 3 * (i % 7)), draft=i % 5 > 0)
+        for i in range(40)
+    ]
+    requests[7].deadline = 0.0
+    for each in requests:
+        pool.scheduler.submit(each)
+    for step in range(2000):
+        if step == 4:
+            pool.scheduler.cancel(requests[20])
+        pool.scheduler.step(lengths)
+    return pool, requests
+
+
+def test_the_sums_are_those_of_the_requests(served) -> None:
+    pool, requests = served
+    total = Statistics.merge(r.statistics for r in requests)
+    for found in (pool.scheduler.metrics.snapshot(), Exposition(pool.scheduler.metrics.prometheus())):
+        get = found.__getitem__
+        end = "" if isinstance(found, dict) else "_total"
+        assert get(f"prompt_tokens{end}") == total.num_prompt_tokens
+        assert get(f"prompt_tokens_cached{end}") == total.num_cached_tokens > 0
+        assert get(f"generation_tokens{end}") == total.num_generation_tokens
+        assert get(f"spec_decode_num_drafts{end}") == total.num_drafts > 0
+        assert get(f"spec_decode_num_draft_tokens{end}") == total.num_draft_tokens
+        assert get(f"spec_decode_num_accepted_tokens{end}") == total.num_accepted_tokens > 0
+        assert (get("num_requests_running"), get("num_requests_waiting")) == (0, 0)
+
+
+def test_labelled_counters_and_distributions(served) -> None:
+    pool, requests = served
+    found = Exposition(pool.scheduler.metrics.prometheus())
+    snapshot = json.loads(json.dumps(pool.scheduler.metrics.snapshot()))
+    reasons = {"stop": 0, "length": 38, "cancelled": 1, "timeout": 1, "error": 0}
+    assert found.samples["request_success_total"] == snapshot["request_success"] == reasons
+    total = Statistics.merge(r.statistics for r in requests)
+    places = total.num_accepted_tokens_per_pos
+    per_place = found.samples["spec_decode_num_accepted_tokens_per_pos_total"]
+    assert per_place == {str(i): n for i, n in enumerate(places)}
+    assert sum(per_place.values()) == total.num_accepted_tokens
+    assert snapshot["spec_decode_num_accepted_tokens_per_pos"] == places
+    rounds = found.samples["block_length_rounds_total"]
+    assert list(rounds) == [str(n) for n in range(1, len(rounds) + 1)]
+    assert 1 < len(rounds) <= BLOCK
+    assert list(rounds.values()) == snapshot["block_length_rounds"][1:]
+    ended = [r for r in requests if r.stop.finish_reason == "length"]
+    counts = {
+        "time_to_first_token_seconds": sum(bool(r.output) for r in requests),
+        "request_queue_time_seconds": sum(bool(r.output) for r in requests),
+        "e2e_request_latency_seconds": len(ended),
+        "request_time_per_output_token_seconds": sum(r.params.max_tokens > 1 for r in ended),
+    }
+    for name, count in counts.items():
+        assert found[f"{name}_count"] == snapshot[name]["count"] == count
+        assert found[f"{name}_sum"] / count == pytest.approx(snapshot[name]["mean"])
+        assert snapshot[name]["p50"] <= snapshot[name]["p90"] <= snapshot[name]["p99"]
+    times = [r.statistics.time_per_output_token for r in ended if r.params.max_tokens > 1]
+    assert snapshot["request_time_per_output_token_seconds"]["p50"] == quantile(times, 0.5)
+
+
+def test_each_round_is_in_the_histogram_of_each_request(served) -> None:
+    for each in served[1]:
+        histogram = each.statistics.block_length_histogram
+        assert sum(histogram[2:]) == each.statistics.num_drafts
+        drafted = sum((n - 1) * count for n, count in enumerate(histogram) if n)
+        assert drafted == each.statistics.num_draft_tokens
+
+
+def test_before_anything_was_served() -> None:
+    found, snapshot = Exposition(Metrics().prometheus()), Metrics().snapshot()
+    assert found["generation_tokens_total"] == found["time_to_first_token_seconds_count"] == 0
+    assert snapshot["time_to_first_token_seconds"] == {"count": 0}
+
+
+def test_what_became_of_prefixes(served) -> None:
+    pool, _ = served
+    snapshot, found = pool.scheduler.metrics.snapshot(), Exposition(pool.scheduler.metrics.prometheus())
+    counts = snapshot["prefix_cache"]
+    assert counts == json.loads(json.dumps(vars(pool.prefixes.counts)))
+    assert counts["kept_tokens"] > counts["tokens"] > 0
+    assert counts["reused_tokens"] > 0
+    for name, value in counts.items():
+        end = "_total" if name.split("_")[0] in ("kept", "reused", "dropped", "refused") else ""
+        assert found[f"prefix_cache_{name}{end}"] == value
+
+
+def test_gauges_follow_the_steps() -> None:
+    pool = Pool(2, 2, chunk=4)
+    for i in range(5):
+        pool.scheduler.submit(request(prompt(6, i), SamplingParams(max_tokens=9)))
+    seen: list[Any] = []
+    for _ in range(4):
+        pool.scheduler.step(AnyLengths(1))
+        found = Exposition(pool.scheduler.metrics.prometheus())
+        seen.append((found["num_requests_running"], found["num_requests_waiting"]))
+    assert seen[0] == (1, 4)
+    assert (2, 3) in seen
+
+
+def test_quantiles_and_buckets() -> None:
+    values = [i / 1000 for i in range(1, 101)]
+    assert [quantile(values, f) for f in (0.5, 0.9, 0.99, 0, 1)] == [0.05, 0.09, 0.099, 0.001, 0.1]
+    assert quantile([3.0], 0.5) == 3.0
+    times = Distribution()
+    for value in (0.0, 1e-4, 1.0, 1e6):
+        times.add(value)
+    assert times.count == 4
+    assert (times.counts[0], times.counts[-1]) == (2, 1)
+
+
+def test_memory_stays_bounded() -> None:
+    times = Distribution()
+    for i in range(10_000):
+        times.add(i * 1e-3)
+    assert (times.count, len(times.recent)) == (10_000, 4096)
+
+
+def test_another_thread_may_read_while_it_is_written() -> None:
+    pool, stop = Pool(3, 3), threading.Event()
+    texts: list[str] = []
+
+    def read() -> None:
+        while not stop.is_set():
+            texts.append(pool.scheduler.metrics.prometheus())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    lengths = AnyLengths(2)
+    for i in range(60):
+        pool.scheduler.submit(request(prompt(3, i), SamplingParams(max_tokens=6)))
+    while not pool.scheduler.idle:
+        pool.scheduler.step(lengths)
+    stop.set()
+    reader.join()
+    generated = [Exposition(text)["generation_tokens_total"] for text in texts[:: len(texts) // 20 + 1]]
+    assert generated == sorted(generated)

@@ -1,0 +1,348 @@
+"""Prefix reuse: the same tokens from fewer passes, the drafter's context whole, and the right rows kept."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_trt import LLM
+from dflash_trt.decoding.pair import EnginePair, KeptRows
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.request import InFlight
+from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from tests.decoding.test_scheduler import AnyLengths, Lengths, bundle, finish, prompt
+from tests.doubles.checkpoints import VOCAB as REAL_VOCAB
+from tests.doubles.fake_engines import BLOCK, ROW_BYTES, VOCAB, Pool, expected, request
+
+__all__ = ["bundle"]  # the fixture
+
+
+def hits(pool: Pool, tokens: list[int], *, draft: bool = True, max_tokens: int = 20) -> InFlight:
+    made = request(tokens, SamplingParams(max_tokens=max_tokens), draft=draft)
+    assert finish(pool, Lengths(5), made)[made] == expected(tokens, made.params, 0)
+    return made
+
+
+def test_a_prefix_of_a_request_that_has_ended_is_reused_by_target_and_drafter() -> None:
+    base = prompt(30)
+    cold = hits(Pool(1, 2), base + prompt(9, 1))
+    assert cold.statistics.num_cached_tokens == 0
+    pool = Pool(1, 2)
+    hits(pool, base)
+    for length, cached in ((9, 30), (9, 38)):  # the second time all but the last token
+        warm = hits(pool, base + prompt(length, 1))
+        assert warm.statistics.num_cached_tokens == cached
+        assert warm.statistics.acceptance_histogram == cold.statistics.acceptance_histogram
+    assert hits(pool, base[:12]).statistics.num_cached_tokens == 11
+    assert hits(pool, [*base[:12], (base[12] + 1) % VOCAB, 3]).statistics.num_cached_tokens == 12
+    assert hits(pool, [(base[0] + 1) % VOCAB, *base]).statistics.num_cached_tokens == 0
+
+
+def test_the_output_of_a_request_is_a_prefix_too() -> None:
+    pool, base = Pool(1, 2), prompt(10)
+    first = hits(pool, base, max_tokens=15)
+    turn = [*base, *first.output[:15], *prompt(4, 2)]
+    assert hits(pool, turn).statistics.num_cached_tokens >= 10 + 15 - BLOCK
+    assert hits(pool, turn, draft=False).statistics.num_cached_tokens == len(turn) - 1
+
+
+def test_a_live_request_is_a_source() -> None:
+    base = prompt(30)
+    cold = hits(Pool(1, 1), base + prompt(5, 1))
+    pool = Pool(2, 2, kept=8)  # no room for it elsewhere
+    live = request(base, SamplingParams(max_tokens=60))
+    pool.scheduler.submit(live)
+    for _ in range(6):
+        pool.scheduler.step(Lengths(5))
+    warm = request(base + prompt(5, 1), SamplingParams(max_tokens=20))
+    assert finish(pool, Lengths(5), warm)[warm] == cold.output[:20]
+    assert warm.statistics.num_cached_tokens == 30
+    # Its last block may be longer than alone, where there is no room for more than its own tokens.
+    rounds = [sum(r.statistics.block_length_histogram) for r in (warm, cold)]
+    assert rounds[0] == rounds[1]
+    assert live.output[:60] == expected(base, live.params, 0)
+
+
+def test_rows_without_the_drafter_s_are_of_use_only_without_drafting() -> None:
+    pool, base = Pool(1, 3), prompt(30)
+    hits(pool, base, draft=False)
+    assert hits(pool, base + prompt(5, 1), draft=False).statistics.num_cached_tokens == 30
+    cold = hits(pool, base + prompt(5, 2))
+    assert cold.statistics.num_cached_tokens == 0
+    assert cold.statistics.mean_acceptance_length > 2
+    assert hits(pool, base + prompt(5, 3)).statistics.num_cached_tokens == 30
+    assert hits(pool, base + prompt(5, 3), draft=False).statistics.num_cached_tokens == 34
+
+
+def test_a_prefix_stays_when_others_took_its_slot() -> None:
+    """Where the whole prefix of a pair of published size takes less than a slot, it is kept all the same."""
+    pool, base = Pool(1, 1, kept=40), prompt(30)  # a slot has 133 rows
+    first = hits(pool, base, max_tokens=2)
+    assert first.statistics.num_cached_tokens == 0
+    hits(pool, [(base[0] + 1) % VOCAB], max_tokens=2)
+    assert hits(pool, [*base, 3, 4], max_tokens=2).statistics.num_cached_tokens == 30
+    assert pool.prefixes.counts.bytes <= 40 * 2 * ROW_BYTES
+
+
+def test_of_a_prefix_that_does_not_fit_the_beginning_is_kept() -> None:
+    pool, base = Pool(1, 1, kept=20), prompt(50)
+    hits(pool, base, max_tokens=4)
+    counts = pool.prefixes.counts
+    assert (counts.kept_tokens, counts.dropped_tokens) == (16, 0)
+    hits(pool, [(base[0] + 1) % VOCAB], max_tokens=1)
+    assert counts.refused_tokens >= 34
+    assert hits(pool, base, max_tokens=4).statistics.num_cached_tokens == 16
+
+
+def test_prefixes_share_what_they_have_in_common() -> None:
+    pool, system = Pool(1, 1, kept=400), prompt(64)
+    for i in range(6):
+        hits(pool, [*system, i, *prompt(7, i)], max_tokens=1)
+    assert pool.prefixes.counts.kept_tokens == 64 + 6 * 8
+    for i in range(5):
+        assert hits(pool, [*system, i, *prompt(7, i), 1], max_tokens=1).statistics.num_cached_tokens == 72
+
+
+def test_the_least_recently_used_rows_make_room() -> None:
+    pool = Pool(1, 1, kept=96)
+    a, b, c, d = (prompt(31, i) for i in range(4))
+    for each in (a, b, c):
+        hits(pool, each, max_tokens=1)
+    assert hits(pool, a, max_tokens=1).statistics.num_cached_tokens == 30  # used again: b is the oldest now
+    hits(pool, d, max_tokens=1)
+    counts = pool.prefixes.counts
+    assert counts.dropped_tokens == 31
+    for each, cached in ((a, 30), (c, 30), (b, 0)):
+        assert pool.prefixes.find(each[:-1], draft=True)[1] == cached
+
+
+def test_the_last_page_of_a_prefix_goes_before_those_that_it_needs() -> None:
+    """A shorter beginning is still of use, a page without those before it is not."""
+    pool, long = Pool(1, 1, kept=64), prompt(48)
+    hits(pool, long, max_tokens=1)
+    hits(pool, prompt(31, 1), max_tokens=1)
+    assert pool.prefixes.counts.dropped_tokens == 16
+    assert pool.prefixes.find(long, draft=True)[1] == 32
+
+
+def test_the_same_prompt_again_and_again_is_kept_once() -> None:
+    pool, other = Pool(1, 4), prompt(12, 1)
+    hits(pool, other, max_tokens=1)
+    for _ in range(8):
+        hits(pool, prompt(12))
+    kept = pool.prefixes.counts.kept_tokens
+    hits(pool, prompt(12))
+    assert pool.prefixes.counts.kept_tokens == kept < 12 + 32
+    assert hits(pool, other, max_tokens=1).statistics.num_cached_tokens == 11
+
+
+def test_a_conversation_copies_only_what_is_new() -> None:
+    """Its next turn goes on where it lies; what ends is kept once, but for the last page."""
+    pool, talk = Pool(1, 1, kept=400), prompt(5)
+    for turn in range(6):
+        made = hits(pool, talk, max_tokens=7)
+        assert made.statistics.num_cached_tokens >= (len(talk) - 3 - 7 if turn else 0)
+        talk += made.output[:7] + prompt(3, turn)
+    counts = pool.prefixes.counts
+    assert counts.reused_tokens == counts.dropped_tokens == 0
+    assert counts.kept_tokens <= len(talk) + 6 * 8
+    assert counts.tokens <= len(talk)
+
+
+def test_while_others_wait_a_request_that_ends_moves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one takes its slot. Once nobody waits, one move fills each gap."""
+    pool, moved = Pool(4, 4), list[tuple[int, int]]()
+    move = pool.pair.move
+
+    def counted(source: int, target: int, rows: int) -> None:
+        moved.append((source, target))
+        move(source, target, rows)
+
+    monkeypatch.setattr(pool.pair, "move", counted)
+    asked = [request(prompt(4, i), SamplingParams(max_tokens=5 + 7 * i % 11)) for i in range(24)]
+    for each in asked:
+        pool.scheduler.submit(each)
+    while pool.scheduler.waiting:
+        pool.scheduler.step(Lengths(3))
+        pool.check()
+    assert len(moved) == 0
+    finish(pool, Lengths(3))
+    assert 0 < len(moved) <= 3
+    assert all(
+        each.output[: each.params.max_tokens] == expected(each.prompt, each.params, 0) for each in asked
+    )
+
+
+def test_with_no_memory_for_prefixes_nothing_is_reused() -> None:
+    pool, base = Pool(2, 2), prompt(20)
+    hits(pool, base)
+    assert hits(pool, base).statistics.num_cached_tokens == 0
+    live, again = (request(base, SamplingParams(max_tokens=30)) for _ in range(2))
+    finish(pool, Lengths(5), live, again)
+    assert again.statistics.num_cached_tokens == 0
+    assert not pool.scheduler.slots.lying
+
+
+def test_too_little_memory_for_a_page_is_said() -> None:
+    with pytest.warns(
+        UserWarning, match=r"prefix_cache_bytes is 48, but 8 tokens of this pair take 128 bytes"
+    ):
+        pool = Pool(1, 1, kept=3)
+    base = prompt(20)
+    hits(pool, base, max_tokens=1)
+    assert hits(pool, [*base, 3], max_tokens=1).statistics.num_cached_tokens == 20  # lies in its slot
+    assert pool.prefixes.counts.tokens == 0
+
+
+def test_a_conversation_survives_others_that_begin_like_it() -> None:
+    """One at a time, as a command line would: each leaves its rows where the next one must go."""
+    pool, system = Pool(1, 4), prompt(10)
+    talks = [[*system, i, *prompt(20, i)] for i in range(3)]
+    for each in talks:
+        hits(pool, each)
+    for each in talks:
+        assert hits(pool, each).statistics.num_cached_tokens == 30
+
+
+def test_rows_for_which_the_machine_has_no_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, base = Pool(1, 4), prompt(30)
+
+    def full(slot: int, start: int, stop: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(pool.drafter, "keep_rows", full)
+    hits(pool, base)
+    counts = pool.prefixes.counts
+    assert (counts.tokens, counts.kept_tokens) == (0, 0)
+    assert counts.refused_tokens > 30
+
+
+def test_forgotten_rows_are_not_reused() -> None:
+    pool, base = Pool(2, 4), prompt(30)
+    hits(pool, base)
+    pool.scheduler.forget()
+    pool.check()
+    assert (pool.prefixes.counts.tokens, pool.prefixes.counts.dropped_tokens) == (0, 0)
+    assert hits(pool, base).statistics.num_cached_tokens == 0
+
+
+def test_rows_that_cannot_be_cut_are_restored_to_lengths_they_are_valid_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the states of recurrent layers: here only at the end of what was kept, and at every second page's."""
+    keep = EnginePair.keep
+
+    def keep_whole(self: EnginePair, slot: int, start: int, stop: int, *, draft: bool) -> KeptRows:
+        rows = keep(self, slot, start, stop, draft=draft)
+        return replace(rows, lengths=() if stop % 16 == 8 else (stop,))
+
+    monkeypatch.setattr(EnginePair, "keep", keep_whole)
+    base = prompt(45)
+    for length, cached in ((45, 44), (44, 32), (40, 32), (31, 16), (16, 0), (15, 0)):
+        pool = Pool(1, 1, kept=400)
+        hits(pool, base[:44], max_tokens=1)
+        pool.scheduler.slots.overwritten()
+        assert hits(pool, base[:length], max_tokens=5).statistics.num_cached_tokens == cached
+
+
+requests = st.lists(
+    st.fixed_dictionaries(
+        {
+            "prefix": st.sampled_from([0, 3, 8, 20, 24, 45]),
+            "turn": st.booleans(),
+            "length": st.integers(1, 12),
+            "seed": st.integers(0, 2),
+            "max_tokens": st.integers(1, 12),
+            "draft": st.sampled_from([True, True, False]),
+            "steps": st.integers(0, 6),
+        }
+    ),
+    min_size=2,
+    max_size=16,
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(asked=requests, batch=st.integers(1, 3), kept=st.integers(4, 90), seed=st.integers(0, 1000))
+@pytest.mark.filterwarnings("ignore:prefix_cache_bytes")
+def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(asked, batch, kept, seed) -> None:
+    """Prompts that share beginnings, next turns of chats, with and without drafts; pages come and go all the time."""
+    pool, lengths, common = Pool(batch, batch, kept=kept), AnyLengths(seed), prompt(45, 9)
+    made: list[InFlight] = []
+    for a in asked:
+        ended = [r for r in made if r.stop.finish_reason]
+        if a["turn"] and ended and len(ended[-1].prompt) < 70:
+            before = [*ended[-1].prompt, *ended[-1].output[: ended[-1].params.max_tokens]]
+        else:
+            before = common[: a["prefix"]]
+        params = SamplingParams(max_tokens=a["max_tokens"])
+        made.append(request([*before, *prompt(a["length"], a["seed"])], params, draft=a["draft"]))
+        pool.scheduler.submit(made[-1])
+        for _ in range(a["steps"]):
+            pool.scheduler.step(lengths)
+            pool.check()
+    finish(pool, lengths)
+    for each in made:
+        assert each.output[: each.params.max_tokens] == expected(each.prompt, each.params, 0)
+    counts = pool.prefixes.counts
+    assert counts.kept_tokens >= counts.dropped_tokens + counts.tokens
+
+
+def test_a_hit_on_onnx_runtime_drafts_as_well_as_a_cold_request(bundle: Path) -> None:
+    base = np.random.default_rng(1).integers(0, REAL_VOCAB, 50).tolist()
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    with LLM(bundle, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:
+        cold = llm.generate([*base, 7, 8, 9], params, block_length=8)
+    with LLM(bundle, max_batch_size=2, threads=1, prefill_chunk=16) as llm:
+        llm.generate(base, params)
+        warm, again = (llm.generate([*base, 7, 8, 9], params, block_length=8) for _ in range(2))
+    assert [c.statistics.num_cached_tokens for c in (cold, warm, again)] == [0, 50, 52]
+    assert warm.token_ids == again.token_ids == cold.token_ids
+    histograms = [c.statistics.acceptance_histogram for c in (cold, warm, again)]
+    assert histograms[0] == histograms[1] == histograms[2]
+    assert cold.statistics.mean_acceptance_length > 1.1
+
+
+def test_onnx_runtime_keeps_rows_where_a_whole_slot_would_not_fit(bundle: Path) -> None:
+    """As with every published pair at 8,192 tokens under the default bound."""
+    base, other = (np.random.default_rng(i).integers(0, REAL_VOCAB, 90).tolist() for i in (1, 2))
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    with LLM(bundle, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:
+        cold = llm.generate(base, params, block_length=8)
+        slot = llm._runtime.pair.kept_bytes(llm.bundle.capacity, draft=True)
+    with LLM(bundle, max_batch_size=1, prefix_cache_bytes=int(0.9 * slot), threads=1) as llm:
+        for draft in (True, False):
+            llm.generate(base, params, block_length=8)
+            llm.generate(other[:2], SamplingParams(max_tokens=1))
+            warm = llm.generate(base, params, block_length=8, speculate=draft)
+            assert warm.statistics.num_cached_tokens == 89
+            assert warm.token_ids == cold.token_ids
+            if draft:
+                assert warm.statistics.acceptance_histogram == cold.statistics.acceptance_histogram
+        counts = llm.metrics.snapshot()["prefix_cache"]
+    assert 0 < counts["bytes"] <= counts["limit_bytes"] < slot
+    assert counts["reused_tokens"] >= 2 * 89
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's account of memory")
+def test_only_rows_that_are_written_take_memory(bundle: Path) -> None:
+    """Also with huge pages on: a few rows of each head of each slot, a megabyte apart."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    engine = OnnxRuntimeEngine(bundle / "target.onnx", slots=64, capacity=1 << 15, threads=1)
+    caches = list(engine._caches.values())
+    assert not any(cache[-1, :, -1].any() for cache in caches)
+    before = resident()
+    for cache in caches:
+        cache[:, :, :20] = 1.0
+    written = sum(cache[:, :, :20].nbytes for cache in caches)
+    assert resident() - before < 4 * written + (8 << 20) < 0.1 * sum(cache.nbytes for cache in caches)
+    engine.close()

@@ -1,0 +1,436 @@
+"""Continuous batching: whatever the schedule, a request gets its own tokens, and the slots are in order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_trt import LLM
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding import scheduler as scheduler_module
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.request import Emission, InFlight
+from dflash_trt.runtime import Runtime
+from tests.doubles.checkpoints import VOCAB as REAL_VOCAB
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.fake_engines import BLOCK, VOCAB, Pool, expected, request
+
+
+class Lengths:
+    """Says what it is told to, and remembers what it was told."""
+
+    def __init__(self, *draft: int, verify: int | None = None) -> None:
+        self.lengths, self.most, self.rounds = list(draft), verify, list[dict[str, Any]]()
+
+    def draft(self, batch: int) -> int:
+        return self.lengths.pop(0) if len(self.lengths) > 1 else self.lengths[0]
+
+    def verify(self, logprobs: Any) -> int:
+        return min(self.most or BLOCK, logprobs.shape[1] + 1)
+
+    def observe(self, **seen: Any) -> None:
+        assert len(seen["accepted"]) <= seen["batch"]
+        assert all(0 <= n < seen["verified"] for n in seen["accepted"])
+        assert seen["logprobs"] is None or seen["logprobs"].shape[1] == seen["drafted"] - 1
+        self.rounds.append(seen)
+
+
+class AnyLengths(Lengths):
+    def __init__(self, seed: int) -> None:
+        super().__init__(1)
+        self.random, self.off = random.Random(seed), 0
+
+    def draft(self, batch: int) -> int:
+        self.off = self.off - 1 if self.off else self.random.choice([0, 0, 0, 0, 0, 25])
+        return 1 if self.off else self.random.randint(1, self.most or BLOCK)
+
+    def verify(self, logprobs: Any) -> int:
+        return self.random.randint(1, logprobs.shape[1] + 1)
+
+
+class Clock:
+    """The scheduler's clock; goes on when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(scheduler_module, "perf_counter", clock)
+    return clock
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def drive(pool: Pool, lengths: Lengths, steps: int = 10_000) -> Iterator[list[Emission]]:
+    for _ in range(steps):
+        if pool.scheduler.idle:
+            return
+        emissions = pool.scheduler.step(lengths)
+        pool.check()
+        yield emissions
+
+
+def finish(pool: Pool, lengths: Lengths, *requests: InFlight) -> dict[InFlight, list[int]]:
+    """Submit, run to the end, and return the tokens given to each."""
+    for each in requests:
+        pool.scheduler.submit(each)
+    tokens: dict[InFlight, list[int]] = {each: [] for each in requests}
+    for emissions in drive(pool, lengths):
+        for emission in emissions:
+            tokens.setdefault(emission.request, []).extend(emission.token_ids)
+    return tokens
+
+
+shared = [prompt(n, seed=9) for n in (3, 20, 45)]
+arrivals = st.lists(
+    st.fixed_dictionaries(
+        {
+            "prefix": st.sampled_from([[], *shared]),
+            "length": st.integers(1, 30),
+            "seed": st.integers(0, 3),
+            "max_tokens": st.integers(1, 40),
+            "temperature": st.sampled_from([0.0, 0.0, 0.8]),
+            "penalty": st.sampled_from([1.0, 1.0, 1.3]),
+            "draft": st.sampled_from([True, True, False]),
+            "at": st.integers(0, 40),
+            "leaves": st.sampled_from([None, None, None, 0, 1, 4, 9]),
+            "deadline": st.sampled_from([None, None, None, 0, 2, 7]),
+        }
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    arrivals=arrivals,
+    batch=st.integers(1, 4),
+    spare=st.sampled_from([0, 1, 2, 12]),
+    chunk=st.integers(1, 24),
+    seed=st.integers(0, 1000),
+)
+def test_any_schedule_gives_each_request_its_own_tokens(arrivals, batch, spare, chunk, seed) -> None:
+    """Arrivals, cancellations and deadlines at any step, any neighbours, block lengths and pools."""
+    longest = max(len(a["prefix"]) + a["length"] + a["max_tokens"] for a in arrivals)
+    pool = Pool(batch, batch + spare, chunk=chunk, max_seq_len=longest)
+    lengths, clock = AnyLengths(seed), Clock()
+    due: list[tuple[int, int, InFlight]] = []
+    whole: dict[InFlight, list[int]] = {}
+    got: dict[InFlight, list[int]] = {}
+    texts: dict[InFlight, str] = {}
+    reasons: dict[InFlight, str | None] = {}
+    for a in arrivals:
+        params = SamplingParams(
+            max_tokens=a["max_tokens"],
+            temperature=a["temperature"],
+            repetition_penalty=a["penalty"],
+            seed=a["seed"],
+        )
+        deadline = None if a["deadline"] is None else clock.now + a["at"] + a["deadline"]
+        tokens = a["prefix"] + prompt(a["length"], a["seed"])
+        made = request(tokens, params, draft=a["draft"], deadline=deadline)
+        due.append((a["at"], 10_000 if a["leaves"] is None else a["at"] + a["leaves"], made))
+        whole[made], got[made], texts[made], reasons[made] = expected(tokens, params, a["seed"]), [], "", None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_module, "perf_counter", clock)
+        for step in range(10_000):
+            for at, leaves, made in due:
+                if at == step:
+                    pool.scheduler.submit(made)
+                if leaves == step:
+                    pool.scheduler.cancel(made)
+            for emission in pool.scheduler.step(lengths):
+                assert reasons[emission.request] is None, "an emission after the end"
+                got[emission.request] += emission.token_ids
+                texts[emission.request] += emission.text
+                reasons[emission.request] = emission.finish_reason
+            pool.check()
+            clock.now += 1
+            if step > 50 and pool.scheduler.idle:
+                break
+    assert not pool.scheduler.active
+    for _, leaves, made in due:
+        assert got[made] == whole[made][: len(got[made])]
+        assert made.statistics.num_generation_tokens == len(got[made])
+        assert texts[made] == "".join(chr(65 + token) for token in got[made])
+        if reasons[made] == "length":
+            assert got[made] == whole[made]
+        else:
+            assert reasons[made] in (["timeout"] if leaves == 10_000 else ["cancelled", "timeout"])
+        if leaves == 10_000 and made.deadline is None:
+            assert reasons[made] == "length"
+
+
+def test_requests_start_in_the_order_of_arrival_and_slots_stay_a_prefix(clock: Clock) -> None:
+    pool = Pool(3, 3)
+    requests = [request(prompt(5 + i, i), SamplingParams(max_tokens=4 + 7 * (i % 3))) for i in range(9)]
+    first: list[InFlight] = []
+    for each in requests:
+        pool.scheduler.submit(each)
+    for emissions in drive(pool, Lengths(4)):
+        clock.now += 1
+        first += [e.request for e in emissions if e.request not in first]
+    assert first == requests
+    assert [r.statistics.queue_time for r in requests] == sorted(r.statistics.queue_time for r in requests)
+
+
+def test_every_active_request_gets_a_round_in_every_step() -> None:
+    pool = Pool(4, 4)
+    for i in range(4):
+        pool.scheduler.submit(request(prompt(1, i), SamplingParams(max_tokens=30)))
+    seen = [{e.request for e in emissions} for emissions in drive(pool, Lengths(1))]
+    assert [len(each) for each in seen] == [4] * 30
+
+
+def test_a_long_prompt_holds_the_others_up_for_one_chunk_a_round() -> None:
+    pool = Pool(3, 3, chunk=8)
+    others = [request(prompt(3, i), SamplingParams(max_tokens=60)) for i in range(2)]
+    long = request(prompt(50, 7), SamplingParams(max_tokens=2))
+    for each in (*others, long, request(prompt(2, 8), SamplingParams(max_tokens=1))):
+        pool.scheduler.submit(each)
+    steps = 0
+    for emissions in drive(pool, Lengths(1)):
+        before, steps = (long.committed, steps + 1)
+        assert before <= 8 * steps
+        if steps > 1:
+            assert {e.request for e in emissions} >= {r for r in others if r.stop.finish_reason is None}
+        if long.first_token_at:
+            break
+    assert steps == 7  # 2 of the first chunk, then 8 of each
+
+
+def test_prompts_share_a_chunk_and_no_step_spends_more_than_one() -> None:
+    pool = Pool(8, 8, chunk=10)
+    requests = [request([i, *prompt(3, i)], SamplingParams(max_tokens=50)) for i in range(8)]
+    for each in requests:
+        pool.scheduler.submit(each)
+    spent = 0
+    for _ in drive(pool, Lengths(1)):
+        now = sum(min(r.committed, 4) for r in requests)
+        assert now - spent == min(10, 32 - spent)
+        spent = now
+        if spent == 32:
+            break
+
+
+@pytest.mark.parametrize("state", ["waiting", "filling", "active"])
+@pytest.mark.parametrize("how", ["cancelled", "timeout"])
+def test_who_leaves_is_gone_before_the_next_round(state: str, how: str, clock: Clock) -> None:
+    pool, lengths = Pool(2, 4, chunk=8), Lengths(3)
+    stays = request(prompt(4, 1), SamplingParams(max_tokens=40, seed=1))
+    deadline = clock.now + 50 if how == "timeout" else None
+    leaves = request(prompt(30, 2), SamplingParams(max_tokens=40), deadline=deadline)
+    after = request(prompt(3, 3), SamplingParams(max_tokens=5, seed=3))
+    s = pool.scheduler
+    s.submit(stays)
+    s.step(lengths)
+    s.submit(leaves)
+    for _ in range({"waiting": 0, "filling": 2, "active": 6}[state]):
+        s.step(lengths)
+        pool.check()
+    assert leaves in {"waiting": s.waiting, "filling": [s.filling], "active": s.active}[state]
+    s.submit(after)
+    if how == "cancelled":
+        s.cancel(leaves)
+    else:
+        clock.now += 50
+    emissions = s.step(lengths)
+    pool.check()
+    assert (emissions[0].request, emissions[0].finish_reason) == (leaves, how)
+    assert leaves not in s.active
+    assert after in s.active
+    finish(pool, lengths)
+    assert after.statistics.num_generation_tokens == 5
+    for each, seed in ((stays, 1), (after, 3)):
+        whole = expected(each.prompt, each.params, seed)
+        assert each.output[: len(whole)] == whole
+
+
+class Counted(InFlight):
+    """A request that counts how often its deadline and its cancellation are looked at."""
+
+    looked_at = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("deadline", "cancelled"):
+            type(self).looked_at += 1
+        return super().__getattribute__(name)
+
+
+def test_a_step_does_not_look_at_the_requests_that_wait(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool(1, 1)
+    monkeypatch.setattr(Counted, "looked_at", 0)
+    waiting = []
+    for i in range(1000):
+        made = request([1], SamplingParams(max_tokens=1000), deadline=clock.now + 10 + 7 * i % 1000)
+        made.__class__ = Counted
+        waiting.append(made)
+        pool.scheduler.submit(made)
+    submitting, Counted.looked_at = Counted.looked_at, 0
+    for _ in range(100):
+        assert all(e.finish_reason is None for e in pool.scheduler.step(Lengths(1)))
+    assert Counted.looked_at == 0
+    assert submitting < 10 * len(waiting)
+    pool.scheduler.cancel(waiting[600])
+    (gone,) = [e.request for e in pool.scheduler.step(Lengths(1)) if e.finish_reason == "cancelled"]
+    assert gone is waiting[600]
+    while not pool.scheduler.idle:  # each at its own time
+        clock.now += 1
+        late = [e.request for e in pool.scheduler.step(Lengths(1)) if e.finish_reason == "timeout"]
+        assert all(clock.now - 1 < r.deadline <= clock.now for r in late if r.deadline)
+    assert {r.stop.finish_reason for r in waiting} == {"timeout", "cancelled"}
+
+
+def test_deadlines_of_requests_that_have_ended_are_forgotten(clock: Clock) -> None:
+    pool = Pool(4, 4)
+    for i in range(500):
+        finish(pool, Lengths(1), request([1 + i % 9], SamplingParams(max_tokens=1), deadline=clock.now + 1e6))
+    assert len(pool.scheduler._leaving._deadlines) < 100
+
+
+def test_clear_leaves_nothing_behind() -> None:
+    pool = Pool(2, 3)
+    for i in range(5):
+        pool.scheduler.submit(request(prompt(9, i), SamplingParams(max_tokens=9)))
+    pool.scheduler.step(Lengths(3))
+    pool.scheduler.clear()
+    pool.check()
+    assert pool.scheduler.idle
+    again = request(prompt(9, 0), SamplingParams(max_tokens=9))
+    assert finish(pool, Lengths(3), again)[again] == expected(again.prompt, again.params, 0)
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+def test_one_batch_may_have_requests_that_draft_and_others_that_do_not(spare: int) -> None:
+    pool, lengths = Pool(3, 3 + spare), Lengths(5)
+    params = [SamplingParams(max_tokens=40, temperature=t, seed=i) for i, t in enumerate([0, 0.8, 0, 0.8])]
+    requests = [request(prompt(6, i), p, draft=i % 2 == 0) for i, p in enumerate(params)]
+    tokens = finish(pool, lengths, *requests)
+    for i, each in enumerate(requests):
+        assert tokens[each] == expected(each.prompt, each.params, i)
+        assert (each.statistics.num_drafts > 0) == each.draft
+    assert max(each.statistics.mean_acceptance_length for each in requests) > 2
+    # The policy learns of the requests that draft, and of the time of all.
+    mixed = next(seen for seen in lengths.rounds if seen["batch"] == 3)
+    assert len(mixed["accepted"]) == len(mixed["logprobs"]) == 2
+    alone = [seen for seen in lengths.rounds if seen["batch"] == 1 and not seen["accepted"]]
+    assert all(seen["drafted"] == seen["verified"] == 1 for seen in alone)
+
+
+def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
+    """What it accepts then is what it would have accepted had it never been off; and memory is bounded."""
+    params = SamplingParams(max_tokens=100)
+    never_off = request(prompt(4), params)
+    always = Lengths(BLOCK)
+    finish(Pool(1, 1), always, never_off)
+    accepted_at: dict[int, int] = {}
+    at = 0
+    for seen in always.rounds:
+        accepted_at[at] = seen["accepted"][0]
+        at += seen["accepted"][0] + 1
+    for off in (1, 7, 8, 9, 33):
+        pool, lengths = Pool(2, 2, chunk=8), Lengths(*[1] * off, BLOCK)
+        flight = request(prompt(4), params)
+        neighbour = request(prompt(4, 5), SamplingParams(max_tokens=3))
+        pool.scheduler.submit(flight)
+        pool.scheduler.submit(neighbour)
+        most = 0
+        for _ in drive(pool, lengths):
+            most = max(most, sum(map(len, flight.features)))
+        assert most <= 8 + BLOCK
+        at = compared = 0
+        for seen in lengths.rounds:
+            if seen["drafted"] == BLOCK and at in accepted_at:
+                compared += 1
+                assert seen["accepted"][0] == accepted_at[at]
+            at += (seen["accepted"] or [0])[0] + 1
+        assert compared > 3
+
+
+def test_much_to_take_in_and_a_neighbour_at_the_end_of_its_context() -> None:
+    """What one request's drafter is behind by must not push another's rows past its slot."""
+    pool, lengths = Pool(2, 2, chunk=32, max_seq_len=64), Lengths(*[1] * 30, BLOCK)
+    behind = request(prompt(2, 1), SamplingParams(max_tokens=60))
+    full = request(prompt(29, 2), SamplingParams(max_tokens=35, seed=2), draft=False)
+    late = request(prompt(60, 3), SamplingParams(max_tokens=4))
+    tokens = finish(pool, lengths, behind, full, late)
+    assert all(tokens[r] == expected(r.prompt, r.params, r.seed) for r in (behind, full, late))
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("schedules")
+    target = make_target(directory / "target", favourites=6, layers=3, sliding_window=20)
+    drafter = make_drafter(directory / "drafter", target)
+    return build(str(target), str(drafter), directory / "bundle", max_seq_len=120).path
+
+
+def runtime(bundle: Path, batch: int, chunk: int, spare: int) -> Runtime:
+    found = Bundle.open(bundle)
+    per_slot = sum(found.manifest["cache_bytes_per_token"].values()) * found.capacity
+    return Runtime(
+        bundle,
+        max_batch_size=batch,
+        prefill_chunk=chunk,
+        prefix_cache_bytes=spare * per_slot,
+        threads=1,
+        check="size",
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_schedule_on_onnx_runtime(bundle: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    common = np.random.default_rng(seed).integers(0, REAL_VOCAB, 40).tolist()
+    asked = []
+    for i in range(16):
+        ids = common[: rng.randint(0, 40)] + np.random.default_rng(i).integers(0, REAL_VOCAB, 9).tolist()
+        temperature, penalty = rng.choice([(0.0, 1.0), (0.0, 1.0), (0.8, 1.0), (1.1, 1.2)])
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 60),
+            temperature=temperature,
+            repetition_penalty=penalty,
+            seed=i,
+            ignore_eos=True,
+        )
+        asked.append((ids, params))
+    with LLM(bundle, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:
+        alone = [llm.generate(ids, params, speculate=False).token_ids for ids, params in asked]
+    served = runtime(bundle, rng.randint(1, 5), rng.randint(3, 40), rng.choice([0, 2, 6]))
+    lengths = AnyLengths(seed)
+    lengths.most = 8
+    due = [(rng.randint(0, 60), served.request(ids, p, draft=rng.random() < 0.8)) for ids, p in asked]
+    got: dict[InFlight, list[int]] = {each: [] for _, each in due}
+    for step in range(1000):
+        for at, each in due:
+            if at == step:
+                served.scheduler.submit(each)
+        if rng.random() < 0.05:
+            served.scheduler.cancel(rng.choice(due)[1])
+        for emission in served.scheduler.step(lengths):
+            got[emission.request] += emission.token_ids
+    assert served.scheduler.idle
+    served.pair.close()
+    for (_, each), tokens in zip(due, alone, strict=True):
+        ended = each.stop.finish_reason == "length"
+        assert ended or each.cancelled
+        assert got[each] == (tokens if ended else tokens[: len(got[each])])

@@ -1,0 +1,292 @@
+"""Engines that make every fault visible: a cache row depends on all rows before it, and a token on all rows.
+
+A target row holds a number made from the sum of all rows before it, its token and its position; that number is also
+the row's feature, and decides the logits. The drafter continues the same sum over its own cache, so its drafts are
+right, but for one row in five, only while its context is complete. What the real engines leave undefined is poison.
+
+An engine can be given rows that are not numbers. As with real attention, which multiplies masked rows by 0, one such
+row in a slot spoils all rows of a pass over that slot, if the pass, or the longest request beside it, reaches that far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.decoding.output.stopping import StopChecker
+from dflash_trt.decoding.pair import EnginePair
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.prefixes import Page, Prefixes
+from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.sampling.sampler import TokenCounts, sample
+from dflash_trt.decoding.scheduler import Scheduler
+from dflash_trt.decoding.slots import Slots
+
+Array = np.ndarray[Any, Any]
+
+VOCAB, MASK, BLOCK, POISON, ROW_BYTES = 16, 15, 6, -7_000_001, 8
+TABLE = 2 * np.random.default_rng(0).standard_normal((997, VOCAB)).astype(np.float32)
+
+
+def row(total: int, token: int, position: int) -> int:
+    """The row of a token at a position, whose rows before it sum up to `total`."""
+    return (31 * total + 7919 * token + 104729 * position + 17) % 999983
+
+
+def rows_of(tokens: Sequence[int]) -> list[int]:
+    rows: list[int] = []
+    total = 0
+    for position, token in enumerate(tokens):
+        rows.append(row(total, token, position))
+        total += rows[-1]
+    return rows
+
+
+def nothing(number: int) -> bool:
+    return False
+
+
+def expected(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    not_a_number: Callable[[int], bool] = nothing,
+) -> list[int]:
+    """What the target alone decodes, one token at a time; up to the first row that is not a number."""
+    before = rows_of(prompt[:-1])
+    tokens, total = list(prompt), sum(before)
+    counts = TokenCounts(prompt) if params.penalized else None
+    if any(map(not_a_number, before)):
+        return []
+    for _ in range(params.max_tokens):
+        newest = row(total, tokens[-1], len(tokens) - 1)
+        if not_a_number(newest):
+            break
+        total += newest
+        tokens.append(sample(TABLE[newest % len(TABLE)], params, seed, len(tokens), counts))
+        if counts is not None:
+            counts.add(tokens[-1])
+    return tokens[len(prompt) :]
+
+
+class FakeEngine:
+    def __init__(self, slots: int, capacity: int) -> None:
+        self.cache = np.full((slots, capacity), POISON)
+        self.nan = np.zeros((slots, capacity), bool)  # the rows that are not numbers
+        self.not_a_number: Callable[[int], bool] = nothing
+        self.before_pass: Callable[[], object] = lambda: None
+        self.passes, self.row_bytes = 0, ROW_BYTES
+
+    def move_slot(self, source: int, target: int, rows: int) -> None:
+        assert source != target
+        kept = self.cache[source, :rows].copy()
+        self.cache[target] = POISON
+        self.cache[target, :rows] = kept
+        self.nan[target, :rows] = self.nan[source, :rows]
+
+    def clear_slot(self, slot: int, first: int = 0, last: int | None = None) -> None:
+        self.cache[slot, first:last] = POISON
+        self.nan[slot, first:last] = False
+
+    def keep_rows(self, slot: int, start: int, stop: int) -> Array:
+        assert POISON not in self.cache[slot, start:stop]
+        assert not self.nan[slot, start:stop].any()
+        return self.cache[slot, start:stop].copy()
+
+    def restore_rows(self, kept: Array, slot: int, start: int, rows: int) -> None:
+        assert 0 < rows <= len(kept)
+        self.cache[slot, start:] = POISON
+        self.cache[slot, start : start + rows] = kept[:rows]
+        self.nan[slot, start : start + rows] = False
+
+    def close(self) -> None:
+        pass
+
+    def room(self, first: int, starts: Array, width: int) -> None:
+        self.passes += 1
+        self.before_pass()
+        assert first + len(starts) <= len(self.cache)
+        assert max(starts) + width <= self.cache.shape[1], "rows beyond the capacity"
+
+
+class FakeTarget(FakeEngine):
+    def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]:
+        tokens, starts = feeds["tokens"], feeds["start"]
+        n, width = tokens.shape
+        self.room(first_slot, starts, width)
+        features = np.zeros((n, width, 1), np.float32)
+        for i, start in enumerate(starts):
+            cache = self.cache[first_slot + i]
+            total = int(cache[:start].sum())
+            for j in range(width):
+                cache[start + j] = row(total, int(tokens[i, j]), start + j)
+                total += int(cache[start + j])
+                features[i, j, 0] = cache[start + j]
+                self.nan[first_slot + i, start + j] = self.not_a_number(int(cache[start + j]))
+            cache[start + width :] = POISON
+        logits = TABLE[features[..., 0].astype(int) % len(TABLE)]
+        chosen = logits.argmax(-1)
+        wrong = np.ones((n, width), bool)
+        wrong[:, :-1] = tokens[:, 1:] != chosen[:, :-1]
+        accepted = wrong.argmax(1)
+        logits = np.take_along_axis(logits, feeds["rows"][..., None], 1)
+        next_token = chosen[np.arange(n), accepted]
+        for i in np.flatnonzero(self.nan[first_slot : first_slot + n, : max(starts) + width].any(axis=1)):
+            logits[i], features[i], accepted[i], next_token[i] = (
+                np.nan,
+                np.nan,
+                0,
+                0,
+            )  # as the graph decides then
+        return {"logits": logits, "features": features, "accepted": accepted, "next_token": next_token}
+
+
+class FakeDrafter(FakeEngine):
+    def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]:
+        features, valid, starts, block = (feeds[k] for k in ("features", "n_features", "start", "block"))
+        n, width = block.shape
+        self.room(first_slot, starts, features.shape[1] + width)
+        tokens = np.zeros((n, width - 1), int)
+        for i, (start, count) in enumerate(zip(starts, valid, strict=True)):
+            cache = self.cache[first_slot + i]
+            cache[start:] = POISON
+            spoilt = np.isnan(features[i, :count, 0])
+            cache[start : start + count] = np.where(spoilt, POISON, features[i, :count, 0])
+            self.nan[first_slot + i, start : start + count] = spoilt
+            total, token, at = int(cache[: start + count].sum()), int(block[i, 0]), int(start + count)
+            for j in range(width - 1):
+                newest = row(total, token, at + j)
+                total += newest
+                self.nan[first_slot + i, at + j] = self.not_a_number(newest)
+                token = int(TABLE[newest % len(TABLE)].argmax())
+                if newest % 5 == 0:
+                    token = (token + 1) % VOCAB
+                tokens[i, j] = token
+        logprobs = np.full(tokens.shape, -0.2, np.float32)
+        reach = max(starts) + features.shape[1] + width
+        for i in np.flatnonzero(self.nan[first_slot : first_slot + n, :reach].any(axis=1)):
+            tokens[i], logprobs[i] = 0, np.nan
+        return {"draft_tokens": tokens, "draft_logprobs": logprobs}
+
+
+class Letters:
+    """A detokenizer: one letter for each token."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(65 + token) for token in tokens)
+
+    def flush(self) -> str:
+        return ""
+
+
+def request(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    arrived: float = 0.0,
+    draft: bool = True,
+    deadline: float | None = None,
+) -> InFlight:
+    made = InFlight(
+        prompt=list(prompt),
+        params=params,
+        seed=params.seed or 0,
+        stop=StopChecker(params, (), Letters()),  # type: ignore[arg-type]
+        counts=TokenCounts(prompt) if params.penalized else None,
+        arrived=arrived,
+        draft=draft,
+        deadline=deadline,
+    )
+    made.statistics.num_prompt_tokens = len(prompt)
+    return made
+
+
+class Pool:
+    """A scheduler over fake engines, and what must hold of it between two steps.
+
+    Prefixes may take the memory of the slots beyond `batch`, or `kept` rows; their pages have 8 tokens.
+    """
+
+    def __init__(
+        self, batch: int, slots: int, *, chunk: int = 8, max_seq_len: int = 120, kept: int | None = None
+    ) -> None:
+        capacity = max_seq_len + 2 * BLOCK + 1
+        self.target, self.drafter = FakeTarget(batch, capacity), FakeDrafter(batch, capacity)
+        self.pair = EnginePair(
+            self.target,
+            self.drafter,
+            slots=batch,
+            capacity=capacity,
+            mask_token_id=MASK,
+            vocab_size=VOCAB,
+            feature_size=1,
+            prefill_chunk=chunk,
+        )
+        kept = (slots - batch) * capacity if kept is None else kept
+        self.scheduler = Scheduler(self.pair, batch)
+        self.scheduler.slots = Slots(self.pair, kept * 2 * ROW_BYTES, page=8)
+
+    @property
+    def prefixes(self) -> Prefixes:
+        assert self.scheduler.slots.prefixes is not None
+        return self.scheduler.slots.prefixes
+
+    def check(self) -> None:
+        s = self.scheduler
+        assert not self.target.nan.any()
+        assert not self.drafter.nan.any()
+        live = [*s.active, *([s.filling] if s.filling else [])]
+        assert len(s.active) <= s.max_batch_size
+        taken = [flight.slot for flight in live]
+        assert len(set(taken)) == len(live)
+        assert s.filling is None or s.filling.slot >= len(s.active), "in the way of a round"
+        for slot, flight in zip(taken, live, strict=True):
+            history = rows_of([*flight.prompt, *flight.output][: flight.committed])
+            assert self.target.cache[slot, : flight.committed].tolist() == history
+            if flight.draft:
+                behind = [int(x) for part in flight.features for x in part[:, 0]]
+                seen = flight.committed - len(behind)
+                assert self.drafter.cache[slot, :seen].tolist() + behind == history
+                assert len(behind) == flight.behind <= self.pair.prefill_chunk + BLOCK
+            else:
+                assert not flight.features
+        for flight in s.active:
+            assert flight.committed == len(flight.prompt) + len(flight.output) - 1
+        assert set(s.slots.lying) <= set(range(self.pair.slots)) - set(taken)
+        for slot, lying in s.slots.lying.items():
+            history = rows_of(lying.tokens)
+            assert self.target.cache[slot, : len(history)].tolist() == history
+            assert self.drafter.cache[slot, : lying.drafted].tolist() == history[: lying.drafted]
+        if s.slots.prefixes is not None:
+            self.check_prefixes()
+
+    def check_prefixes(self) -> None:
+        tokens, memory, prefixes = 0, 0, self.prefixes
+        seen: list[Page] = []
+        for draft, tree in prefixes._trees.items():
+            todo = [((), page) for page in tree.values()]
+            while todo:
+                before, page = todo.pop()
+                whole = (*before, *page.tokens)
+                history = rows_of(whole)[len(before) :]
+                assert page.rows.target.tolist() == history
+                assert (page.rows.drafter.tolist() if draft else page.rows.drafter) == (
+                    history if draft else None
+                )
+                assert (page.start, page.rows.start, page.rows.stop) == (len(before), len(before), len(whole))
+                assert len(before) % prefixes.page == 0
+                assert not page.children or len(page.tokens) == prefixes.page
+                tokens, memory = (
+                    tokens + len(page.tokens),
+                    memory + (1 + draft) * ROW_BYTES * len(page.tokens),
+                )
+                seen.append(page)
+                todo += [(whole, child) for child in page.children.values()]
+        assert set(seen) == set(prefixes._used)
+        place = {page: i for i, page in enumerate(prefixes._used)}
+        assert all(place[child] < place[page] for page in seen for child in page.children.values())
+        counts = prefixes.counts
+        assert (tokens, memory) == (counts.tokens, counts.bytes)
+        assert memory <= counts.limit_bytes

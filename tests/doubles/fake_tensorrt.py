@@ -1,0 +1,366 @@
+"""A module in TensorRT's place that takes exactly the calls the project makes, as documented, and nothing else.
+
+A plan is the graph itself, and executing it runs ONNX Runtime on what lies at the addresses bound. Memory, shapes,
+profiles, aliases and stream capture are held to their rules: a call outside of them fails. It shows that the engine
+drives the API rightly; what TensorRT then computes it cannot show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from tests.doubles.trt_bodies import executable
+
+__version__ = "11.4.0"
+MAGIC = b"FAKEPLAN"
+NUMPY = {
+    onnx.TensorProto.FLOAT: np.float32,
+    onnx.TensorProto.INT64: np.int64,
+    onnx.TensorProto.FLOAT16: np.float16,
+}
+
+
+class Severity:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class ILogger:
+    INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = map(
+        Severity, ("INTERNAL_ERROR", "ERROR", "WARNING", "INFO", "VERBOSE")
+    )
+
+    def __init__(self) -> None:
+        pass
+
+
+class Logger(ILogger):
+    def __init__(self, severity: Severity) -> None:
+        pass
+
+    def log(self, severity: Severity, message: str) -> None:
+        pass
+
+
+class IStreamWriter:
+    def __init__(self) -> None:
+        pass
+
+
+class IProgressMonitor:
+    def __init__(self) -> None:
+        pass
+
+
+class NetworkDefinitionCreationFlag:
+    STRONGLY_TYPED = 1
+
+
+class BuilderFlag:
+    TF32 = "TF32"
+
+
+class TensorIOMode:
+    INPUT, OUTPUT = "INPUT", "OUTPUT"
+
+
+class DataType:
+    FLOAT, HALF, BF16, INT64 = np.float32, np.float16, "bf16", np.int64
+
+
+class ExecutionContextAllocationStrategy:
+    USER_MANAGED = "USER_MANAGED"
+
+
+class Tensor:
+    def __init__(self, value: onnx.ValueInfoProto) -> None:
+        self.name = value.name
+        self.dims = [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
+        self.shape = tuple(d if isinstance(d, int) else -1 for d in self.dims)
+
+    def get_dimension_name(self, axis: int) -> str:
+        return str(self.dims[axis])
+
+
+class Network:
+    def __init__(self) -> None:
+        self.model = onnx.ModelProto()
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.model.graph.input)
+
+    def get_input(self, index: int) -> Tensor:
+        return Tensor(self.model.graph.input[index])
+
+
+class OnnxParser:
+    refused: str | None = None  # an operator that tests declare unknown
+
+    def __init__(self, network: Network, logger: Any) -> None:
+        self.network, self.num_errors = network, 0
+
+    def supports_operator(self, name: str) -> bool:
+        return name.startswith("TRT_")
+
+    def parse_from_file(self, path: str) -> bool:
+        self.network.model = onnx.load(path, load_external_data=False)
+        for tensor in self.network.model.graph.initializer:  # onnx refuses files that are hard links
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                place = {entry.key: entry.value for entry in tensor.external_data}
+                with (Path(path).parent / place["location"]).open("rb") as file:
+                    file.seek(int(place["offset"]))
+                    tensor.raw_data = file.read(int(place["length"]))
+                tensor.data_location = onnx.TensorProto.DEFAULT
+                del tensor.external_data[:]
+        return True
+
+
+class Profile:
+    def __init__(self) -> None:
+        self.shapes: dict[str, list[tuple[int, ...]]] = {}
+
+    def set_shape(self, name: str, *shapes: tuple[int, ...]) -> None:
+        low, usual, high = shapes
+        assert all(0 < a <= b <= c for a, b, c in zip(low, usual, high, strict=True)), (name, shapes)
+        self.shapes[name] = list(shapes)
+
+
+class Config:
+    def __init__(self) -> None:
+        self.profiles: list[Profile] = []
+        self.progress_monitor: Any = None
+
+    def add_optimization_profile(self, profile: Profile) -> int:
+        self.profiles.append(profile)
+        return len(self.profiles) - 1
+
+
+class Builder:
+    def __init__(self, logger: Any) -> None:
+        self.logger = logger
+
+    def create_network(self, flags: int) -> Network:
+        return Network()
+
+    def create_builder_config(self) -> Config:
+        return Config()
+
+    def create_optimization_profile(self) -> Profile:
+        return Profile()
+
+    def build_serialized_network_to_stream(self, network: Network, config: Config, writer: Any) -> bool:
+        monitor = config.progress_monitor
+        monitor.phase_start("Building", "", 3)
+        for profile in config.profiles:
+            assert set(profile.shapes) == {i.name for i in network.model.graph.input}
+        header = json.dumps([profile.shapes for profile in config.profiles]).encode()
+        plan = MAGIC + len(header).to_bytes(8, "little") + header
+        plan += executable(network.model).SerializeToString()
+        for at in range(0, len(plan), 1 << 16):
+            piece = plan[at : at + (1 << 16)]
+            if writer.write(piece) != len(piece):
+                self.logger.log(ILogger.ERROR, "the writer took less than it was given")
+                return False
+        if not monitor.step_complete("Building", 0):
+            return False
+        monitor.phase_finish("Building")
+        return True
+
+
+class Runtime:
+    def __init__(self, logger: Any) -> None:
+        pass
+
+    def deserialize_cuda_engine(self, data: Any) -> Engine | None:
+        plan = bytes(data)
+        if not plan.startswith(MAGIC):
+            return None
+        size = int.from_bytes(plan[8:16], "little")
+        return Engine(json.loads(plan[16 : 16 + size]), plan[16 + size :])
+
+
+class Engine:
+    device_memory_size_v2 = 4096
+
+    def __init__(self, profiles: list[dict[str, Any]], model: bytes) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = 1, 3
+        self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        graph = onnx.load_from_string(model).graph
+        self._profiles = profiles
+        self._inputs = {i.name: Tensor(i) for i in graph.input}
+        self._outputs = {o.name: Tensor(o) for o in graph.output}
+        self._types = {v.name: NUMPY[v.type.tensor_type.elem_type] for v in (*graph.input, *graph.output)}
+        self._names = [*self._inputs, *self._outputs]
+        self.num_io_tensors = len(self._names)
+
+    def get_tensor_name(self, index: int) -> str:
+        return self._names[index]
+
+    def get_tensor_mode(self, name: str) -> str:
+        return TensorIOMode.INPUT if name in self._inputs else TensorIOMode.OUTPUT
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return self._types[name]
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return (self._inputs | self._outputs)[name].shape
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
+        return [tuple(shape) for shape in self._profiles[profile][name]]
+
+    def get_aliased_input_tensor(self, name: str) -> str:
+        return name.replace("_cache_out.", "_cache.") if "_cache_out." in name else ""
+
+    def create_execution_context(self, strategy: str) -> Context:
+        assert strategy == ExecutionContextAllocationStrategy.USER_MANAGED
+        return Context(self)
+
+
+class Context:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._profile: int | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+        self._memory = 0
+
+    def set_optimization_profile_async(self, index: int, stream: int) -> bool:
+        self._profile = index
+        return True
+
+    def set_device_memory(self, memory: int, size: int) -> None:
+        assert size >= self._engine.device_memory_size_v2
+        self._memory = memory
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        assert self._profile is not None, "shapes are set once a profile is chosen"
+        low, _, high = self._engine.get_tensor_profile_shape(name, self._profile)
+        if len(shape) != len(low) or not all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True)):
+            return False
+        self._shapes[name] = tuple(shape)
+        return True
+
+    def infer_shapes(self) -> list[str]:
+        return [name for name in self._engine._inputs if name not in self._shapes]
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        if name in self._shapes:
+            return self._shapes[name]
+        sizes: dict[str, int] = {}
+        for known, tensor in self._engine._inputs.items():
+            for d, n in zip(tensor.dims, self._shapes[known], strict=True):
+                assert isinstance(d, str) or d == n
+                assert sizes.setdefault(str(d), n) == n, (
+                    f"{known} has {d} = {n}, another input {sizes[str(d)]}"
+                )
+        sizes["K-1"] = sizes.get("K", 1) - 1
+        return tuple(d if isinstance(d, int) else sizes[d] for d in self._engine._outputs[name].dims)
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        assert name in self._engine._names
+        self._addresses[name] = address
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        assert self._memory, "a context of this strategy has no memory of its own"
+        assert not self.infer_shapes()
+        assert set(self._addresses) == set(self._engine._names)
+        shapes = {name: self.get_tensor_shape(name) for name in self._engine._names}
+        run = _Run(self._engine, shapes, dict(self._addresses))
+        if Cuda.capturing is not None:
+            Cuda.capturing.append(run)  # only recorded; shapes and addresses are fixed from here on
+        else:
+            run()
+        return True
+
+
+class _Run:
+    def __init__(self, engine: Engine, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
+        self.engine, self.shapes, self.addresses = engine, shapes, addresses
+        for name in engine._inputs:
+            out = name.replace("_cache.", "_cache_out.")
+            if out != name:
+                assert addresses[out] == addresses[name], f"{out} must be bound to the memory of {name}"
+
+    def memory(self, name: str) -> np.ndarray:
+        dtype, shape = np.dtype(self.engine._types[name]), self.shapes[name]
+        size = int(np.prod(shape)) * dtype.itemsize
+        return np.frombuffer((ctypes.c_char * size).from_address(self.addresses[name]), dtype).reshape(shape)
+
+    def __call__(self) -> None:
+        feeds = {name: self.memory(name).copy() for name in self.engine._inputs}
+        results = self.engine._session.run(list(self.engine._outputs), feeds)
+        for name, result in zip(self.engine._outputs, results, strict=True):
+            self.memory(name)[...] = result
+
+
+class CudaGraph:
+    def __init__(self) -> None:
+        self.runs: list[Callable[[], None]] = []
+        self.replays = 0
+
+    def replay(self) -> None:
+        assert self.runs
+        self.replays += 1
+        for run in self.runs:
+            run()
+
+
+class Stream:
+    cuda_stream = 77
+
+    def synchronize(self) -> None:
+        Cuda.waits += 1
+
+
+class Event:
+    def __init__(self, enable_timing: bool) -> None:
+        pass
+
+    def record(self, stream: Stream) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1.0
+
+
+class Cuda:
+    """In the place of torch.cuda, on a machine without a GPU."""
+
+    Stream, Event, CUDAGraph = Stream, Event, CudaGraph
+    capturing: list[Callable[[], None]] | None = None
+    graphs: Sequence[CudaGraph] = ()
+    waits = 0
+    capability = (9, 0)
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def get_device_capability() -> tuple[int, int]:
+        return Cuda.capability
+
+    @staticmethod
+    @contextlib.contextmanager
+    def stream(stream: Stream) -> Iterator[None]:
+        yield
+
+    @staticmethod
+    @contextlib.contextmanager
+    def graph(graph: CudaGraph, stream: Stream) -> Iterator[None]:
+        Cuda.capturing = graph.runs
+        yield
+        Cuda.capturing = None
+        Cuda.graphs = [*Cuda.graphs, graph]

@@ -1,0 +1,309 @@
+"""A simulated pair: what passes take and whether drafts are right, by processes with known answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
+
+import numpy as np
+
+from dflash_trt.decoding.length.adaptive import AdaptiveLength
+from dflash_trt.decoding.length.pass_times import PassTimes
+
+Cost = Callable[[int, int], float]
+# What a token that the drafter has yet to take in adds to its pass.
+CATCH_UP = 0.01
+Kind = Literal["draft", "verify"]
+# What a pass is taken to cost at start-up, to what it costs: of (random numbers, kind, batch, length).
+Beginning = Callable[[np.random.Generator, Kind, int, int], float]
+# What a pass costs from the middle of a run on, to what it cost before: of (kind, batch, length).
+Drift = Callable[[Kind, int, int], float]
+# The true chance of each draft [requests, drafts], given those before it, and what the drafter says of it, for a round.
+Drafts = Callable[[np.random.Generator, int, int, int], tuple[np.ndarray, np.ndarray]]
+
+
+def as_measured(rng: np.random.Generator, kind: Kind, batch: int, length: int) -> float:
+    return 1.0
+
+
+def steady(kind: Kind, batch: int, length: int) -> float:
+    return 1.0
+
+
+@dataclass
+class World:
+    """Times in units of a plain pass of one request. `noise`: of each pass, standard deviation of the logarithm."""
+
+    block: int
+    verify: Cost
+    draft: Cost
+    drafts: Drafts
+    batch: int = 1
+    noise: float = 0.05
+    seed: int = 0
+    beginning: Beginning = as_measured
+    drift: Drift = steady
+    cold: float = (
+        1.0  # what the first pass of a size that start-up did not run is read to take, to the others
+    )
+    rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def cost(self, kind: Kind, length: int, late: bool = False) -> float:
+        seconds = (self.verify if kind == "verify" else self.draft)(self.batch, length)
+        return seconds * (self.drift(kind, self.batch, length) if late else 1.0)
+
+    def lengths(self) -> list[int]:
+        """Those that are measured at start-up."""
+        return sorted({n for n in (1, 2, 4, 8, 16, self.block) if n <= self.block})
+
+    def timed(self, seconds: float) -> float:
+        return seconds * float(np.exp(self.noise * self.rng.normal()))
+
+    def start_up(self, kind: Kind) -> PassTimes:
+        """What is measured before the first request, and how wrong."""
+        cost = self.verify if kind == "verify" else self.draft
+        batches = sorted({1, 2, 4, self.batch})
+        return PassTimes(
+            {
+                b: {
+                    n: median(self.timed(cost(b, n)) for _ in range(3)) * self.beginning(self.rng, kind, b, n)
+                    for n in self.lengths()
+                }
+                for b in batches
+            },
+            batches,
+        )
+
+    def controller(self) -> AdaptiveLength:
+        return AdaptiveLength(self.block, self.start_up("draft"), self.start_up("verify"))
+
+    def run(self, policy: AdaptiveLength, rounds: int) -> np.ndarray:
+        """[rounds, 3]: tokens that the choice was good for on average, true seconds, tokens verified per request."""
+        log, memory = np.zeros((rounds, 3)), np.zeros((self.batch, self.block - 1), np.float32)
+        behind, warm = 0, {(kind, n) for kind in ("draft", "verify") for n in self.lengths()}
+        for i in range(rounds):
+            late = i >= rounds // 2
+            chance, logprobs = self.drafts(self.rng, i, self.batch, self.block - 1)
+            drafted = policy.draft(self.batch)
+            verified, said = 1, None
+            if drafted > 1:
+                said = memory[:, : drafted - 1]  # as an engine's output: the next round overwrites it
+                said[...] = logprobs[:, : drafted - 1]
+                verified = policy.verify(said)
+            right = self.rng.random((self.batch, verified - 1)) < chance[:, : verified - 1]
+            accepted = np.cumprod(right, axis=1).sum(axis=1)
+            draft_seconds = 0.0
+            if drafted > 1:  # it also takes in what was committed since the last one
+                draft_seconds, behind = self.cost("draft", drafted, late) * (1 + CATCH_UP * behind), 0
+            else:
+                behind += 1
+            verify_seconds = self.cost("verify", verified, late)
+            cold = [1.0 if each in warm else self.cold for each in (("draft", drafted), ("verify", verified))]
+            warm |= {("draft", drafted), ("verify", verified)}
+            policy.observe(
+                batch=self.batch,
+                drafted=drafted,
+                verified=verified,
+                accepted=accepted.tolist(),
+                offered=[verified - 1] * self.batch,
+                logprobs=said,
+                draft_seconds=cold[0] * self.timed(draft_seconds) if drafted > 1 else 0.0,
+                verify_seconds=cold[1] * self.timed(verify_seconds),
+            )
+            tokens = self.batch + np.cumprod(chance[:, : verified - 1], axis=1).sum()
+            log[i] = tokens, draft_seconds + verify_seconds, verified
+        return log
+
+    def fixed(self, rounds: int) -> np.ndarray:
+        """Expected tokens per second of every fixed length over the same rounds, before and after the times drift.
+
+        [2, block]; index 0 is plain decoding.
+        """
+        rng = np.random.default_rng(self.seed + 1)
+        tokens = np.zeros((2, self.block))
+        for i in range(rounds):
+            chance, _ = self.drafts(rng, i, self.batch, self.block - 1)
+            survival = np.append(0.0, np.cumprod(chance, axis=1).sum(axis=0).cumsum())
+            tokens[int(i >= rounds // 2)] += (self.batch + survival) / (rounds / 2)
+        seconds = [
+            [
+                self.cost("verify", n, late) + (n > 1) * self.cost("draft", n, late)
+                for n in range(1, self.block + 1)
+            ]
+            for late in (False, True)
+        ]
+        rates: np.ndarray = tokens / np.array(seconds)
+        return rates
+
+    def compare(self, log: np.ndarray) -> np.ndarray:
+        """The speed of a run, to that of each fixed length: the time that it would have taken for the same tokens."""
+        half = len(log) // 2
+        tokens = np.array([log[:half, 0].sum(), log[half:, 0].sum()])
+        ratios: np.ndarray = (tokens[:, None] / self.fixed(len(log))).sum(axis=0) / log[:, 1].sum()
+        return ratios
+
+
+def dense_cpu(batch: int, length: int) -> float:
+    """Rows cost: a pass of 8 takes 1.6 passes of one."""
+    return 0.9 + 0.1 * batch * length
+
+
+def gpu(batch: int, length: int) -> float:
+    """Memory-bound up to some hundred rows."""
+    return 1.0 + 0.01 * batch + max(0.0, 0.01 * (batch * length - 128))
+
+
+def moe(batch: int, length: int) -> float:
+    """Each row reads 4 of 32 experts: the distinct ones are what a pass costs."""
+    return 0.3 + 0.7 * (1 - (1 - 4 / 32) ** (batch * length)) / (4 / 32) + 0.01 * batch * length
+
+
+def compute_bound(batch: int, length: int) -> float:
+    return 0.2 + 0.8 * batch * length
+
+
+def small_drafter(batch: int, length: int) -> float:
+    return 0.15 + 0.012 * batch * length
+
+
+def large_drafter(batch: int, length: int) -> float:
+    return 0.6 + 0.05 * batch * length
+
+
+def _odds(p: np.ndarray) -> np.ndarray:
+    return np.log(p / (1 - p))
+
+
+def _chance(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def honest(mean: float, spread: float = 1.5, decay: float = 0.0) -> Drafts:
+    """The drafter's word is the chance. `mean` and `spread` in log-odds; `decay` per place."""
+
+    def drafts(rng: np.random.Generator, _: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        chance = _chance(mean - decay * np.arange(n) + spread * rng.normal(size=(batch, n)))
+        return chance, np.log(chance).astype(np.float32)
+
+    return drafts
+
+
+def biased(source: Drafts, offset: float) -> Drafts:
+    """The chance is what the drafter says, moved by `offset` in log-odds."""
+
+    def drafts(rng: np.random.Generator, i: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        chance, said = source(rng, i, batch, n)
+        return _chance(_odds(chance) + offset), said
+
+    return drafts
+
+
+def uninformative(chance: float) -> Drafts:
+    """What the drafter says has nothing to do with it."""
+
+    def drafts(rng: np.random.Generator, _: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        said = np.log(_chance(1.5 + 1.5 * rng.normal(size=(batch, n))))
+        return np.full((batch, n), chance), said.astype(np.float32)
+
+    return drafts
+
+
+def cliff(good: int, high: float = 0.92, low: float = 0.05) -> Drafts:
+    """The first `good` drafts are mostly right, those behind hardly ever; the drafter does not know."""
+
+    def drafts(rng: np.random.Generator, _: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        chance = np.tile(np.where(np.arange(n) < good, high, low), (batch, 1))
+        return chance, np.log(_chance(2.0 + 0.5 * rng.normal(size=(batch, n)))).astype(np.float32)
+
+    return drafts
+
+
+def turns(sources: list[Drafts], every: int) -> Drafts:
+    """One process after the other, each for so many rounds."""
+
+    def drafts(rng: np.random.Generator, i: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        return sources[i // every % len(sources)](rng, i, batch, n)
+
+    return drafts
+
+
+VERIFY: dict[str, Cost] = {"dense_cpu": dense_cpu, "gpu": gpu, "moe": moe, "compute_bound": compute_bound}
+DRAFTS: dict[str, Drafts] = {
+    "great": honest(3.0),
+    "good": honest(1.5),
+    "fading": honest(3.0, 1.0, decay=0.6),
+    "poor": honest(-2.0),
+    "hopeless": biased(honest(2.0), -12.0),
+    "overconfident": biased(honest(2.0), -2.0),
+    "underconfident": biased(honest(0.0), 2.0),
+    "uninformative": uninformative(0.8),
+    "cliff": cliff(3),
+    "by turns": turns([honest(2.5), honest(-0.5)], every=60),
+}
+# Drafter, batch size and block size.
+PAIRS: dict[str, tuple[Cost, int, int]] = {"small": (small_drafter, 1, 8), "large": (large_drafter, 4, 16)}
+
+# Where wrong times do the most harm: one world for each kind of target and of drafter.
+HARD: list[tuple[str, str, str]] = [
+    ("moe", "cliff", "small"),
+    ("moe", "overconfident", "large"),
+    ("dense_cpu", "hopeless", "large"),
+    ("dense_cpu", "good", "small"),
+    ("gpu", "great", "large"),
+    ("compute_bound", "poor", "small"),
+]
+
+
+def each_by_its_own_factor(rng: np.random.Generator, kind: Kind, batch: int, length: int) -> float:
+    return float(4 ** rng.uniform(-1, 1))
+
+
+def all_by(draft: float, verify: float) -> Beginning:
+    return lambda rng, kind, batch, length: draft if kind == "draft" else verify
+
+
+def one_length_by(wrong: int, factor: float) -> Beginning:
+    return lambda rng, kind, batch, length: factor if kind == "verify" and length == wrong else 1.0
+
+
+# What is wrong at start-up, and what changes in the middle.
+BEGINNINGS: dict[str, tuple[Beginning, Drift]] = {
+    "right": (as_measured, steady),
+    "all a quarter": (all_by(0.25, 0.25), steady),
+    "all four times": (all_by(4, 4), steady),
+    "drafter four times": (all_by(4, 1), steady),
+    "drafter a quarter": (all_by(0.25, 1), steady),
+    "target a quarter, drafter four times": (all_by(4, 0.25), steady),
+    "each by its own factor": (each_by_its_own_factor, steady),
+    "length 1 four times": (one_length_by(1, 4), steady),
+    "length 1 a quarter": (one_length_by(1, 0.25), steady),
+    "length 4 a quarter": (one_length_by(4, 0.25), steady),
+    "length 8 four times": (one_length_by(8, 4), steady),
+    "all three times from the middle": (as_measured, lambda kind, batch, length: 3.0),
+    "drafter four times from the middle": (
+        as_measured,
+        lambda kind, batch, length: 4.0 if kind == "draft" else 1.0,
+    ),
+    "drafter a quarter from the middle": (
+        as_measured,
+        lambda kind, batch, length: 0.25 if kind == "draft" else 1.0,
+    ),
+    "more than 1 row twice from the middle": (
+        as_measured,
+        lambda kind, batch, length: 2.0 if kind == "verify" and length > 1 else 1.0,
+    ),
+}
+
+
+def world(verify: str, drafts: str, pair: str, beginning: str = "right", seed: int = 0) -> World:
+    """One of the worlds above, by its names."""
+    drafter, batch, block = PAIRS[pair]
+    wrong, drift = BEGINNINGS[beginning]
+    return World(
+        block, VERIFY[verify], drafter, DRAFTS[drafts], batch=batch, seed=seed, beginning=wrong, drift=drift
+    )

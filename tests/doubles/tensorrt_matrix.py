@@ -1,0 +1,69 @@
+"""What continuous integration builds with TensorRT-RTX: family x precision x compute capability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.family_checkpoints import make_gpt_oss, make_llama, make_qwen3_moe
+
+
+@dataclass(frozen=True)
+class Case:
+    """`precision` as `--precision` takes it, "" for the default: BF16, and experts as they are stored."""
+
+    pair: str
+    precision: str
+    capability: int
+
+
+_QWEN3: dict[str, Any] = {
+    "layers": 2,
+    "sliding_window": 7,
+    "layer_types": ("sliding_attention", "full_attention"),
+}
+# Small random checkpoints, two layers each; what is not here is a shipped pair.
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "qwen3": partial(make_target, **_QWEN3),
+    "llama": partial(make_llama, num_hidden_layers=2, attention_bias=True),
+    "qwen3-moe": partial(make_qwen3_moe, num_hidden_layers=2, norm_topk_prob=False, moe_intermediate_size=64),
+    "gpt-oss": partial(make_gpt_oss, num_hidden_layers=2),
+    "gpt-oss, experts in BF16": partial(make_gpt_oss, num_hidden_layers=2, quantized=False),
+}
+CASES = [
+    Case(*row)
+    for row in (
+        ("tiny", "", 89),
+        ("tiny", "target=nvfp4,drafter=fp8,head=int4", 120),
+        ("tiny-gpt-oss", "", 120),
+        ("tiny-gpt-oss", "target=fp8,drafter=nvfp4,head=mxfp4", 121),
+        ("qwen3", "target=fp32,drafter=fp32", 80),
+        ("qwen3", "target=bf16,drafter=fp16", 89),
+        ("qwen3", "target=fp8,drafter=fp8", 89),
+        ("qwen3", "target=nvfp4,drafter=nvfp4", 121),
+        ("qwen3", "target=mxfp4,drafter=mxfp4", 120),
+        ("qwen3", "target=int4,drafter=int4", 80),
+        ("llama", "target=fp16,drafter=fp16", 86),
+        ("llama", "target=fp8,drafter=int4", 120),
+        ("qwen3-moe", "", 80),
+        ("qwen3-moe", "target=fp8,drafter=fp8", 89),
+        ("qwen3-moe", "target=nvfp4,drafter=nvfp4", 120),
+        ("qwen3-moe", "target=int4,drafter=int4", 86),
+        ("gpt-oss", "target=fp16,drafter=bf16", 121),
+        ("gpt-oss", "target=nvfp4,drafter=fp8", 120),
+        ("gpt-oss, experts in BF16", "", 89),
+    )
+]
+
+
+def make_pair(name: str, directory: Path) -> tuple[str, str | None]:
+    """The sources of a pair as `build` takes them; random ones are written into `directory`."""
+    if name not in FAMILIES:
+        return name, None
+    target = FAMILIES[name](directory / "target")
+    settings: dict[str, Any] = {"layers": 1, "taps": (0, 1), "block_size": 4}
+    return str(target), str(make_drafter(directory / "drafter", target, **settings))

@@ -1,0 +1,312 @@
+"""Plans built by the real TensorRT-RTX, on a machine with no GPU: pairs, families, dtypes, GPUs, shapes, and failures.
+
+That a plan builds does not show that it computes rightly: test_tensorrt_numbers.py executes the same graphs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines.tensorrt import plans
+from dflash_trt.engines.tensorrt.flavour import FLAVOURS
+from dflash_trt.engines.tensorrt.plans import Options, parse_capability
+from dflash_trt.engines.tensorrt.profiles import Limits, profiles
+from dflash_trt.errors import BuildError
+from dflash_trt.formats.precision import Precision, parse_precision
+from dflash_trt.graph.builder import INT64, GraphBuilder
+from dflash_trt.graph.tensorrt import TensorRT
+from dflash_trt.reports.environment import describe
+from dflash_trt.reports.inspection import inspect
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.tensorrt_matrix import CASES, FAMILIES, Case, make_pair
+
+SMALL = Options(capabilities=(120,), max_batch_size=2, prefill_chunk=16)
+RTX = FLAVOURS["tensorrt-rtx"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The smallest that there is: two layers, of which one slides, and a drafter of one."""
+    directory = tmp_path_factory.mktemp("pair")
+    target = make_target(
+        directory / "target", layers=2, sliding_window=7, layer_types=("sliding_attention", "full_attention")
+    )
+    drafter = make_drafter(directory / "drafter", target, layers=1, taps=(0, 1), block_size=4)
+    return str(target), str(drafter)
+
+
+def rtx(sources: tuple[str, str | None], out: Path, options: Options = SMALL, **settings: Any) -> Bundle:
+    settings = {"max_seq_len": 64} | settings
+    return build(*sources, out, engine="tensorrt-rtx", tensorrt=options, **settings)
+
+
+def plan_sizes(bundle: Bundle) -> dict[str, int]:
+    return {name: entry["size"] for name, entry in bundle.manifest["files"].items() if name.endswith(".plan")}
+
+
+@pytest.mark.parametrize(
+    ("name", "capabilities"), [("tiny", (120, 89)), ("tiny-gpt-oss", (120,))], ids=["tiny", "tiny-gpt-oss"]
+)
+def test_shipped_pairs(name: str, capabilities: tuple[int, ...], tmp_path: Path) -> None:
+    options = Options(capabilities=capabilities, max_batch_size=4, prefill_chunk=128)
+    bundle = rtx((name, None), tmp_path / "bundle", options, max_seq_len=512)
+    found = inspect(bundle.path)
+    assert set(found["plans"]) == {f"sm{c}/{role}" for c in capabilities for role in ("target", "drafter")}
+    for entry in found["plans"].values():
+        assert entry["precision"] == "bfloat16"
+        assert entry["size"] > sum(entry["weight_bytes"].values())
+        assert "S 1..128" in entry["prefill"]
+    verify = found["plans"]["sm120/target"]["verify"]
+    assert verify == "B 1..4 S 1..8 R 1..8"
+    if name == "tiny-gpt-oss":
+        side = bundle.manifest["target"]["weight_bytes"]
+        packed = sum(by_dtype.get("U8", 0) for by_dtype in side.values())
+        weights = found["plans"]["sm120/target"]["weight_bytes"]
+        assert weights["FLOAT4E2M1"] + weights["UINT8"] == packed  # as on disk, not widened
+    assert found["tensorrt"] == {
+        "version": RTX.load().__version__,
+        "max_batch_size": 4,
+        "prefill_chunk": 128,
+    }
+    assert not (bundle.path / "weights").exists()
+    assert all("tmp" not in log.read_text() for log in bundle.path.rglob("*.log"))
+
+
+NOT_ABOVE = [case for case in CASES if case.precision or case.pair in FAMILIES]
+
+
+@pytest.mark.parametrize(
+    "case", NOT_ABOVE, ids=lambda c: f"{c.pair} {c.precision or 'bf16'} sm{c.capability}"
+)
+def test_families_and_precisions(case: Case, tmp_path: Path) -> None:
+    sources, precision = make_pair(case.pair, tmp_path), parse_precision(case.precision or None)
+    options = Options(capabilities=(case.capability,), max_batch_size=2, prefill_chunk=16)
+    bundle = rtx(sources, tmp_path / "bundle", options, precision=precision)
+    roles = ("target", "drafter")
+    assert set(plan_sizes(bundle)) == {f"plans/sm{case.capability}/{role}.plan" for role in roles}
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float"}
+    assert bundle.manifest["precision"] == {role: names[precision.compute(role, "bf16")] for role in roles}
+    stored = {"fp8": "FLOAT8E4M3FN", "nvfp4": "FLOAT4E2M1", "mxfp4": "FLOAT4E2M1", "int4": "INT4"}
+    for role, plan in bundle.manifest["tensorrt"]["plans"][str(case.capability)].items():
+        if scheme := precision.scheme(role):
+            assert plan["weight_bytes"][stored[scheme]] > 0
+
+
+@pytest.mark.parametrize(("options", "length"), [((1, 4), 20), ((16, 200), 1000)], ids=["smallest", "larger"])
+def test_batches_and_capacities(
+    pair: tuple[str, str], options: tuple[int, int], length: int, tmp_path: Path
+) -> None:
+    batch, chunk = options
+    bundle = rtx(pair, tmp_path / "b", Options((120,), batch, chunk), max_seq_len=length)
+    ranges = bundle.manifest["tensorrt"]["plans"]["120"]["target"]["profiles"]
+    assert ranges[0] == {"name": "prefill", "B": [1, 1, 1], "S": [1, chunk, chunk], "R": [1, 1, 1]}
+    assert ranges[1]["B"] == [1, max(1, batch // 2), batch]
+
+
+def test_the_same_inputs_are_built_once(pair: tuple[str, str], tmp_path: Path) -> None:
+    steps: list[str] = []
+    first = rtx(pair, tmp_path / "b")
+    again = rtx(pair, tmp_path / "b", progress=lambda step, *_: steps.append(step))
+    assert again.manifest == first.manifest
+    assert not any(step.startswith("build ") for step in steps)
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+    with pytest.raises(BuildError, match="holds a bundle of other inputs or options"):
+        rtx(pair, tmp_path / "b", Options((120,), 3, 16))
+
+
+def test_a_node_that_tensorrt_rejects_is_named(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tap(self: TensorRT, taps: int) -> Any:
+        g = GraphBuilder("HiddenStateTap")
+        hidden = [g.input(f"h_{i}", self.dtype, ["rows", "D"]) for i in range(taps)]
+        bits = g.op("Cast", hidden[0], to=int(INT64))
+        bits = g.op("BitwiseNot", bits, name="flip")
+        both = g.op("Concat", g.op("Cast", bits, to=int(self.dtype)), *hidden[1:], axis=-1)
+        g.output(both, "features", self.dtype, ["rows", "nD"])
+        return g.function()
+
+    monkeypatch.setattr(TensorRT, "hidden_state_tap", tap)
+    with pytest.raises(BuildError) as caught:
+        rtx(pair, tmp_path / "b")
+    message = str(caught.value)
+    assert message.startswith("target.onnx: TensorRT-RTX does not take target/features_flat (HiddenStateTap)")
+    assert "HiddenStateTap/flip (BitwiseNot)" in message
+    assert "\n" not in message
+    assert not (tmp_path / "b").exists()
+
+
+def test_what_the_builder_refuses_is_said_in_one_line(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP32 attention without leave to decompose it: no kernel."""
+    attend = TensorRT._attend
+
+    def fused(self: TensorRT, *args: Any) -> Any:
+        self.fused = True
+        return attend(self, *args)
+
+    monkeypatch.setattr(TensorRT, "_attend", fused)
+    with pytest.raises(
+        BuildError, match=r"target\.onnx: TensorRT-RTX failed.*Attention operation was not"
+    ) as e:
+        rtx(pair, tmp_path / "b", precision=Precision("fp32", "fp32"))
+    assert "\n" not in str(e.value)
+    log = tmp_path / ".b.building/plans/sm120/target.log"
+    assert str(log) in str(e.value)
+    assert "Attention operation was not supported" in log.read_text()
+    assert [p for p in tmp_path.rglob("*") if p.suffix in (".plan", ".part")] == []
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file may grow beyond this, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk(pair: tuple[str, str], tmp_path: Path) -> None:
+    with (
+        largest_file(1 << 20),
+        pytest.raises(BuildError, match=r"target\.plan: cannot be written: File too large"),
+    ):
+        rtx(pair, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+    assert [p for p in tmp_path.rglob("*") if p.suffix in (".plan", ".part")] == []
+    assert rtx(pair, tmp_path / "b").manifest["engine"] == "tensorrt-rtx"
+
+
+def test_an_interrupted_build_stops_tensorrt(pair: tuple[str, str], tmp_path: Path) -> None:
+    def interrupt(step: str, done: int, total: int) -> None:
+        if step == "build target sm120" and 0 < done < total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rtx(pair, tmp_path / "b", progress=interrupt)
+    assert not (tmp_path / "b").exists()
+    assert [p for p in tmp_path.rglob("*") if p.suffix in (".plan", ".part")] == []
+
+
+def test_a_killed_build_is_continued(pair: tuple[str, str], tmp_path: Path) -> None:
+    """Killed while the second of four plans is built: nothing looks finished, and the first is not built again."""
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from dflash_trt.building.build import build; from dflash_trt.engines.tensorrt.plans import Options\n"
+        "build(*sys.argv[1:4], engine='tensorrt-rtx', tensorrt=Options((120, 89), 2, 16), max_seq_len=64)\n"
+    )
+    out, folder = tmp_path / "b", tmp_path / ".b.building/plans/sm120"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    process = subprocess.Popen([sys.executable, "-c", script, *pair, str(out)], env=environment)
+    until = time.monotonic() + 120
+    while not (folder / "drafter.log").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    first = (folder / "target.plan").stat().st_mtime_ns
+    assert not (folder / "drafter.plan").exists()
+    steps: list[str] = []
+    options = Options((120, 89), 2, 16)
+    bundle = rtx(pair, out, options, progress=lambda step, *_: steps.append(step))
+    assert (bundle.path / "plans/sm120/target.plan").stat().st_mtime_ns == first
+    assert "build target sm120" not in steps
+    assert {"build drafter sm120", "build target sm89", "build drafter sm89"} <= set(steps)
+    Bundle.open(out, check="full")
+    assert sorted(p.name for p in out.rglob("*.json") if "plans" in p.parts) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "message"),
+    [
+        (90, "TensorRT-RTX serves 80, 86, 89, 120, 121; for 90 use --engine tensorrt$"),
+        (100, "for 100 use --engine tensorrt$"),
+        (61, "for 61 no TensorRT flavour is known to$"),
+    ],
+)
+def test_other_gpus_are_refused(capability: int, message: str, pair: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=message):
+        rtx(pair, tmp_path / "b", Options((120, capability)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mxfp4_needs_a_gpu_that_has_it(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"89: has no MXFP4 arithmetic.*100, 103, 110, 120, 121"):
+        rtx(("tiny-gpt-oss", None), tmp_path / "b", Options((120, 89)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            Options((120,), 2, 80),
+            r"--prefill-chunk is 80, but the cache has 73 rows, of which a pass can fill 68",
+        ),
+        (Options((120,), 2, 3), r"--prefill-chunk is 3, expected 4 \(the block size\) or more"),
+        (Options((120,), 0), r"--max-batch-size is 0, expected 1 or more"),
+        (Options(), r"nvidia-smi shows no GPU here; say which GPU to build for: --compute-capability 120"),
+    ],
+)
+def test_impossible_options(
+    options: Options, message: str, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "compute_capabilities", list)
+    with pytest.raises(BuildError, match=message):
+        rtx(pair, tmp_path / "b", options)
+
+
+def test_a_missing_package(pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    with pytest.raises(
+        BuildError, match=r"pip install 'dflash-trt\[tensorrt-rtx\]' \(NVIDIA publishes it as a wheel"
+    ):
+        rtx(pair, tmp_path / "b")
+
+
+def test_options_of_other_engines(pair: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="--engine is onnxruntime, but --compute-capability"):
+        build(*pair, tmp_path / "b", tensorrt=SMALL)
+    with pytest.raises(BuildError, match="--weights is none, but --engine tensorrt-rtx builds plans"):
+        build("gpt-oss-20b", None, tmp_path / "b", engine="tensorrt-rtx", weights="none", tensorrt=SMALL)
+
+
+@pytest.mark.parametrize(("text", "value"), [("120", 120), ("12.0", 120), ("sm_89", 89), ("SM121", 121)])
+def test_capabilities_are_read(text: str, value: int) -> None:
+    assert parse_capability(text) == value
+    with pytest.raises(BuildError, match=f"'x{text}'"):
+        parse_capability(f"x{text}")
+
+
+def test_profiles_cover_what_the_pair_runs() -> None:
+    limits = Limits(3, 512, 10, 8192)
+    prefill, verify = profiles("target", limits)
+    assert prefill.shapes(["B", "S"]) == ((1, 1), (1, 512), (1, 512))
+    assert verify.shapes(["B", "S", "R", 7]) == ((1, 1, 1, 7), (1, 10, 10, 7), (3, 10, 10, 7))
+    prefill, draft = profiles("drafter", limits)
+    assert draft.shapes(["B", "S", "K"]) == ((1, 10, 2), (1, 10, 10), (3, 10, 10))
+    assert prefill.shapes(["B", "S", "K"]) == ((1, 1, 2), (1, 512, 2), (1, 512, 2))
+
+
+def test_doctor_says_what_can_be_built() -> None:
+    rows = {row["engine"]: row for row in describe()["engines"]}
+    assert rows["tensorrt-rtx"]["build"] is True
+    assert "120" in rows["tensorrt-rtx"]["note"]
+    assert "100" in rows["tensorrt"]["note"]
+    assert json.dumps(rows)

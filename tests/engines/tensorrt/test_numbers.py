@@ -1,0 +1,238 @@
+"""The bodies for TensorRT, executed on ONNX Runtime with the `trt::` operators as what they are documented to do.
+
+Against Transformers in float32, by the tests of test_parity.py; in FP16 against the same in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.graph import tensorrt_experts
+from dflash_trt.graph.builder import FLOAT
+from dflash_trt.graph.tensorrt import TensorRT
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.drafters import build_drafter
+from dflash_trt.models.target import build_target
+from dflash_trt.quantization.convert import quantize
+from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
+from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
+from tests.doubles.reference import Drafter, target_outputs
+from tests.doubles.trt_bodies import executable
+from tests.models.test_families import load
+from tests.models.test_parity import (  # noqa: F401  # the tests among them run on this module's `case`
+    fill,
+    ints,
+    test_sequences_of_a_batch_do_not_meet,
+    test_target,
+    test_target_verifies_a_block_and_rolls_back,
+)
+
+CAPACITY = 160
+CONFIGS: Any = ((read_target_config, "target"), (read_drafter_config, "drafter"))
+SLIDING, FULL = "sliding_attention", "full_attention"
+FAMILIES: dict[str, Any] = {
+    "qwen3": (make_target, make_drafter, {"layer_types": (SLIDING, FULL), "sliding_window": 10}),
+    "llama": (make_llama, make_drafter, {}),
+    "qwen3-moe": (make_qwen3_moe, make_drafter, {"is_causal": True}),
+    "gpt-oss": (make_gpt_oss, make_gpt_oss_drafter, {"layers": 2}),
+}
+
+
+def fused(dtype: ir.DataType = FLOAT) -> TensorRT:
+    """The body that uses `trt::` operators, also in the dtype for which TensorRT has no kernel."""
+    dialect = TensorRT(dtype)
+    dialect.fused = True
+    return dialect
+
+
+def standard(dtype: ir.DataType = FLOAT) -> TensorRT:
+    return TensorRT(dtype, trt_operators=False)
+
+
+@dataclass
+class Case:
+    """Both graphs of a pair, as ONNX Runtime executes them; stands in for the Case of test_parity.py."""
+
+    directory: Path
+    dialect: TensorRT
+
+    def __post_init__(self) -> None:
+        self.drafter, self.vocab = Drafter(self.directory / "drafter"), VOCAB
+        self.target = load(self.directory / "target")
+        for role, model in export(self.directory, self.dialect).items():
+            ir.save(model, self.directory / f"{role}.onnx")
+            onnx.save(executable(onnx.load(self.directory / f"{role}.onnx")), self.path(f"{role}.onnx"))
+
+    def path(self, graph: str) -> Path:
+        return self.directory / f"executable-{graph}"
+
+    def tokens(self, count: int, seed: int = 0) -> list[int]:
+        return np.random.default_rng(seed).integers(0, self.vocab, count).tolist()
+
+    def engine(self, graph: str, slots: int = 1) -> OnnxRuntimeEngine:
+        engine = OnnxRuntimeEngine(self.path(graph), slots=slots, capacity=CAPACITY, threads=1)
+        fill(engine._caches)
+        return engine
+
+
+def export(directory: Path, dialect: TensorRT) -> dict[str, ir.Model]:
+    target, drafter = directory / "target", directory / "drafter"
+    configs = read_target_config(target), read_drafter_config(drafter)
+    return {
+        "target": build_target(
+            configs[0],
+            Checkpoint(target),
+            configs[1].target_layer_ids,
+            dialect,
+            folder="target",
+            capacity=CAPACITY,
+        ),
+        "drafter": build_drafter(
+            configs[1],
+            Checkpoint(drafter),
+            configs[0],
+            Checkpoint(target),
+            dialect,
+            folder="drafter",
+            target_folder="target",
+            capacity=CAPACITY,
+        ),
+    }
+
+
+def make_pair(directory: Path, family: str) -> Path:
+    make, make_its_drafter, settings = FAMILIES[family]
+    target = make(directory / "target")
+    make_its_drafter(directory / "drafter", target, **settings)
+    return directory
+
+
+def two_at_a_time() -> TensorRT:
+    """Of experts, as where they are too large for more; elsewhere here all are multiplied at once."""
+    return fused()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*((f, d) for f in FAMILIES for d in (fused, standard)), ("gpt-oss", two_at_a_time)],
+    ids=lambda c: f"{c[0]}, {c[1].__name__}",
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family, dialect = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        if dialect is two_at_a_time:
+            patch.setattr(tensorrt_experts, "WIDENED_BYTES", 0)
+        return Case(make_pair(tmp_path_factory.mktemp("numbers"), family), dialect())
+
+
+@pytest.mark.parametrize(
+    ("experts", "size", "count"),
+    [
+        (32, 2 * 5760 * 2880, 8),  # gpt-oss
+        (128, 2 * 5760 * 2880, 8),
+        (8, 1024, 8),
+        (32, 1 << 28, 2),
+        (12, 50 << 20, 4),
+        (7, 1 << 27, 1),
+    ],
+)
+def test_as_many_experts_at_a_time_as_fit(experts: int, size: int, count: int) -> None:
+    assert tensorrt_experts.at_a_time(experts, size) == count
+
+
+def test_experts_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_pair(tmp_path, "gpt-oss")
+    counts = []
+    for widened in (1 << 28, 0):
+        monkeypatch.setattr(tensorrt_experts, "WIDENED_BYTES", widened)
+        nodes = export(tmp_path, fused())["target"].graph
+        counts.append(sum(node.op_type == "Experts" for node in nodes))
+    assert counts == [4, 16]  # of 4 layers with 8 experts each
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4", "mxfp4"])
+def test_quantized_layers_that_lie_together_are_one_product(tmp_path: Path, scheme: str) -> None:
+    make_pair(tmp_path / "plain", "qwen3")
+    for role in ("target", "drafter"):
+        quantize(tmp_path / "plain" / role, tmp_path / role, scheme)
+    outputs, products = [], []
+    for joins in (True, False):
+        dialect = fused()
+        dialect.joins_quantized = joins
+        for role, model in export(tmp_path, dialect).items():
+            ir.save(model, tmp_path / f"{role}.onnx")
+            products.append(sum(node.op_type == "Gemm" for node in model.graph))
+        onnx.save(executable(onnx.load(tmp_path / "target.onnx")), tmp_path / "executable.onnx")
+        engine = OnnxRuntimeEngine(tmp_path / "executable.onnx", slots=1, capacity=CAPACITY, threads=1)
+        tokens = np.random.default_rng(0).integers(0, VOCAB, 20)
+        outputs.append(engine.run({"tokens": ints(tokens), "start": ints(0), "rows": ints(range(20))}))
+    np.testing.assert_allclose(outputs[0]["logits"], outputs[1]["logits"], atol=1e-4)
+    np.testing.assert_allclose(outputs[0]["features"], outputs[1]["features"], atol=1e-4)
+    layers = [read(tmp_path / role).num_hidden_layers for read, role in CONFIGS]
+    # Of queries, keys and values one; gate and up; the drafter's queries are of another input.
+    assert [apart - one for one, apart in zip(products[:2], products[2:], strict=True)] == [
+        3 * layers[0],
+        2 * layers[1],
+    ]
+
+
+def session(path: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def drafts(run: ort.InferenceSession, features: np.ndarray, block: list[int]) -> dict[str, np.ndarray]:
+    """One pass over fresh caches."""
+    feeds: dict[str, np.ndarray] = {
+        "features": features[None],
+        "n_features": ints(len(features)),
+        "start": ints(0),
+        "block": ints(block),
+    }
+    for i in run.get_inputs():
+        if "_cache." in i.name:
+            feeds[i.name] = np.zeros((1, *i.shape[1:]), features.dtype)
+    return dict(zip((o.name for o in run.get_outputs()), run.run(None, feeds), strict=True))
+
+
+@pytest.mark.parametrize("largest", [None, 6e4])
+def test_fp16_keeps_up_with_features_beyond_its_sums(tmp_path: Path, largest: float | None) -> None:
+    """Tapped states as large as FP16 goes: what fc sums up would pass 65504 without the scale."""
+    directory = make_pair(tmp_path, "qwen3")
+    case = Case(directory, fused(ir.DataType.FLOAT16))
+    features = target_outputs(case.target, case.tokens(12), case.drafter.taps)[1]
+    if largest is not None:
+        features = (features * (3 * largest / features.abs().max())).clamp(-largest, largest)
+    weight = Checkpoint(directory / "drafter").array("fc.weight").astype(np.float32)
+    assert (np.abs(features.numpy() @ weight.T).max() > 65504) == (largest is not None)
+    expected = case.drafter.propose(case.target, features, 7)
+    block = [7] + [case.drafter.mask_token_id] * (case.drafter.block_size - 1)
+    out = drafts(session(case.path("drafter.onnx")), features.numpy().astype(np.float16), block)
+    assert np.isfinite(out["draft_logprobs"]).all()
+    np.testing.assert_allclose(out["draft_logprobs"][0], expected.logprobs.numpy(), atol=0.15)
+    assert np.mean(out["draft_tokens"][0] == expected.tokens) > 0.7
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp16_target_is_close_to_float32(tmp_path: Path, family: str) -> None:
+    """The dtype of every part: a graph in which one were missed would not load."""
+    case = Case(make_pair(tmp_path, family), fused(ir.DataType.FLOAT16))
+    tokens = case.tokens(20)
+    logits, _ = target_outputs(case.target, tokens, case.drafter.taps)
+    out = case.engine("target.onnx").run({"tokens": ints(tokens), "start": ints(0), "rows": ints(range(20))})
+    assert out["features"].dtype == np.float16
+    assert out["logits"].dtype == np.float32
+    gaps = np.abs(out["logits"][0] - logits.numpy()).max(axis=1)
+    assert np.median(gaps) < 0.05
+    assert np.mean(gaps < 0.1) >= 0.9  # where two experts are nearly even, rounding may choose the other one

@@ -1,0 +1,323 @@
+"""The engine that runs plans, behind `LLM`, over a module that stands in for TensorRT (fake_tensorrt.py).
+
+Tokens are those of the same pair on ONNX Runtime. No GPU is involved: docs/tensorrt.md says what that leaves open.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_trt import LLM, Completion, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle, write_manifest
+from dflash_trt.engines.tensorrt import device_pair as pair
+from dflash_trt.engines.tensorrt import flavour, plans
+from dflash_trt.engines.tensorrt.plans import Options
+from dflash_trt.engines.tensorrt.profiles import DECODE
+from dflash_trt.errors import BatchError, BuildError, BundleError, NonFiniteError
+from dflash_trt.formats.precision import Precision
+from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
+from tests.doubles import fake_tensorrt
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
+
+FLOAT32 = Precision(target="fp32", drafter="fp32")
+BLOCK = 6
+
+
+@pytest.fixture(scope="module")
+def here() -> Any:
+    """A machine with one GPU of compute capability 9.0 and TensorRT, as far as the project can tell."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
+        patch.setattr(plans, "compute_capabilities", lambda: [90])
+        patch.setattr(torch, "cuda", fake_tensorrt.Cuda)
+        patch.setattr(pair, "DEVICE", "cpu")
+        yield patch
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gpt-oss"])
+def bundles(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, here: Any
+) -> tuple[Bundle, Bundle]:
+    """One pair, built for ONNX Runtime and for TensorRT."""
+    directory = tmp_path_factory.mktemp("runtime")
+    if request.param == "qwen3":
+        target = make_target(directory / "target", favourites=6)
+        drafter = make_drafter(directory / "drafter", target, block_size=BLOCK)
+    else:
+        target = make_gpt_oss(directory / "target", favourites=6, quantized=False)
+        drafter = make_gpt_oss_drafter(directory / "drafter", target, block_size=BLOCK, layers=2)
+    plain = build(str(target), str(drafter), directory / "onnxruntime", max_seq_len=100)
+    options = Options(max_batch_size=3, prefill_chunk=16)
+    return plain, build(
+        str(target),
+        str(drafter),
+        directory / "tensorrt",
+        engine="tensorrt",
+        max_seq_len=100,
+        precision=FLOAT32,
+        tensorrt=options,
+    )
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 300, n).tolist() for n in (3, 40, 17, 1, 25)]
+
+
+def params(temperature: float) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=temperature, max_tokens=n, seed=n, ignore_eos=True)
+        for n in (30, 8, 50, 21, 12)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle], temperature: float) -> None:
+    """Five requests through three slots, drafting and not, over blocks of several lengths, prompts that share rows."""
+    with LLM(bundles[0].path, threads=1) as reference:
+        expected = [c.token_ids for c in reference.generate(prompts(), params(temperature))]
+    with LLM(bundles[1].path, prefix_cache_bytes=1 << 20) as llm:
+        for block_length in (BLOCK, 1, None, 3, BLOCK):
+            completions = llm.generate(prompts(), params(temperature), block_length=block_length)
+            assert [c.token_ids for c in completions] == expected
+        accepted = sum(c.statistics.num_accepted_tokens for c in completions)
+        assert accepted > 0
+        mixed = llm.generate(prompts()[:2], params(temperature)[:2], speculate=False)
+        assert [c.token_ids for c in mixed] == expected[:2]
+
+
+def test_rows_are_kept_where_a_whole_slot_would_not_fit(bundles: tuple[Bundle, Bundle]) -> None:
+    prompt, params = prompts()[1], SamplingParams(max_tokens=20, ignore_eos=True)
+    with LLM(bundles[1].path, max_batch_size=1, prefix_cache_bytes=0) as llm:
+        cold = llm.generate(prompt, params, block_length=BLOCK)
+        slot = llm._runtime.pair.kept_bytes(llm.bundle.capacity, draft=True)
+    with LLM(bundles[1].path, max_batch_size=1, prefix_cache_bytes=int(0.9 * slot)) as llm:
+        for other in (prompt, prompts()[2]):
+            llm.generate(other, params, block_length=BLOCK)
+        warm = llm.generate(prompt, params, block_length=BLOCK)
+        kept = llm.metrics.snapshot()["prefix_cache"]
+    assert warm.statistics.num_cached_tokens == kept["reused_tokens"] == len(prompt) - 1
+    assert warm.token_ids == cold.token_ids
+    assert warm.statistics.acceptance_histogram == cold.statistics.acceptance_histogram
+
+
+def test_a_full_gpu_keeps_no_rows(bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(bundles[1].path) as llm:
+        llm.generate(prompts()[1], SamplingParams(max_tokens=4))
+        engine = llm._runtime.pair.target
+
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(fake_tensorrt.Cuda, "stream", full)
+        with pytest.raises(MemoryError, match="CUDA out of memory"):
+            engine.keep_rows(0, 0, 4)
+        monkeypatch.undo()
+
+
+def test_sampling_on_the_device_gives_the_same(bundles: tuple[Bundle, Bundle]) -> None:
+    """Its kernels run in Triton's interpreter. Sampled, greedy and penalized requests, in one batch."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0.8}, {}, {"temperature": 1.0, "presence_penalty": 0.5}]
+    wanted = [SamplingParams(max_tokens=7, seed=2**63 + i, ignore_eos=True, **k) for i, k in enumerate(kinds)]
+    with LLM(bundles[1].path) as llm:
+        expected = [c.token_ids for c in llm.generate(prompts()[:3], wanted, block_length=4)]
+        llm._runtime.pair.samples = True
+        found = llm.generate(prompts()[:3], wanted, block_length=4)
+        assert [c.token_ids for c in found] == expected
+        assert llm._runtime.pair._sampling[1] is not None
+
+
+@pytest.mark.parametrize("sampled_on_the_device", [False, True])
+def test_numbers_that_are_not_finite_end_their_request_alone(
+    sampled_on_the_device: bool, tmp_path: Path, here: Any
+) -> None:
+    """Greedy, sampled and penalized ones alike, and their slots are clear for the next."""
+    target = make_target(tmp_path / "target", favourites=6)
+    spoil(target)
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
+    options = Options(max_batch_size=3, prefill_chunk=16)
+    settings: dict[str, Any] = {
+        "engine": "tensorrt",
+        "max_seq_len": 64,
+        "precision": FLOAT32,
+        "tensorrt": options,
+    }
+    bundle = build(str(target), str(drafter), tmp_path / "bundle", **settings)
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"repetition_penalty": 1.2}]
+    wanted = [SamplingParams(max_tokens=5, seed=9, ignore_eos=True, **kind) for kind in kinds]
+    good, bad = [spoilt_prompt(9 + i, i) for i in range(3)], [spoilt_prompt(20 + i, i) for i in range(3)]
+    good = [[token for token in each if token != SPOILT] for each in good]
+    with LLM(bundle.path) as llm:
+        pair: Any = llm._runtime.pair
+        pair.samples = sampled_on_the_device
+        expected = [llm.generate(*each, block_length=1).token_ids for each in zip(good, wanted, strict=True)]
+        with pytest.raises(BatchError, match="3 of 6") as caught:
+            llm.generate([*bad, *good], wanted * 2, block_length=4)
+        assert all(isinstance(outcome, NonFiniteError) for outcome in caught.value.outcomes[:3])
+        assert [c.token_ids for c in caught.value.outcomes[3:] if isinstance(c, Completion)] == expected
+        assert all(torch.isfinite(c).all() for e in (pair.target, pair.drafter) for c in e.caches.values())
+        assert torch.isfinite(pair._waiting).all()
+
+
+def test_a_draft_that_spoils_a_round_ends_no_request(tmp_path: Path, here: Any) -> None:
+    """Nor does a drafter whose numbers are not finite."""
+    target = make_target(tmp_path / "target", favourites=6)
+    spoil(target)
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
+    settings: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 64, "precision": FLOAT32}
+    bundle = build(str(target), str(drafter), tmp_path / "bundle", **settings)
+    params = [SamplingParams(max_tokens=20, seed=9, ignore_eos=True, temperature=t) for t in (0.0, 0.8)]
+    asked = [[token for token in spoilt_prompt(9 + i, i) if token != SPOILT] for i in range(2)]
+    with LLM(bundle.path) as llm:
+        expected = [c.token_ids for c in llm.generate(asked, params, speculate=False)]
+        pair: Any = llm._runtime.pair
+        run, drafts = pair.drafter.run, pair.drafter.buffer
+
+        def spoilt_draft(profile: int, shapes: Any, **slot: int) -> None:
+            run(profile, shapes, **slot)
+            if profile == DECODE:
+                drafts(DECODE, "draft_tokens", shapes["block"][0], shapes["block"][1] - 1)[:, -1] = SPOILT
+
+        def no_numbers(profile: int, shapes: Any, **slot: int) -> None:
+            run(profile, shapes, **slot)
+            if profile == DECODE:
+                drafts(DECODE, "draft_logprobs", shapes["block"][0], shapes["block"][1] - 1)[:] = torch.nan
+
+        for broken in (spoilt_draft, no_numbers):
+            pair.drafter.run = broken
+            found = llm.generate(asked, params, block_length=4)
+            assert [c.token_ids for c in found] == expected
+            assert all(torch.isfinite(c).all() for c in pair.target.caches.values())
+        assert [c.statistics.num_drafts for c in found] == [1, 1]
+
+
+def test_a_round_waits_once_and_replays_its_graphs(bundles: tuple[Bundle, Bundle]) -> None:
+    fake_tensorrt.Cuda.graphs = ()
+    with LLM(bundles[1].path) as llm:
+        llm.generate(prompts()[0], SamplingParams(max_tokens=4, ignore_eos=True), block_length=BLOCK)
+        fake_tensorrt.Cuda.waits = 0
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        completion = llm.generate(prompts()[0], params, block_length=BLOCK)
+        rounds = round(completion.statistics.verify_time / 1e-3)  # each takes a millisecond, says the event
+        assert fake_tensorrt.Cuda.waits == rounds
+        graphs = list(fake_tensorrt.Cuda.graphs)
+        assert sum(graph.replays for graph in graphs) > rounds
+        assert all(len(graph.runs) == 1 for graph in graphs)
+
+
+def test_the_plain_path_gives_the_same(bundles: tuple[Bundle, Bundle], here: Any) -> None:
+    with LLM(bundles[1].path) as llm:
+        expected = llm.generate(prompts(), params(0.0))
+        for engine in (llm._runtime.pair.target, llm._runtime.pair.drafter):
+            engine.graphs = False
+        assert [c.token_ids for c in llm.generate(prompts(), params(0.0))] == [c.token_ids for c in expected]
+
+
+def test_nothing_is_allocated_in_a_round(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No buffer of the engines moves, and none is made."""
+    with LLM(bundles[1].path) as llm:
+        llm.generate(prompts(), params(0.0), block_length=BLOCK)
+        engines = (llm._runtime.pair.target, llm._runtime.pair.drafter)
+        before = [{k: b.data_ptr() for k, b in e._buffers.items()} for e in engines]
+        for name in ("zeros", "empty"):
+            monkeypatch.setattr(torch, name, None)
+        llm.generate(prompts(), params(0.0), block_length=BLOCK)
+        assert [{k: b.data_ptr() for k, b in e._buffers.items()} for e in engines] == before
+
+
+def test_a_shape_outside_of_the_profile_is_refused(bundles: tuple[Bundle, Bundle]) -> None:
+    with LLM(bundles[1].path) as llm:
+        target = llm._runtime.pair.target
+        with pytest.raises(ValueError, match=rf"(tokens|rows) \[1, {BLOCK + 1}\] is outside of profile 1"):
+            target.run(DECODE, {"tokens": (1, BLOCK + 1), "start": (1,), "rows": (1, BLOCK + 1)})
+
+
+def altered(bundle: Bundle, directory: Path, **fields: Any) -> Path:
+    """The bundle's manifest with other fields of `tensorrt`, and its files."""
+    copy = directory / "altered"
+    copy.mkdir()
+    for file in bundle.path.rglob("*"):
+        if file.is_file():
+            (copy / file.relative_to(bundle.path)).parent.mkdir(parents=True, exist_ok=True)
+            (copy / file.relative_to(bundle.path)).hardlink_to(file)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["tensorrt"] |= fields
+    write_manifest(copy, manifest)
+    return copy
+
+
+def test_plans_of_another_version_are_refused(bundles: tuple[Bundle, Bundle], tmp_path: Path) -> None:
+    path = altered(bundles[1], tmp_path, version="10.15.1.2")
+    with pytest.raises(BundleError, match=r"built by TensorRT 10\.15\.1\.2, but 11\.4\.0 is installed"):
+        LLM(path)
+
+
+def test_a_gpu_without_a_plan_is_refused(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_tensorrt.Cuda, "capability", (12, 0))
+    with pytest.raises(BundleError, match=r"capability 90, but this GPU has 120; .*--compute-capability 120"):
+        LLM(bundles[1].path)
+
+
+def test_a_machine_without_a_gpu_is_refused(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_tensorrt.Cuda, "is_available", lambda: False)
+    with pytest.raises(BundleError, match="needs an NVIDIA GPU"):
+        LLM(bundles[1].path)
+
+
+def test_the_other_flavour_is_refused(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT-RTX is installed, and the bundle is for TensorRT."""
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(BundleError, match=r"was built for TensorRT, and .*dflash-trt\[tensorrt\]"):
+        LLM(bundles[1].path)
+
+
+def test_a_plan_that_does_not_load_is_named(bundles: tuple[Bundle, Bundle], tmp_path: Path) -> None:
+    path = altered(bundles[1], tmp_path)
+    plan = path / "plans/sm90/target.plan"
+    data = bytearray(plan.read_bytes())
+    data[:4] = b"RTX!"
+    plan.unlink()
+    plan.write_bytes(data)
+    manifest = json.loads((path / "manifest.json").read_text())
+    import hashlib
+
+    manifest["files"]["plans/sm90/target.plan"]["sha256"] = hashlib.sha256(data).hexdigest()
+    write_manifest(path, manifest)
+    with pytest.raises(BundleError, match=r"target\.plan: .* cannot load this plan"):
+        LLM(path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ((120,), "builds for the GPUs it finds \\(90\\).*or use --engine tensorrt-rtx"),
+        ((100,), "builds for the GPUs it finds \\(90\\); build on such a machine$"),
+        ((61,), "TensorRT serves 80"),
+    ],
+)
+def test_full_tensorrt_builds_for_what_is_there(asked: tuple[int, ...], message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        flavour.FLAVOURS["tensorrt"].check_capabilities(asked, [90], formats=())
+
+
+def test_an_old_tensorrt_is_refused(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_tensorrt, "__version__", "10.9.0.34")
+    with pytest.raises(BuildError, match=r"TensorRT 10\.9\.0\.34 is installed, expected 10\.15 or newer"):
+        flavour.FLAVOURS["tensorrt"].load()

@@ -1,0 +1,318 @@
+"""What a file of a stranger's making may cost: little time, little memory, and an error that names file and field."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_trt.checkpoint.catalogue import known_configs
+from dflash_trt.checkpoint.quantization import read_quantization
+from dflash_trt.checkpoint.rope import inverse_frequencies
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.errors import BundleError, CheckpointError, DFlashError, RequestError, quoted, show
+from dflash_trt.files.reading import parse_object, read_object, read_text
+from dflash_trt.models.configs import read_target_config
+from dflash_trt.reports.verification import read_prompts
+from tests.doubles.bounded import bounded
+from tests.doubles.quantized_checkpoints import write_quant_config
+
+READ = """
+from pathlib import Path
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.checkpoint.quantization import read_quantization
+from dflash_trt.checkpoint.rope import inverse_frequencies
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.errors import DFlashError
+for directory in map(Path, sys.argv[1:]):
+    try:
+        {}
+        print("read")
+    except DFlashError as error:
+        print(error)
+"""
+TARGET = (
+    "c = read_target_config(directory); inverse_frequencies(c.rope, c.head_dim, c.max_position_embeddings)"
+)
+
+
+def read(code: str, *directories: Path) -> str:
+    """What a reader says of these directories, in a process that is held to its bounds."""
+    return bounded(READ.format(code), *directories)
+
+
+def config(directory: Path, known: str = "qwen3-8b", **changes: Any) -> Path:
+    """A directory with the configuration of a known target, changed."""
+    values = json.loads((known_configs(known)[0] / "config.json").read_text())
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(values | changes))
+    return directory
+
+
+def test_a_key_that_appears_twice_is_found_in_linear_time(tmp_path: Path) -> None:
+    keys = ",".join(f'"k{i}": 0' for i in range(60_000))
+    (tmp_path / "config.json").write_text("{" + keys + ', "k59999": 1}')
+    assert f"{tmp_path / 'config.json'}: the key 'k59999' appears more than once" in read(TARGET, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 2**29}, "head_dim is 536870912, expected an integer from 1 to 16384"),
+        ({"num_hidden_layers": 2**30}, "num_hidden_layers is 1073741824, expected"),
+        ({"vocab_size": 2**31 - 1}, "vocab_size is 2147483647, expected an integer from 1 to 16777216"),
+        ({"intermediate_size": 2**30}, "intermediate_size is 1073741824, expected"),
+        (
+            {"layer_types": ["full_attention"] * 500_000},
+            "layer_types has 500000 entries, expected at most 10000",
+        ),
+        ({"architectures": ["Qwen3ForCausalLM"] * 500_000}, "architectures has 500000 entries"),
+        ({"eos_token_id": list(range(100_000))}, "eos_token_id has 100000 entries, expected at most 1024"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_sizes_are_bounded_before_anything_is_made_of_them(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    said = read(TARGET, config(tmp_path, **changes))
+    assert said.startswith(f"{tmp_path / 'config.json'}: ")
+    assert message in said
+
+
+def test_experts_are_bounded_before_their_layers_are_named(tmp_path: Path) -> None:
+    changed = config(tmp_path, "qwen3-coder-30b-a3b", num_experts=2**30)
+    assert "num_experts is 1073741824, expected an integer from 1 to 16384" in read(TARGET, changed)
+    changed = config(
+        tmp_path, "qwen3-coder-30b-a3b", num_hidden_layers=10_000, mlp_only_layers=[7] * 2_000_000
+    )
+    assert "mlp_only_layers has 2000000 entries, expected at most 10000" in read(TARGET, changed)
+
+
+@pytest.mark.parametrize(
+    ("excluded", "message"),
+    [
+        (["[" * 200_000], f'has "{"[" * 56}..., expected names of at most 512 characters, with * or ?'),
+        (["*a" * 100_000], "expected names of at most 512 characters"),
+        ([f"*{i}" for i in range(1025)], "has 1025 patterns, expected at most 1024"),
+        (["a"] * (2**18 + 1), "exclude_modules has 262145 entries, expected at most 262144"),
+        (["*a*a*a*a*a*a*a*a*a*b", *(f"layers.{i}" for i in range(100_000))], "read"),
+    ],
+    ids=["brackets", "long", "patterns", "names", "read"],
+)
+def test_excluded_modules_cost_little(tmp_path: Path, excluded: list[str], message: str) -> None:
+    quantization = {"quant_algo": "FP8", "exclude_modules": excluded}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    code = (
+        "q = read_quantization(directory); [q.algorithm(f'layers.{i}.' + 'a' * 100) for i in range(10_000)]"
+    )
+    said = read(code, tmp_path)
+    assert message in said
+    assert said == "read\n" or f"{tmp_path / 'hf_quant_config.json'}: quantization.exclude_modules" in said
+
+
+def test_names_and_patterns_are_excluded(tmp_path: Path) -> None:
+    write_quant_config(tmp_path, "FP8", exclude_modules=["lm_head", "model.layers.0*", "model.layers.?.mlp"])
+    found = read_quantization(tmp_path)
+    for layer in ("lm_head", "model.layers.0.mlp", "model.layers.05", "model.layers.3.mlp"):
+        assert found.algorithm(layer) is None
+    for layer in ("lm_head2", "model.layers.1", "model.layers.12.mlp"):
+        assert found.algorithm(layer) is not None
+
+
+def pipe(file: Path) -> str:
+    os.mkfifo(file)
+    return "is not a regular file"
+
+
+def zeros(file: Path) -> str:
+    file.symlink_to("/dev/zero")
+    return "is not a regular file"
+
+
+def folder(file: Path) -> str:
+    file.mkdir()
+    return "cannot be read (Is a directory)"
+
+
+def absent(file: Path) -> str:
+    return "no such file"
+
+
+def endless(file: Path) -> str:
+    with file.open("wb") as stream:
+        stream.truncate(17 << 20)
+    return "17825792 bytes, more than the 16777216 allowed"
+
+
+def not_text(file: Path) -> str:
+    file.write_bytes(b'{"a": "\xff"}')
+    return "not valid JSON ('utf-8' codec can't decode byte 0xff"
+
+
+def marked(file: Path) -> str:
+    file.write_text("\ufeff{}")
+    return "not valid JSON (Unexpected UTF-8 BOM"
+
+
+def deep(file: Path) -> str:
+    file.write_text('{"a": ' + "[" * 100_000)
+    return "not valid JSON here (nested deeper than 64)"
+
+
+def less_deep(file: Path) -> str:
+    file.write_text('{"a": ' + "[" * 64 + "]" * 64 + "}")
+    return "not valid JSON here (nested deeper than 64)"
+
+
+def infinite(file: Path) -> str:
+    file.write_text('{"a": 1e999}')
+    return "1e999 is not JSON, whose numbers are finite"
+
+
+def not_a_number(file: Path) -> str:
+    file.write_text('{"a": -Infinity}')
+    return "-Infinity is not JSON"
+
+
+def many_digits(file: Path) -> str:
+    file.write_text('{"a": 1' + "0" * 5000 + "}")
+    return "not valid JSON (Exceeds the limit"
+
+
+WRONG: list[Callable[[Path], str]] = [
+    pipe,
+    zeros,
+    folder,
+    absent,
+    endless,
+    not_text,
+    marked,
+    deep,
+    less_deep,
+    infinite,
+    not_a_number,
+    many_digits,
+]
+
+
+def test_only_files_of_bounded_size_and_strict_json_are_read(tmp_path: Path) -> None:
+    directories = [tmp_path / make.__name__ for make in WRONG]
+    for directory in directories:
+        directory.mkdir()
+    expected = [make(directory / "config.json") for make, directory in zip(WRONG, directories, strict=True)]
+    said = read(TARGET, *directories).splitlines()
+    for directory, message, line in zip(directories, expected, said, strict=True):
+        assert line.startswith(f"{directory / 'config.json'}: {message}")
+
+
+def test_errors_are_of_the_kind_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"\xff")
+    with pytest.raises(RequestError, match="not UTF-8"):
+        read_text(tmp_path / "a", 10, RequestError)
+    with pytest.raises(BundleError, match="not valid JSON"):
+        read_object(tmp_path / "a", kind=BundleError)
+    with pytest.raises(BundleError, match="1 bytes, more than the 0 allowed"):
+        read_object(tmp_path / "a", 0, kind=BundleError)
+    with pytest.raises(BundleError, match="holds a JSON list"):
+        parse_object("[]", "line 1", BundleError)
+
+
+def test_a_missing_tensor_among_many_is_named_soon(tmp_path: Path) -> None:
+    header: dict[str, Any] = {
+        f"{'x' * 3000}.{i}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(3000)
+    }
+    write_header(tmp_path, header)
+    said = read(f"Checkpoint(directory)['{'x' * 2999}.weight']", tmp_path)
+    assert "has no tensor 'xxx" in said
+    assert len(said) < 1000
+
+
+def write_header(directory: Path, header: dict[str, Any]) -> None:
+    text = json.dumps(header).encode()
+    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def test_errors_are_one_short_line_of_printable_characters(tmp_path: Path) -> None:
+    name = "weight\x1b[2J\n\u202e" + "w" * 100_000
+    write_header(tmp_path, {name: {"dtype": "\x1b]0;owned\x07", "shape": [], "data_offsets": [0, 0]}})
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint(tmp_path)
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 1000
+    assert "weight\\x1b[2J\\n\\u202e" in str(error.value)
+    assert str(DFlashError("a\nb" + "c" * 100_000)).startswith("a\\nbccc")
+    assert len(str(DFlashError("\x00" * 100_000))) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("text\x1b", '"text\\u001b"'),
+        ("é" * 10**7, '"' + "\\u00e9" * 9 + "\\u..."),
+        ([[[]]] * 10**6, "[[[]], [[]]," + " [[]]," * 7 + " [[..."),
+        ({"a": b"x", "b": {1, 2}}, '{"a": "<bytes>", "b": "<set>"}'),
+        (10**5000, "<int>"),
+        (float("nan"), "NaN"),
+        ({(): 1}, "<dict>"),
+    ],
+    ids=["control", "long", "list", "types", "digits", "nan", "key"],
+)
+def test_values_are_shown_bounded(value: object, shown: str) -> None:
+    assert show(value) == shown
+
+
+def test_names_are_quoted_bounded() -> None:
+    assert quoted("a\n") == "'a\\n'"
+    assert quoted(["a", "b"]) == "['a', 'b']"
+    assert len(quoted(["a" * 10**6] * 10**6)) < 5000
+
+
+def test_a_configuration_of_a_known_model_is_within_bounds() -> None:
+    for known in ("qwen3-4b", "llama-3.1-8b", "gpt-oss-120b", "qwen3-coder-30b-a3b"):
+        read_target_config(known_configs(known)[0])
+
+
+def test_prompt_files_are_read_as_strictly(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    for line, message in (
+        ('{"prompt": "a", "prompt": "b"}', "prompts.jsonl:2: the key 'prompt' appears more than once"),
+        ("[" * 100_000, "prompts.jsonl:2: not valid JSON here"),
+        ("{}", r'prompts.jsonl:2: expected {"prompt": "..."} or {"messages": \[...\]}, found {}'),
+        ("[]", "prompts.jsonl:2: holds a JSON list, expected an object"),
+    ):
+        file.write_text('{"prompt": "first, with \u2028 inside"}\n' + line)
+        with pytest.raises(RequestError, match=message):
+            read_prompts(file, 0)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(RequestError, match="is not a regular file"):
+        read_prompts(file, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"beta_fast": 1e-320, "beta_slow": 1e-322},
+        {"beta_fast": 1e308},
+        {"factor": 1e308},
+        {"attention_factor": 1e-40},
+    ],
+    ids=["denormal", "rotations", "factor", "attention"],
+)
+def test_numbers_of_rope_are_those_that_float32_computes_with(
+    tmp_path: Path, changes: dict[str, float]
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    with pytest.raises(
+        CheckpointError, match=r"rope_scaling\.\w+ is .*, expected a magnitude from 1e-30 to 1e\+12"
+    ):
+        read_target_config(config(tmp_path, rope_scaling=yarn | changes))
+    scaled = read_target_config(config(tmp_path, rope_scaling=yarn | {"beta_fast": 1e12, "beta_slow": 1e-30}))
+    frequencies, factor = inverse_frequencies(scaled.rope, 128, 40960)
+    assert np.isfinite(frequencies).all()
+    assert np.isfinite(factor)

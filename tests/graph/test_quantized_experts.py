@@ -1,0 +1,264 @@
+"""Quantized experts, on ONNX Runtime and as TensorRT gets them, against NumPy: every format, scales by expert."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from dflash_trt.checkpoint.linears import stored_experts, stored_linear, widen
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.errors import CheckpointError
+from dflash_trt.graph import onnxruntime as functions
+from dflash_trt.graph import tensorrt_experts
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.dialect import Dialect
+from dflash_trt.graph.onnxruntime import OnnxRuntime
+from dflash_trt.graph.quantized_experts import Projection, Stack
+from dflash_trt.graph.tensorrt import TensorRT
+from dflash_trt.quantization.convert import repack_int4
+from tests.doubles.quantized_checkpoints import encoded, rounded, write_quant_config, write_safetensors
+from tests.doubles.trt_bodies import executable
+
+Array = np.ndarray[Any, Any]
+EXPERTS, HIDDEN, INNER, K = 6, 128, 192, 2
+SHAPES: dict[Projection, tuple[int, int]] = {
+    "gate": (INNER, HIDDEN),
+    "up": (INNER, HIDDEN),
+    "down": (HIDDEN, INNER),
+}
+# Algorithm, whether its inputs have static scales, and AWQ's factors; the last keeps its down projections in BF16.
+FORMATS = {
+    "FP8": ("FP8", True, False),
+    "FP8 by channel": ("FP8_PER_CHANNEL_PER_TOKEN", False, False),
+    "NVFP4": ("NVFP4", False, False),
+    "NVFP4, static": ("NVFP4", True, False),
+    "NVFP4, smoothed": ("NVFP4_AWQ", True, True),
+    "W4A16_NVFP4": ("W4A16_NVFP4", False, False),
+    "MXFP4": ("MXFP4", False, False),
+    "AWQ": ("W4A16_AWQ", False, True),
+    "FP8, down not": ("FP8", True, False),
+}
+
+
+def write(directory: Path, name: str, **changes: Any) -> Checkpoint:
+    """Random experts, each of another magnitude; `changes` replace tensors, or remove those that are None."""
+    algorithm, static, smoothed = FORMATS[name]
+    random, tensors = np.random.default_rng(0), dict[str, Any]()
+    for e in range(EXPERTS):
+        for projection, (rows, columns) in SHAPES.items():
+            layer = f"experts.{e}.{projection}_proj"
+            w = (2.0 ** (e - 3) * columns**-0.5 * random.standard_t(4, (rows, columns))).astype(np.float32)
+            if projection == "down" and name.endswith("down not"):
+                tensors[f"{layer}.weight"] = w
+                continue
+            tensors |= encoded(layer, algorithm, w)
+            if static:
+                top = 448 if algorithm == "FP8" else 2688
+                tensors[f"{layer}.input_scale"] = np.float32((e + 2.5) / top)
+            if smoothed:
+                tensors[f"{layer}.pre_quant_scale"] = random.uniform(0.5, 2, columns).astype(np.float32)
+    tensors |= {key.replace("__", "."): value for key, value in changes.items()}
+    directory.mkdir(exist_ok=True)
+    write_safetensors(directory / "model.safetensors", {n: t for n, t in tensors.items() if t is not None})
+    write_quant_config(directory, algorithm, group_size=64 if algorithm == "W4A16_AWQ" else None)
+    return Checkpoint(directory)
+
+
+def stacks_of(checkpoint: Checkpoint) -> dict[Projection, Stack]:
+    found: dict[Projection, Stack] = {}
+    for name, (rows, columns) in SHAPES.items():
+        layers = [f"experts.{e}.{name}_proj" for e in range(EXPERTS)]
+        stored = stored_experts(checkpoint, layers, columns, rows)
+        plain = () if stored else tuple(checkpoint[f"{layer}.weight"] for layer in layers)
+        found[name] = Stack(rows, columns, tuple(stored or ()), plain)
+    return found
+
+
+def model(checkpoint: Checkpoint, dialect: Dialect, *, widened_bytes: int = 0) -> ir.Model:
+    g = GraphBuilder("layer", dtype=dialect.dtype)
+    x, router = g.input("x", dialect.dtype, ["rows", HIDDEN]), g.input("router", FLOAT, ["rows", EXPERTS])
+    y = dialect.quantized_experts(g, x, router, stacks_of(checkpoint), ".", k=K, widened_bytes=widened_bytes)
+    g.output(y, "y", dialect.dtype, ["rows", HIDDEN])
+    return g.model({})
+
+
+def session(directory: Path, **options: Any) -> ort.InferenceSession:
+    settings = ort.SessionOptions()
+    settings.log_severity_level = 3
+    for name, value in options.items():
+        setattr(settings, name, value)
+    return ort.InferenceSession(str(directory / "model.onnx"), settings, providers=["CPUExecutionProvider"])
+
+
+def reference(checkpoint: Checkpoint, x: Array, router: Array) -> Array:
+    """Row by row, expert by expert."""
+    y = np.zeros((len(x), HIDDEN))
+    for row, logits in enumerate(router.astype(np.float64)):
+        chosen = np.argsort(-logits)[:K]
+        shares = np.exp(logits[chosen] - logits[chosen].max())
+        for e, share in zip(chosen, shares / shares.sum(), strict=True):
+            gate, up = (
+                linear(checkpoint, f"experts.{e}.{name}_proj", x[row : row + 1]) for name in ("gate", "up")
+            )
+            hidden = (gate / (1 + np.exp(-gate)) * up).astype(np.float32)
+            y[row] += share * linear(checkpoint, f"experts.{e}.down_proj", hidden)[0]
+    return y
+
+
+def linear(checkpoint: Checkpoint, layer: str, x: Array) -> Array:
+    rows, columns = SHAPES["down"] if "down" in layer else SHAPES["gate"]
+    stored = stored_linear(checkpoint, layer, columns, rows)
+    if stored is None:
+        return x.astype(np.float64) @ checkpoint.array(f"{layer}.weight").T.astype(np.float64)
+    if stored.pre_quant_scale is not None:
+        x = x * checkpoint.array(stored.pre_quant_scale.name)
+    scale = None if stored.input_scale is None else checkpoint.array(stored.input_scale.name).item()
+    x = rounded(stored.algorithm.name, x, scale)
+    return x.astype(np.float64) @ widen(checkpoint, stored).T.astype(np.float64)
+
+
+def feeds(rows: int, seed: int = 1) -> dict[str, Array]:
+    random = np.random.default_rng(seed)
+    x = random.standard_t(4, (rows, HIDDEN)).astype(np.float32)
+    return {"x": x, "router": random.normal(0, 2, (rows, EXPERTS)).astype(np.float32)}
+
+
+@pytest.mark.parametrize("resident", [True, False], ids=["resident", "in use"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_onnxruntime_against_numpy(tmp_path: Path, name: str, resident: bool) -> None:
+    checkpoint = write(tmp_path, name)
+    ir.save(
+        model(
+            checkpoint, OnnxRuntime(), widened_bytes=0 if resident else functions.RESIDENT_EXPERT_BYTES + 1
+        ),
+        tmp_path / "model.onnx",
+    )
+    run = session(tmp_path, optimized_model_filepath=str(tmp_path / "optimized.onnx"))
+    for rows in (1, 3, 20):
+        given = feeds(rows)
+        expected = reference(checkpoint, **given)
+        (y,) = run.run(None, given)
+        # Where a hidden number lies on the edge between two codes, float32 and float64 may round it apart.
+        error = np.linalg.norm(y - expected, axis=1) / np.linalg.norm(expected, axis=1)
+        assert np.median(error) < 1e-5
+        assert error.max() < 0.02
+    # Widened once as the engine loads, or only in the loop.
+    graph = ir.load(tmp_path / "optimized.onnx").graph
+    assert "GatherElements" not in {node.op_type for node in graph}
+    everywhere = {node.op_type for node in ir.traversal.RecursiveGraphIterator(graph)}
+    assert ("GatherElements" in everywhere) == (not resident)
+
+
+def executed(directory: Path, run: ort.InferenceSession) -> Iterator[dict[str, Any]]:
+    for event in json.loads(Path(run.end_profiling()).read_text()):
+        if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
+            yield event
+
+
+def test_a_pass_widens_the_experts_that_some_row_chose(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, "NVFP4")
+    ir.save(model(checkpoint, OnnxRuntime(), widened_bytes=1 << 40), tmp_path / "model.onnx")
+    for rows in (1, 2, 9):
+        run = session(tmp_path, enable_profiling=True, profile_file_prefix=str(tmp_path / "profile"))
+        given = feeds(rows)
+        run.run(None, given)
+        chosen = np.unique(np.argsort(-given["router"], axis=1)[:, :K])
+        widened = [
+            int(event["args"]["output_size"])
+            for event in executed(tmp_path, run)
+            if "/widened_by_block" in event["name"]
+        ]
+        assert sum(widened) == len(chosen) * 3 * 4 * HIDDEN * INNER
+
+
+def test_what_a_row_gets_does_not_depend_on_the_others(tmp_path: Path) -> None:
+    ir.save(model(write(tmp_path, "NVFP4"), OnnxRuntime()), tmp_path / "model.onnx")
+    run, given = session(tmp_path), feeds(12)
+    given["x"][1::2] *= 100
+    (y,) = run.run(None, given)
+    for row in range(12):
+        (alone,) = run.run(None, {name: value[row : row + 1] for name, value in given.items()})
+        np.testing.assert_allclose(alone[0], y[row], rtol=1e-5, atol=1e-5 * np.abs(y[row]).max())
+
+
+@pytest.mark.parametrize("widened_bytes", [1 << 28, 0], ids=["at once", "two at a time"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_tensorrt_gets_against_numpy(
+    tmp_path: Path, name: str, widened_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, its own operators as functions of standard ones."""
+    monkeypatch.setattr(tensorrt_experts, "WIDENED_BYTES", widened_bytes)
+    checkpoint = write(tmp_path / "source", name)
+    checkpoint = Checkpoint(repack_int4(checkpoint, tmp_path)) if name == "AWQ" else write(tmp_path, name)
+    exported = model(checkpoint, TensorRT(FLOAT))
+    assert sum(node.op_type == "ReduceSum" for node in exported.graph) == (
+        1 if widened_bytes else EXPERTS // 2
+    )
+    document = ir.to_proto(exported)
+    document.opset_import.append(onnx.helper.make_opsetid("trt", 1))
+    onnx.external_data_helper.load_external_data_for_model(document, str(tmp_path))
+    onnx.save(executable(document), tmp_path / "model.onnx")
+    given = feeds(9)
+    expected = reference(checkpoint, **given)
+    (y,) = session(tmp_path).run(None, given)
+    error = np.linalg.norm(y - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert np.median(error) < 1e-5
+    assert error.max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "FP8",
+            {"experts__4__up_proj__weight_scale": None},
+            r"no tensor 'experts\.4\.up_proj\.weight_scale', but",
+        ),
+        (
+            "NVFP4",
+            {"experts__2__down_proj__weight": np.zeros((HIDDEN, INNER), np.uint8)},
+            r"'experts\.2\.down_proj\.weight' is U8 \[128, 192\], but in NVFP4 it is U8 \[128, 96\]",
+        ),
+        (
+            "NVFP4",
+            {"experts__3__gate_proj__input_scale": np.float32(1)},
+            r"experts\.3\.gate_proj\.input_scale is F32 \[\], but experts\.0\.gate_proj\.input_scale is not there",
+        ),
+        (
+            "FP8",
+            {"experts__5__gate_proj__weight": np.zeros((INNER, HIDDEN), np.float32)},
+            r"experts\.5\.gate_proj\.weight is in floating point, but experts\.0\.gate_proj\.weight is F8_E4M3 \[192, ",
+        ),
+        (
+            "FP8",
+            {"experts__1__up_proj__weight_scale": np.ones(INNER, np.float32)},
+            r"experts\.1\.up_proj\.weight_scale is F32 \[192\], but experts\.0\.up_proj\.weight_scale is F32 \[\]",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_are_named(
+    tmp_path: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as error:
+        stacks_of(write(tmp_path, name, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_experts_of_several_algorithms_are_refused(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, "NVFP4")
+    layers = [f"experts.{e}.up_proj" for e in range(EXPERTS)]
+    each = {layer: {"quant_algo": "NVFP4" if e != 2 else "W4A16_NVFP4"} for e, layer in enumerate(layers)}
+    write_quant_config(tmp_path, "MIXED_PRECISION", quantized_layers=each)
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"2\.up_proj\.weight is U8 .* W4A16_NVFP4 of 16, but experts\.0"
+    ):
+        stored_experts(checkpoint, layers, HIDDEN, INNER)

@@ -1,0 +1,91 @@
+"""The quantized linear operators on ONNX Runtime against NumPy: every format, every kind of activation."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from dflash_trt.checkpoint.linears import stored_linear, widen
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.quantized import INPUTS, kind_of, onnxruntime_linear, tensors
+from tests.doubles.quantized_checkpoints import (
+    INT4_GROUP,
+    encoded,
+    rounded,
+    write_quant_config,
+    write_safetensors,
+)
+
+IN, OUT = 256, 48
+FORMATS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A16_MXFP4", "W4A16_AWQ"]
+
+
+def run(directory: Path, x: np.ndarray, *, biased: bool, resident: bool) -> np.ndarray:
+    checkpoint = Checkpoint(directory)
+    stored = stored_linear(checkpoint, "l", IN, OUT)
+    assert stored is not None
+    g = GraphBuilder("test")
+    inputs = tensors(g, stored, ".", packed_as_bytes=True)
+    if biased:
+        inputs["bias"] = g.raw_weight(checkpoint["l.bias"], ".")
+    body = onnxruntime_linear(kind_of(stored, biased=biased), inputs, FLOAT, resident=resident)
+    ordered = [inputs[name] for name in INPUTS if name in inputs]
+    (y,) = g.call(body, g.input("x", FLOAT, ["rows", IN]), *ordered, name="linear")
+    g.output(y, "y", FLOAT, ["rows", OUT])
+    ir.save(g.model({}), directory / "model.onnx")
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(directory / "optimized.onnx")
+    session = ort.InferenceSession(str(directory / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, {"x": x})[0])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "static", "extras", "resident"),
+    [
+        (algorithm, static, extras, resident)
+        for algorithm, static, extras, resident in itertools.product(
+            FORMATS, (False, True), (False, True), (False, True)
+        )
+        if static is {"FP8": True, "NVFP4": static}.get(algorithm, False)
+    ],
+)
+def test_matches_numpy(tmp_path: Path, algorithm: str, static: bool, extras: bool, resident: bool) -> None:
+    random = np.random.default_rng(0)
+    w = random.standard_t(3, (OUT, IN)).astype(np.float32)
+    x = random.standard_t(3, (5, IN)).astype(np.float32)
+    x[3], w[7] = 0, 0
+    found: dict[str, Any] = encoded("l", algorithm, w)
+    input_scale = None
+    if static:
+        input_scale = float(np.abs(x).max() / (448 if algorithm == "FP8" else 2688))
+        found["l.input_scale"] = np.float32(input_scale)
+    smooth, bias = np.ones(IN, np.float32), np.zeros(OUT, np.float32)
+    if extras:
+        smooth, bias = random.uniform(0.5, 2, IN).astype(np.float32), random.standard_normal(OUT)
+        found |= {"l.pre_quant_scale": smooth, "l.bias": bias.astype(np.float32)}
+    write_safetensors(tmp_path / "model.safetensors", found)
+    write_quant_config(tmp_path, algorithm, group_size=INT4_GROUP if algorithm == "W4A16_AWQ" else None)
+
+    y = run(tmp_path, x, biased=extras, resident=resident)
+    checkpoint = Checkpoint(tmp_path)
+    stored = stored_linear(checkpoint, "l", IN, OUT)
+    assert stored is not None
+    used = widen(checkpoint, stored)
+    nearest = rounded(algorithm, x * smooth, input_scale)
+    exact = nearest.astype(np.float64) @ used.T.astype(np.float64) + bias
+    np.testing.assert_allclose(y, exact, rtol=1e-4, atol=1e-4)
+    # Widened weights are there once, or never.
+    kinds = {node.op_type for node in ir.load(tmp_path / "optimized.onnx").graph}
+    widening = {"DequantizeLinear", "GatherElements"} & kinds
+    assert ("GatherElements" not in kinds) if resident else widening
+    # How far the format itself is from the layer.
+    error = np.linalg.norm(used - w) / np.linalg.norm(w)
+    assert error < (0.04 if algorithm.startswith("FP8") else 0.2)

@@ -1,0 +1,278 @@
+"""Memory plans: against published sizes, against what our own bundles report, and against themselves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.building.build import build
+from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
+from dflash_trt.checkpoint.schema import DrafterConfig
+from dflash_trt.cli import main
+from dflash_trt.errors import BuildError
+from dflash_trt.formats.precision import Precision, parse_precision
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.planning.gpus import find_gpu, gpus
+from dflash_trt.planning.inventory import Inventory, take_inventory
+from dflash_trt.planning.memory import GIB, Settings, arena_bytes, plan
+
+# Bytes of the published safetensors, as far as known: only gpt-oss's were held against a source (OpenAI's GiB).
+PUBLISHED_TARGETS = {
+    "qwen3-4b": 8_044_936_192,
+    "qwen3-8b": 16_381_470_720,
+    "qwen3-coder-30b-a3b": 61_064_245_248,
+    "llama-3.1-8b": 16_060_522_496,
+    "gpt-oss-20b": 13_761_264_768,
+    "gpt-oss-120b": 65_248_815_744,
+}
+PUBLISHED_DRAFTERS = {"qwen3-4b": 1_074_854_400}
+
+
+@pytest.fixture(scope="module")
+def inventories() -> dict[str, Inventory]:
+    found = {}
+    for pair in PAIRS:
+        target, drafter = known_configs(pair.name)
+        found[pair.name] = take_inventory(read_target_config(target), read_drafter_config(drafter))
+    return found
+
+
+def settings(gpu: str = "b200", **values: Any) -> Settings:
+    base: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 8192, "max_batch_size": 8, "block_size": 10}
+    return Settings(**base | {"gpu": find_gpu(gpu)} | values)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_TARGETS)
+def test_weights_are_the_published_sizes(inventories: dict[str, Inventory], name: str) -> None:
+    """From config.json alone; the last two are also OpenAI's 12.8 and 60.8 GiB."""
+    total = sum(sum(role.values()) for role in inventories[name].weights("target").values())
+    assert total == PUBLISHED_TARGETS[name]
+    drafter = sum(sum(role.values()) for role in inventories[name].weights("drafter").values())
+    assert drafter == PUBLISHED_DRAFTERS.get(name, drafter)
+
+
+def test_plans_agree_with_what_a_bundle_reports(tmp_path: Path) -> None:
+    bundle = build("tiny", None, tmp_path / "tiny", max_seq_len=256)
+    target, drafter = known_configs("tiny")
+    inventory = take_inventory(read_target_config(target), read_drafter_config(drafter))
+    s = settings(engine="onnxruntime", max_seq_len=256, max_batch_size=3, block_size=8)
+    found = plan(inventory, s)
+    cached = bundle.manifest["cache_bytes_per_token"]
+    assert found.kv_bytes_per_token == cached["target"]
+    assert found.drafter_bytes_per_token == cached["drafter"]
+    assert found.kv_bytes == 3 * bundle.capacity * cached["target"]
+    assert found.drafter_bytes == 3 * bundle.capacity * cached["drafter"]
+    for side in ("target", "drafter"):
+        stored = bundle.manifest[side]["weight_bytes"]
+        assert {role: sum(n.values()) for role, n in inventory.weights(side).items()} == {
+            role: sum(n.values()) for role, n in stored.items()
+        }
+
+
+@pytest.mark.parametrize(
+    "text", ["target=fp8", "target=nvfp4", "target=mxfp4,drafter=fp8", "target=int4,drafter=int4"]
+)
+def test_plans_agree_with_what_quantized_bundles_hold(text: str, tmp_path: Path) -> None:
+    precision = parse_precision(text)
+    bundle = build("tiny", None, tmp_path / "b", precision=precision)
+    target, drafter = known_configs("tiny")
+    inventory = take_inventory(read_target_config(target), read_drafter_config(drafter))
+    found = plan(inventory, settings(precision=precision, block_size=8, max_seq_len=512))
+    for side in ("target", "drafter"):
+        for role, stored in bundle.manifest[side]["weight_bytes"].items():
+            planned = sum(found.weights[side][role].values())
+            assert planned == pytest.approx(sum(stored.values()), rel=2e-3), f"{side} {role}"
+
+
+# Figures of TensorRT-LLM's own tests of this buffer (tests/unittest/.../test_dflash_ctx_budget): a drafter of 5 layers,
+# 16 key-value heads, head size 64 and a million positions at TP 4; the one of its B200 and H100 accuracy tests; and
+# what NVIDIA/TensorRT-LLM#16005 reports.
+def drafter_of(layers: int, kv_heads: int, head_dim: int, positions: int) -> DrafterConfig:
+    base = read_drafter_config(known_configs("qwen3-8b")[1])
+    return replace(
+        base,
+        num_hidden_layers=layers,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+    )
+
+
+def test_the_arena_is_as_tensorrt_llm_computes_it() -> None:
+    wide = drafter_of(5, 16, 64, 1_048_576)
+    options: dict[str, Any] = {"draft_len": 7, "tensor_parallel": 4}
+    total = arena_bytes(wide, max_batch_size=32, max_seq_len=1 << 30, **options)
+    assert total == 33 * 5_368_750_080
+    assert total / GIB == pytest.approx(165, abs=0.1)
+    capped = arena_bytes(wide, max_batch_size=32, max_seq_len=8192, **options)
+    assert capped / GIB == pytest.approx(1.3, abs=0.05)
+    assert arena_bytes(wide, max_batch_size=200, max_seq_len=8192, **options) / GIB == pytest.approx(
+        7.9, abs=0.05
+    )
+    assert arena_bytes(wide, max_batch_size=400, max_seq_len=8192, **options) / GIB == pytest.approx(
+        15.7, abs=0.05
+    )
+    accuracy = drafter_of(5, 8, 128, 262_144)
+    total = arena_bytes(accuracy, max_batch_size=128, max_seq_len=4096, draft_len=4)
+    assert total / GIB == pytest.approx(10.09, abs=0.005)
+    # #16005: 5 layers, 8 heads of 128, TP 2; 64 slots (the one for padding came later) of 131,083 + 8 rows: 80 "GB".
+    reported = drafter_of(5, 8, 128, 1_048_576)
+    total = arena_bytes(reported, max_batch_size=63, max_seq_len=131_083, draft_len=7, tensor_parallel=2)
+    assert total == 64 * 131_091 * 10 * 1024
+    assert total / GIB == pytest.approx(80, abs=0.05)
+    paged = drafter_of(2, 1, 16, 4096)
+    assert (
+        arena_bytes(paged, max_batch_size=1, max_seq_len=100, draft_len=7, paged=True)
+        == 2 * 2 * 2 * 128 * 1 * 16 * 2
+    )
+
+
+@pytest.mark.parametrize(("gpu", "weights"), [("b200", 62), ("h100", 33)])
+def test_tensorrt_llms_own_configurations_fit(
+    inventories: dict[str, Inventory], gpu: str, weights: int
+) -> None:
+    """Its accuracy tests run with an arena of 10.09 GiB beside so many GiB of weights: room for it must be left."""
+    free = find_gpu(gpu).memory_bytes - weights * GIB - 4 * GIB - 6 * GIB
+    accuracy = drafter_of(5, 8, 128, 262_144)
+    assert arena_bytes(accuracy, max_batch_size=128, max_seq_len=4096, draft_len=4) <= free
+
+
+def test_kv_cache_per_token_by_hand(inventories: dict[str, Inventory]) -> None:
+    """gpt-oss-120b: 36 layers of K and V, 8 heads of 64, BF16; its drafter 8 layers; FP8 halves it."""
+    found = plan(inventories["gpt-oss-120b"], settings())
+    assert found.kv_bytes_per_token == 2 * 36 * 8 * 64 * 2
+    assert found.drafter_bytes_per_token == 2 * 8 * 8 * 64 * 2
+    assert plan(inventories["gpt-oss-120b"], settings(cache="fp8")).kv_bytes_per_token == 36 * 8 * 64 * 2
+    spread = settings(engine="tensorrt-llm", tensor_parallel=4)
+    assert plan(inventories["gpt-oss-120b"], spread).kv_bytes_per_token == 2 * 36 * 2 * 64 * 2
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt", "tensorrt-rtx", "tensorrt-llm"])
+@pytest.mark.parametrize("backend", ["VANILLA", "TRTLLM"])
+def test_the_limits_are_tight(inventories: dict[str, Inventory], engine: str, backend: str) -> None:
+    """The largest batch and the longest context fit, and one more does not."""
+    inventory = inventories["qwen3-8b"]
+    s = settings("h100", engine=engine, drafter_attention=backend)
+    found = plan(inventory, s)
+    assert found.largest_batch > 1
+    assert plan(inventory, replace(s, max_batch_size=found.largest_batch)).fits
+    assert not plan(inventory, replace(s, max_batch_size=found.largest_batch + 1)).fits
+    batch = 64 if engine != "onnxruntime" else 32
+    longest = replace(s, max_batch_size=batch)
+    assert not plan(inventory, longest).fits
+    assert found.longest_context == 40960  # what both models were made for
+    single = replace(s, max_batch_size=1, max_seq_len=found.longest_context)
+    assert plan(inventory, single).largest_batch >= 1
+
+
+def test_the_parts_make_the_whole(inventories: dict[str, Inventory]) -> None:
+    for name, inventory in inventories.items():
+        found = plan(inventory, settings("rtx-pro-6000"))
+        parts = found.weight_bytes + found.runtime_bytes + found.activation_bytes
+        assert found.total_bytes == parts + found.kv_bytes + found.drafter_bytes, name
+        assert found.left_bytes == found.memory_bytes - found.total_bytes
+        assert found.fits == (found.left_bytes >= 0)
+        weights = [n for side in found.weights.values() for role in side.values() for n in role.values()]
+        assert sum(weights) == found.weight_bytes
+
+
+def test_what_tensorrt_rtx_widens_is_counted(inventories: dict[str, Inventory]) -> None:
+    """Scratch memory of both plans as docs/tensorrt.md has it, in bytes: room for it, and not for twice as much."""
+    measured = {"qwen3-4b": 285e6, "qwen3-coder-30b-a3b": 673e6, "gpt-oss-20b": 528e6, "gpt-oss-120b": 528e6}
+    s = settings(engine="tensorrt-rtx", max_seq_len=4096, max_batch_size=2, block_size=8)
+    for name, scratch in measured.items():
+        assert scratch < plan(inventories[name], s).activation_bytes < 2 * scratch, name
+    quantized = replace(s, precision=parse_precision("target=nvfp4"))
+    assert 468e6 < plan(inventories["qwen3-coder-30b-a3b"], quantized).activation_bytes < 2 * 468e6
+    # Plugins widen nothing, but there are none for other experts than gpt-oss's.
+    with_plugins = {name: plan(inventories[name], replace(s, engine="tensorrt")) for name in measured}
+    for name, found in with_plugins.items():
+        less = plan(inventories[name], s).activation_bytes - found.activation_bytes
+        assert (less > 1 << 28) if name.startswith("gpt-oss") else (less == 0), name
+
+
+def test_precision_changes_the_weights_it_names(inventories: dict[str, Inventory]) -> None:
+    inventory = inventories["qwen3-8b"]
+
+    def weights(precision: Precision) -> dict[str, dict[str, dict[str, int]]]:
+        return plan(inventory, settings(precision=precision)).weights
+
+    base, fp8 = weights(Precision()), weights(parse_precision("target=fp8"))
+    matrices = 2 * inventory.target.num_hidden_layers * 128 * 2  # bytes of q and k norms, which stay
+    rows = 36 * (2 * 12_288 + 4096)  # of gate, up and down projections: a scale for each
+    assert fp8["target"]["mlp"] == {"fp8": base["target"]["mlp"]["bf16"] // 2 + 4 * rows}
+    assert fp8["target"]["attention"]["bf16"] == matrices
+    assert fp8["target"]["embedding"] == base["target"]["embedding"]
+    assert fp8["drafter"] == base["drafter"]
+    head = weights(parse_precision("head=nvfp4"))["drafter"]["head"]
+    assert head == {"nvfp4": 151_936 * 4096 * 9 // 16}
+
+
+def test_a_pass_reads_the_experts_it_uses(inventories: dict[str, Inventory]) -> None:
+    """At most block x 4 of 128 experts; dense weights, head included, once; no embedding."""
+    inventory = inventories["gpt-oss-120b"]
+    found = plan(inventory, settings())
+    sizes = {role: sum(n.values()) for role, n in found.weights["target"].items()}
+    read = sum(n for role, n in sizes.items() if role not in ("experts", "embedding"))
+    read += sizes["experts"] * 40 / 128
+    assert found.pass_seconds == pytest.approx(read / 8e12)
+
+
+def test_what_does_not_fit_says_so_with_the_sum(inventories: dict[str, Inventory]) -> None:
+    inventory = inventories["gpt-oss-120b"]
+    found = plan(inventory, settings("h100", max_seq_len=131_072))
+    assert not found.fits
+    message = str(found.refuse())
+    for part in ("weights 62.23", "= ", "of 79.00 GiB", f"lower --max-batch-size to {found.largest_batch}"):
+        assert part in message
+    message = str(plan(inventory, settings("rtx-5090")).refuse())
+    assert "not one sequence fits" in message
+    tight = replace(find_gpu("h100"), memory_bytes=66 * GIB)
+    found = plan(inventory, replace(settings(max_seq_len=131_072), gpu=tight))
+    assert 0 < found.longest_context < 131_072
+    assert f"at most {found.longest_context} tokens fit" in str(found.refuse())
+
+
+def test_every_figure_of_the_table_has_a_source() -> None:
+    wanted = {"h100", "h200", "b200", "b300", "gb200", "rtx-pro-6000", "rtx-5090", "dgx-spark"}
+    assert set(gpus()) == wanted
+    for gpu in gpus().values():
+        figures = {"memory_gib", "bandwidth_gb_s", "gpus_per_node"}
+        figures |= {f"dense_tflops.{key}" for key in gpu.dense_flops}
+        assert set(gpu.sources) == figures
+        assert all(len(text) > 5 for text in gpu.sources.values())
+        assert gpu.sm in (90, 100, 103, 120, 121)
+
+
+def test_wrong_settings_are_refused_by_name(inventories: dict[str, Inventory]) -> None:
+    with pytest.raises(BuildError, match=r"--gpu is 'a100', known are: h100"):
+        find_gpu("a100")
+    with pytest.raises(BuildError, match="--engine is 'abacus'"):
+        plan(inventories["tiny"], settings(engine="abacus"))
+    with pytest.raises(BuildError, match="tensorrt runs on one GPU"):
+        plan(inventories["tiny"], settings(tensor_parallel=2))
+
+
+def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["plan", "--target", "gpt-oss-120b"]
+    assert main([*base, "--gpu", "b200", "--engine", "tensorrt-llm", "--tp", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["tensor_parallel"] == 8
+    assert main([*base, "--gpu", "h100", "--max-seq-len", "131072"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit on h100" in out
+    assert "largest batch at 131072 tokens: 1\n" in out
+    assert main(["plan", "--gpus"]) == 0
+    assert "DGX Spark" in capsys.readouterr().out
+    for wrong in (
+        ["plan"],
+        [*base, "--gpu", "b200", "--engine", "tensorrt-llm", "--precision", "target=fp8"],
+    ):
+        with pytest.raises(SystemExit) as raised:
+            main(wrong)
+        assert raised.value.code == 2

@@ -1,0 +1,152 @@
+"""Graphs that call plugins, and which builds get them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import pytest
+from dflash_plugins import registration as quick
+from dflash_plugins.dialect import TensorRTPlugins
+from dflash_plugins.version import VERSION, versioned
+
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.engines.tensorrt import builder, plans
+from dflash_trt.engines.tensorrt.flavour import FLAVOURS, Flavour
+from dflash_trt.errors import BuildError
+from dflash_trt.formats.precision import parse_precision
+from dflash_trt.graph.builder import DFLASH_DOMAIN
+from dflash_trt.graph.tensorrt import TensorRT
+from dflash_trt.models.configs import read_target_config
+from dflash_trt.models.target import build_target
+from tests.doubles.family_checkpoints import make_gpt_oss
+
+PLUGINS = {versioned(plugin.name): plugin for plugin in quick.PLUGINS}
+
+
+def gpt_oss(directory: Path, dialect: TensorRT) -> ir.Model:
+    if not directory.exists():
+        make_gpt_oss(directory)
+    checkpoint, config = Checkpoint(directory), read_target_config(directory)
+    return build_target(config, checkpoint, [0, 1], dialect, folder="weights", capacity=64)
+
+
+def test_the_graph_of_plugins_is_that_of_bodies_but_for_the_bodies(tmp_path: Path) -> None:
+    with_plugins = gpt_oss(tmp_path / "weights", TensorRTPlugins(ir.DataType.BFLOAT16))
+    ir.save(with_plugins, tmp_path / "target.onnx")
+    onnx.checker.check_model(tmp_path / "target.onnx")
+    without = gpt_oss(tmp_path / "weights", TensorRT(ir.DataType.BFLOAT16))
+    calls = [[n.op_type for n in m.graph if n.domain == DFLASH_DOMAIN] for m in (with_plugins, without)]
+    assert calls[0].count("MoE") > 0
+    assert calls[0] == ["MoE" if name == "Experts" else name for name in calls[1]]
+    assert [(v.name, v.dtype, v.shape) for v in with_plugins.graph.outputs] == [
+        (v.name, v.dtype, v.shape) for v in without.graph.outputs
+    ]
+    used = set()
+    for node in itertools.chain.from_iterable(with_plugins.functions.values()):
+        if node.domain == DFLASH_DOMAIN:
+            plugin = PLUGINS[node.op_type]
+            assert len(node.inputs) == len(plugin.inputs)
+            assert node.attributes.keys() - {"plugin_namespace", "plugin_version"} == plugin.attributes.keys()
+            used.add(plugin.name)
+    assert used == {
+        *("HiddenStateTap2", "SampleTiles", "SampleSelect", "AcceptBlock"),
+        *("MoERoute", "MoEGateUp", "MoEDown", "MoECombine"),
+    }
+    experts = [v for v in with_plugins.graph.initializers.values() if "_proj_blocks" in (v.name or "")]
+    assert experts
+    assert {v.dtype for v in experts} == {ir.DataType.INT8}  # the checkpoint's bytes, taken for signed ones
+
+
+def test_the_drafters_dialect_has_no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialects = made(monkeypatch).dialects
+    assert (type(dialects["target"]), type(dialects["drafter"])) == (TensorRTPlugins, TensorRT)
+
+
+def made(
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str = "tensorrt",
+    capability: int = 90,
+    precision: str | None = None,
+    expert_formats: tuple[str, ...] = (),
+    **options: Any,
+) -> plans.Plans:
+    monkeypatch.setattr(Flavour, "load", lambda self: SimpleNamespace(__version__="11.4"))
+    monkeypatch.setattr(plans, "has_operator", lambda module, name: True)
+    monkeypatch.setattr(plans, "compute_capabilities", lambda: (capability,))
+    return plans.Plans(
+        engine,
+        plans.Options(capabilities=(capability,), **options),
+        parse_precision(precision),
+        block_size=8,
+        capacity=128,
+        formats=(),
+        expert_formats=expert_formats,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, True),
+        ({"capability": 100}, True),
+        ({"capability": 120}, True),
+        ({"precision": "target=fp16"}, True),
+        ({"plugins": "none"}, False),
+        ({"capability": 89}, False),
+        ({"precision": "target=fp32"}, False),
+        ({"engine": "tensorrt-rtx", "capability": 120}, False),
+    ],
+)
+def test_who_gets_plugins(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], expected: bool) -> None:
+    found = made(monkeypatch, **arguments)
+    assert found.plugins is expected
+    assert found.describe().get("plugins", {}).get("version") == (VERSION if expected else None)
+    assert found.dialects["target"].name == ("tensorrt-plugins" if expected else "tensorrt")
+
+
+def test_hopper_takes_mxfp4_experts_as_plugins_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert made(monkeypatch, expert_formats=("mxfp4",)).plugins
+    with pytest.raises(BuildError, match="MXFP4"):
+        made(monkeypatch, expert_formats=("mxfp4",), plugins="none")
+
+
+def test_without_triton_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans.importlib.util, "find_spec", lambda name: None)
+    assert not made(monkeypatch).plugins
+
+
+@pytest.mark.parametrize("plugins", [True, False])
+def test_the_builder_registers_plugins_before_it_parses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins: bool
+) -> None:
+    happened: list[Any] = []
+    flag = SimpleNamespace(STRONGLY_TYPED=1, PREFER_AOT_PYTHON_PLUGINS=2)
+    network = SimpleNamespace(create_network=lambda flags: happened.append(("network", flags)))
+    parser = SimpleNamespace(parse_from_file=lambda path: happened.append("parse"))
+    trt = SimpleNamespace(
+        NetworkDefinitionCreationFlag=flag, Builder=lambda logger: network, OnnxParser=lambda *given: parser
+    )
+    monkeypatch.setattr(Flavour, "load", lambda self: trt)
+    monkeypatch.setattr(builder, "_logger", lambda trt, log: None)
+    monkeypatch.setattr(builder, "_parser_error", lambda parser, flavour: "refused")
+    monkeypatch.setattr(builder.importlib, "import_module", happened.append)
+    monkeypatch.setattr(
+        builder, "register", lambda trt, capability: happened.append(("register", capability))
+    )
+    with pytest.raises(BuildError, match="refused"):
+        builder.build_plan(
+            FLAVOURS["tensorrt"],
+            tmp_path / "target.onnx",
+            tmp_path / "target.plan",
+            [],
+            100,
+            lambda step, done, total: None,
+            plugins=plugins,
+        )
+    before = ["tensorrt.plugin", ("register", 100)] if plugins else []
+    assert happened == [*before, ("network", 0b110 if plugins else 0b010), "parse"]

@@ -1,0 +1,155 @@
+"""The MoE kernels, in Triton's interpreter, against the operator in NumPy and its function body in ONNX Runtime."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from dflash_plugins import kernel_specs as uses
+from dflash_plugins import moe, reference
+from dflash_plugins.dialect import TensorRTPlugins
+from dflash_plugins.kernels import moe as kernels
+from onnx.reference import ReferenceEvaluator
+
+from dflash_trt.formats.mxfp4 import unpack_blocks
+from dflash_trt.graph.tensorrt import TensorRT
+from tests.doubles import plugin_graph
+from tests.doubles.triton_interpreter import to_numpy
+
+
+def layer(
+    rng: np.random.Generator, experts: int, hidden: int, inner: int, k: int, *, biased: bool
+) -> moe.Experts:
+    def matrix(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16), dtype=np.uint8)
+        scales = rng.integers(118, 125, (experts, rows, columns // 32), dtype=np.uint8)
+        bias = torch.from_numpy(rng.standard_normal((experts, rows))).bfloat16() if biased else None
+        return torch.from_numpy(blocks), torch.from_numpy(scales), bias
+
+    return moe.Experts(
+        *matrix(2 * inner, hidden), *matrix(hidden, inner), k=k, alpha=1.702, beta=1.0, limit=7.0
+    )
+
+
+def expected(x: torch.Tensor, logits: torch.Tensor, e: moe.Experts) -> np.ndarray:
+    gate_up, down = (
+        (to_numpy(blocks), to_numpy(scales), None if bias is None else to_numpy(bias))
+        for blocks, scales, bias in (
+            (e.gate_up, e.gate_up_scales, e.gate_up_bias),
+            (e.down, e.down_scales, e.down_bias),
+        )
+    )
+    constants = {"k": e.k, "alpha": e.alpha, "beta": e.beta, "limit": e.limit}
+    return reference.moe(to_numpy(x), logits.numpy(), gate_up, down, **constants)
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "hidden", "inner", "k", "dtype", "biased"),
+    [
+        (1, 8, 64, 64, 4, torch.bfloat16, True),
+        (5, 8, 160, 96, 4, torch.bfloat16, True),
+        (10, 16, 96, 160, 4, torch.float16, False),
+        (3, 5, 64, 32, 1, torch.bfloat16, False),
+        (40, 4, 64, 64, 3, torch.bfloat16, True),  # more tokens of an expert than fit one step
+    ],
+)
+def test_moe_is_the_reference_up_to_accumulation_order(
+    rows: int, experts: int, hidden: int, inner: int, k: int, dtype: torch.dtype, biased: bool
+) -> None:
+    rng = np.random.default_rng(rows)
+    e = layer(rng, experts, hidden, inner, k, biased=biased)
+    x = torch.from_numpy(rng.standard_normal((rows, hidden)) / 8).to(dtype)
+    logits = torch.from_numpy(rng.standard_normal((rows, experts)).astype(np.float32))
+    y = moe.moe(x, logits, e).double().numpy()
+    want = expected(x, logits, e).astype(np.float64)
+    # One rounding of the result, and of hidden values that lie next to a tie.
+    assert np.max(np.abs(y - want)) <= 2**-8 * np.max(np.abs(want))
+    assert np.mean(np.abs(y - want) > 2**-9 * np.abs(want)) < 0.05
+
+
+@pytest.mark.parametrize("tile", uses.TILES)
+def test_every_cut_gives_the_same(tile: uses.Tile) -> None:
+    rng = np.random.default_rng(0)
+    e = layer(rng, 4, 192, 96, 2, biased=True)
+    x = torch.from_numpy(rng.standard_normal((20, 192)) / 8).bfloat16()
+    logits = torch.from_numpy(rng.standard_normal((20, 4)).astype(np.float32))
+    y = moe.moe(x, logits, e, tile).float()
+    assert torch.allclose(y, moe.moe(x, logits, e).float(), atol=2**-7 * y.abs().max().item(), rtol=0)
+
+
+def test_products_are_exact_where_sums_are() -> None:
+    """Small whole numbers: no accumulation order rounds, so that every bit must be right."""
+    rng = np.random.default_rng(2)
+    e = layer(rng, 6, 96, 64, 2, biased=True)
+    for scales in (e.gate_up_scales, e.down_scales):
+        scales.fill_(127)
+    shares, pairs, groups = moe.route(torch.zeros(7, 6), 2)  # ties: experts 0 and 1, half each
+    assert shares.tolist() == [[0.5, 0.5]] * 7
+    assert groups[:2].tolist() == [[0, 0, 7], [1, 7, 7]]
+    h = torch.from_numpy(rng.integers(-4, 5, (14, 64))).bfloat16()
+    outputs = torch.empty(14, 96)
+    bias = torch.from_numpy(rng.integers(-8, 9, (6, 96))).bfloat16()
+    use = uses.down(96, 64, "bf16", True, uses.TILES[0])
+    kernels.down[(2, 2)](h, shares, pairs, groups, e.down, e.down_scales, bias, outputs, **use.launch)
+    weights = unpack_blocks(e.down.numpy(), e.down_scales.numpy())
+    for place, pair in enumerate(pairs.tolist()):
+        expert = place // 7
+        expected = 0.5 * (weights[expert] @ h[place].float().numpy() + bias[expert].float().numpy())
+        assert np.array_equal(outputs[pair].numpy(), expected)
+
+
+@pytest.mark.parametrize(("rows", "experts", "k"), [(1, 4, 4), (16, 128, 4), (33, 7, 3)])
+def test_routing_groups_pairs_by_expert(rows: int, experts: int, k: int) -> None:
+    logits = np.random.default_rng(rows).integers(-3, 4, (rows, experts)).astype(np.float32)  # ties
+    logits[0, 0] = -np.inf
+    shares, pairs, groups = (t.numpy() for t in moe.route(torch.from_numpy(logits), k))
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    expected = np.exp(np.take_along_axis(logits, best, 1))
+    assert np.allclose(shares, expected / expected.sum(1, keepdims=True), atol=1e-6)
+    assert sorted(groups[:, 0].tolist()) == list(range(experts))
+    seen = []
+    for expert, first, count in groups.tolist():
+        mine = pairs[first : first + count].tolist() if count else []
+        assert mine == [p for p in range(rows * k) if best[p // k, p % k] == expert]
+        seen.append(count)
+    assert sum(seen) == rows * k
+    assert all(seen[: np.count_nonzero(seen)])  # those in use come first
+
+
+def test_a_token_does_not_depend_on_its_neighbours() -> None:
+    rng = np.random.default_rng(4)
+    e = layer(rng, 8, 64, 64, 2, biased=True)
+    x = torch.from_numpy(rng.standard_normal((9, 64))).bfloat16()
+    logits = torch.from_numpy(rng.standard_normal((9, 8)).astype(np.float32))
+    together = moe.moe(x, logits, e)
+    alone = moe.moe(x[5:6].contiguous(), logits[5:6].contiguous(), e)
+    assert torch.equal(together[5:6], alone)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_plugins_give_what_the_function_body_gives(biased: bool) -> None:
+    """TensorRT's body in float32, on widened weights: the only differences are BF16's."""
+    rng = np.random.default_rng(5)
+    e = layer(rng, 8, 64, 96, 4, biased=biased)
+    x = torch.from_numpy(rng.standard_normal((6, 64)) / 4).bfloat16()
+    router = torch.from_numpy(rng.standard_normal((6, 8)).astype(np.float32))
+    constants = {"k": e.k, "alpha": e.alpha, "beta": e.beta, "limit": e.limit}
+    tensors = {"x": x, "router_logits": router}
+    feeds = {"x": x.float().numpy(), "router_logits": router.numpy()}
+    sides = {
+        "gate_up": (e.gate_up, e.gate_up_scales, e.gate_up_bias),
+        "down": (e.down, e.down_scales, e.down_bias),
+    }
+    for name, (blocks, scales, bias) in sides.items():
+        tensors |= {name: blocks.view(torch.int8), f"{name}_scales": scales.view(torch.int8)}
+        feeds[name] = unpack_blocks(blocks.numpy(), scales.numpy())
+        if bias is not None:
+            tensors[f"{name}_bias"] = bias
+            feeds[f"{name}_bias"] = bias.float().numpy()
+    shape = {"biased": biased, "widened_bytes": 0}
+    plugins = TensorRTPlugins(ir.DataType.BFLOAT16).moe("mxfp4", ir.DataType.INT8, **shape)
+    (y,) = plugin_graph.run(plugins, tensors, constants)
+    body = ir.to_proto(TensorRT(ir.DataType.FLOAT).moe("float", ir.DataType.FLOAT, **shape))
+    (expected,) = ReferenceEvaluator(body).run(None, feeds, attributes=constants)
+    assert np.max(np.abs(y.float().numpy() - expected)) < 2**-7 * np.max(np.abs(expected))

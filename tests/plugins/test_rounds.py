@@ -1,0 +1,119 @@
+"""Taps and acceptance in Triton's interpreter; and the graph's bodies made of plugins against those of operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from dflash_plugins import launch, reference
+from dflash_plugins.dialect import TensorRTPlugins
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx.reference import ReferenceEvaluator
+
+from dflash_trt.decoding.acceptance import accept
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.graph.onnxruntime import OnnxRuntime
+from tests.doubles import plugin_graph
+from tests.doubles.triton_interpreter import to_numpy
+
+MASK = 77
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("taps", "hidden"), [(1, 8), (5, 96), (3, 130)])
+def test_taps(taps: int, hidden: int, source: torch.dtype, target: torch.dtype) -> None:
+    hidden_states = [torch.randn(12, hidden).to(source) for _ in range(taps)]
+    valid = torch.tensor([0, 4, 3])
+    found = launch.gather_taps(hidden_states, target, valid, rows=4)
+    dtype: Any = to_numpy(torch.empty(0, dtype=target)).dtype
+    expected = reference.gather_taps([to_numpy(h) for h in hidden_states], dtype, valid.numpy(), 4)
+    assert found.dtype == target
+    assert np.array_equal(to_numpy(found), expected)
+    everything = launch.gather_taps(hidden_states, target)
+    assert torch.equal(everything, torch.cat([h.to(target) for h in hidden_states], dim=1))
+
+
+def rounds(
+    tokens: np.ndarray[Any, Any], sampled: np.ndarray[Any, Any], parents: Any = None
+) -> launch.Acceptance:
+    batch, nodes = tokens.shape
+    start = torch.arange(batch) * 100
+    order = torch.arange(nodes).repeat(batch, 1)
+    tree = None if parents is None else torch.from_numpy(np.array(parents))
+    given = (torch.from_numpy(tokens), order, torch.from_numpy(sampled), start)
+    return launch.accept_block(*given, block_size=5, mask_token=MASK, parents=tree)
+
+
+@given(st.integers(1, 9), st.integers(0, 2**32 - 1), st.booleans())
+@settings(deadline=None, max_examples=25)
+def test_acceptance_walks_chains_and_trees(nodes: int, seed: int, tree: bool) -> None:
+    rng = np.random.default_rng(seed)
+    tokens, sampled = rng.integers(0, 3, (2, 3, nodes))
+    parents = [[-1, *(int(rng.integers(0, i)) for i in range(1, nodes))] for _ in range(3)] if tree else None
+    found = rounds(tokens, sampled, parents)
+    for b in range(3):
+        path = reference.accept_block(
+            tokens[b].tolist(), sampled[b].tolist(), parents[b] if parents else None
+        )
+        following = sampled[b, path[-1]]
+        assert found.path[b].tolist() == path + [-1] * (nodes - len(path))
+        assert found.accepted[b] == len(path) - 1
+        assert found.next_token[b] == following
+        assert found.block[b].tolist() == [following, *[MASK] * 4]
+        assert found.positions[b].tolist() == list(range(b * 100 + len(path), b * 100 + len(path) + 5))
+
+
+def test_a_row_without_a_token_ends_the_block() -> None:
+    found = rounds(np.array([[5, 6, 7]]), np.array([[6, -1, 8]]))
+    assert (found.accepted[0], found.next_token[0]) == (1, -1)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.9, top_k=12, top_p=0.9)])
+def test_a_round_on_the_device_is_the_hosts(params: SamplingParams) -> None:
+    """Logits and drafts in; what `decoding.acceptance.accept` commits out."""
+    rng = np.random.default_rng(8)
+    logits = (rng.standard_normal((3, 5, 600)) * 3).astype(np.float32)
+    seeds, start = [4, 2**63, 9], torch.tensor([7, 0, 40])
+    positions = start[:, None] + torch.arange(1, 6)
+    tensors = launch.sampling_tensors([params] * 3, seeds, "cpu")
+    sampled, _ = launch.sample_rows(torch.from_numpy(logits), tensors, positions)
+    tokens = torch.cat([torch.tensor([[1], [2], [3]]), sampled[:, :-1]], dim=1)
+    tokens[0, 3] += 1  # drafts right up to here
+    tokens[1, 1] += 1
+    rows = torch.arange(5).repeat(3, 1)
+    found = launch.accept_block(tokens, rows, sampled, start, block_size=5, mask_token=MASK)
+    for b in range(3):
+        expected = accept(tokens[b].tolist(), logits[b], params, seeds[b], int(positions[b, 0]))
+        assert (found.accepted[b].item(), found.next_token[b].item()) == (len(expected.path), expected.token)
+    assert found.accepted.tolist() == [2, 0, 4]
+
+
+def test_block_acceptance_of_plugins_is_the_function_body() -> None:
+    rng = np.random.default_rng(1)
+    logits = np.round(rng.standard_normal((4, 3, 5000)) * 2, 1).astype(np.float32)  # ties
+    best = logits.argmax(-1)
+    tokens = rng.integers(0, 5000, (4, 6))
+    rows = np.array([[0, 2, 5], [1, 2, 3], [3, 4, 5], [0, 1, 2]])
+    for b, right in enumerate([0, 1, 2, 2]):
+        for i in range(right):
+            tokens[b, rows[b, i + 1]] = best[b, i]
+    feeds = {"tokens": tokens, "rows": rows, "logits": logits}
+    body = ir.to_proto(OnnxRuntime().block_acceptance())
+    expected = ReferenceEvaluator(body).run(None, feeds, attributes={})
+    tensors = {name: torch.from_numpy(array) for name, array in feeds.items()}
+    found = plugin_graph.run(TensorRTPlugins(ir.DataType.BFLOAT16).block_acceptance(), tensors, {})
+    assert [t.tolist() for t in found] == [a.tolist() for a in expected]
+    assert found[0].tolist() == [0, 1, 2, 2]
+
+
+def test_taps_of_plugins_are_the_function_body() -> None:
+    tensors = {f"h_{i}": torch.randn(6, 32).bfloat16() for i in range(5)}
+    (found,) = plugin_graph.run(TensorRTPlugins(ir.DataType.BFLOAT16).hidden_state_tap(5), tensors, {})
+    body = ir.to_proto(OnnxRuntime().hidden_state_tap(5))
+    (expected,) = ReferenceEvaluator(body).run(None, plugin_graph.arrays(tensors), attributes={})
+    assert np.array_equal(to_numpy(found.float()), expected)

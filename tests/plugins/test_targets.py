@@ -1,0 +1,161 @@
+"""Kernels compiled for three targets without a GPU, and registered with TensorRT's own Python sources."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dflash_plugins import kernel_specs as uses
+from dflash_plugins import registration as quick
+from dflash_plugins import version
+
+from dflash_trt.errors import BundleError
+from tests.doubles.plugin_targets import CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+def run(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """In a process that compiles kernels and does not interpret them."""
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    environment = os.environ | {"DFLASH_KERNEL_CACHE": str(cache), "PYTHONPATH": path}
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.run(
+        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module", params=uses.TARGETS)
+def target(request: pytest.FixtureRequest, cache: Path) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+    done = run(cache, "-m", "tests.doubles.plugin_targets", str(request.param))
+    assert done.returncode == 0, done.stderr
+    return request.param, json.loads(done.stdout)
+
+
+def test_every_plugin_compiles_to_what_tensorrt_launches(target: tuple[int, Any]) -> None:
+    capability, plugins = target
+    assert set(plugins) == set(CASES)
+    for name, tactics in plugins.items():
+        plugin = next(p for p in quick.PLUGINS if p.name == name)
+        assert min(3, len(plugin.tiles)) <= max(len(tactics), 1) <= max(1, len(plugin.tiles))
+        for made in tactics:
+            pointers = made["inputs"], len(made["outputs"])
+            expected = ["u64"] * pointers[0] + ["u32"] * len(made["integers"]) + ["u64"] * pointers[1]
+            assert made["parameters"] == expected, name  # none of the compiler's own is left
+            assert (made["version"], made["target"]) == ("8.7", f"sm_{capability}a")
+            assert made["required_threads"] == [str(made["threads"])]
+            assert made["resources"]["shared_bytes"] <= quick.SHARED_BYTES
+            assert made["resources"]["registers"] <= 65536 // made["threads"]
+            products = [uses.TARGETS[capability]] if name in ("MoEGateUp", "MoEDown") else []
+            assert made["products"] == products, name
+
+
+def test_shapes_types_and_grids(target: tuple[int, Any]) -> None:
+    """gpt-oss-120b's, two sequences of ten tokens: 201,088 = 49.1 tiles of 4096 logits."""
+    _, plugins = target
+    outputs = {name: tactics[0]["outputs"] for name, tactics in plugins.items()}
+    assert outputs["SampleTiles"] == [[[20, 6400], "FLOAT"]] * 2 + [[[20, 50], "FLOAT"]] * 2 + [
+        [[20, 50], "INT64"]
+    ]
+    assert outputs["SampleSelect"] == [[[20, 6400], "INT32"], [[2, 10], "INT64"], [[2, 10], "FLOAT"]]
+    assert outputs["AcceptBlock"] == [[[2], "INT64"]] * 2
+    assert outputs["HiddenStateTap5"] == [[[20, 14400], "BF16"]]
+    assert outputs["MoEGateUp"] == [[[80, 2880], "BF16"]]
+    assert outputs["MoEDown"] == [[[80, 2880], "FLOAT"]]
+    assert outputs["MoECombine"] == [[[20, 2880], "BF16"]]
+    grids = {name: [t["grid"][:2] for t in tactics] for name, tactics in plugins.items()}
+    assert grids["SampleTiles"] == [[50, 20]]
+    assert grids["SampleSelect"] == [[20, 1]]
+    assert grids["AcceptBlock"] == [[2, 1]]
+    assert grids["HiddenStateTap5"] == [[20, 5]]
+    assert grids["MoERoute"] == [[1, 1]]
+    for name in ("MoEGateUp", "MoEDown"):
+        by_tactic = dict(zip([t["tactic"] for t in plugins[name]], grids[name], strict=True))
+        assert by_tactic.items() <= {1: [45, 80], 2: [23, 80], 3: [45, 80], 4: [23, 80]}.items()
+    assert grids["MoECombine"] == [[20, 3]]
+    assert plugins["SampleTiles"][0]["integers"] == [10]
+    assert plugins["AcceptBlock"][0]["integers"] == [10, 10]
+
+
+def test_the_noise_is_compiled_without_fused_operations(target: tuple[int, Any]) -> None:
+    """A fused multiply-add would round otherwise than the host. In sample_select only the library's log has some."""
+    _, plugins = target
+    assert plugins["SampleTiles"][0]["fused"] == 0
+    assert plugins["SampleSelect"][0]["fused"] == 12
+
+
+COMPILE_TWICE = """
+import time
+from dflash_plugins import compiler
+from dflash_plugins import kernel_specs as uses
+use = uses.combine(64, 2, "bf16")
+first = compiler.compile_kernel(use, 90)
+compiler._compile = None  # compiled again, this would be called
+assert compiler.compile_kernel(use, 90) == first
+compiler.source_digest.cache_clear()
+compiler.triton.__version__ += ".post1"
+try:
+    compiler.compile_kernel(use, 90)
+except TypeError:
+    print("another compiler, another kernel")
+"""
+
+
+def test_compiled_kernels_are_kept_by_digest(tmp_path: Path) -> None:
+    done = run(tmp_path, "-c", COMPILE_TWICE)
+    assert done.stdout == "another compiler, another kernel\n", done.stderr
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+REFUSED = """
+from dflash_trt.errors import BuildError
+from dflash_plugins import compiler
+from dflash_plugins import registration as quick
+from dflash_plugins import kernel_specs as uses
+from tests.doubles import tensorrt_double
+try:
+    compiler.compile_kernel(uses.combine(64, 2, "bf16"), 86)
+except BuildError as error:
+    print(error)
+trt = tensorrt_double.install()
+quick.register(trt, 90)
+quick.register(trt, 90)
+try:
+    quick.register(trt, 100)
+except BuildError as error:
+    print(error)
+dynamic = tensorrt_double.described(trt, (-1, -1), (8, 64), tensorrt_double.DataType.INT64)
+sizes = quick.Sizes("MoECombine", [type("Desc", (), {"shape": (-1, -1), "dtype": dynamic.desc.type})])
+for ask in (lambda: sizes.fixed(0, 1), lambda: sizes.type(0)):
+    try:
+        ask()
+    except BuildError as error:
+        print(error)
+"""
+
+
+def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, "-c", REFUSED)
+    assert done.stdout.splitlines() == [
+        "plugins are compiled for sm_90, sm_100, sm_120, not sm_86",
+        "plugins are registered for compute capability 90 in this process; build for 100 in another one",
+        "MoECombine: size 1 of input 0 is dynamic, expected one that the graph fixes",
+        "MoECombine: input 0 is INT64, expected one of: FLOAT, HALF, BF16",
+    ], done.stderr
+
+
+def test_plans_of_another_version_are_refused() -> None:
+    version.check({"engine": "onnxruntime"}, "bundle")
+    version.check({"tensorrt": {"plugins": {"version": version.VERSION}}}, "bundle")
+    with pytest.raises(BundleError, match=r"bundle: .*version is 0, expected 1"):
+        version.check({"tensorrt": {"plugins": {"version": 0}}}, "bundle")

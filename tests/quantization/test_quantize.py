@@ -1,0 +1,385 @@
+"""Quantizing checkpoints and building with them: what is written, what is refused, what an interruption leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.checkpoint.linears import stored_linear, widen
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.cli import main
+from dflash_trt.errors import BuildError, CheckpointError, DFlashError
+from dflash_trt.formats import SCHEMES, numbers
+from dflash_trt.formats.nvfp4 import nvfp4_global_scale, quantize_nvfp4
+from dflash_trt.formats.precision import parse_precision
+from dflash_trt.graph import onnxruntime as functions
+from dflash_trt.quantization import convert
+from dflash_trt.quantization.calibrate import activation_amax, calibration_set
+from dflash_trt.quantization.convert import quantize, repack_int4
+from dflash_trt.reports.inspection import inspect
+from tests.doubles.quantized_checkpoints import write_quant_config, write_safetensors
+
+TINY = Path(functions.__file__).parent.parent / "shipped" / "tiny"
+ERRORS = {"fp8": 0.03, "nvfp4": 0.1, "mxfp4": 0.12, "int4": 0.12}
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The shipped target in every scheme, its head too."""
+    folder = tmp_path_factory.mktemp("quantized")
+    return {scheme: quantize(TINY / "target", folder / scheme, scheme, head=scheme) for scheme in SCHEMES}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_layer_is_near_its_original(quantized: dict[str, Path], scheme: str) -> None:
+    original, found = Checkpoint(TINY / "target"), Checkpoint(quantized[scheme])
+    count = 0
+    for name, tensor in original.tensors.items():
+        layer = name.removesuffix(".weight")
+        stored = stored_linear(found, layer, *tensor.shape[::-1]) if len(tensor.shape) == 2 else None
+        if "embed" in name or stored is None:
+            np.testing.assert_array_equal(found.array(name), original.array(name))
+            continue
+        w = original.array(name).astype(np.float32)
+        assert np.linalg.norm(widen(found, stored) - w) < ERRORS[scheme] * np.linalg.norm(w)
+        count += 1
+    assert count == 70
+    head = stored_linear(found, "lm_head", 192, 2048)
+    assert head is not None
+    table = original.array("model.embed_tokens.weight").astype(np.float32)
+    assert np.linalg.norm(widen(found, head) - table) < ERRORS[scheme] * np.linalg.norm(table)
+    assert json.loads((quantized[scheme] / "config.json").read_text())["tie_word_embeddings"] is False
+    assert inspect(quantized[scheme])["parameters"] == inspect(TINY / "target")["parameters"] + 192 * 2048
+
+
+def test_fused_layers_share_their_scales(quantized: dict[str, Path]) -> None:
+    found = Checkpoint(quantized["nvfp4"])
+    scales = [found.array(f"model.layers.0.self_attn.{n}_proj.weight_scale_2").item() for n in "qkv"]
+    assert len(set(scales)) == 1
+    assert scales[0] != found.array("model.layers.0.self_attn.o_proj.weight_scale_2").item()
+
+
+def test_config_json_says_the_same_as_hf_quant_config(quantized: dict[str, Path], tmp_path: Path) -> None:
+    for scheme, path in quantized.items():
+        copy = tmp_path / scheme
+        shutil.copytree(path, copy)
+        (copy / "hf_quant_config.json").unlink()
+        first, second = Checkpoint(path).quantization, Checkpoint(copy).quantization
+        assert (first.default, first.excluded, first.patterns) == (
+            second.default,
+            second.excluded,
+            second.patterns,
+        )
+
+
+def test_layers_and_head_of_different_schemes(tmp_path: Path) -> None:
+    out = quantize(TINY / "target", tmp_path / "out", "nvfp4", exclude=["model.layers.0.*"], head="fp8")
+    found = Checkpoint(out).quantization
+    assert found.name == "FP8_PER_CHANNEL_PER_TOKEN, NVFP4"
+    assert found.algorithm("model.layers.0.mlp.up_proj") is None
+    schemes = [found.algorithm(name) for name in ("lm_head", "model.layers.1.mlp.up_proj")]
+    assert [a and a.scheme for a in schemes] == ["fp8", "nvfp4"]
+
+
+def test_int4_by_row_is_the_same_numbers(quantized: dict[str, Path], tmp_path: Path) -> None:
+    one = Checkpoint(quantized["int4"])
+    other = Checkpoint(repack_int4(one, tmp_path / "by-row"))
+    layer = "model.layers.3.mlp.down_proj"
+    pair = [stored_linear(c, layer, 512, 192) for c in (one, other)]
+    assert [stored and stored.by_row for stored in pair] == [False, True]
+    values = [widen(c, stored) for c, stored in zip((one, other), pair, strict=True) if stored]
+    np.testing.assert_array_equal(*values)
+
+
+def test_calibrated_scales_are_those_of_the_inputs(tmp_path: Path) -> None:
+    prompts = calibration_set(TINY / "target", None)[:2]
+    for drafter in (None, TINY / "drafter"):
+        source = drafter or TINY / "target"
+        amax = activation_amax(TINY / "target", drafter, prompts, work=tmp_path)
+        # Fused layers read the same rows, in the drafter but for the query.
+        first = "layers.0.self_attn" if drafter else "model.layers.0.self_attn"
+        assert amax[f"{first}.k_proj"] == amax[f"{first}.v_proj"] > 0
+        out = quantize(source, tmp_path / source.name, "fp8", calibration=amax)
+        found = Checkpoint(out)
+        assert found.quantization.name == "FP8"
+        scale = found.array(f"{first}.o_proj.input_scale").item()
+        assert scale == pytest.approx(amax[f"{first}.o_proj"] / 448)
+    assert not list(tmp_path.glob(".calibrating*"))
+
+
+@pytest.mark.parametrize(
+    "precision", ["target=nvfp4,drafter=fp8,head=int4", "target=int4,drafter=mxfp4,head=fp8"]
+)
+def test_bundles_are_quantized_on_the_way(tmp_path: Path, precision: str) -> None:
+    asked = parse_precision(precision)
+    bundle = build("tiny", None, tmp_path / "bundle", precision=asked)
+    found = inspect(bundle.path)["quantization"]
+    named = {
+        "fp8": "FP8_PER_CHANNEL_PER_TOKEN",
+        "nvfp4": "NVFP4",
+        "int4": "W4A16_AWQ",
+        "mxfp4": "W4A16_MXFP4",
+    }
+    assert found == {role: named[asked.scheme(role) or ""] for role in ("target", "drafter", "head")}
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    key = bundle.manifest["key"]
+    assert build("tiny", None, tmp_path / "bundle", precision=asked).manifest["key"] == key
+    with LLM(bundle.path) as llm:
+        prompt = llm.chat_prompt([{"role": "user", "content": "What is 17 + 25?"}])
+        params = SamplingParams(max_tokens=24)
+        drafted, plain = (llm.generate(prompt, params, speculate=s) for s in (True, False))
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.statistics.mean_acceptance_length > 2
+
+
+def test_widening_in_every_pass_gives_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for limit in (functions.RESIDENT_LINEAR_BYTES, 0):
+        monkeypatch.setattr(functions, "RESIDENT_LINEAR_BYTES", limit)
+        bundle = build(
+            "tiny", None, tmp_path / str(limit), precision=parse_precision("target=nvfp4,head=mxfp4")
+        )
+        with LLM(bundle.path) as llm:
+            found.append(llm.generate([5, 6, 7, 8], SamplingParams(max_tokens=12)).token_ids)
+    assert found[0] == found[1]
+
+
+def test_an_interrupted_run_leaves_nothing_that_looks_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _sharded(tmp_path / "source")
+    written: list[str] = []
+    whole = convert.write_shard
+
+    def stops(path: Path, entries: Any) -> None:
+        if written:
+            path.with_name(path.name + ".part").write_bytes(b"half")
+            raise KeyboardInterrupt
+        whole(path, entries)
+        written.append(path.name)
+
+    monkeypatch.setattr(convert, "write_shard", stops)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, tmp_path / "out", "fp8")
+    assert not (tmp_path / "out").exists()
+
+    def goes_on(path: Path, entries: Any) -> None:
+        written.append(path.name)
+        whole(path, entries)
+
+    monkeypatch.setattr(convert, "write_shard", goes_on)
+    out = quantize(source, tmp_path / "out", "fp8")
+    assert sorted(written) == ["model-1.safetensors", "model-2.safetensors"]
+    assert not list(out.glob("*.part"))
+    assert set(Checkpoint(out).tensors) == {
+        *(f"layers.{i}.mlp.up_proj.{t}" for i in (0, 1) for t in ("weight", "weight_scale"))
+    }
+    # What is there is kept; anything else is not overwritten.
+    assert quantize(source, out, "fp8") == out
+    with pytest.raises(BuildError, match="exists and is not this checkpoint quantized this way"):
+        quantize(source, out, "nvfp4")
+
+
+def _sharded(directory: Path) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    names = [f"layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
+    random = np.random.default_rng(0)
+    for i, name in enumerate(names, start=1):
+        w = random.standard_normal((8, 64)).astype(ml_dtypes.bfloat16)
+        write_safetensors(directory / f"model-{i}.safetensors", {name: w})
+    weight_map = {name: f"model-{i}.safetensors" for i, name in enumerate(names, start=1)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    source = _sharded(tmp_path / "source")
+    w = np.ones((8, 64), np.float32)
+    w[7, 63] = value
+    write_safetensors(source / "model-2.safetensors", {"layers.1.mlp.up_proj.weight": w})
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight' has numbers that are not finite"
+    ):
+        quantize(source, tmp_path / "out", "nvfp4")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_quantized_is_refused(tmp_path: Path, quantized: dict[str, Path]) -> None:
+    out = tmp_path / "out"
+    target, drafter = TINY / "target", TINY / "drafter"
+    cases: list[tuple[str, Any]] = [
+        ("the checkpoint is NVFP4 already", lambda: quantize(quantized["nvfp4"], out, "fp8")),
+        ("matches no linear layer", lambda: quantize(target, out, "fp8", exclude=["model.layer.*"])),
+        ("a drafter uses its target's", lambda: quantize(drafter, out, "fp8", head="fp8")),
+        ("no linear layer to quantize", lambda: quantize(target, out, "fp8", exclude=["*"])),
+        ("--scheme is 'int8', expected one of", lambda: quantize(target, out, "int8")),
+        ("saw nothing of 70 layers", lambda: quantize(target, out, "fp8", calibration={})),
+        (
+            "is nvfp4 already",
+            lambda: build(
+                str(quantized["nvfp4"]), str(drafter), out, precision=parse_precision("target=fp8")
+            ),
+        ),
+        (
+            "a quantized LM head already",
+            lambda: build(str(quantized["fp8"]), str(drafter), out, precision=parse_precision("head=fp8")),
+        ),
+    ]
+    for message, call in cases:
+        with pytest.raises(DFlashError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+        assert not out.exists()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "drafter"
+    assert main(["quantize", "tiny", "--role", "drafter", "--scheme", "nvfp4", "--out", str(out)]) == 0
+    assert "drafter, NVFP4" in capsys.readouterr().out
+    assert main(["quantize", str(TINY / "drafter"), "--scheme", "fp8", "--out", str(tmp_path / "x"),
+                 "--calibration", "shipped"]) == 1  # fmt: skip
+    assert "needs its target, give --target" in capsys.readouterr().err
+    assert main(["quantize", "tiny", "--scheme", "int4", "--out", str(tmp_path / "x"),
+                 "--calibration", "shipped"]) == 1  # fmt: skip
+    assert "nothing to calibrate" in capsys.readouterr().err
+
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+def _one_layer(directory: Path, algorithm: str | None, **changes: Any) -> Checkpoint:
+    """A checkpoint of one NVFP4 layer [32, 64] with some tensors other or away."""
+    w = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
+    second = nvfp4_global_scale(np.abs(w).max())
+    packed, scales = quantize_nvfp4(w, second)
+    tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": second, **changes}
+    (directory / "config.json").write_text("{}")
+    write_quant_config(directory, algorithm)
+    write_safetensors(
+        directory / "model.safetensors", {f"{LAYER}.{n}": t for n, t in tensors.items() if t is not None}
+    )
+    return Checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "message"),
+    [
+        (
+            "NVFP4",
+            {"weight_scale_2": None},
+            f"has no tensor '{LAYER}.weight_scale_2', but by hf_quant_config.json",
+        ),
+        (
+            "NVFP4",
+            {"weight_scale": np.zeros((32, 2), numbers.E4M3)},
+            r"F8_E4M3 \[32, 2\], but in NVFP4 it is",
+        ),
+        (
+            "NVFP4",
+            {"weight_scale": np.zeros((32, 4), np.float32)},
+            r"is F32 \[32, 4\], but in NVFP4 it is F8_E4M3",
+        ),
+        (
+            "NVFP4",
+            {"weight_scale_2": np.ones(2, np.float32)},
+            r"F32 \[2\], but in NVFP4 it is F32 \[\] or \[1\]",
+        ),
+        (
+            "NVFP4",
+            {"weight": np.zeros((32, 64), np.uint8)},
+            r"is U8 \[32, 64\], but in NVFP4 it is U8 \[32, 32\]",
+        ),
+        ("NVFP4", {"input_scale": np.ones((), np.float16)}, "is F16"),
+        ("FP8", {}, r"weight' is U8 \[32, 32\], but in FP8 it is F8_E4M3 \[32, 64\]"),
+        (
+            "FP8",
+            {"weight": np.zeros((32, 64), numbers.E4M3), "weight_scale": np.float32(1)},
+            "input_scale', but by",
+        ),
+        ("W4A16_MXFP4", {}, r"weight_scale' is F8_E4M3 \[32, 4\], but in W4A16_MXFP4 it is U8 \[32, 2\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, algorithm: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as error:
+        stored_linear(_one_layer(tmp_path, algorithm, **changes), LAYER, 64, 32)
+    assert str(error.value).startswith(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"quant_algo": "W8A8_SQ_PER_CHANNEL"}, 'quant_algo is "W8A8_SQ_PER_CHANNEL", supported are: FP8, '),
+        ({"quant_algo": "NVFP4", "group_size": 32}, "group_size is 32, but NVFP4 is read with 16"),
+        (
+            {"quant_algo": "W4A16_AWQ", "group_size": 96},
+            "group_size is 96, but W4A16_AWQ is read with 128 or 64 or 32",
+        ),
+        (
+            {"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
+            'kv_cache_quant_algo is "NVFP4", supported is FP8',
+        ),
+        ({"quant_algo": "MIXED_PRECISION"}, "quantized_layers is missing"),
+        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "INT8"}}}, "INT8"),
+        ({"quant_algo": 4}, "quant_algo is 4, expected a string"),
+    ],
+)
+def test_configurations_that_are_not_read_are_refused(
+    tmp_path: Path, said: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    write_safetensors(tmp_path / "model.safetensors", {"a": np.zeros(1, np.float32)})
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint(tmp_path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("left", ["", "{", '{"producer": 3}', "[]"])
+def test_a_run_killed_at_its_first_write_runs_again(tmp_path: Path, left: str) -> None:
+    """Whatever stands in the record that says what was begun, as a kill or a full disk may leave it."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill(step: str, done: int, total: int) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        quantize(TINY / "target", tmp_path / "out", "fp8", progress=kill)
+    (record,) = tmp_path.rglob("hf_quant_config.json")
+    record.write_text(left)
+    out = quantize(TINY / "target", tmp_path / "out", "fp8")
+    assert inspect(out)["quantization"] == "FP8_PER_CHANNEL_PER_TOKEN"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_damage_to_a_quantized_checkpoint_is_noticed(quantized: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "damaged"
+    shutil.copytree(quantized["fp8"], out)
+    with (out / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))  # one bit; sizes and header stay
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: sha256 is \w+, but hf_quant_config\.json says"
+    ):
+        quantize(TINY / "target", out, "fp8", head="fp8")
+    with pytest.raises(CheckpointError, match="the file was damaged or changed"):
+        build(str(out), str(TINY / "drafter"), tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()

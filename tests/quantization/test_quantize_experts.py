@@ -1,0 +1,113 @@
+"""Quantizing Qwen3-MoE: experts like other layers, exclusions, calibrated scales, and what then runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.checkpoint.linears import stored_linear, widen
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.errors import BuildError
+from dflash_trt.formats import SCHEMES
+from dflash_trt.graph import onnxruntime as functions
+from dflash_trt.quantization.calibrate import activation_amax, calibration_set
+from dflash_trt.quantization.convert import quantize
+from tests.doubles.checkpoints import make_drafter
+from tests.doubles.family_checkpoints import make_qwen3_moe
+from tests.models.test_families import load
+
+ERRORS = {"fp8": 0.03, "nvfp4": 0.1, "mxfp4": 0.12, "int4": 0.12}
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Qwen3-MoE pair."""
+    folder = tmp_path_factory.mktemp("moe")
+    sizes = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "decoder_sparse_step": 2,
+    }
+    target = make_qwen3_moe(folder / "target", favourites=6, **sizes)
+    return target, make_drafter(folder / "drafter", target, taps=(0, 1))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_are_quantized_like_other_layers(
+    moe: tuple[Path, Path], tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, found = Checkpoint(moe[0]), Checkpoint(quantize(moe[0], tmp_path / "out", scheme))
+    experts = [n.removesuffix(".weight") for n in original.tensors if ".experts." in n]
+    assert len(experts) == 3 * 8  # in the second layer; the first has a plain MLP
+    for name in experts:
+        rows, columns = original[f"{name}.weight"].shape
+        stored = stored_linear(found, name, columns, rows)
+        assert stored is not None
+        w = original.array(f"{name}.weight").astype(np.float32)
+        assert np.linalg.norm(widen(found, stored) - w) < ERRORS[scheme] * np.linalg.norm(w)
+    assert found["model.layers.1.mlp.gate.weight"].dtype == "BF16"
+    answers = []
+    for limit in (functions.RESIDENT_EXPERT_BYTES, 0):
+        monkeypatch.setattr(functions, "RESIDENT_EXPERT_BYTES", limit)
+        bundle = build(str(tmp_path / "out"), str(moe[1]), tmp_path / f"bundle{limit}")
+        with LLM(bundle.path) as llm:
+            prompt = llm.chat_prompt([{"role": "user", "content": "What is 17 + 25?"}])
+            params = SamplingParams(max_tokens=32, ignore_eos=True)
+            answers += [llm.generate(prompt, params, speculate=s).token_ids for s in (True, False)]
+    assert len(answers[0]) == 32
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_excluding_experts(moe: tuple[Path, Path], tmp_path: Path) -> None:
+    kept = quantize(moe[0], tmp_path / "kept", "nvfp4", exclude=["*.experts.*"])
+    downs = quantize(moe[0], tmp_path / "downs", "nvfp4", exclude=["*.experts.*.down_proj"])
+    layer = "model.layers.1.mlp.experts.3"
+    for path, expected in ((kept, [None, None]), (downs, ["NVFP4", None])):
+        found = Checkpoint(path).quantization
+        named = [found.algorithm(f"{layer}.{name}_proj") for name in ("up", "down")]
+        assert [a and a.name for a in named] == expected
+        assert found.algorithm("model.layers.1.self_attn.q_proj") is not None
+        assert len(found.excluded) + len(found.patterns) < 8
+        build(str(path), str(moe[1]), tmp_path / f"{path.name}-bundle")
+    with pytest.raises(
+        BuildError, match=r"leaves some of model\.layers\.1\.mlp\.experts\.\*\.down_proj as they are"
+    ):
+        quantize(moe[0], tmp_path / "out", "nvfp4", exclude=[f"{layer}.*"])
+
+
+def test_experts_share_their_calibrated_scales(moe: tuple[Path, Path], tmp_path: Path) -> None:
+    """No token need reach an expert; what reaches the down projections is seen behind the activation."""
+    prompts = [ids[:2] for ids in calibration_set(moe[0], None)[:1]]
+    amax = activation_amax(moe[0], None, prompts, work=tmp_path)
+    found = Checkpoint(quantize(moe[0], tmp_path / "out", "fp8", calibration=amax))
+    layer = "model.layers.1.mlp.experts"
+    scales = {
+        name: {found.array(f"{layer}.{e}.{name}_proj.input_scale").item() for e in range(8)}
+        for name in ("gate", "up", "down")
+    }
+    assert [len(values) for values in scales.values()] == [1, 1, 1]
+    assert scales["gate"] == scales["up"]
+    assert scales["gate"].pop() == pytest.approx(amax["model.layers.1.mlp.gate"] / 448)
+    assert scales["down"].pop() == pytest.approx(_largest_hidden(moe[0], prompts[0]) / 448, rel=1e-4)
+
+
+def _largest_hidden(target: Path, prompt: list[int]) -> float:
+    """Between SwiGLU and the down projections of layer 1, of the experts chosen, by Transformers."""
+    model, tokens, seen = load(target), list(prompt), list[tuple[Any, ...]]()
+    model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+    weights = model.model.layers[1].mlp.experts.gate_up_proj
+    with torch.no_grad():
+        for _ in range(32):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        seen.clear()
+        model(torch.tensor([tokens]))
+        ((hidden, chosen, *_),) = seen
+        gate, up = torch.einsum("rd,rkid->rki", hidden, weights[chosen]).chunk(2, dim=-1)
+        return float((torch.nn.functional.silu(gate) * up).abs().max())

@@ -1,0 +1,166 @@
+"""The benchmark's loads, figures, table, JSON line and drawing, on a small random pair."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.building.build import build
+from dflash_trt.cli import main
+from dflash_trt.decoding.metrics import quantile
+from dflash_trt.reports.benchmark import Load, Point, bench
+from dflash_trt.reports.plot import line_chart
+from dflash_trt.runtime import Runtime
+from tests.doubles.checkpoints import make_drafter, make_target
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bench")
+    target = make_target(directory / "target", favourites=6, layers=3)
+    drafter = make_drafter(directory / "drafter", target)
+    return build(str(target), str(drafter), directory / "bundle", max_seq_len=512).path
+
+
+@pytest.fixture
+def runtime(bundle: Path) -> Any:
+    made = Runtime(bundle, max_batch_size=4, prefill_chunk=64, prefix_cache_bytes=0, threads=1, check="size")
+    yield made
+    made.pair.close()
+
+
+def points(runtime: Runtime, *loads: Load, **options: Any) -> dict[tuple[str, str], Point]:
+    methods = {"plain": runtime.lengths(False, 1), "fixed": runtime.lengths(True, 4)}
+    found = bench(runtime, [[i, 7, 9] for i in range(5)], loads, methods, **options)
+    return {(point.load.name, point.method): point for each in found for point in each}
+
+
+def test_every_method_serves_the_same_requests(runtime: Runtime) -> None:
+    found = points(runtime, Load(1), Load(3), requests=13, max_tokens=12)
+    assert list(found) == [("1", "plain"), ("1", "fixed"), ("3", "plain"), ("3", "fixed")]
+    plain = found["1", "plain"]
+    assert len(plain.outputs) == 13
+    for point in found.values():
+        assert [r.prompt[0] for r in point.requests] == [i % 5 for i in range(13)]
+        assert point.outputs == plain.outputs
+        assert len(point.latencies) == 13
+    figures = plain.to_dict()
+    assert figures["output_tokens"] == sum(map(len, plain.outputs))
+    assert figures["tokens_per_second"] == pytest.approx(figures["output_tokens"] / plain.seconds, abs=0.1)
+    assert figures["block_length_histogram"] == [0, figures["output_tokens"] - 13]
+    assert figures["mean_acceptance_length"] == 1
+    times = [r.statistics.time_per_output_token for r in plain.requests]
+    assert figures["tpot_ms"]["p50"] == pytest.approx(1e3 * quantile(times, 0.5), abs=1e-3)
+    fixed = found["3", "fixed"].to_dict()
+    assert fixed["mean_acceptance_length"] > 1
+    assert len(fixed["block_length_histogram"]) == 5
+    assert 0 < fixed["host_share"] < 1
+
+
+def test_a_closed_loop_keeps_so_many_requests_in_flight(runtime: Runtime, monkeypatch: Any) -> None:
+    scheduler, seen = runtime.scheduler, list[int]()
+    step = scheduler.step
+
+    def watched(lengths: Any) -> Any:
+        seen.append(len(scheduler.active) + len(scheduler.waiting))
+        return step(lengths)
+
+    monkeypatch.setattr(scheduler, "step", watched)
+    points(runtime, Load(3), requests=12, max_tokens=8)
+    assert max(seen) == 3
+    assert seen.count(3) > len(seen) / 2
+
+
+def test_an_open_loop_counts_from_the_arrival(runtime: Runtime) -> None:
+    found = points(runtime, Load(2, rate=400.0), requests=8, max_tokens=8)
+    point = found["400/s", "fixed"]
+    arrivals = [r.arrived for r in point.requests]
+    assert arrivals == sorted(arrivals)
+    assert len(set(arrivals)) == 8
+    plain = [
+        r.arrived - found["400/s", "plain"].requests[0].arrived for r in found["400/s", "plain"].requests
+    ]
+    assert [r.arrived - arrivals[0] for r in point.requests] == pytest.approx(plain)
+    assert point.to_dict()["concurrency"] is None
+    assert point.to_dict()["rate"] == 400
+
+
+def test_the_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    svg = tmp_path / "chart.svg"
+    options = ["--requests", "6", "--max-tokens", "8", "--concurrency", "1,2", "--rate", "300"]
+    assert main(["bench", str(bundle), *options, "--svg", str(svg), "--block-length", "5"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "tokens of the methods: all equal" in out
+    assert any("burst" in line for line in out)
+    assert [line.split()[:2] for line in out[3:12]] == [
+        [load, method] for load in ("1", "2", "300/s") for method in ("plain", "draft", "adaptive")
+    ]
+    document = json.loads(out[-1])
+    assert document["same_tokens"] is True
+    assert document["fixed_block_length"] == 5
+    assert [(p["concurrency"], p["rate"]) for p in document["points"][::3]] == [
+        (1, None),
+        (2, None),
+        (None, 300),
+    ]
+    root = ElementTree.fromstring(svg.read_text())
+    assert len(root.findall(f"{SVG}polyline")) == 6
+    assert len(root.findall(f"{SVG}circle")) == 9
+
+
+def test_prompts_of_a_file_and_json_alone(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "12 + 7 ="}\n{"messages": [{"role": "user", "content": "Add."}]}\n')
+    options = ["--prompts", str(prompts), "--requests", "2", "--max-tokens", "4", "--rate", "500"]
+    assert main(["bench", str(bundle), *options, "--methods", "plain,draft", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [(p["method"], p["rate"]) for p in document["points"]] == [("plain", 500), ("draft", 500)]
+
+
+def test_different_tokens_are_an_error(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = Point.outputs.fget
+
+    def altered(self: Point) -> Any:
+        found = outputs(self)  # type: ignore[misc]
+        return found if self.method == "plain" else found[:-1]
+
+    monkeypatch.setattr(Point, "outputs", property(altered))
+    assert main(["bench", str(bundle), "--requests", "2", "--max-tokens", "4", "--concurrency", "1"]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--methods", "plain,fast"], ["--rate", "0"], ["--concurrency", "0"], ["--max-tokens", "1"]]
+)
+def test_wrong_usage(bundle: Path, wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["bench", str(bundle), *wrong])
+    assert raised.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_a_wrong_block_length_is_one_line(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(bundle), "--block-length", "9"]) == 1
+    assert "block_length is 9, expected 1..8" in capsys.readouterr().err
+
+
+def test_a_chart_has_its_points_inside() -> None:
+    series = {"a & b": [(0.5, 10.0, "1"), (3.0, 40.0, "2")], "c": [(1.0, 47.0, "<1>")]}
+    root = ElementTree.fromstring(line_chart(series, title="T", x="X", y="Y"))
+    places = [(float(c.get("cx", "")), float(c.get("cy", ""))) for c in root.findall(f"{SVG}circle")]
+    assert all(70 <= x <= 700 and 44 <= y <= 388 for x, y in places)
+    assert places[1][0] > places[0][0]
+    assert places[1][1] < places[0][1]
+    texts = [t.text for t in root.findall(f"{SVG}text")]
+    assert {"T", "X", "Y", "a & b", "<1>", "50", "5"} <= set(texts)
+    assert ElementTree.fromstring(line_chart({}, title="", x="", y="")) is not None

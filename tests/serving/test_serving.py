@@ -1,0 +1,377 @@
+"""Serving without a server: the repository, the engine process on its socket, finding tritonserver, its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_trt import LLM, AsyncLLM, SamplingParams
+from dflash_trt.cli import main
+from dflash_trt.errors import DFlashError
+from dflash_trt.serving.deploy import container_command, deploy, template
+from dflash_trt.serving.launch import find_server, server_arguments
+from dflash_trt.serving.processes import descendants
+from dflash_trt.serving.proxy import Sockets
+from dflash_trt.serving.supervisor import dead_since
+from dflash_trt.serving.worker import Worker
+from tests.api.test_async import bundle, prompt
+from tests.decoding.test_faults import Panic
+
+__all__ = ["bundle"]  # the fixture
+
+
+def names(config: str, section: str) -> list[tuple[str, ...]]:
+    body = re.search(rf"^{section} \[\n(.*?)^\]", config, re.MULTILINE | re.DOTALL)
+    assert body
+    return re.findall(r'name: "(\w+)" data_type: (\w+) dims: (\[[^]]*\])', body[1])
+
+
+def test_deploy_writes_a_repository(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "repository"
+    options = ["--max-batch-size", "5", "--max-queue", "7", "--block-length", "3"]
+    assert main(["deploy", str(bundle), "--out", str(out), *options]) == 0
+    config = (out / "dflash" / "config.pbtxt").read_text()
+    given = dict(re.findall(r'key: "(\w+)" value \{ string_value: "(.*)" \}', config))
+    assert given == {
+        "bundle": "bundle", "python": "", "max_batch_size": "5", "max_queue": "7", "block_length": "3",
+        "stream_interval_ms": "50", "threads": "",
+    }  # fmt: skip
+    assert "${" not in config
+    linked = out / "dflash" / "1" / "bundle"
+    assert (linked.is_symlink(), linked.resolve()) == (True, bundle.resolve())
+    assert sorted(path.name for path in out.rglob("*.pbtxt")) == ["config.pbtxt"] * 2
+    assert (out / "ensemble" / "1").is_dir()
+    assert main(["deploy", str(bundle), "--out", str(out)]) == 1
+    assert "is there already" in capsys.readouterr().err
+    options = ["--block-length", "auto", "--stream-interval", "0"]
+    assert main(["deploy", str(bundle), "--out", str(tmp_path / "other"), *options]) == 0
+    config = (tmp_path / "other" / "dflash" / "config.pbtxt").read_text()
+    assert 'key: "block_length" value { string_value: "auto" }' in config
+    assert 'key: "stream_interval_ms" value { string_value: "0" }' in config
+    copied = deploy(bundle, tmp_path / "copied", copy=True) / "dflash" / "1" / "bundle"
+    assert not copied.is_symlink()
+    assert {p.name for p in copied.iterdir()} == {p.name for p in bundle.iterdir()}
+
+
+def test_deploy_refuses_what_could_not_run(bundle: Path, tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"max_batch_size": 0}, "max_batch_size is 0"),
+        ({"max_queue": -1}, "max_queue is -1"),
+        ({"block_length": 99}, "block_length is 99, expected 1.."),
+        ({"stream_interval_ms": -1}, "stream_interval_ms is -1"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(DFlashError, match=message):
+            deploy(bundle, tmp_path / "out", **options)
+    with pytest.raises(DFlashError, match="no such directory"):
+        deploy(tmp_path / "nothing", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_ensemble_has_every_tensor_of_the_model() -> None:
+    model, ensemble = ((template() / name / "config.pbtxt").read_text() for name in ("dflash", "ensemble"))
+    for section in ("input", "output"):
+        assert names(ensemble, section) == names(model, section)
+        maps = re.findall(rf'{section}_map {{ key: "(\w+)" value: "(\w+)" }}', ensemble)
+        assert maps == [(name, name) for name, _, _ in names(model, section)]
+    assert model.count("optional: true") == len(names(model, "input"))
+
+
+def request(key: int, prompt: list[int], **params: Any) -> bytes:
+    message = {
+        "id": key,
+        "prompt": prompt,
+        "field": "input_ids",
+        "params": params,
+        "end_id": -1,
+        "stream": True,
+    }
+    message |= {"echo": False, "speculate": True, "block_length": None, "timeout": None}
+    return json.dumps(message).encode() + b"\n"
+
+
+class Engine:
+    """The worker, as the Triton model starts it."""
+
+    def __init__(self, bundle: Path, **settings: str) -> None:
+        self.socket, theirs = socket.socketpair()
+        arguments = json.dumps({"bundle": str(bundle), "threads": "1", "block_length": "", **settings})
+        command = [sys.executable, "-m", "dflash_trt.serving.worker", str(theirs.fileno()), arguments]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.file = self.socket.makefile("rb")
+
+    def ask(self, key: int, prompt: Any, **params: Any) -> None:
+        self.socket.sendall(request(key, prompt, **params))
+
+    def updates(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        for line in self.file:
+            yield from ((key, update) for key, update in json.loads(line) if key != "metrics")
+
+    def end(self) -> int:
+        self.socket.shutdown(socket.SHUT_WR)
+        return self.process.wait(20)
+
+
+def test_the_engine_process_answers_and_ends_with_its_socket(bundle: Path) -> None:
+    with LLM(bundle, threads=1) as llm:
+        expected = llm.generate(prompt(9), SamplingParams(max_tokens=30, temperature=1.0, seed=3))
+    engine = Engine(bundle)
+    ready = json.loads(engine.file.readline())
+    assert ready.pop("longest_line") > 1 << 20
+    assert ready == {"ready": True}
+    engine.ask(1, prompt(9), max_tokens=30, temperature=1.0, seed=3)
+    engine.ask(2, [10**6], max_tokens=3)
+    engine.ask(3, prompt(5), max_tokens=200, ignore_eos=True)
+    engine.socket.sendall(b'{"cancel": 3}\n{"cancel": 77}\n')
+    tokens: list[int] = []
+    ends: dict[int, Any] = {}
+    for key, update in engine.updates():
+        if key == 1:
+            tokens += update["token_ids"]
+        if "error" in update or "finish_reason" in update:
+            ends[key] = update.get("error") or update["finish_reason"]
+        if len(ends) == 3:
+            break
+    assert tokens == expected.token_ids
+    assert ends[1] == expected.finish_reason
+    assert ends[2][0] == "INVALID_ARG"
+    assert ends[2][1].startswith("input_ids has token id 1000000")
+    assert ends[3][0] == "CANCELLED"
+    assert engine.end() == 0
+
+
+def test_a_text_that_cannot_fit_is_refused_and_one_that_fits_is_told_its_tokens(bundle: Path) -> None:
+    engine = Engine(bundle)
+    longest = json.loads(engine.file.readline())["longest_line"]
+    text = "\x01" * ((longest - 1000) // 6)
+    assert len(request(1, text)) <= longest  # type: ignore[arg-type]
+    engine.ask(1, text)
+    engine.ask(2, "hello", max_tokens=3, ignore_eos=True)
+    got: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
+    for key, update in engine.updates():
+        got[key].append(update)
+        if got[1] and got[2] and "finish_reason" in got[2][-1]:
+            break
+    assert got[1][0]["error"][1].startswith(f"input_ids has {len(text)} bytes")
+    with LLM(bundle, threads=1) as llm:
+        assert got[2][0]["num_input_tokens"] == len(llm.tokenizer.encode("hello"))
+    assert all("num_input_tokens" not in update for update in got[2][1:])
+    assert engine.end() == 0
+
+
+def test_a_stream_gets_a_response_per_round_or_one_per_interval(bundle: Path) -> None:
+    got: dict[str, list[dict[str, Any]]] = {}
+    for interval in ("0", "1000000000"):
+        engine = Engine(bundle, stream_interval_ms=interval, block_length="auto")
+        engine.file.readline()
+        engine.ask(1, prompt(9), max_tokens=60, ignore_eos=True, logprobs=True)
+        got[interval] = []
+        for _, update in engine.updates():
+            got[interval].append(update)
+            if "finish_reason" in update:
+                break
+        assert engine.end() == 0
+    assert len(got["1000000000"]) == 2 < len(got["0"])
+    tokens, texts = (
+        [[x for u in each for x in u[key]] for each in got.values()] for key in ("token_ids", "text")
+    )
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 60
+    assert texts[0] == texts[1]
+    assert [len(u["logprobs"]) for u in got["1000000000"]] == [1, 59]
+
+
+def test_the_engine_process_says_why_it_cannot_start(bundle: Path, tmp_path: Path) -> None:
+    for engine, reason in (
+        (Engine(tmp_path), "manifest.json"),
+        (
+            Engine(bundle, block_length="none"),
+            "parameter block_length is 'none', expected a whole number or auto",
+        ),
+        (Engine(bundle, max_queue="-1"), "parameter max_queue is '-1', expected a whole number"),
+    ):
+        assert reason in json.loads(engine.file.readline())["fatal"]
+        assert engine.process.wait(20) == 1
+
+
+def test_sigterm_cancels_what_is_in_flight_and_takes_nothing_more(bundle: Path) -> None:
+    engine = Engine(bundle)
+    engine.file.readline()
+    engine.ask(1, prompt(5), max_tokens=220, ignore_eos=True)
+    updates = engine.updates()
+    next(updates)
+    engine.process.terminate()
+    key, update = next((k, u) for k, u in updates if "finish_reason" in u)
+    assert (key, update["finish_reason"]) == (1, "cancelled")
+    engine.ask(2, prompt(5), max_tokens=2)
+    assert next(updates) == (2, {"error": ["UNAVAILABLE", "the server is stopping"]})
+    assert engine.end() == 0
+
+
+def test_a_failed_engine_refuses_its_requests_and_ends_the_process(bundle: Path) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(bundle, threads=1)
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("out of order")
+
+        llm._runtime.pair.verify = broken  # type: ignore[method-assign, union-attr]
+        ours, theirs = socket.socketpair()
+        serving = asyncio.create_task(Worker(llm).serve(theirs))
+        reader, writer = await asyncio.open_connection(sock=ours)
+        for key in (1, 2):
+            writer.write(request(key, prompt(5), max_tokens=20))
+        failed: dict[int, list[str]] = {}
+        await reader.readline()
+        while len(failed) < 2:
+            failed |= {k: u["error"] for k, u in json.loads(await reader.readline()) if "error" in u}
+        assert all(
+            code == "UNAVAILABLE" and "RuntimeError: out of order" in text for code, text in failed.values()
+        )
+        assert await serving == 1
+        await llm.close()
+
+    asyncio.run(run())
+
+
+def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
+    """A panic, an answer that cannot be written, numbers that are not finite; those beside them get their tokens."""
+
+    async def run() -> None:
+        llm = AsyncLLM(bundle, threads=1, block_length=1)
+        expected = await llm.generate(prompt(5), SamplingParams(max_tokens=20))
+        worker, make, prefill = Worker(llm), llm._runtime.request, llm._runtime.pair.prefill
+
+        def panicking(tokens: list[int], *given: Any, **options: Any) -> Any:
+            if tokens[0] == 1:
+                raise Panic("on this prompt")
+            return make(tokens, *given, **options)
+
+        def not_finite(tokens: list[int], *given: Any, **options: Any) -> Any:
+            logits, sound = prefill(tokens, *given, **options)
+            return (logits * np.nan if tokens[0] == 2 else logits), sound
+
+        about = worker._about_prompt
+        llm._runtime.request = panicking  # type: ignore[method-assign]
+        llm._runtime.pair.prefill = not_finite  # type: ignore[method-assign, union-attr]
+        worker._about_prompt = lambda ids, echo: (
+            {"echo": object()} if ids and ids[0] == 3 else about(ids, echo)
+        )  # type: ignore[method-assign, dict-item]
+        ours, theirs = socket.socketpair()
+        serving = asyncio.create_task(worker.serve(theirs))
+        reader, writer = await asyncio.open_connection(sock=ours)
+        await reader.readline()
+        for key in range(1, 7):
+            writer.write(request(key, [key, *prompt(4)] if key < 4 else prompt(5), max_tokens=20))
+        ends: dict[int, Any] = {}
+        tokens: dict[int, list[int]] = {key: [] for key in range(1, 7)}
+        while len(ends) < 6:
+            for key, update in json.loads(await asyncio.wait_for(reader.readline(), 60)):
+                if key != "metrics":
+                    tokens[key] += update.get("token_ids", [])
+                    if "error" in update or "finish_reason" in update:
+                        ends[key] = update.get("error") or update["finish_reason"]
+        assert [ends[key][0] for key in (1, 2, 3)] == ["INTERNAL"] * 3
+        assert [ends[key][1].partition(":")[0] for key in (1, 3)] == ["Panic", "TypeError"]
+        assert "no finite largest value" in ends[2][1]
+        assert [tokens[key] for key in (4, 5, 6)] == [expected.token_ids] * 3
+        writer.close()
+        assert await serving == 0
+
+    asyncio.run(run())
+
+
+def test_the_server_on_the_path_is_taken_and_without_one_the_container_is_told(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pytriton", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert find_server(tmp_path / "work") is None
+    assert main(["serve", str(bundle)]) == 1
+    out, err = capsys.readouterr()
+    assert "dflash-trt[triton-local]" in err
+    assert out.startswith("docker run ")
+    assert f'-v "{bundle.resolve()}:/bundle:ro"' in out
+    assert "dflash-trt serve /bundle" in out
+    assert "nvcr.io/nvidia/tritonserver:26.07-py3" in out
+    server = tmp_path / "tritonserver"
+    server.write_text("")
+    server.chmod(0o755)
+    found = find_server(tmp_path / "work")
+    assert found is not None
+    assert (found.command, found.environment) == ([str(server)], {})
+
+
+def test_containers_fit_the_engine_of_the_bundle(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(engine: str, **versions: str) -> str:
+        manifest = {"engine": engine, "versions": versions}
+        monkeypatch.setattr(
+            "dflash_trt.serving.deploy.Bundle.open", lambda _: type("B", (), {"manifest": manifest})
+        )
+        return container_command(bundle)
+
+    assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt", tensorrt="10.14.1.48")
+    assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt-llm")
+    assert "'dflash-trt[serve]' tensorrt-rtx" in command("tensorrt-rtx")
+    assert "--gpus" not in command("onnxruntime")
+    for version in ("10.2.0", "10.11.0.33"):  # older containers have open doors
+        with pytest.raises(DFlashError, match=rf"plans are of TensorRT {version[:4]}.*10\.14"):
+            command("tensorrt", tensorrt=version)
+
+
+def test_tritonserver_listens_where_only_its_user_may_enter(tmp_path: Path) -> None:
+    def arguments(level: Any) -> list[str]:
+        return server_arguments(Path("r"), Sockets(tmp_path), level)
+
+    addresses = [a for a in arguments("info") if "address" in a]
+    assert len(addresses) == 3
+    assert all(f"=unix:{tmp_path}/" in address for address in addresses)
+    assert {"--allow-sagemaker=false", "--allow-vertex-ai=false"} < {*arguments("info")}
+    for level, shown in (("error", 0), ("warning", 1), ("info", 2), ("verbose", 3)):
+        logs = [a.rpartition("=")[2] for a in arguments(level) if a.startswith("--log")]
+        assert logs == [str(int(shown > 2)), str(shown > 1).lower(), str(shown > 0).lower()]
+    with pytest.raises(DFlashError, match="TMPDIR"):
+        Sockets(tmp_path / ("d" * 100))
+
+
+def test_since_when_backend_processes_are_dead() -> None:
+    def tree(*states: str) -> dict[int, tuple[str, str, str]]:
+        return {pid: ("triton_python_b", state, "") for pid, state in enumerate(states)} | {
+            9: ("python", "Z", "")
+        }
+
+    dead = dead_since(tree("Z", "S"), {}, 10.0)
+    assert dead == {0: 10.0}
+    dead = dead_since(tree("S", "Z"), dead, 11.5)
+    assert dead == {1: 11.5}
+    assert dead_since(tree("Z", "Z"), dead, 12.5) == {0: 12.5, 1: 11.5}
+
+
+def test_descendants_are_found_at_any_depth() -> None:
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    child = subprocess.Popen([sys.executable, "-c", script])
+    end = time.monotonic() + 20
+    while not (
+        found := [
+            p for p, (_, _, a) in descendants(os.getpid()).items() if "sleep(60)" in a and "run" not in a
+        ]
+    ):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    child.kill()
+    child.wait()
+    os.kill(found[0], 9)

@@ -1,0 +1,284 @@
+"""Bundles for TensorRT-LLM on disk: linked checkpoints, the drafter's directory, launch scripts that run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, Qwen3Model
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import MANIFEST, Bundle
+from dflash_trt.checkpoint.catalogue import PAIRS
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.cli import main
+from dflash_trt.errors import BuildError, BundleError, CheckpointError
+from dflash_trt.models.configs import read_drafter_config
+from dflash_trt.reports.inspection import inspect
+from dflash_trt.trtllm.configuration import Deployment
+from tests.doubles.checkpoints import make_drafter, make_target, write_json
+from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_qwen3_moe
+
+H200 = Deployment(gpu="h200")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pair")
+    make_target(root / "target", shards=3)
+    make_drafter(root / "drafter", root / "target")
+    make_drafter(root / "turned", root / "target", taps=(2, 0, 1), dtype="float32")
+    return root
+
+
+def build_pair(root: Path, out: Path, drafter: str = "drafter", **options: Any) -> Bundle:
+    options = {"engine": "tensorrt-llm", "deployment": H200} | options
+    return build(str(root / "target"), str(root / drafter), out, **options)
+
+
+@pytest.fixture(scope="module")
+def built(pair: Path) -> Bundle:
+    return build_pair(pair, pair / "bundle")
+
+
+@pytest.mark.parametrize("name", [pair.name for pair in PAIRS])
+def test_every_known_pair_builds_without_weights(name: str, tmp_path: Path) -> None:
+    where = Deployment(gpu="b200", tensor_parallel=8)
+    if name in ("tiny", "tiny-gpt-oss", "qwen3-coder-30b-a3b"):
+        where = Deployment(gpu="b200")  # two or four heads of keys and values, or one
+    bundle = build(name, None, tmp_path / "b", engine="tensorrt-llm", weights="none", deployment=where)
+    files = {str(p.relative_to(bundle.path)) for p in bundle.path.rglob("*") if p.is_file()}
+    assert files == {*bundle.manifest["files"], MANIFEST}
+    assert not [file for file in files if file.endswith(".safetensors")]
+    config = read_drafter_config(bundle.path / "drafter")
+    assert list(config.target_layer_ids) == bundle.manifest["target_layer_ids"]
+
+
+def test_weights_are_taken_as_they_are(pair: Path, built: Bundle) -> None:
+    shards = sorted(path.name for path in (pair / "target").glob("*.safetensors"))
+    assert len(shards) >= 3
+    for name in shards:
+        assert (built.path / "target" / name).read_bytes() == (pair / "target" / name).read_bytes()
+    drafter = "drafter/model.safetensors"
+    assert (built.path / drafter).read_bytes() == (pair / drafter).read_bytes()
+    assert Checkpoint(built.path / "target").tensors.keys() == Checkpoint(pair / "target").tensors.keys()
+    Bundle.open(built.path, "full")
+
+
+def test_a_drafter_directory_is_what_all_readers_take_it_for(pair: Path, tmp_path: Path) -> None:
+    """Our loader, safetensors, and Transformers' Qwen3 with the layers' weights: the same tensors."""
+    bundle = build_pair(pair, tmp_path / "b", "turned")
+    directory = bundle.path / "drafter"
+    config, original = read_drafter_config(directory), read_drafter_config(pair / "turned")
+    assert config.target_layer_ids == (0, 1, 2)
+    assert (config.block_size, config.mask_token_id) == (original.block_size, original.mask_token_id)
+    assert config.rope == original.rope
+
+    source = {
+        name: t.to(torch.bfloat16) for name, t in load_file(pair / "turned" / "model.safetensors").items()
+    }
+    hidden = config.hidden_size
+    first, second, third = source["fc.weight"].split(hidden, dim=1)  # of taps 2, 0, 1
+    source["fc.weight"] = torch.cat([second, third, first], dim=1)
+    theirs = load_file(directory / "model.safetensors")
+    ours = Checkpoint(directory)
+    assert theirs.keys() == ours.tensors.keys() == source.keys()
+    for name, expected in source.items():
+        assert theirs[name].dtype == torch.bfloat16
+        assert torch.equal(theirs[name], expected), name
+        assert ours.array(name).tobytes() == expected.view(torch.uint8).numpy().tobytes(), name
+
+    assert AutoConfig.from_pretrained(directory).block_size == config.block_size
+    model, report = Qwen3Model.from_pretrained(directory, dtype=torch.bfloat16, output_loading_info=True)
+    assert set(report["unexpected_keys"]) == {"fc.weight", "hidden_norm.weight"}
+    assert set(report["missing_keys"]) == {"embed_tokens.weight"}
+    loaded = {name: t for name, t in model.state_dict().items() if name != "embed_tokens.weight"}
+    assert loaded.keys() == source.keys() - {"fc.weight", "hidden_norm.weight"}
+    assert all(torch.equal(t, source[name]) for name, t in loaded.items())
+
+
+def test_reordered_taps_draft_the_same(pair: Path, tmp_path: Path) -> None:
+    """The rewritten drafter, run by ONNX Runtime, drafts what the original drafts."""
+    make_drafter(tmp_path / "turned", pair / "target", taps=(2, 0, 1))
+    shutil.copytree(pair / "target", tmp_path / "target")
+    bundle = build_pair(tmp_path, tmp_path / "trtllm", "turned")
+    found = []
+    for drafter in (tmp_path / "turned", bundle.path / "drafter"):
+        out = tmp_path / f"{drafter.parent.name}-onnx"
+        build(str(tmp_path / "target"), str(drafter), out)
+        with LLM(out) as llm:
+            params = SamplingParams(max_tokens=40, ignore_eos=True)
+            completion = llm.generate([3, 1, 4, 1, 5], params, block_length=8)
+            found.append((completion.token_ids, completion.statistics.acceptance_histogram))
+    assert found[0] == found[1]
+
+
+def test_the_drafters_config_points_to_no_code(built: Bundle) -> None:
+    config = json.loads((built.path / "drafter" / "config.json").read_text())
+    assert "auto_map" not in config
+    assert "torch_dtype" not in config
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["block_size"] == config["dflash_config"]["block_size"]
+
+
+def test_a_block_longer_than_trained_is_refused(pair: Path, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"--block-size is 9, expected 2\.\.8: the drafter was trained"):
+        build_pair(pair, tmp_path / "b", block_size=9)
+    shorter = build_pair(pair, tmp_path / "b", block_size=5)
+    args = yaml.safe_load((shorter.path / "llm_args.yaml").read_text())
+    assert args["speculative_config"]["max_draft_len"] == 4
+
+
+def test_missing_and_unknown_tensors_are_refused(pair: Path, tmp_path: Path) -> None:
+    shutil.copytree(pair / "target", tmp_path / "target")
+    tensors = load_file(pair / "drafter" / "model.safetensors")
+    cases: list[tuple[str, dict[str, torch.Tensor], str]] = [
+        (
+            "missing",
+            {k: t for k, t in tensors.items() if k != "layers.1.self_attn.k_norm.weight"},
+            "has no tensor",
+        ),
+        (
+            "unknown",
+            tensors | {"layers.0.conv.weight": torch.zeros(2)},
+            "not part of the architecture",
+        ),
+        ("shape", tensors | {"fc.weight": tensors["fc.weight"][:, :64].contiguous()}, "has shape"),
+        ("dtype", tensors | {"fc.weight": tensors["fc.weight"].to(torch.float8_e4m3fn)}, "is F8_E4M3"),
+    ]
+    for name, changed, message in cases:
+        shutil.copytree(pair / "drafter", tmp_path / name)
+        save_file(changed, tmp_path / name / "model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            build_pair(tmp_path, tmp_path / "b", name)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_target_without_a_tensor_is_refused(pair: Path, tmp_path: Path) -> None:
+    make_target(tmp_path / "target")
+    make_drafter(tmp_path / "drafter", tmp_path / "target")
+    file = tmp_path / "target" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"no tensor 'model\.layers\.2\.mlp\.up_proj\.weight'"):
+        build_pair(tmp_path, tmp_path / "b")
+
+
+def quantize(directory: Path, scheme: str) -> None:
+    """Rewrite a target's matrices in the form, not with the values, that ModelOpt exports."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        rows, columns = tensors[name].shape
+        if scheme == "FP8":
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale"] = torch.ones(())
+        else:
+            tensors[name] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
+            tensors[f"{name}_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_2"] = torch.ones(())
+        tensors[name.replace(".weight", ".input_scale")] = torch.ones(())
+    save_file(tensors, file)
+    section = {"quant_algo": scheme, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    write_json(
+        directory / "hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": section}
+    )
+
+
+@pytest.mark.parametrize("make", [make_target, make_qwen3_moe])
+@pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
+def test_modelopt_checkpoints_build(scheme: str, make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Dense layers and experts, each quantized by itself."""
+    make(tmp_path / "target")
+    make_drafter(tmp_path / "drafter", tmp_path / "target")
+    quantize(tmp_path / "target", scheme)
+    bundle = build_pair(tmp_path, tmp_path / "b", deployment=Deployment(gpu="b200"))
+    assert bundle.manifest["precision"] == {"target": scheme.lower(), "drafter": "bfloat16"}
+    assert (bundle.path / "target" / "hf_quant_config.json").is_file()
+    args = yaml.safe_load((bundle.path / "llm_args.yaml").read_text())
+    assert args["kv_cache_config"]["dtype"] == "fp8"
+    stored = sum(tensor.nbytes for tensor in Checkpoint(tmp_path / "target").tensors.values())
+    weights = bundle.manifest["tensorrt_llm"]["memory"]["weights"]["target"]
+    assert sum(n for role in weights.values() for n in role.values()) == stored
+
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    gone = next(name for name in sorted(tensors) if name.endswith("up_proj.weight_scale"))
+    save_file({n: t for n, t in tensors.items() if n != gone}, tmp_path / "target" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"no tensor '{gone}'"):
+        build_pair(tmp_path, tmp_path / "c", deployment=Deployment(gpu="b200"))
+
+
+def test_experts_stay_as_they_are(tmp_path: Path) -> None:
+    target = make_gpt_oss(tmp_path / "gpt" / "target")
+    make_gpt_oss_drafter(tmp_path / "gpt" / "drafter", target)
+    where = Deployment(gpu="b200", tensor_parallel=2, expert_parallel=2)
+    bundle = build_pair(tmp_path / "gpt", tmp_path / "b", deployment=where)
+    assert bundle.manifest["precision"]["target"] == "mxfp4"
+    weights = "model.safetensors"
+    assert (bundle.path / "target" / weights).read_bytes() == (target / weights).read_bytes()
+    moe = make_qwen3_moe(tmp_path / "moe" / "target")
+    make_drafter(tmp_path / "moe" / "drafter", moe)
+    bundle = build_pair(tmp_path / "moe", tmp_path / "c", deployment=where)
+    args = yaml.safe_load((bundle.path / "llm_args.yaml").read_text())
+    assert args["moe_expert_parallel_size"] == 2
+
+
+def test_the_same_build_again_keeps_the_bundle_and_another_needs_force(pair: Path, tmp_path: Path) -> None:
+    bundle = build_pair(pair, tmp_path / "b")
+    stamp = (bundle.path / MANIFEST).stat().st_mtime_ns
+    assert build_pair(pair, tmp_path / "b").manifest["key"] == bundle.manifest["key"]
+    assert (bundle.path / MANIFEST).stat().st_mtime_ns == stamp
+    with pytest.raises(BuildError, match="--force"):
+        build_pair(pair, tmp_path / "b", deployment=Deployment(gpu="b200"))
+    other = build_pair(pair, tmp_path / "b", deployment=Deployment(gpu="b200"), force=True)
+    assert other.manifest["key"] != bundle.manifest["key"]
+
+
+def test_a_changed_yaml_is_noticed(pair: Path, tmp_path: Path) -> None:
+    bundle = build_pair(pair, tmp_path / "b")
+    with (bundle.path / "llm_args.yaml").open("a") as file:
+        file.write("max_beam_width: 4\n")
+    with pytest.raises(BundleError, match=r"llm_args\.yaml"):
+        Bundle.open(bundle.path)
+
+
+def test_inspect_explains_the_choices(built: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    found = inspect(built.path)
+    assert found["runs_on"] == "1 x h200, 1 node(s), TensorRT-LLM 1.4.0rc1"
+    assert found["choices"]["attention_backend"].startswith("FA4: SM90")
+    assert found["choices"]["max_draft_len"] == "7: block of 8, of which the first token is the anchor"
+    assert main(["inspect", str(built.path)]) == 0
+    assert "free_gpu_memory_fraction" in capsys.readouterr().out
+
+
+def test_the_command_builds(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["build", "--target", str(pair / "target"), "--drafter", str(pair / "drafter"), "--out"]
+    options = ["--engine", "tensorrt-llm", "--gpu", "b300", "--tp", "2", "--max-batch-size", "16"]
+    schedule = ["--draft-len-schedule", "4:7,16:2", "--trtllm-version", "1.3.0rc27"]
+    assert main([*base, str(tmp_path / "b"), *options, *schedule]) == 0
+    args = yaml.safe_load((tmp_path / "b" / "llm_args.yaml").read_text())
+    assert args["speculative_config"]["draft_len_schedule"] == {4: 7, 16: 2}
+    assert args["tensor_parallel_size"] == 2
+    assert main([*base, str(tmp_path / "c"), "--engine", "tensorrt-llm", "--gpu", "a100"]) == 1
+    assert "--gpu is 'a100'" in capsys.readouterr().err
+    for wrong in (
+        ["--gpu", "b200"],
+        ["--engine", "tensorrt-llm"],
+        [*options, "--draft-len-schedule", "4:7,4:2"],
+    ):
+        with pytest.raises(SystemExit) as raised:
+            main([*base, str(tmp_path / "c"), *wrong])
+        assert raised.value.code == 2
+    with pytest.raises(BuildError, match="--gpu is missing"):
+        build_pair(pair, tmp_path / "c", deployment=None)
+    with pytest.raises(BuildError, match="--gpu is of no use"):
+        build_pair(pair, tmp_path / "c", engine="onnxruntime")

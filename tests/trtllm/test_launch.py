@@ -1,0 +1,172 @@
+"""What a bundle for TensorRT-LLM is started with: scripts run with stand-ins for the programs that they start."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.errors import DFlashError
+from dflash_trt.trtllm.configuration import Deployment
+from dflash_trt.trtllm.installed import read_llm_args
+from dflash_trt.trtllm.serve import serve
+
+TWO_NODES = Deployment(gpu="h200", tensor_parallel=2, gpus_per_node=1)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return build_tiny(tmp_path_factory.mktemp("bundle") / "tiny", Deployment(gpu="h200"))
+
+
+def build_tiny(out: Path, deployment: Deployment | None, engine: str = "tensorrt-llm") -> Bundle:
+    return build("tiny", None, out, engine=engine, deployment=deployment, force=True)
+
+
+class Launch:
+    """Runs a bundle's scripts with stand-ins for every program they start, which note how they were called."""
+
+    PROGRAMS = ("trtllm-serve", "trtllm-llmapi-launch", "mpirun", "srun", "docker", "tritonserver")
+
+    def __init__(self, bundle: Path, work: Path) -> None:
+        self.bundle, self.log, self.bin = bundle, work / "log", work / "bin"
+        self.bin.mkdir()
+        for name in self.PROGRAMS:
+            program = self.bin / name
+            program.write_text(f'#!/bin/sh\npwd >"{self.log}"\nprintf "%s\\n" {name} "$@" >>"{self.log}"\n')
+            program.chmod(0o755)
+
+    def __call__(self, script: str, *arguments: str, **variables: str) -> tuple[str, list[str]]:
+        """Directory and words of the program that the script started, from another directory."""
+        path = f"{self.bin}:{os.environ['PATH']}"
+        subprocess.run(
+            [str(self.bundle / "launch" / script), *arguments],
+            check=True,
+            cwd=self.bin,
+            env={"PATH": path, **variables},
+            capture_output=True,
+            text=True,
+        )
+        directory, *words = self.log.read_text().splitlines()
+        return directory, words
+
+
+def option(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def test_scripts_start_what_they_should(tmp_path: Path) -> None:
+    bundle = build_tiny(tmp_path / "bundle", TWO_NODES).path
+    launch = Launch(bundle, tmp_path)
+
+    directory, words = launch("serve.sh", "--reasoning_parser", "qwen3", PORT="9000")
+    assert directory == str(bundle)
+    assert words[:2] == ["trtllm-serve", "./target"]
+    assert (option(words, "--host"), option(words, "--port")) == ("127.0.0.1", "9000")
+    assert (bundle / option(words, "--config")).is_file()
+    assert words[-2:] == ["--reasoning_parser", "qwen3"]
+
+    directory, words = launch("mpi.sh", HOSTS="a:1,b:1")
+    assert words[0] == "mpirun"
+    assert (option(words, "-n"), option(words, "-H"), option(words, "--wdir")) == (
+        "2",
+        "a:1,b:1",
+        str(bundle),
+    )
+    assert words[words.index("trtllm-llmapi-launch") + 1 :][:2] == ["trtllm-serve", "./target"]
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        launch("mpi.sh")
+    assert "name the nodes" in raised.value.stderr
+
+    _, words = launch("slurm.sbatch", SLURM_SUBMIT_DIR=str(bundle))
+    assert words[0] == "srun"
+    assert {"--mpi=pmix", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= set(words)
+    assert f"--container-mounts={bundle}:/bundle:ro" in words
+    assert "--container-image=nvcr.io/nvidia/tensorrt-llm/release:1.4.0rc1" in words
+    header = [line for line in (bundle / "launch/slurm.sbatch").read_text().splitlines() if "SBATCH" in line]
+    assert "#SBATCH --nodes=2" in header
+
+    _, words = launch("container.sh")
+    assert words[:2] == ["docker", "run"]
+    assert option(words, "--publish") == "127.0.0.1:8000:8000"
+    assert option(words, "--volume") == f"{bundle}:/bundle:ro"
+    assert words[-3:] == ["nvcr.io/nvidia/tensorrt-llm/release:1.4.0rc1", "bash", "/bundle/launch/serve.sh"]
+
+    for role, port in (("context", "8001"), ("generation", "8002")):
+        _, words = launch("disaggregated.sh", role)
+        assert option(words, "--port") == port
+        assert option(words, "--config") == f"disaggregated/{role}.yaml"
+    _, words = launch("disaggregated.sh", "router")
+    assert words == ["trtllm-serve", "disaggregated", "-c", "disaggregated/router.yaml"]
+    with pytest.raises(subprocess.CalledProcessError):
+        launch("disaggregated.sh", "both")
+
+
+def test_triton_gets_the_path_of_its_configuration(built: Bundle, tmp_path: Path) -> None:
+    launch = Launch(built.path, tmp_path)
+    program = launch.bin / "tritonserver"
+    program.write_text(program.read_text() + f'echo "$LLM_CONFIG_PATH" >>"{launch.log}"\n')
+    directory, words = launch("triton.sh", LLMAPI_REPOSITORY="/models/llmapi")
+    assert directory == str(built.path)
+    assert option(words, "--model-repository") == "/models/llmapi"
+    assert option(words, "--http-address") == "127.0.0.1"
+    assert yaml.safe_load(Path(words[-1]).read_text())["model"] == "./target"
+    with pytest.raises(subprocess.CalledProcessError):
+        launch("triton.sh")
+
+
+def test_serving_becomes_trtllm_serve(built: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DFlashError, match=r"no trtllm-serve on the PATH; .*docker run .*127\.0\.0\.1:9000:"):
+        serve(built.path, host="127.0.0.1", port=9000)
+    launch = Launch(built.path, tmp_path)
+    monkeypatch.setenv("PATH", str(launch.bin))  # no bash there: a script of the bundle would fail
+    options = ["--server", "trtllm-serve", "--host", "0.0.0.0", "--http-port", "9000"]
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-m", "dflash_trt", "serve", built.path, *options], check=True, cwd=root)
+    directory, *words = launch.log.read_text().splitlines()
+    assert directory == str(built.path)
+    assert words[:2] == ["trtllm-serve", "./target"]
+    assert (option(words, "--host"), option(words, "--port")) == ("0.0.0.0", "9000")
+
+    other = tmp_path / "other"
+    for bundle, message in (
+        (lambda: build_tiny(other, TWO_NODES), "is for 2 nodes; start it under MPI"),
+        (lambda: build_tiny(other, None, "onnxruntime"), "is a bundle for onnxruntime"),
+    ):
+        with pytest.raises(DFlashError, match=message):
+            serve(bundle().path, host="127.0.0.1", port=9000)
+    without = build(
+        "qwen3-8b",
+        None,
+        tmp_path / "without",
+        engine="tensorrt-llm",
+        weights="none",
+        deployment=Deployment(gpu="h200"),
+    )
+    with pytest.raises(DFlashError, match="--weights none"):
+        serve(without.path, host="127.0.0.1", port=9000)
+
+
+def test_code_of_a_checkpoint_is_never_run(built: Bundle, tmp_path: Path) -> None:
+    file = tmp_path / "llm_args.yaml"
+    file.write_text((built.path / "llm_args.yaml").read_text() + "trust_remote_code: true\n")
+    with pytest.raises(DFlashError, match=r"llm_args\.yaml: trust_remote_code is True"):
+        read_llm_args(Bundle(tmp_path, built.manifest))
+
+
+def test_no_placeholder_is_left(built: Bundle) -> None:
+    texts: Mapping[str, str] = {
+        str(path.relative_to(built.path)): path.read_text() for path in (built.path / "launch").iterdir()
+    }
+    assert len(texts) == 6
+    for name, text in texts.items():
+        assert re.findall(r"@[A-Z_]+@", text) == [], name
+        assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0, name
