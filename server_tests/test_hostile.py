@@ -126,6 +126,14 @@ def evil(marker: Path) -> dict[str, object]:
     return {"config": json.dumps(CONFIG), "file:1/model.py": code}
 
 
+def test_a_bare_server_executes_what_it_is_sent(bare: Bare, tmp_path: Path) -> None:
+    """So the next tests send what would work."""
+    bare.start()
+    body = json.dumps({"parameters": evil(tmp_path / "executed")}).encode()
+    bare.status("POST", "/v2/repository/models/evil/load", body)
+    assert (tmp_path / "executed").exists()
+
+
 def test_clients_cannot_load_code_nor_unload_the_model(tiny: Serving, tmp_path: Path) -> None:
     marker = tmp_path / "executed"
     url = f"http://127.0.0.1:{tiny.http_port}/v2/repository"
