@@ -21,7 +21,7 @@ FLOORS := import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['
 help:
 	@echo 'make demo    build the shipped pair; the same tokens with and without drafting, and the speedup'
 	@echo 'make test    run the tests (installs torch into .venv-test)'
-	@echo 'make lint    ruff and mypy'
+	@echo 'make lint    ruff, mypy, and the direction of imports between the rooms'
 	@echo 'make test-floors, make test-newest'
 	@echo '             run the tests of the core with the oldest dependencies allowed, and with the newest'
 	@echo 'make lock    write the newest versions to requirements/, which the environments are installed from'
@@ -54,6 +54,7 @@ lint: .venv-test/installed
 	@.venv-test/bin/ruff check .
 	@.venv-test/bin/ruff format --check .
 	@.venv-test/bin/mypy
+	@.venv-test/bin/lint-imports --no-cache
 
 bench: .venv-test/installed
 	@.venv-test/bin/python -m build_scripts.bench.decode
