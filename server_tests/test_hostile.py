@@ -21,6 +21,7 @@ import tritonclient.grpc as grpcclient
 from build_scripts.soak import attack_server
 from dflash_trt.serving.deploy import bare_command, deploy
 from dflash_trt.serving.launch import find_server, server_arguments
+from dflash_trt.serving.processes import Process, descendants, is_same, send_signal
 from dflash_trt.serving.proxy import Sockets
 from dflash_trt.serving.supervisor import UnixConnection
 from server_tests.serving import Serving, fetch, free_ports, kill, refused
@@ -52,11 +53,13 @@ class Bare:
         assert server is not None
         self.server, self.environment = server, {**os.environ, **server.environment}
         self.process: subprocess.Popen[bytes] | None = None
+        self.tree: dict[int, Process] = {}
 
     def start(self) -> None:
         command = [*self.server.command, *server_arguments(self.repository, self.sockets, "error")]
         self.process = subprocess.Popen(command, env=self.environment)
         wait(lambda: self.sockets.http.exists() and self.status("GET", "/v2/models/dflash/ready") == 200)
+        self.tree = descendants(self.process.pid)  # a server that is ended by a signal may leave them
 
     def status(self, method: str, path: str, body: bytes | None = None) -> int:
         connection = UnixConnection(self.sockets.http, 60)
@@ -72,6 +75,9 @@ class Bare:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+        for pid, process in self.tree.items():
+            if is_same(pid, process):
+                send_signal(pid, signal.SIGKILL)
         self.sockets.remove()
 
 
