@@ -18,7 +18,7 @@ from typing import Any, Self
 from dflash_trt.bundle.manifest import Check
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
-from dflash_trt.decoding.request import Emission, InFlight, completion, items
+from dflash_trt.decoding.request import Emission, Request, completion, items
 from dflash_trt.errors import BusyError, DFlashError, EngineError, RequestError, quoted
 from dflash_trt.runtime import Messages, Prompt, Runtime
 from dflash_trt.text.text_thread import TextThread
@@ -80,11 +80,11 @@ class AsyncLLM:
         self._lengths = self._runtime.lengths(True, block_length)
         self._limit = max_batch_size + max_queue
         self._stream_interval = stream_interval
-        self._streams: dict[InFlight, _Stream] = {}
-        self._held: dict[InFlight, list[Emission]] = {}  # what streams wait for; the engine thread's
-        self._arrivals: list[InFlight] = []
+        self._streams: dict[Request, _Stream] = {}
+        self._held: dict[Request, list[Emission]] = {}  # what streams wait for; the engine thread's
+        self._arrivals: list[Request] = []
         self._texts, self._preparing = TextThread(), 0
-        self._departures: list[InFlight] = []  # whose streams have left before the end
+        self._departures: list[Request] = []  # whose streams have left before the end
         self._wake = threading.Condition()
         self._closing = self._cancelling = False
         self._failure: EngineError | None = None
@@ -190,7 +190,7 @@ class AsyncLLM:
         timeout: float | None,
         *,
         interval_from: float,
-    ) -> tuple[InFlight, asyncio.Queue[_Item]]:
+    ) -> tuple[Request, asyncio.Queue[_Item]]:
         """A request in its place, and where its chunks will come. Long texts are tokenized in a thread; who leaves
         meanwhile leaves its place.
         """
@@ -235,7 +235,7 @@ class AsyncLLM:
                 f"{self.in_flight} requests are in flight, the most taken at a time; try again later"
             )
 
-    async def _follow(self, request: InFlight, queue: asyncio.Queue[_Item]) -> AsyncGenerator[Chunk, None]:
+    async def _follow(self, request: Request, queue: asyncio.Queue[_Item]) -> AsyncGenerator[Chunk, None]:
         try:
             while True:
                 item = await queue.get()

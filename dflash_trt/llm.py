@@ -17,7 +17,7 @@ from dflash_trt.bundle.manifest import Check
 from dflash_trt.decoding.commit import INTERRUPTIONS
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
-from dflash_trt.decoding.request import Emission, InFlight, completion, items
+from dflash_trt.decoding.request import Emission, Request, completion, items
 from dflash_trt.errors import BatchError, DFlashError, EngineError, RequestError
 from dflash_trt.runtime import Messages, Prompt, Runtime
 
@@ -115,9 +115,9 @@ class LLM:
         else:
             params = [sampling_params or SamplingParams()] * len(listed)
         requests = [self._runtime.request(p, s, draft=speculate) for p, s in zip(listed, params, strict=True)]
-        texts: dict[InFlight, list[str]] = {request: [] for request in requests}
-        tokens: dict[InFlight, list[int]] = {request: [] for request in requests}
-        errors: dict[InFlight, RequestError] = {}
+        texts: dict[Request, list[str]] = {request: [] for request in requests}
+        tokens: dict[Request, list[int]] = {request: [] for request in requests}
+        errors: dict[Request, RequestError] = {}
         for emission in self._decode(requests, speculate, block_length):
             tokens[emission.request] += emission.token_ids
             texts[emission.request].append(emission.text)
@@ -208,11 +208,11 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _decode(self, requests: list[InFlight], speculate: bool, length: int | None) -> Generator[Emission]:
+    def _decode(self, requests: list[Request], speculate: bool, length: int | None) -> Generator[Emission]:
         self._runtime.check_block_length(length)
         return self._run(requests, speculate, length)
 
-    def _run(self, requests: list[InFlight], speculate: bool, length: int | None) -> Generator[Emission]:
+    def _run(self, requests: list[Request], speculate: bool, length: int | None) -> Generator[Emission]:
         scheduler, turn = self._runtime.scheduler, _Turn()
         try:
             with self._engines:

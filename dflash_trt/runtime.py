@@ -20,7 +20,7 @@ from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.decoding.pair import USUAL_CONTEXT, EnginePair, Pair
 from dflash_trt.decoding.params import SamplingParams, token_ids
-from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.sampler import TokenCounts
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.statistics import Statistics
@@ -161,7 +161,7 @@ class Runtime:
         draft: bool,
         deadline: float | None = None,
         block_length: int | None = None,
-    ) -> InFlight:
+    ) -> Request:
         """A request that can be met; tokenizes. `deadline` is a time of perf_counter. Raises RequestError."""
         self.check_block_length(block_length)
         if self.driver is not None:
@@ -174,17 +174,17 @@ class Runtime:
                     f"{len(ids) + params.max_tokens}, but this bundle holds {self.max_seq_len}: lower max_tokens, "
                     "shorten the prompt, or build with a larger --max-seq-len"
                 )
-            return self._flight(ids, params, draft, deadline, block_length)
+            return self._request(ids, params, draft, deadline, block_length)
         except MemoryError as error:
             raise RequestError(
                 f"the prompt has a length of {len(prompt)}: no memory is left for its request"
             ) from error
 
-    def late_request(self, params: SamplingParams, deadline: float) -> InFlight:
+    def late_request(self, params: SamplingParams, deadline: float) -> Request:
         """A request whose deadline passed before its prompt was tokenized: it has none, and will end in the next step
         of a scheduler.
         """
-        return self._flight([], params, False, deadline, None)
+        return self._request([], params, False, deadline, None)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids that this target can take, of a text or of token ids. Raises RequestError."""
@@ -208,16 +208,16 @@ class Runtime:
             raise RequestError(f"the prompt has token id {quoted(wrong[0])}, expected 0..{vocab - 1}")
         return ids
 
-    def _flight(
+    def _request(
         self,
         ids: list[int],
         params: SamplingParams,
         draft: bool,
         deadline: float | None,
         block_length: int | None,
-    ) -> InFlight:
+    ) -> Request:
         eos = () if params.ignore_eos else tuple(self.bundle.manifest["eos_token_ids"])
-        return InFlight(
+        return Request(
             prompt=ids,
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,

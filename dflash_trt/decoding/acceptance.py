@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dflash_trt.decoding.pair import Verified
 from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.sampler import TokenCounts, sample
 from dflash_trt.errors import NonFiniteError
 
@@ -33,7 +33,7 @@ class Verdict:
 UNDECIDED = Verdict((), -1, ok=False)
 
 
-def judge(request: InFlight, block: Sequence[int], found: Verified, slot: int) -> Verdict:
+def judge(request: Request, block: Sequence[int], found: Verified, slot: int) -> Verdict:
     """The verdict on a request's own part of its block: the engine's decision where it has made one, else `accept`'s.
 
     block: [anchor, draft, ...], as many tokens as the round verified; the request's own part may be shorter.

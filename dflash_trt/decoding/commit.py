@@ -16,7 +16,7 @@ import numpy as np
 from dflash_trt.decoding.acceptance import UNDECIDED, Verdict, judge
 from dflash_trt.decoding.pair import Verified
 from dflash_trt.decoding.params import FinishReason
-from dflash_trt.decoding.request import Emission, InFlight
+from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.decoding.sampling.sampler import log_probability, sample
 from dflash_trt.errors import DecodingError, NonFiniteError, RequestError
 
@@ -26,12 +26,12 @@ Array = np.ndarray[Any, Any]
 INTERRUPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
-def first_token(request: InFlight, logits: Array) -> Emission:
+def first_token(request: Request, logits: Array) -> Emission:
     """The token after the prompt, by the logits [V] of the prompt's last row."""
     return alone(request, partial(_first_token, request, logits))
 
 
-def commit(request: InFlight, block: Sequence[int], found: Verified, slot: int) -> tuple[Verdict, Emission]:
+def commit(request: Request, block: Sequence[int], found: Verified, slot: int) -> tuple[Verdict, Emission]:
     """The verdict on the verified block of `slot`, and the tokens it gives: the accepted drafts and the one after."""
     verdicts: list[Verdict] = []
 
@@ -44,14 +44,14 @@ def commit(request: InFlight, block: Sequence[int], found: Verified, slot: int) 
     return (verdicts or [UNDECIDED])[0], emission
 
 
-def leave(request: InFlight, reason: FinishReason) -> Emission:
+def leave(request: Request, reason: FinishReason) -> Emission:
     """The end of a request that was cancelled or is late, with the text that was held back."""
     if request.output:
         request.statistics.generation_time = perf_counter() - request.first_token_at
     return alone(request, lambda: Emission(request, [], request.stop.abandon(reason), reason))
 
 
-def fail(request: InFlight, error: BaseException) -> Emission:
+def fail(request: Request, error: BaseException) -> Emission:
     """The end of a request by an error of its own. What it was given before stays good."""
     if request.output:
         request.statistics.generation_time = perf_counter() - request.first_token_at
@@ -75,7 +75,7 @@ def non_finite(position: int) -> NonFiniteError:
     )
 
 
-def alone(request: InFlight, work: Callable[[], Emission]) -> Emission:
+def alone(request: Request, work: Callable[[], Emission]) -> Emission:
     """What `work` gives a request; an error in it ends the request."""
     try:
         return work()
@@ -85,7 +85,7 @@ def alone(request: InFlight, work: Callable[[], Emission]) -> Emission:
         return fail(request, error)
 
 
-def _first_token(request: InFlight, logits: Array) -> Emission:
+def _first_token(request: Request, logits: Array) -> Emission:
     token = sample(logits, request.params, request.seed, request.committed, request.counts)
     if request.counts is not None:
         request.counts.add(token)
@@ -94,7 +94,7 @@ def _first_token(request: InFlight, logits: Array) -> Emission:
     return _emit(request, [token], logits[None])
 
 
-def _commit(request: InFlight, block: Sequence[int], verdict: Verdict, logits: Array | None) -> Emission:
+def _commit(request: Request, block: Sequence[int], verdict: Verdict, logits: Array | None) -> Emission:
     accepted = [block[node] for node in verdict.path]
     request.statistics.record_round(request.own_length(len(block)) - 1, len(accepted))
     if verdict.ok:
@@ -104,7 +104,7 @@ def _commit(request: InFlight, block: Sequence[int], verdict: Verdict, logits: A
     return fail(request, non_finite(request.committed + 1))
 
 
-def _emit(request: InFlight, tokens: list[int], logits: Array | None) -> Emission:
+def _emit(request: Request, tokens: list[int], logits: Array | None) -> Emission:
     """Give out tokens; `logits` [n,V], if log-probabilities are wanted, has the row that decided each of them."""
     request.output += tokens
     kept, text, reason = request.stop.push(tokens)

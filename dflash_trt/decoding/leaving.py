@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 
-from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.request import Request
 
 _FEW = 64  # requests with a deadline that are not worth a search for the ended ones
 
@@ -17,12 +17,12 @@ class Leaving:
     """
 
     def __init__(self) -> None:
-        self._cancelled: list[InFlight] = []
-        self._deadlines: list[tuple[float, int, InFlight]] = []  # a heap; the number tells equal times apart
+        self._cancelled: list[Request] = []
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; the number tells equal times apart
         self._numbers = itertools.count()
         self._worth = _FEW
 
-    def watch(self, request: InFlight) -> None:
+    def watch(self, request: Request) -> None:
         """From now on this request may leave."""
         if request.cancelled:  # already
             self._cancelled.append(request)
@@ -34,12 +34,12 @@ class Leaving:
             heapq.heapify(self._deadlines)
             self._worth = max(_FEW, 2 * len(self._deadlines))
 
-    def cancel(self, request: InFlight) -> None:
+    def cancel(self, request: Request) -> None:
         """This request leaves next; no effect on one that has ended."""
         request.cancelled = True
         self._cancelled.append(request)
 
-    def take(self, now: float) -> list[InFlight]:
+    def take(self, now: float) -> list[Request]:
         """The requests that leave at this time of perf_counter, each once. They are no longer watched."""
         leaving, self._cancelled = self._cancelled, []
         while self._deadlines and self._deadlines[0][0] <= now:

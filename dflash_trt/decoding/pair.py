@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.request import Request
 
 Array = np.ndarray[Any, Any]
 
@@ -90,10 +90,10 @@ class Pair(Protocol):
     verify_time: float
 
     def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> tuple[Any, bool]: ...
-    def propose(self, active: Sequence[InFlight], length: int) -> tuple[Any, Any]: ...
-    def verify(self, active: Sequence[InFlight], block: Any) -> Verified: ...
-    def commit(self, request: InFlight, slot: int, found: Verified, count: int) -> None: ...
-    def stop_drafting(self, request: InFlight, slot: int) -> None: ...
+    def propose(self, active: Sequence[Request], length: int) -> tuple[Any, Any]: ...
+    def verify(self, active: Sequence[Request], block: Any) -> Verified: ...
+    def commit(self, request: Request, slot: int, found: Verified, count: int) -> None: ...
+    def stop_drafting(self, request: Request, slot: int) -> None: ...
     def rehearse_draft(self, batch: int, length: int) -> None: ...
     def rehearse_verify(self, batch: int, length: int) -> None: ...
     def move(self, source: int, target: int, rows: int) -> None: ...
@@ -185,7 +185,7 @@ class EnginePair(Caches):
         sound = self._take_in(out["features"], start, slot) if draft else True
         return out["logits"][0, 0], sound
 
-    def propose(self, active: Sequence[InFlight], length: int) -> tuple[Array, Array]:
+    def propose(self, active: Sequence[Request], length: int) -> tuple[Array, Array]:
         """One drafter pass over slots 0 .. n-1: blocks [n,length] = [anchor, draft, ...] and log-probs [n,length-1].
 
         The drafter also takes in what was committed since its last pass. At length 1 it does not run, unless more than
@@ -221,7 +221,7 @@ class EnginePair(Caches):
         self._drafts_finite &= np.isfinite(out["draft_logprobs"]).all(axis=1)
         return block, out["draft_logprobs"]
 
-    def verify(self, active: Sequence[InFlight], block: Array) -> Verified:
+    def verify(self, active: Sequence[Request], block: Array) -> Verified:
         """One target pass over the blocks [n,S] of slots 0 .. n-1. The graph decides for the greedy requests."""
         rows = np.broadcast_to(np.arange(block.shape[1]), block.shape)
         feeds = {"tokens": block, "start": np.array([r.committed for r in active]), "rows": rows}
@@ -259,18 +259,18 @@ class EnginePair(Caches):
     def _rehearsal_start(self, length: int) -> int:
         return min(USUAL_CONTEXT, self.capacity - 2 * length)
 
-    def commit(self, request: InFlight, slot: int, found: Verified, count: int) -> None:
+    def commit(self, request: Request, slot: int, found: Verified, count: int) -> None:
         """The first `count` rows of the verified block of `slot` are right: their features wait for the drafter."""
         request.features.append(found.features[slot, :count].copy())  # the next pass reuses the memory
         request.behind += count
 
-    def stop_drafting(self, request: InFlight, slot: int) -> None:
+    def stop_drafting(self, request: Request, slot: int) -> None:
         """From now on this request takes no drafts, and its slot holds nothing of the drafter's."""
         request.draft, request.behind = False, 0
         request.features.clear()
         self.drafter.clear_slot(slot)
 
-    def _catch_up(self, active: Sequence[InFlight], most: int) -> None:
+    def _catch_up(self, active: Sequence[Request], most: int) -> None:
         """Let the drafter take in what piled up, while it was off, of requests that are behind by more than `most`."""
         begin = perf_counter()
         for slot, request in enumerate(active):

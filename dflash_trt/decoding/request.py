@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass
-class Rows:
+class Contents:
     """What a slot holds: rows of `tokens` in the target's cache, the first `drafted` of them also in the drafter's."""
 
     tokens: Sequence[int]
@@ -44,7 +44,7 @@ def common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
 
 
 @dataclass(eq=False)
-class InFlight:
+class Request:
     """One request. `arrived` and `deadline` are times of perf_counter."""
 
     prompt: Sequence[int]
@@ -82,10 +82,10 @@ class InFlight:
         """How many tokens of its block count, of a round that verifies `length`; the anchor included."""
         return min(self.block_length or length, length) if self.draft else 1
 
-    def rows(self) -> Rows:
+    def contents(self) -> Contents:
         """What this request's slot holds."""
         tokens = [*self.prompt, *self.output][: self.committed]
-        return Rows(tokens, self.committed - self.behind if self.draft else 0)
+        return Contents(tokens, self.committed - self.behind if self.draft else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Emission:
     `error`: what ended the request, where finish_reason is "error".
     """
 
-    request: InFlight
+    request: Request
     token_ids: list[int]
     text: str
     finish_reason: FinishReason | None
@@ -129,7 +129,7 @@ def items(emissions: Sequence[Emission]) -> Iterator[Chunk | RequestError]:
     yield error
 
 
-def completion(request: InFlight, text: str, token_ids: list[int]) -> Completion:
+def completion(request: Request, text: str, token_ids: list[int]) -> Completion:
     """The whole of a request that has ended."""
     reason = request.stop.finish_reason
     assert reason is not None

@@ -20,7 +20,7 @@ from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.pair import Pair, Verified
-from dflash_trt.decoding.request import Emission, InFlight
+from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.decoding.slots import Slots, Source
 
 Array = np.ndarray[Any, Any]
@@ -36,9 +36,9 @@ class Scheduler:
     def __init__(self, pair: Pair, max_batch_size: int, prefix_cache_bytes: int = 0) -> None:
         self.pair, self.max_batch_size = pair, max_batch_size
         self.slots = Slots(pair, prefix_cache_bytes)
-        self.waiting: OrderedDict[InFlight, None] = OrderedDict()  # in the order they came
-        self.active: list[InFlight] = []
-        self.filling: InFlight | None = None
+        self.waiting: OrderedDict[Request, None] = OrderedDict()  # in the order they came
+        self.active: list[Request] = []
+        self.filling: Request | None = None
         self.metrics = Metrics()
         self._leaving = Leaving()
         self.cut_short = False  # whether something began, and did not end, that must be `whole`
@@ -47,11 +47,11 @@ class Scheduler:
     def idle(self) -> bool:
         return not (self.waiting or self.active or self.filling)
 
-    def submit(self, request: InFlight) -> None:
+    def submit(self, request: Request) -> None:
         self.waiting[request] = None
         self._leaving.watch(request)
 
-    def cancel(self, request: InFlight) -> None:
+    def cancel(self, request: Request) -> None:
         """End a request that was submitted, in the next step; no effect on one that has ended."""
         self._leaving.cancel(request)
 
@@ -212,7 +212,7 @@ class Scheduler:
         request.statistics.prefill_time += perf_counter() - begin
         return len(chunk)
 
-    def _occupy(self, request: InFlight, budget: int) -> None:
+    def _occupy(self, request: Request, budget: int) -> None:
         """Find a slot for the next request to be prefilled, and in it the rows that it can take over."""
         source = self._source(request)
         if (
@@ -223,8 +223,8 @@ class Scheduler:
         self.slots.occupy(request.slot, source, draft=request.draft)
         request.committed = request.statistics.num_cached_tokens = source.length
 
-    def _source(self, request: InFlight) -> Source:
-        live = {each.slot: each.rows() for each in self.active}
+    def _source(self, request: Request) -> Source:
+        live = {each.slot: each.contents() for each in self.active}
         request.slot = min(set(range(self.max_batch_size)) - set(live))
         return self.slots.find(request.slot, request.prompt, live, draft=request.draft)
 
@@ -244,14 +244,14 @@ class Scheduler:
             emissions.append(leave(request, "cancelled" if request.cancelled else "timeout"))
         return emissions
 
-    def _retire(self, ended: InFlight) -> None:
+    def _retire(self, ended: Request) -> None:
         self.active.remove(ended)
         self._keep(ended)
 
-    def _keep(self, ended: InFlight) -> None:
+    def _keep(self, ended: Request) -> None:
         """The rows of a request that has ended stay for others, if they are sound."""
         if ended.sound:
-            self.slots.keep(ended.slot, ended.rows())
+            self.slots.keep(ended.slot, ended.contents())
         else:
             self.pair.clear(ended.slot)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.prefixes import PAGE, Page, PrefixCounts, Prefixes
-from dflash_trt.decoding.request import Rows
+from dflash_trt.decoding.request import Contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class Slots:
 
     def __init__(self, pair: Pair, prefix_cache_bytes: int = 0, page: int = PAGE) -> None:
         self.pair = pair
-        self.lying: dict[int, Rows] = {}  # by free slot
+        self.lying: dict[int, Contents] = {}  # by free slot
         self.prefixes = Prefixes(pair, prefix_cache_bytes, page) if prefix_cache_bytes else None
 
     @property
     def counts(self) -> PrefixCounts:
         return self.prefixes.counts if self.prefixes is not None else PrefixCounts()
 
-    def find(self, slot: int, prompt: Sequence[int], live: dict[int, Rows], *, draft: bool) -> Source:
+    def find(self, slot: int, prompt: Sequence[int], live: dict[int, Contents], *, draft: bool) -> Source:
         """Where most of a prompt's rows are: in a slot, rather in `slot` itself, or else in what is kept.
 
         `live` are the rows of the requests in flight, by slot. With `draft`, the drafter's rows must be there as well.
@@ -43,7 +43,8 @@ class Slots:
             return Source(0, slot)
         sources = [Source(0, slot)]
         sources += [
-            Source(rows.shared(prompt, draft=draft), each) for each, rows in (live | self.lying).items()
+            Source(contents.shared(prompt, draft=draft), each)
+            for each, contents in (live | self.lying).items()
         ]
         best = max(sources, key=lambda each: (each.length, each.slot == slot))
         path, kept = self.prefixes.find(prompt[:-1], draft=draft)
@@ -57,13 +58,15 @@ class Slots:
         elif source.length and source.slot != slot:
             self.pair.move(source.slot, slot, source.length)
 
-    def keep(self, slot: int, rows: Rows) -> None:
+    def keep(self, slot: int, contents: Contents) -> None:
         """The request in `slot` has ended: its rows stay there until overwritten, and a copy is kept."""
-        if self.prefixes is None or not rows.tokens:
+        if self.prefixes is None or not contents.tokens:
             return
-        self.lying[slot] = rows
+        self.lying[slot] = contents
         self.prefixes.keep(
-            slot, rows.tokens[: rows.drafted] if rows.drafted else rows.tokens, draft=rows.drafted > 0
+            slot,
+            contents.tokens[: contents.drafted] if contents.drafted else contents.tokens,
+            draft=contents.drafted > 0,
         )
 
     def move(self, source: int, target: int, rows: int) -> None:

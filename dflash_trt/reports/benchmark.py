@@ -12,7 +12,7 @@ from typing import Any
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import quantile
 from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.runtime import Runtime
 
@@ -41,7 +41,7 @@ class Point:
     load: Load
     method: str
     seconds: float = 0.0
-    requests: list[InFlight] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
 
     @property

@@ -23,7 +23,7 @@ from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.params import FinishReason, SamplingParams
-from dflash_trt.decoding.request import Emission, InFlight
+from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.errors import DFlashError, EngineError, RequestError
 from dflash_trt.trtllm.installed import load
 
@@ -33,7 +33,7 @@ _PATIENCE = 0.05  # seconds that a step waits for tokens before it looks at canc
 class _Response(NamedTuple):
     """The new tokens of one response. `iteration` counts decoding iterations of the request."""
 
-    request: InFlight
+    request: Request
     tokens: list[int]
     iteration: int
     finish_reason: FinishReason | None
@@ -64,7 +64,7 @@ class Driver:
         self._draft_len: int = manifest["block_size"] - 1
         self._module, self._llm = load(bundle)
         self.metrics = Metrics()
-        self._runs: dict[InFlight, _Run] = {}
+        self._runs: dict[Request, _Run] = {}
         self._leaving = Leaving()
         self._responses: queue.SimpleQueue[_Response] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -103,12 +103,12 @@ class Driver:
                 "leave it out, or build with --block-size or --draft-len-schedule"
             )
 
-    def submit(self, request: InFlight) -> None:
+    def submit(self, request: Request) -> None:
         self._runs[request] = _Run()
         self._leaving.watch(request)
         asyncio.run_coroutine_threadsafe(self._follow(request, self._runs[request]), self._loop)
 
-    def cancel(self, request: InFlight) -> None:
+    def cancel(self, request: Request) -> None:
         """End a request that was submitted, in the next step; no effect on one that has ended."""
         self._leaving.cancel(request)
 
@@ -149,7 +149,7 @@ class Driver:
         self._thread.join()
         self._loop.close()
 
-    async def _follow(self, request: InFlight, run: _Run) -> None:
+    async def _follow(self, request: Request, run: _Run) -> None:
         """On the loop's thread: hand the request over, and pass on what comes back."""
         seen = 0
         try:
@@ -168,7 +168,7 @@ class Driver:
         except BaseException as error:  # a library's panic, too: whoever waits must hear of it
             self._responses.put(_Response(request, [], 0, None, error))
 
-    def _sampling_params(self, request: InFlight) -> Any:
+    def _sampling_params(self, request: Request) -> Any:
         """`skip_tokenizer_init` asks for ids instead of strings: stop strings are found in our own text."""
         p = request.params
         eos = () if p.ignore_eos else self._eos
@@ -223,7 +223,7 @@ class Driver:
                 self._loop.call_soon_threadsafe(run.result.abort)
         return Emission(request, tokens[:kept], text, reason)
 
-    def _failed(self, request: InFlight, error: BaseException) -> Emission:
+    def _failed(self, request: Request, error: BaseException) -> Emission:
         """It refuses a request by ValueError, or a RequestError of its own; all else is the engine's failure."""
         del self._runs[request]
         text = f"TensorRT-LLM: {type(error).__name__}: {error}"
@@ -233,7 +233,7 @@ class Driver:
         refused.__cause__ = error
         return fail(request, refused)
 
-    def _count(self, request: InFlight, tokens: int, rounds: int) -> None:
+    def _count(self, request: Request, tokens: int, rounds: int) -> None:
         """Rounds of verification that gave so many tokens; evenly, where one response has several of them."""
         for i in range(rounds):
             share = tokens // rounds + (i < tokens % rounds)

@@ -18,7 +18,7 @@ import pytest
 from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.decoding.params import Chunk
-from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.request import Request
 from dflash_trt.errors import BusyError, DFlashError, RequestError
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 
@@ -130,7 +130,7 @@ def test_what_follows_a_chunk_too_soon_comes_as_one(bundle, monkeypatch) -> None
 @pytest.mark.parametrize("how", ["aclose", "cancel", "break"])
 def test_who_leaves_frees_the_slot_before_the_next_round(bundle, how, monkeypatch) -> None:
     async def body(llm: AsyncLLM) -> None:
-        scheduler, rounds = llm._runtime.scheduler, list[list[InFlight]]()
+        scheduler, rounds = llm._runtime.scheduler, list[list[Request]]()
         decode = scheduler._round
 
         def watched(lengths: Any) -> Any:
@@ -360,7 +360,7 @@ def test_hundreds_of_requests_that_come_and_go_leave_nothing_behind(bundle, alon
         gc.collect()
         assert (await llm.generate(*ASKED[3])).token_ids == alone[3].token_ids
         gc.collect()
-        alive = [each for each in gc.get_objects() if type(each) is InFlight]
+        alive = [each for each in gc.get_objects() if type(each) is Request]
         assert len(alive) <= 2  # the engine thread's last ones
 
     serve(bundle, body, max_queue=1000, stream_interval=stream_interval)

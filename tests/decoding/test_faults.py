@@ -17,7 +17,7 @@ from dflash_trt.decoding.length.pass_times import measure
 from dflash_trt.decoding.output.stopping import Emission as Stopped
 from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.decoding.params import FinishReason, SamplingParams
-from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.request import Request
 from dflash_trt.errors import DecodingError, NonFiniteError
 from tests.decoding.test_scheduler import AnyLengths, Clock, Lengths, arrivals, finish, prompt
 from tests.doubles.fake_engines import BLOCK, Letters, Pool, expected, nothing, request, rows_of
@@ -78,9 +78,9 @@ def test_faults_of_requests_leave_the_others_their_own_tokens(
     pool = Pool(batch, batch + spare, chunk=chunk, max_seq_len=longest)
     pool.target.not_a_number, pool.drafter.not_a_number = every(target), every(drafter)
     lengths, clock = AnyLengths(seed), Clock()
-    due: list[tuple[int, int, InFlight, Any]] = []
-    got: dict[InFlight, list[int]] = {}
-    ends: dict[InFlight, tuple[str, Exception | None]] = {}
+    due: list[tuple[int, int, Request, Any]] = []
+    got: dict[Request, list[int]] = {}
+    ends: dict[Request, tuple[str, Exception | None]] = {}
     for a, fault in zip(arrivals, faults, strict=False):
         names = {"max_tokens": "max_tokens", "temperature": "temperature", "repetition_penalty": "penalty"}
         params = SamplingParams(seed=a["seed"], **{name: a[key] for name, key in names.items()})

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_trt.decoding.metrics import Distribution, Metrics, quantile
 from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.statistics import Statistics
 from tests.decoding.test_scheduler import AnyLengths, prompt
 from tests.doubles.fake_engines import BLOCK, Pool, request
@@ -56,7 +56,7 @@ class Exposition:
 
 
 @pytest.fixture(scope="module")
-def served() -> tuple[Pool, list[InFlight]]:
+def served() -> tuple[Pool, list[Request]]:
     pool, lengths = Pool(3, 5), AnyLengths(3)
     requests = [
         request(prompt(5 + i % 9, i % 4), SamplingParams(max_tokens=1 + 3 * (i % 7)), draft=i % 5 > 0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dflash_trt import LLM
 from dflash_trt.decoding.pair import EnginePair, KeptRows
 from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.request import Request
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from tests.decoding.test_scheduler import AnyLengths, Lengths, bundle, finish, prompt
 from tests.doubles.checkpoints import VOCAB as REAL_VOCAB
@@ -23,7 +23,7 @@ from tests.doubles.fake_engines import BLOCK, ROW_BYTES, VOCAB, Pool, expected, 
 __all__ = ["bundle"]  # the fixture
 
 
-def hits(pool: Pool, tokens: list[int], *, draft: bool = True, max_tokens: int = 20) -> InFlight:
+def hits(pool: Pool, tokens: list[int], *, draft: bool = True, max_tokens: int = 20) -> Request:
     made = request(tokens, SamplingParams(max_tokens=max_tokens), draft=draft)
     assert finish(pool, Lengths(5), made)[made] == expected(tokens, made.params, 0)
     return made
@@ -274,7 +274,7 @@ requests = st.lists(
 def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(asked, batch, kept, seed) -> None:
     """Prompts that share beginnings, next turns of chats, with and without drafts; pages come and go all the time."""
     pool, lengths, common = Pool(batch, batch, kept=kept), AnyLengths(seed), prompt(45, 9)
-    made: list[InFlight] = []
+    made: list[Request] = []
     for a in asked:
         ended = [r for r in made if r.stop.finish_reason]
         if a["turn"] and ended and len(ended[-1].prompt) < 70:

@@ -17,7 +17,7 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.decoding.request import Emission, InFlight
+from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.runtime import Runtime
 from tests.doubles.checkpoints import VOCAB as REAL_VOCAB
 from tests.doubles.checkpoints import make_drafter, make_target
@@ -86,11 +86,11 @@ def drive(pool: Pool, lengths: Lengths, steps: int = 10_000) -> Iterator[list[Em
         yield emissions
 
 
-def finish(pool: Pool, lengths: Lengths, *requests: InFlight) -> dict[InFlight, list[int]]:
+def finish(pool: Pool, lengths: Lengths, *requests: Request) -> dict[Request, list[int]]:
     """Submit, run to the end, and return the tokens given to each."""
     for each in requests:
         pool.scheduler.submit(each)
-    tokens: dict[InFlight, list[int]] = {each: [] for each in requests}
+    tokens: dict[Request, list[int]] = {each: [] for each in requests}
     for emissions in drive(pool, lengths):
         for emission in emissions:
             tokens.setdefault(emission.request, []).extend(emission.token_ids)
@@ -131,11 +131,11 @@ def test_any_schedule_gives_each_request_its_own_tokens(arrivals, batch, spare, 
     longest = max(len(a["prefix"]) + a["length"] + a["max_tokens"] for a in arrivals)
     pool = Pool(batch, batch + spare, chunk=chunk, max_seq_len=longest)
     lengths, clock = AnyLengths(seed), Clock()
-    due: list[tuple[int, int, InFlight]] = []
-    whole: dict[InFlight, list[int]] = {}
-    got: dict[InFlight, list[int]] = {}
-    texts: dict[InFlight, str] = {}
-    reasons: dict[InFlight, str | None] = {}
+    due: list[tuple[int, int, Request]] = []
+    whole: dict[Request, list[int]] = {}
+    got: dict[Request, list[int]] = {}
+    texts: dict[Request, str] = {}
+    reasons: dict[Request, str | None] = {}
     for a in arrivals:
         params = SamplingParams(
             max_tokens=a["max_tokens"],
@@ -181,7 +181,7 @@ def test_any_schedule_gives_each_request_its_own_tokens(arrivals, batch, spare, 
 def test_requests_start_in_the_order_of_arrival_and_slots_stay_a_prefix(clock: Clock) -> None:
     pool = Pool(3, 3)
     requests = [request(prompt(5 + i, i), SamplingParams(max_tokens=4 + 7 * (i % 3))) for i in range(9)]
-    first: list[InFlight] = []
+    first: list[Request] = []
     for each in requests:
         pool.scheduler.submit(each)
     for emissions in drive(pool, Lengths(4)):
@@ -263,7 +263,7 @@ def test_who_leaves_is_gone_before_the_next_round(state: str, how: str, clock: C
         assert each.output[: len(whole)] == whole
 
 
-class Counted(InFlight):
+class Counted(Request):
     """A request that counts how often its deadline and its cancellation are looked at."""
 
     looked_at = 0
@@ -419,7 +419,7 @@ def test_any_schedule_on_onnx_runtime(bundle: Path, seed: int) -> None:
     lengths = AnyLengths(seed)
     lengths.most = 8
     due = [(rng.randint(0, 60), served.request(ids, p, draft=rng.random() < 0.8)) for ids, p in asked]
-    got: dict[InFlight, list[int]] = {each: [] for _, each in due}
+    got: dict[Request, list[int]] = {each: [] for _, each in due}
     for step in range(1000):
         for at, each in due:
             if at == step:

@@ -19,7 +19,7 @@ from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.decoding.pair import EnginePair
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.prefixes import Page, Prefixes
-from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.sampler import TokenCounts, sample
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.slots import Slots
@@ -188,8 +188,8 @@ def request(
     arrived: float = 0.0,
     draft: bool = True,
     deadline: float | None = None,
-) -> InFlight:
-    made = InFlight(
+) -> Request:
+    made = Request(
         prompt=list(prompt),
         params=params,
         seed=params.seed or 0,

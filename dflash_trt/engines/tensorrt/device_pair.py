@@ -16,7 +16,7 @@ from dflash_plugins.version import check as check_plugins
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.pair import USUAL_CONTEXT, Caches, Verified
-from dflash_trt.decoding.request import InFlight
+from dflash_trt.decoding.request import Request
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL
@@ -101,7 +101,7 @@ class DevicePair(Caches):
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         # Sampled requests are decided on the GPU where Triton is there to compile the kernels, else on the host.
         self.samples = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-        self._sampling: tuple[Sequence[InFlight], Sampling | None] = ((), None)
+        self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
 
     def prefill(
         self, tokens: Sequence[int], start: int, slot: int, *, draft: bool
@@ -125,7 +125,7 @@ class DevicePair(Caches):
             return DeviceArray(self.target.buffer(PREFILL, "logits", 1, 1, self._vocab)[0, 0]), sound
 
     def propose(
-        self, active: Sequence[InFlight], length: int
+        self, active: Sequence[Request], length: int
     ) -> tuple[Array | DeviceArray, Array | DeviceArray]:
         """One drafter pass over slots 0 .. n-1: blocks [n,length] = [anchor, draft, ...] and log-probs [n,length-1].
 
@@ -160,7 +160,7 @@ class DevicePair(Caches):
             self._drafts_finite = torch.isfinite(logprobs).all(dim=1)
             return DeviceArray(block), DeviceArray(logprobs)
 
-    def verify(self, active: Sequence[InFlight], block: Array | DeviceArray) -> Verified:
+    def verify(self, active: Sequence[Request], block: Array | DeviceArray) -> Verified:
         """One target pass over the blocks [n,S] of slots 0 .. n-1; `block` can be read without waiting then.
 
         The graph decides for the greedy requests. Where the kernels sample, they decide for all but penalized ones.
@@ -208,7 +208,7 @@ class DevicePair(Caches):
         )
 
     def _decide(
-        self, active: Sequence[InFlight], tokens: torch.Tensor, logits: torch.Tensor
+        self, active: Sequence[Request], tokens: torch.Tensor, logits: torch.Tensor
     ) -> Acceptance | None:
         """Sampling and acceptance on the pass's stream; None where all are greedy, or have penalties."""
         if not self.samples or all(r.params.greedy or r.counts is not None for r in active):
@@ -231,7 +231,7 @@ class DevicePair(Caches):
             mask_token=self.mask_token_id,
         )
 
-    def commit(self, request: InFlight, slot: int, found: Verified, count: int) -> None:
+    def commit(self, request: Request, slot: int, found: Verified, count: int) -> None:
         """The first `count` rows of the verified block of `slot` are right: their features wait for the drafter."""
         waiting, width = self._waiting[slot], self._waiting.shape[1]
         with torch.cuda.stream(self._stream):
@@ -242,7 +242,7 @@ class DevicePair(Caches):
             waiting[request.behind : request.behind + count].copy_(self._features[slot, :count])
         request.behind += count
 
-    def stop_drafting(self, request: InFlight, slot: int) -> None:
+    def stop_drafting(self, request: Request, slot: int) -> None:
         """From now on this request takes no drafts, and its slot holds nothing of the drafter's."""
         request.draft, request.behind = False, 0
         self.drafter.clear_slot(slot)
