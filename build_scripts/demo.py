@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from dflash_trt import LLM, Completion, SamplingParams
-from dflash_trt.reports.verification import SHIPPED_PROMPTS, read_prompts
+from dflash_trt.prompts import SHIPPED_PROMPTS, read_prompts
 
 BUNDLE = Path("bundles/tiny")
 CATEGORIES = ("math", "code", "chat")

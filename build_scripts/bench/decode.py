@@ -24,7 +24,7 @@ from typing import Any
 from dflash_trt import LLM, SamplingParams, Statistics
 from dflash_trt.building.build import build
 from dflash_trt.building.sources import resolve_pair
-from dflash_trt.reports.verification import SHIPPED_PROMPTS, read_prompts
+from dflash_trt.prompts import SHIPPED_PROMPTS, read_prompts
 
 CATEGORIES = ("math", "code", "tools", "chat")
 

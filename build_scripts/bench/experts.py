@@ -43,7 +43,7 @@ from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.target import build_target
-from dflash_trt.reports.verification import read_prompts
+from dflash_trt.prompts import read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 
 Array = np.ndarray[Any, Any]

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from build_scripts.bench.build import measure
-from dflash_trt.reports.environment import processor
+from dflash_trt.hardware import processor
 from dflash_trt.reports.inspection import inspect
 from tests.doubles.tensorrt_matrix import CASES, make_pair
 

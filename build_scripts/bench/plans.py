@@ -29,10 +29,10 @@ from build_scripts.bench.generated import SHIPPED
 from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.tensors import Outline
 from dflash_trt.graph.tensorrt import TensorRT
+from dflash_trt.hardware import processor
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
-from dflash_trt.reports.environment import processor
 from dflash_trt.reports.inspection import inspect
 
 _CHUNK, _PIECE = 8 << 20, 4 << 20

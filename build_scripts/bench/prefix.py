@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 
 from dflash_trt import LLM, Completion, SamplingParams
-from dflash_trt.reports.environment import processor
-from dflash_trt.reports.verification import read_prompts
+from dflash_trt.hardware import processor
+from dflash_trt.prompts import read_prompts
 
 OWN = 8  # tokens at the end of the prompt that no other request has
 

@@ -27,7 +27,7 @@ import numpy as np
 from build_scripts.bench.generated import write_pair
 from dflash_trt import AsyncLLM, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.reports.environment import processor
+from dflash_trt.hardware import processor
 
 SYSTEM, QUESTION, ANSWER, BATCH, VOCAB = 200, 60, 40, 4, 2048
 

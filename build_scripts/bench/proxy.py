@@ -23,7 +23,7 @@ from tritonclient.grpc import aio
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.metrics import quantile
-from dflash_trt.reports.environment import processor
+from dflash_trt.hardware import processor
 from dflash_trt.serving.proxy import Sockets
 from server_tests.serving import Serving, tensors
 

@@ -30,8 +30,8 @@ from tritonclient.grpc import aio
 from dflash_trt import AsyncLLM, SamplingParams
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.metrics import quantile
-from dflash_trt.reports.environment import processor
-from dflash_trt.reports.verification import read_prompts
+from dflash_trt.hardware import processor
+from dflash_trt.prompts import read_prompts
 from server_tests.serving import Serving, tensors
 
 METHODS = ("process", "stream", "rounds", "whole")

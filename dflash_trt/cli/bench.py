@@ -85,9 +85,9 @@ def _method(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    from dflash_trt.hardware import processor
+    from dflash_trt.prompts import read_prompts
     from dflash_trt.reports.benchmark import Load, bench
-    from dflash_trt.reports.environment import processor
-    from dflash_trt.reports.verification import read_prompts
     from dflash_trt.runtime import Runtime
 
     closed = args.concurrency or ([] if args.rate else [1, 2, 4, 8, 16])

@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.llm import LLM
-    from dflash_trt.reports.verification import TOP_P, read_prompts, verify
+    from dflash_trt.prompts import read_prompts
+    from dflash_trt.reports.verification import TOP_P, verify
 
     prompts = read_prompts(args.prompts, args.limit)
     cases = []

@@ -26,7 +26,7 @@ from dflash_trt.graph.quantized_experts import Projection, Stack, onnxruntime_ex
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
-from dflash_trt.reports.verification import read_prompts
+from dflash_trt.prompts import read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 
 # Of each prompt so much is read, and so many tokens are decoded after it.

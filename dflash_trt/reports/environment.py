@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+from dflash_trt import hardware
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 
 REQUIRED = (
@@ -50,30 +47,21 @@ def describe() -> dict[str, Any]:
         "required": {name: versions[name] for name in REQUIRED},
         "optional": {name: versions[name] for name in OPTIONAL},
         "system": platform.platform(),
-        "cpu": _cpu_model(),
-        "cores": _cores(),
-        "memory_bytes": _memory(),
-        "gpus": _gpus(),
+        "cpu": hardware.processor_name(),
+        "cores": hardware.cores(),
+        "memory_bytes": hardware.memory_bytes(),
+        "gpus": hardware.gpus(),
         "onnxruntime_providers": _providers() if versions["onnxruntime"] else [],
         "missing": missing,
         "engines": _engines(missing),
     }
 
 
-def processor() -> str:
-    """The processor's name and how many of its cores this process may use."""
-    return f"{_cpu_model()}, {_cores()} cores"
-
-
-def _cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
 def _engines(missing: list[str]) -> list[dict[str, Any]]:
     ready = not missing
     note = "on the CPU" if ready else f"install {', '.join(missing)}"
     rows = [{"engine": "onnxruntime", "build": ready, "run": ready, "note": note}]
-    present = compute_capabilities()
+    present = hardware.compute_capabilities()
     for flavour in FLAVOURS.values():
         there = importlib.util.find_spec(flavour.module) is not None
         here = [capability for capability in present if capability in flavour.capabilities]
@@ -117,42 +105,3 @@ def _providers() -> list[str]:
     import onnxruntime
 
     return list(onnxruntime.get_available_providers())
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
-
-
-def _memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def compute_capabilities() -> list[int]:
-    """Of the GPUs that nvidia-smi shows, as 120 for 12.0."""
-    numbers = (gpu.get("compute_cap", "").replace(".", "") for gpu in _gpus())
-    return [int(number) for number in numbers if number.isdigit()]
-
-
-def _gpus() -> list[dict[str, str]]:
-    """What nvidia-smi reports; empty where it is absent or fails."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    fields = ("name", "compute_cap", "memory.total", "driver_version")
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [
-        dict(zip(fields, map(str.strip, line.split(",")), strict=False))
-        for line in answer.splitlines()
-        if line
-    ]

@@ -5,27 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 
 from dflash_trt.decoding.params import Completion, SamplingParams
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.errors import RequestError, show
-from dflash_trt.files.reading import parse_object, read_text
 from dflash_trt.llm import LLM
+from dflash_trt.prompts import Prompt
 
-SHIPPED_PROMPTS = Path(__file__).parent.parent / "shipped" / "prompts"
 # Sampled tokens are compared at this top-p, and prompt i with seed i.
 TOP_P = 0.95
-_PROMPTS_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One line of a prompt file: messages go through the chat template, text goes in as it is."""
-
-    id: str
-    category: str
-    content: str | list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,40 +39,6 @@ class Case:
     differing: int
     mean_acceptance_length: float
     first_difference: Difference | None
-
-
-def read_prompts(file: Path | None, limit: int) -> list[Prompt]:
-    """The prompts of a JSONL file, or the shipped ones; at most `limit` (0: all), each category in turn.
-
-    Raises RequestError naming the file and line of a malformed prompt.
-    """
-    files = sorted(SHIPPED_PROMPTS.glob("*.jsonl")) if file is None else [file]
-    prompts = [prompt for each in files for prompt in _read_file(each)]
-    if not prompts:
-        raise RequestError(
-            f"{file or SHIPPED_PROMPTS}: no prompts; expected JSON lines with a prompt or messages field"
-        )
-    # Rank within the category first: the first prompt of every category, then the second of every category.
-    seen: dict[str, int] = {}
-    ranked = []
-    for prompt in prompts:
-        ranked.append((seen.setdefault(prompt.category, 0), prompt))
-        seen[prompt.category] += 1
-    ranked.sort(key=lambda pair: pair[0])
-    return [prompt for _, prompt in ranked][: limit or None]
-
-
-def _read_file(file: Path) -> Iterator[Prompt]:
-    for number, line in enumerate(read_text(file, _PROMPTS_BYTES, RequestError).split("\n"), start=1):
-        if not line.strip():
-            continue
-        fields = parse_object(line, f"{file}:{number}", RequestError)
-        content = fields.get("messages", fields.get("prompt"))
-        if not isinstance(content, (str, list)) or not content:
-            raise RequestError(
-                f'{file}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}, found {show(fields)}'
-            )
-        yield Prompt(str(fields.get("id", f"{file.stem}:{number}")), str(fields.get("category", "")), content)
 
 
 def verify(

@@ -18,7 +18,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import BundleError, CheckpointError, DFlashError, RequestError, quoted, show
 from dflash_trt.files.reading import parse_object, read_object, read_text
 from dflash_trt.models.configs import read_target_config
-from dflash_trt.reports.verification import read_prompts
+from dflash_trt.prompts import read_prompts
 from tests.doubles.bounded import bounded
 from tests.doubles.quantized_checkpoints import write_quant_config
 

@@ -26,7 +26,7 @@ from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import DFlashError, RequestError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
-from dflash_trt.reports.verification import read_prompts
+from dflash_trt.prompts import read_prompts
 from dflash_trt.text import chat_template
 from dflash_trt.text.chat_template import ChatTemplates
 from dflash_trt.text.tokenizer import Tokenizer

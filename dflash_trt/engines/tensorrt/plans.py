@@ -24,7 +24,7 @@ from dflash_trt.engines.tensorrt.profiles import Limits, profiles
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.tensorrt import TensorRT
-from dflash_trt.reports.environment import compute_capabilities
+from dflash_trt.hardware import compute_capabilities
 
 DEFAULT_PREFILL_CHUNK = 512
 DTYPES = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}

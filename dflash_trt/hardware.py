@@ -1,0 +1,60 @@
+"""The machine: its processor, memory and GPUs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+
+def processor() -> str:
+    """The processor's name and how many of its cores this process may use."""
+    return f"{processor_name()}, {cores()} cores"
+
+
+def cores() -> int | None:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def processor_name() -> str:
+    """The model of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def memory_bytes() -> int | None:
+    """The memory of the machine; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def compute_capabilities() -> list[int]:
+    """Of the GPUs that nvidia-smi shows, as 120 for 12.0."""
+    numbers = (gpu.get("compute_cap", "").replace(".", "") for gpu in gpus())
+    return [int(number) for number in numbers if number.isdigit()]
+
+
+def gpus() -> list[dict[str, str]]:
+    """What nvidia-smi reports; empty where it is absent or fails."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    fields = ("name", "compute_cap", "memory.total", "driver_version")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [
+        dict(zip(fields, map(str.strip, line.split(",")), strict=False))
+        for line in answer.splitlines()
+        if line
+    ]

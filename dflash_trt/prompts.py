@@ -1,0 +1,56 @@
+"""Prompt files: those that come with the package, and any JSON lines of prompts or messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_trt.errors import RequestError, show
+from dflash_trt.files.reading import parse_object, read_text
+
+SHIPPED_PROMPTS = Path(__file__).parent / "shipped" / "prompts"
+_PROMPTS_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One line of a prompt file: messages go through the chat template, text goes in as it is."""
+
+    id: str
+    category: str
+    content: str | list[dict[str, str]]
+
+
+def read_prompts(file: Path | None, limit: int) -> list[Prompt]:
+    """The prompts of a JSONL file, or the shipped ones; at most `limit` (0: all), each category in turn.
+
+    Raises RequestError naming the file and line of a malformed prompt.
+    """
+    files = sorted(SHIPPED_PROMPTS.glob("*.jsonl")) if file is None else [file]
+    prompts = [prompt for each in files for prompt in _read_file(each)]
+    if not prompts:
+        raise RequestError(
+            f"{file or SHIPPED_PROMPTS}: no prompts; expected JSON lines with a prompt or messages field"
+        )
+    # Rank within the category first: the first prompt of every category, then the second of every category.
+    seen: dict[str, int] = {}
+    ranked = []
+    for prompt in prompts:
+        ranked.append((seen.setdefault(prompt.category, 0), prompt))
+        seen[prompt.category] += 1
+    ranked.sort(key=lambda pair: pair[0])
+    return [prompt for _, prompt in ranked][: limit or None]
+
+
+def _read_file(file: Path) -> Iterator[Prompt]:
+    for number, line in enumerate(read_text(file, _PROMPTS_BYTES, RequestError).split("\n"), start=1):
+        if not line.strip():
+            continue
+        fields = parse_object(line, f"{file}:{number}", RequestError)
+        content = fields.get("messages", fields.get("prompt"))
+        if not isinstance(content, (str, list)) or not content:
+            raise RequestError(
+                f'{file}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}, found {show(fields)}'
+            )
+        yield Prompt(str(fields.get("id", f"{file.stem}:{number}")), str(fields.get("category", "")), content)
