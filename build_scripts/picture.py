@@ -1,0 +1,105 @@
+"""The README's picture, docs/speed.svg, from the README's own table: tokens per second with and without drafting.
+
+python build_scripts/picture.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+README, PICTURE = ROOT / "README.md", ROOT / "docs" / "speed.svg"
+
+WIDTH, PANEL, GAP, TOP, HEIGHT, BOTTOM, BAR = 760, 350, 40, 62, 190, 40, 26
+
+# Transparent, with colours that a viewer's dark mode replaces; an image in a README knows that mode, too.
+STYLE = """\
+text { font: 13px sans-serif; fill: #24292f } .small { font-size: 11px } .title { font-weight: bold }
+.plain { fill: #8c959f } .drafting { fill: #0969da } .axis { stroke: #8c959f }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .plain { fill: #7d8590 } .drafting { fill: #58a6ff }
+}"""
+
+
+class Speeds(NamedTuple):
+    """Tokens per second of one pair, by category."""
+
+    pair: str
+    plain: dict[str, float]
+    drafting: dict[str, float]
+
+
+def read_table(text: str) -> list[Speeds]:
+    """The table whose header begins with `tokens per second`: two rows for each pair, plain and drafting.
+
+    Raises ValueError where there is no such table, or a row does not fit it.
+    """
+    lines = iter(text.splitlines())
+    header = next((line for line in lines if line.startswith("| tokens per second |")), None)
+    if header is None or not next(lines, "").startswith("|---"):
+        raise ValueError("README.md has no table that begins with: | tokens per second |")
+    categories = _cells(header)[1:]
+    rows: dict[str, dict[str, dict[str, float]]] = {}
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        name, *cells = _cells(line)
+        pair, _, method = name.replace("`", "").replace("*", "").partition(", ")
+        if len(cells) != len(categories) or method not in ("plain", "drafting"):
+            raise ValueError(f"README.md: the row {line!r} does not fit the table's header {header!r}")
+        speeds = (float(cell.replace("*", "").split()[0]) for cell in cells)
+        rows.setdefault(pair, {})[method] = dict(zip(categories, speeds, strict=True))
+    return [Speeds(pair, methods["plain"], methods["drafting"]) for pair, methods in rows.items()]
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def draw(pairs: list[Speeds]) -> str:
+    """An SVG document with a panel of bars for each pair, all to one scale."""
+    top = max(speed for each in pairs for speed in each.drafting.values())
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {TOP + HEIGHT + BOTTOM}" role="img">',
+        "<title>Tokens per second with and without drafting</title>",
+        f"<style>{STYLE}</style>",
+        _text(0, 16, "Tokens per second on 2 CPU cores: the same tokens, with and without drafting", "title"),
+    ]
+    for i, each in enumerate(pairs):
+        out += _panel(each, i * (PANEL + GAP), HEIGHT / top)
+    for x, name in ((WIDTH - 190, "plain"), (WIDTH - 100, "drafting")):
+        out.append(f'<rect class="{name}" x="{x}" y="31" width="12" height="12"/>')
+        out.append(_text(x + 17, 42, name))
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def _panel(speeds: Speeds, left: float, scale: float) -> list[str]:
+    floor, step = TOP + HEIGHT, PANEL / len(speeds.plain)
+    out = [_text(left, 42, speeds.pair, "title")]
+    for i, (category, plain) in enumerate(speeds.plain.items()):
+        middle, drafting = left + (i + 0.5) * step, speeds.drafting[category]
+        for x, name, speed in ((middle - BAR - 1, "plain", plain), (middle + 1, "drafting", drafting)):
+            height = round(speed * scale, 1)
+            out.append(
+                f'<rect class="{name}" x="{x:.1f}" y="{floor - height:.1f}" width="{BAR}" height="{height}"/>'
+            )
+        label = f"{drafting / plain:.1f}x"
+        out.append(_text(middle + BAR / 2, floor - drafting * scale - 5, label, "small", "middle"))
+        out.append(_text(middle, floor + 18, category, "", "middle"))
+    out.append(f'<path class="axis" d="M{left} {floor}h{PANEL}"/>')
+    return out
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    style = f' class="{kind}"' if kind else ""
+    return f'<text{style} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
+
+
+def main() -> None:
+    PICTURE.write_text(draw(read_table(README.read_text(encoding="utf-8"))), encoding="utf-8")
+    print(PICTURE.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

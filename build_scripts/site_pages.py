@@ -1,0 +1,52 @@
+"""A hook of mkdocs: pages that lie outside of docs/, and links to them as the repository has them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+ABOVE = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+EXAMPLES = ROOT / "examples"
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """README.md as the first page, the pages beside it, and one that has the examples."""
+    from mkdocs.structure.files import File
+
+    pages = {"index.md": _read("README.md"), "examples.md": examples_page()} | {n: _read(n) for n in ABOVE}
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return site_links(markdown)
+
+
+def site_links(markdown: str) -> str:
+    """Links between docs/, the repository's root and examples/ as links of the site, where all pages lie in one folder."""
+    markdown = re.sub(
+        r"\]\((?:\.\./)?examples/(?:(\w+)\.py)?\)", lambda m: f"](examples.md{_anchor(m[1])})", markdown
+    )
+    return re.sub(r"\]\((?:\.\./|docs/)(?!examples)([\w./-]+\.(?:md|svg)(?:#[\w-]+)?)\)", r"](\1)", markdown)
+
+
+def _anchor(example: str | None) -> str:
+    return f"#{example}py" if example else ""
+
+
+def examples_page() -> str:
+    """A section for each program of examples/: its name, the first sentence of its docstring, and the program."""
+    out = ["# Examples", "", "After reading this page you can start a program of your own from one that runs."]
+    for path in sorted(EXAMPLES.glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        summary = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        out += ["", f"## {path.name}", "", summary, "", "```python", text.rstrip(), "```"]
+    return "\n".join(out) + "\n"
+
+
+def _read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
