@@ -1,6 +1,6 @@
 """The README's picture, docs/speed.svg, from the README's own table: tokens per second with and without drafting.
 
-python build_scripts/picture.py
+python -m build_scripts.picture
 """
 
 from __future__ import annotations

@@ -1,0 +1,161 @@
+"""The documents: links lead somewhere, files, symbols, modules and options exist, the picture shows the README's table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+import shlex
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from build_scripts import picture, site_pages
+from dflash_trt import cli
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FOLDERS = "dflash_trt|plugins|build_scripts|tests|server_tests|docs|examples|triton_repo|requirements"
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@each_page
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("https://", "http://")):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.is_relative_to(ROOT), link
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@each_page
+def test_named_files_exist(page: Path) -> None:
+    for name in re.findall(rf"(?<![\w/.-])((?:{FOLDERS})/[\w./*-]+)", page.read_text()):
+        name = name.rstrip(".-/")
+        if "smNNN" not in name and not name.endswith("READER"):
+            assert list(ROOT.glob(name)), name
+
+
+@each_page
+def test_named_modules_and_symbols_exist(page: Path) -> None:
+    """`dflash_trt.x.y`, `python -m build_scripts.x` and `FILE.py`: `symbol` in tables of docs/architecture.md."""
+    text = page.read_text()
+    for name in set(re.findall(r"(?<![\w/.])((?:dflash_trt|dflash_plugins|build_scripts)(?:\.\w+)+)", text)):
+        if not name.endswith((".py", ".md")):
+            resolve(name)
+    for file, symbol in re.findall(r"`([\w/]+\.py)`: `([\w.]+)`", text):
+        source = (ROOT / file).read_text()
+        assert re.search(rf"^\s*(?:class |def |async def )?{symbol}\b", source, re.MULTILINE), (file, symbol)
+
+
+def resolve(name: str) -> object:
+    """A module, by its file alone, or what hangs below one."""
+    parts = name.split(".")
+    path = ROOT.joinpath(*parts)
+    if path.with_suffix(".py").is_file() or path.is_dir():
+        return path
+    owner, _, symbol = name.rpartition(".")
+    source = ROOT.joinpath(*owner.split(".")).with_suffix(".py")
+    if source.is_file():
+        assert re.search(rf"^(?:class |def |async def )?{symbol}\b", source.read_text(), re.MULTILINE), name
+        return source
+    return getattr(importlib.import_module(owner), symbol)
+
+
+@each_page
+def test_commands_have_the_options_that_documents_give_them(page: Path) -> None:
+    known = {name: options(name) for name in cli.COMMANDS}
+    text = page.read_text().replace("\\\n", " ")
+    for line in re.findall(r"(?:^ {4}|^\$ |`)dflash-trt ([^`\n|]*)", text, re.MULTILINE):
+        words = shlex.split(line.partition(" # ")[0].partition("...")[0], comments=True)
+        command = words[0] if words else ""
+        if command in known:
+            for word in words[1:]:
+                if word.startswith("--"):
+                    assert word.partition("=")[0] in known[command], (command, word)
+        else:
+            assert command in ("", "COMMAND", "bundle"), line
+
+
+def options(command: str) -> set[str]:
+    parser = argparse.ArgumentParser()
+    cli.COMMANDS[command].add_arguments(parser)
+    return {o for action in parser._actions for o in action.option_strings} | {"--debug", "--help", "--json"}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent == ROOT / "docs"], ids=lambda p: p.name)
+def test_a_page_begins_with_what_its_reader_can_do(page: Path) -> None:
+    title, after = page.read_text().split("\n\n")[:2]
+    assert title.startswith("# ")
+    assert after.startswith("After reading this page you ")
+
+
+def test_every_page_is_in_the_readme_and_in_the_site() -> None:
+    readme, site = (ROOT / "README.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f": {page.name}\n" in site
+        assert page.stem == "api" or f"](docs/{page.name})" in readme
+
+
+def test_the_picture_shows_the_table_of_the_readme() -> None:
+    speeds = picture.read_table((ROOT / "README.md").read_text())
+    assert picture.PICTURE.read_text() == picture.draw(speeds)
+    assert [s.pair for s in speeds] == ["tiny", "tiny-gpt-oss"]
+    document = ET.fromstring(picture.PICTURE.read_text())
+    bars = [r for r in document.iter("{http://www.w3.org/2000/svg}rect") if r.get("width") == "26"]
+    heights = {kind: [float(r.get("height") or 0) for r in bars if r.get("class") == kind] for kind in ("plain", "drafting")}
+    for kind, rows in (("plain", [s.plain for s in speeds]), ("drafting", [s.drafting for s in speeds])):
+        wanted = [v for row in rows for v in row.values()]
+        scale = heights[kind][0] / wanted[0]
+        assert heights[kind] == pytest.approx([v * scale for v in wanted], abs=0.2)
+
+
+def test_the_table_of_the_readme_is_that_of_the_measurements() -> None:
+    measured = (ROOT / "docs" / "measurements.md").read_text()
+    for speeds in picture.read_table((ROOT / "README.md").read_text()):
+        table = measured[measured.index(f"| `{speeds.pair}` | math") :]
+        for start, row in (("| plain |", speeds.plain), ("| **drafting, 8", speeds.drafting)):
+            line = next(x for x in table.splitlines() if x.startswith(start))
+            cells = [c.strip().strip("*").split()[0] for c in line.strip("|").split("|")[1:]]
+            assert [float(c) for c in cells] == list(row.values())
+
+
+def test_a_table_that_does_not_fit_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no table that begins with: \| tokens per second"):
+        picture.read_table("# nothing\n")
+    with pytest.raises(ValueError, match="does not fit the table's header"):
+        picture.read_table("| tokens per second | math |\n|---|---|\n| `tiny`, plain | 1 | 2 |\n")
+
+
+@pytest.mark.parametrize(
+    ("link", "on_the_site"),
+    [
+        ("[a](docs/cli.md#build)", "[a](cli.md#build)"),
+        ("[a](../SECURITY.md)", "[a](SECURITY.md)"),
+        ("[a](../examples/client.py)", "[a](examples.md#clientpy)"),
+        ("[a](examples/)", "[a](examples.md)"),
+        ("![a](docs/speed.svg)", "![a](speed.svg)"),
+        ("[a](graphs.md)", "[a](graphs.md)"),
+        ("[a](https://example.org/docs/x.md)", "[a](https://example.org/docs/x.md)"),
+    ],
+)
+def test_links_of_the_repository_become_links_of_the_site(link: str, on_the_site: str) -> None:
+    assert site_pages.site_links(link) == on_the_site
+
+
+def test_the_page_of_examples_has_each_program() -> None:
+    page = site_pages.examples_page()
+    for path in site_pages.EXAMPLES.glob("*.py"):
+        assert f"## {path.name}\n" in page
+        assert path.read_text().rstrip() in page
