@@ -27,7 +27,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def site_links(markdown: str) -> str:
-    """Links between docs/, the repository's root and examples/ as links of the site, where all pages lie in one folder."""
+    """Links between docs/, the repository's root and examples/ as links of the site, where all pages lie together."""
     markdown = re.sub(
         r"\]\((?:\.\./)?examples/(?:(\w+)\.py)?\)", lambda m: f"](examples.md{_anchor(m[1])})", markdown
     )
@@ -40,7 +40,11 @@ def _anchor(example: str | None) -> str:
 
 def examples_page() -> str:
     """A section for each program of examples/: its name, the first sentence of its docstring, and the program."""
-    out = ["# Examples", "", "After reading this page you can start a program of your own from one that runs."]
+    out = [
+        "# Examples",
+        "",
+        "After reading this page you can start a program of your own from one that runs.",
+    ]
     for path in sorted(EXAMPLES.glob("*.py")):
         text = path.read_text(encoding="utf-8")
         summary = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
