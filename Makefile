@@ -6,7 +6,7 @@
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-floors test-newest lint lock bench fuzz clean
+.PHONY: help demo docs test test-floors test-newest lint lock bench fuzz clean
 
 # The first interpreter that really runs (a pyenv shim may exist and fail), is new enough and can create a venv.
 RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
@@ -22,6 +22,7 @@ help:
 	@echo 'make demo    build the shipped pair; the same tokens with and without drafting, and the speedup'
 	@echo 'make test    run the tests (installs torch into .venv-test)'
 	@echo 'make lint    ruff, mypy, and the direction of imports between the rooms'
+	@echo 'make docs    build the documentation site into site/'
 	@echo 'make test-floors, make test-newest'
 	@echo '             run the tests of the core with the oldest dependencies allowed, and with the newest'
 	@echo 'make lock    write the newest versions to requirements/, which the environments are installed from'
@@ -48,6 +49,8 @@ test-newest:
 lock: .venv-test/installed
 	$(call lock,run,--universal)
 	$(call lock,test,--universal --no-emit-package triton --extra test --extra dev --extra tensorrt-rtx --extra quantize)
+	@echo "mkdocs-material mkdocstrings[python]" | tr ' ' '\n' | .venv-test/bin/uv pip compile --quiet --upgrade \
+	    --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url --output-file requirements/docs.txt -
 	$(call lock,server,--python-platform x86_64-manylinux_2_35 --extra test-server)
 
 lint: .venv-test/installed
@@ -56,6 +59,10 @@ lint: .venv-test/installed
 	@.venv-test/bin/mypy
 	@.venv-test/bin/lint-imports --no-cache
 
+# Modules are read, not imported: the site needs nothing of the package.
+docs: .venv-docs/installed
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
 bench: .venv-test/installed
 	@.venv-test/bin/python -m build_scripts.bench.decode
 
@@ -63,7 +70,7 @@ fuzz: .venv-test/installed
 	@.venv-test/bin/python -m tests.fuzz.run --minutes $(or $(MINUTES),0)
 
 clean:
-	rm -rf .venv .venv-test .venv-server .venv-floors .venv-newest build dist
+	rm -rf .venv .venv-docs site .venv-test .venv-server .venv-floors .venv-newest build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find dflash_trt plugins build_scripts tests -name __pycache__ -prune -exec rm -rf {} +
 
@@ -83,6 +90,11 @@ clean:
 .venv-server/installed: pyproject.toml requirements/server.txt
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) --constraint requirements/server.txt --editable '.[test-server]'
+	@touch $@
+
+.venv-docs/installed: requirements/docs.txt
+	$(call venv,$(@D))
+	@$(@D)/bin/python $(PIP) --constraint requirements/docs.txt mkdocs-material 'mkdocstrings[python]'
 	@touch $@
 
 .venv-floors/installed: pyproject.toml
