@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.errors import DFlashError
@@ -13,7 +14,18 @@ if TYPE_CHECKING:
     from dflash_trt.decoding.statistics import Statistics
     from dflash_trt.llm import LLM
 
-__all__ = ["LLM", "AsyncLLM", "Chunk", "Completion", "DFlashError", "SamplingParams", "Statistics"]
+    __version__: str
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Chunk",
+    "Completion",
+    "DFlashError",
+    "SamplingParams",
+    "Statistics",
+    "__version__",
+]
 
 _HOME = {
     "LLM": "dflash_trt.llm",
@@ -29,4 +41,6 @@ def __getattr__(name: str) -> Any:
     # On first use, so that the command line starts without loading an engine.
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name == "__version__":
+        return version("dflash-trt")
     raise AttributeError(f"module 'dflash_trt' has no attribute {name!r}")
