@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.pair import Verified
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
@@ -17,9 +18,9 @@ from dflash_trt.errors import NonFiniteError
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a round decided for one request. Node 0 of a block is the anchor.
+    """What a round decided for one request, over the nodes of its `Draft`.
 
-    path: the accepted nodes, from the anchor's child down. Where every node follows the one before it: 1, 2, ...
+    path: the accepted nodes, from the anchor's child down. Of a chain: 1, 2, ...
     token: the token after the last of them; -1 if not `ok`.
     ok: whether the logits of that last node have a finite largest value. The nodes of `path` are right either way.
     """
@@ -33,56 +34,63 @@ class Verdict:
 UNDECIDED = Verdict((), -1, ok=False)
 
 
-def judge(request: Request, block: Sequence[int], found: Verified, slot: int) -> Verdict:
-    """The verdict on a request's own part of its block: the engine's decision where it has made one, else `accept`'s.
+def judge(request: Request, draft: Draft, found: Verified, slot: int) -> Verdict:
+    """The verdict on a request's own part of its draft: the engine's decision where it has made one, else `accept`'s.
 
-    block: [anchor, draft, ...], as many tokens as the round verified; the request's own part may be shorter.
+    draft: the nodes that the round verified; the request's own part, the first of them, may be shorter.
     """
-    own = request.own_length(len(block))
+    tokens, own = draft.tokens_of(slot), request.own_length(draft.nodes)
     if not found.decided[slot]:
-        logits, position = found.logits[slot], request.committed + 1
-        return accept(block[:own], logits, request.params, request.seed, position, request.counts)
+        logits, position, parents = found.logits[slot], request.committed + 1, draft.parents_of(slot)
+        return accept(tokens[:own], logits, request.params, request.seed, position, request.counts, parents)
     accepted, token = int(found.accepted[slot]), int(found.next_token[slot])
-    if (
-        accepted >= own
-    ):  # the greedy decision on the whole block: the draft behind the own part was right, too
-        accepted, token = own - 1, block[own]
+    # A greedy decision is on the whole chain: the draft behind the own part was right, too.
+    if accepted >= own:
+        accepted, token = own - 1, tokens[own]
     finite = found.finite[slot, : accepted + 1]
     if not finite.all():
-        return Verdict(range(1, int(finite.argmin()) + 1), -1, ok=False)
-    return Verdict(range(1, accepted + 1), token, ok=token >= 0)
+        return Verdict([*range(1, int(finite.argmin()) + 1)], -1, ok=False)
+    return Verdict([*range(1, accepted + 1)], token, ok=token >= 0)
 
 
 def accept(
-    block: Sequence[int],
+    tokens: Sequence[int],
     logits: NDArray[np.float32],
     params: SamplingParams,
     seed: int,
     position: int,
     counts: TokenCounts | None = None,
+    parents: Sequence[int] | None = None,
 ) -> Verdict:
-    """How many drafts of a verified block are right, and the token after them.
+    """Which drafted nodes are right, and the token after them.
 
-    block: [anchor, draft, ...], n tokens.
-    logits: float32 [n, V]; row i is the target's for the token after block[i].
+    tokens, parents: the N nodes of one request, as in `Draft`.
+    logits: float32 [N, V]; row i is the target's for the token after node i.
     position: of the token that row 0 predicts.
     counts: if `params.penalized`, every token up to the anchor, included; the committed tokens are added.
 
-    Row i decides the token at position + i. While that is the drafted one, the next row saw a true history
-    and decides the next token; the first that is not ends the block, and the rows behind it saw a history
+    The logits of a node decide the token after it. While a child has that token, the child saw a true history
+    and its logits decide the next one. The walk ends where no child has it: all other nodes saw a history
     that did not happen. So each committed token is `sample` of the logits that follow its own true history,
-    at its own position: what decoding one token at a time commits. Neither the drafts nor the length of the
-    block appear in that; a better draft only makes the run longer. `sample` draws from the target's
+    at its own position: what decoding one token at a time commits. Neither the drafts nor their number
+    appear in that; a better draft only makes the path longer. `sample` draws from the target's
     distribution, so the result has it.
     """
-    last = len(block) - 1
-    for row in range(last + 1):
+    if not tokens:
+        raise ValueError("accept needs at least the anchor's token")
+    if parents is None:
+        parents = range(-1, len(tokens) - 1)
+    children: dict[tuple[int, int], int] = {}
+    for child in range(1, len(tokens)):
+        children.setdefault((parents[child], tokens[child]), child)
+    node, path = 0, list[int]()
+    while True:
         try:
-            token = sample(logits[row], params, seed, position + row, counts)
+            token = sample(logits[node], params, seed, position + len(path), counts)
         except NonFiniteError:
-            return Verdict(range(1, row + 1), -1, ok=False)
+            return Verdict(path, -1, ok=False)
         if counts is not None:
             counts.add(token)
-        if row == last or token != block[row + 1]:
-            return Verdict(range(1, row + 1), token)
-    raise ValueError("accept needs a block of at least the anchor")
+        if (node := children.get((node, token), 0)) == 0:
+            return Verdict(path, token)
+        path.append(node)

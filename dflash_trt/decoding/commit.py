@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.acceptance import UNDECIDED, Verdict, judge
+from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.pair import Verified
 from dflash_trt.decoding.params import FinishReason
 from dflash_trt.decoding.request import Emission, Request
@@ -31,14 +32,14 @@ def first_token(request: Request, logits: Array) -> Emission:
     return alone(request, partial(_first_token, request, logits))
 
 
-def commit(request: Request, block: Sequence[int], found: Verified, slot: int) -> tuple[Verdict, Emission]:
-    """The verdict on the verified block of `slot`, and the tokens it gives: the accepted drafts and the one after."""
+def commit(request: Request, draft: Draft, found: Verified, slot: int) -> tuple[Verdict, Emission]:
+    """The verdict on the verified nodes of `slot`, and the tokens it gives: the accepted drafts and the one after."""
     verdicts: list[Verdict] = []
 
     def tokens() -> Emission:
-        verdicts.append(judge(request, block, found, slot))
+        verdicts.append(judge(request, draft, found, slot))
         rows = found.logits[slot][[0, *verdicts[0].path]] if request.params.logprobs else None
-        return _commit(request, block, verdicts[0], rows)
+        return _commit(request, draft.tokens_of(slot), verdicts[0], rows)
 
     emission = alone(request, tokens)
     return (verdicts or [UNDECIDED])[0], emission
@@ -94,12 +95,12 @@ def _first_token(request: Request, logits: Array) -> Emission:
     return _emit(request, [token], logits[None])
 
 
-def _commit(request: Request, block: Sequence[int], verdict: Verdict, logits: Array | None) -> Emission:
-    accepted = [block[node] for node in verdict.path]
-    request.statistics.record_round(request.own_length(len(block)) - 1, len(accepted))
+def _commit(request: Request, drafted: Sequence[int], verdict: Verdict, logits: Array | None) -> Emission:
+    accepted = [drafted[node] for node in verdict.path]
+    request.statistics.record_round(request.own_length(len(drafted)) - 1, len(accepted))
     if verdict.ok:
         return _emit(request, [*accepted, verdict.token], logits)
-    if len(block) > 1:  # perhaps a draft's doing; the next round decides, without drafts
+    if len(drafted) > 1:  # perhaps a draft's doing; the next round decides, without drafts
         return _emit(request, accepted, logits)
     return fail(request, non_finite(request.committed + 1))
 

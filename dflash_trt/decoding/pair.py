@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
 
 Array = np.ndarray[Any, Any]
@@ -57,7 +58,7 @@ class KeptRows:
 
 @dataclass(slots=True)
 class Verified:
-    """What a pass over the blocks of n requests, of S tokens each, found. The next pass overwrites its arrays.
+    """What a pass over a `Draft` of n requests, S nodes each, found. The next pass overwrites its arrays.
 
     accepted, next_token: int [n], how many drafts are right and the token after them, for the requests that the engine
         has `decided` [n]; the host decides for the others, by their logits. Of a greedy request the engine looks at the
@@ -80,7 +81,7 @@ class Verified:
 class Pair(Protocol):
     """What the scheduler asks of a target and its drafter; `EnginePair` says what each method does.
 
-    Blocks, log-probabilities and logits may lie elsewhere than on the host, until their numbers are looked at.
+    Drafts and logits may lie elsewhere than on the host, until their numbers are looked at.
     """
 
     slots: int
@@ -90,9 +91,9 @@ class Pair(Protocol):
     verify_time: float
 
     def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> tuple[Any, bool]: ...
-    def propose(self, active: Sequence[Request], length: int) -> tuple[Any, Any]: ...
-    def verify(self, active: Sequence[Request], block: Any) -> Verified: ...
-    def commit(self, request: Request, slot: int, found: Verified, count: int) -> None: ...
+    def propose(self, active: Sequence[Request], length: int) -> Draft: ...
+    def verify(self, active: Sequence[Request], draft: Draft) -> Verified: ...
+    def commit(self, request: Request, slot: int, found: Verified, nodes: Sequence[int]) -> None: ...
     def stop_drafting(self, request: Request, slot: int) -> None: ...
     def rehearse_draft(self, batch: int, length: int) -> None: ...
     def rehearse_verify(self, batch: int, length: int) -> None: ...
@@ -102,6 +103,15 @@ class Pair(Protocol):
     def restore(self, slot: int, kept: Sequence[KeptRows], length: int, *, draft: bool) -> None: ...
     def clear(self, slot: int, first: int = 0, last: int | None = None) -> None: ...
     def close(self) -> None: ...
+
+
+def chains(draft: Draft) -> Any:
+    """The tokens [n, N] of a draft that has chains. Raises ValueError for trees: no graph masks by parents."""
+    if draft.parents is not None:
+        raise ValueError(
+            "the draft has parents, but these graphs verify chains: every node after the one before it"
+        )
+    return draft.tokens
 
 
 class Caches:
@@ -185,8 +195,8 @@ class EnginePair(Caches):
         sound = self._take_in(out["features"], start, slot) if draft else True
         return out["logits"][0, 0], sound
 
-    def propose(self, active: Sequence[Request], length: int) -> tuple[Array, Array]:
-        """One drafter pass over slots 0 .. n-1: blocks [n,length] = [anchor, draft, ...] and log-probs [n,length-1].
+    def propose(self, active: Sequence[Request], length: int) -> Draft:
+        """One drafter pass over slots 0 .. n-1: chains of `length` nodes.
 
         The drafter also takes in what was committed since its last pass. At length 1 it does not run, unless more than
         a chunk of that has piled up.
@@ -198,7 +208,7 @@ class EnginePair(Caches):
         room = self.capacity - 1 - length - max(request.committed for request in active)
         self._catch_up(active, self.prefill_chunk if length == 1 else room)
         if length == 1:
-            return block, np.zeros((len(active), 0), np.float32)
+            return Draft(block, None, np.zeros((len(active), 0), np.float32))
         fresh = [request.behind for request in active]
         features = np.zeros((len(active), max(1, *fresh), self.feature_size), np.float32)
         for i, request in enumerate(active):
@@ -219,10 +229,11 @@ class EnginePair(Caches):
         self.draft_time += perf_counter() - begin
         block[:, 1:] = out["draft_tokens"]
         self._drafts_finite &= np.isfinite(out["draft_logprobs"]).all(axis=1)
-        return block, out["draft_logprobs"]
+        return Draft(block, None, out["draft_logprobs"])
 
-    def verify(self, active: Sequence[Request], block: Array) -> Verified:
-        """One target pass over the blocks [n,S] of slots 0 .. n-1. The graph decides for the greedy requests."""
+    def verify(self, active: Sequence[Request], draft: Draft) -> Verified:
+        """One target pass over the chains of slots 0 .. n-1. The graph decides for the greedy requests."""
+        block = chains(draft)
         rows = np.broadcast_to(np.arange(block.shape[1]), block.shape)
         feeds = {"tokens": block, "start": np.array([r.committed for r in active]), "rows": rows}
         begin = perf_counter()
@@ -259,10 +270,12 @@ class EnginePair(Caches):
     def _rehearsal_start(self, length: int) -> int:
         return min(USUAL_CONTEXT, self.capacity - 2 * length)
 
-    def commit(self, request: Request, slot: int, found: Verified, count: int) -> None:
-        """The first `count` rows of the verified block of `slot` are right: their features wait for the drafter."""
-        request.features.append(found.features[slot, :count].copy())  # the next pass reuses the memory
-        request.behind += count
+    def commit(self, request: Request, slot: int, found: Verified, nodes: Sequence[int]) -> None:
+        """These verified nodes of `slot` are right, each the child of the one before: their features wait for the
+        drafter.
+        """
+        request.features.append(found.features[slot, nodes])  # a copy: the next pass reuses the memory
+        request.behind += len(nodes)
 
     def stop_drafting(self, request: Request, slot: int) -> None:
         """From now on this request takes no drafts, and its slot holds nothing of the drafter's."""

@@ -125,24 +125,23 @@ class Scheduler:
         if any(request.in_doubt for request in active):
             room = 1
         drafting = [slot for slot, request in enumerate(active) if request.draft]
-        block, logprobs = pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
-        drafted = block.shape[1]
+        draft = pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
+        drafted, logprobs = draft.nodes, None
         if drafted > 1:
-            if len(drafting) < len(active):
-                logprobs = logprobs[drafting]
-            block = block[:, : lengths.verify(logprobs)]
-        found = pair.verify(active, block)
-        blocks = np.asarray(block).tolist()
+            logprobs = draft.logprobs_of(drafting)
+            draft = draft.first(lengths.verify(draft, drafting))
+        found = pair.verify(active, draft)
         verdicts, emissions = [], []
         for slot, request in enumerate(active):
-            verdict, emission = commit(request, blocks[slot], found, slot)
+            verdict, emission = commit(request, draft, found, slot)
             verdicts.append(verdict)
             emissions.append(emission)
         # The policy learns of the drafts that were judged.
         judged = [i for i, slot in enumerate(drafting) if verdicts[slot].ok and found.drafts_finite[slot]]
         if len(judged) < len(drafting):
-            drafting, logprobs = [drafting[i] for i in judged], logprobs[judged]
-        offered = [min(active[slot].block_length or drafted, block.shape[1]) - 1 for slot in drafting]
+            drafting = [drafting[i] for i in judged]
+            logprobs = None if logprobs is None else logprobs[judged]
+        offered = [min(active[slot].block_length or drafted, draft.nodes) - 1 for slot in drafting]
         for slot, (verdict, emission) in enumerate(zip(verdicts, emissions, strict=True)):
             self._settle(slot, verdict, emission, found)
         for request, emission in zip(active, emissions, strict=True):
@@ -152,14 +151,14 @@ class Scheduler:
         lengths.observe(
             batch=len(active),
             drafted=drafted,
-            verified=block.shape[1],
+            verified=draft.nodes,
             accepted=[len(verdicts[slot].path) for slot in drafting],
             offered=offered,
-            logprobs=logprobs if drafted > 1 else None,
+            logprobs=logprobs,
             draft_seconds=pair.draft_time,
             verify_seconds=pair.verify_time,
         )
-        self.metrics.observe_round(block.shape[1])
+        self.metrics.observe_round(draft.nodes)
         host = perf_counter() - begin - pair.draft_time - pair.verify_time
         for request in active:
             request.statistics.draft_time += pair.draft_time
@@ -176,10 +175,12 @@ class Scheduler:
             return
         if not found.drafts_finite[slot]:
             self.pair.stop_drafting(request, slot)
-        rows = len(verdict.path) + verdict.ok  # all that was decided but the new anchor's
-        if request.draft and rows:
-            self.pair.commit(request, slot, found, rows)
-        request.committed += rows
+        nodes = [0, *verdict.path][
+            : len(verdict.path) + verdict.ok
+        ]  # all that was decided but the new anchor's
+        if request.draft and nodes:
+            self.pair.commit(request, slot, found, nodes)
+        request.committed += len(nodes)
         if not found.finite[slot].all():
             self.pair.clear(slot, request.committed)
 

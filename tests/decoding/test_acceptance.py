@@ -77,23 +77,69 @@ def test_any_drafts_commit_the_same_tokens(
     assert output == expected[: len(output)]
 
 
+@given(
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=5),
+    st.sampled_from(PARAMS),
+    st.integers(0, 2**64 - 1),
+    st.data(),
+)
+@settings(deadline=None, max_examples=100)
+def test_any_tree_commits_the_same_tokens(
+    prompt: list[int], params: SamplingParams, seed: int, data: st.DataObject
+) -> None:
+    """The path takes as many right nodes as the tree has in a row from the anchor, in whatever order they come."""
+    expected = one_at_a_time(prompt, 16, params, seed)
+    counts = TokenCounts(prompt) if params.penalized else None
+    output = [sample(target(prompt), params, seed, len(prompt), counts)]
+    if counts is not None:
+        counts.add(output[0])
+    while len(output) < 9:
+        tokens, parents, before = [output[-1]], [-1], list[list[int]]([[]])
+        spine, depth = 0, 0
+        for _ in range(data.draw(st.integers(0, 8))):
+            right = depth < 6 and data.draw(st.booleans())
+            parent = spine if right else data.draw(st.integers(0, len(tokens) - 1))
+            token = expected[len(output) + depth] if right else data.draw(st.integers(0, VOCABULARY - 1))
+            twins = [i for i in range(1, len(tokens)) if (parents[i], tokens[i]) == (parent, token)]
+            node = twins[0] if twins else len(tokens)
+            if not twins:
+                tokens.append(token)
+                parents.append(parent)
+                before.append([*before[parent], token])
+            if right:
+                spine, depth = node, depth + 1
+        logits = np.stack([target(prompt + output + each) for each in before])
+        verdict = accept(tokens, logits, params, seed, len(prompt) + len(output), counts, parents)
+        assert len(verdict.path) >= depth
+        assert [parents[node] for node in verdict.path] == [0, *verdict.path][: len(verdict.path)]
+        output += [*(tokens[node] for node in verdict.path), verdict.token]
+    assert output == expected[: len(output)]
+
+
+def test_a_branch_that_is_not_the_first_is_taken() -> None:
+    """Two children of the anchor, of which the second is right; nodes 3 and 4 are the children of one each."""
+    logits = np.eye(6, dtype=np.float32)[[2, 0, 4, 0, 5]]
+    verdict = accept([3, 1, 2, 4, 4], logits, SamplingParams(), 0, 0, None, [-1, 0, 0, 1, 2])
+    assert verdict == Verdict([2, 4], 5)
+
+
 def test_rows_behind_the_first_difference_are_not_looked_at() -> None:
     logits = np.full((3, 4), np.nan, np.float32)
     logits[0] = [0, 1, 0, 0]
-    assert accept([3, 2, 2], logits, SamplingParams(), 0, 0) == Verdict(range(1, 1), 1)
+    assert accept([3, 2, 2], logits, SamplingParams(), 0, 0) == Verdict([], 1)
 
 
 def test_a_whole_block_accepted_and_a_block_of_the_anchor_alone() -> None:
     logits = np.eye(4, dtype=np.float32)
-    assert accept([3, 0, 1, 2], logits, SamplingParams(), 0, 0) == Verdict(range(1, 4), 3)
-    assert accept([3], logits[2:3], SamplingParams(), 0, 0) == Verdict(range(1, 1), 2)
+    assert accept([3, 0, 1, 2], logits, SamplingParams(), 0, 0) == Verdict([1, 2, 3], 3)
+    assert accept([3], logits[2:3], SamplingParams(), 0, 0) == Verdict([], 2)
 
 
 def test_accepted_drafts_count_for_the_rows_behind_them() -> None:
     """Token 1 is best until it has come once; a draft that repeats it is refused within the same block."""
     logits = np.tile(np.array([0, 1, 0.5, 0], np.float32), (3, 1))
     params = SamplingParams(presence_penalty=2.0)
-    assert accept([0, 1, 1], logits, params, 0, 0, TokenCounts([0])) == Verdict(range(1, 2), 2)
+    assert accept([0, 1, 1], logits, params, 0, 0, TokenCounts([0])) == Verdict([1], 2)
 
 
 def test_an_empty_block_is_an_error() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from dflash_trt import LLM
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding import scheduler as scheduler_module
+from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.runtime import Runtime
@@ -33,8 +34,8 @@ class Lengths:
     def draft(self, batch: int) -> int:
         return self.lengths.pop(0) if len(self.lengths) > 1 else self.lengths[0]
 
-    def verify(self, logprobs: Any) -> int:
-        return min(self.most or BLOCK, logprobs.shape[1] + 1)
+    def verify(self, draft: Draft, slots: Sequence[int]) -> int:
+        return min(self.most or BLOCK, draft.nodes)
 
     def observe(self, **seen: Any) -> None:
         assert len(seen["accepted"]) <= seen["batch"]
@@ -52,8 +53,8 @@ class AnyLengths(Lengths):
         self.off = self.off - 1 if self.off else self.random.choice([0, 0, 0, 0, 0, 25])
         return 1 if self.off else self.random.randint(1, self.most or BLOCK)
 
-    def verify(self, logprobs: Any) -> int:
-        return self.random.randint(1, logprobs.shape[1] + 1)
+    def verify(self, draft: Draft, slots: Sequence[int]) -> int:
+        return self.random.randint(1, draft.nodes)
 
 
 class Clock:
@@ -434,3 +435,10 @@ def test_any_schedule_on_onnx_runtime(bundle: Path, seed: int) -> None:
         ended = each.stop.finish_reason == "length"
         assert ended or each.cancelled
         assert got[each] == (tokens if ended else tokens[: len(got[each])])
+
+
+def test_a_tree_is_refused_by_graphs_that_verify_chains() -> None:
+    pool = Pool(1, 1)
+    tree = Draft(np.array([[1, 2, 3]]), np.array([[-1, 0, 0]]), np.zeros((1, 2), np.float32))
+    with pytest.raises(ValueError, match="the draft has parents"):
+        pool.pair.verify([request(prompt(4), SamplingParams())], tree)

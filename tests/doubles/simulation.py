@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.pass_times import PassTimes
 
@@ -22,6 +23,12 @@ Beginning = Callable[[np.random.Generator, Kind, int, int], float]
 Drift = Callable[[Kind, int, int], float]
 # The true chance of each draft [requests, drafts], given those before it, and what the drafter says of it, for a round.
 Drafts = Callable[[np.random.Generator, int, int, int], tuple[np.ndarray, np.ndarray]]
+
+
+def drafts(logprobs: np.ndarray) -> Draft:
+    """Chains of which only the log-probabilities [requests, drafts] matter."""
+    requests, drafted = logprobs.shape
+    return Draft(np.zeros((requests, drafted + 1), np.int64), None, logprobs)
 
 
 def as_measured(rng: np.random.Generator, kind: Kind, batch: int, length: int) -> float:
@@ -94,7 +101,7 @@ class World:
             if drafted > 1:
                 said = memory[:, : drafted - 1]  # as an engine's output: the next round overwrites it
                 said[...] = logprobs[:, : drafted - 1]
-                verified = policy.verify(said)
+                verified = policy.verify(drafts(said), range(self.batch))
             right = self.rng.random((self.batch, verified - 1)) < chance[:, : verified - 1]
             accepted = np.cumprod(right, axis=1).sum(axis=1)
             draft_seconds = 0.0

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.length.calibration import Calibration, log_odds
 from dflash_trt.decoding.length.pass_times import PassTimes
 
@@ -69,10 +70,10 @@ class AdaptiveLength:
         )
         return plan.trial if self._trial else plan.draft
 
-    def verify(self, logprobs: Array) -> int:
+    def verify(self, draft: Draft, slots: Sequence[int]) -> int:
         if self._trial:
-            return int(logprobs.shape[1]) + 1
-        gains = self._calibration.gains(logprobs)
+            return draft.nodes
+        gains = self._calibration.gains(draft.logprobs_of(slots))
         values = [gain - price for gain, price in zip(gains, self._plan(self._batch).prices, strict=False)]
         return values.index(max(values)) + 1
 

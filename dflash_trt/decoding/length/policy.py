@@ -7,11 +7,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dflash_trt.decoding.draft import Draft
+
 Array = np.ndarray[Any, Any]
 
 
 class Lengths(Protocol):
     """Chooses how many tokens a round drafts and verifies per request, the anchor included; 1 is no drafting.
+
+    `verify` says how many nodes of a draft to verify; `slots` are the requests of the batch that take drafts.
 
     It is told what became of each round, and may learn from it. `logprobs` [n, drafted-1], `accepted` and `offered`
     (how many drafts could be accepted) are of the n requests of the batch that take drafts. The choice never changes
@@ -19,7 +23,7 @@ class Lengths(Protocol):
     """
 
     def draft(self, batch: int) -> int: ...
-    def verify(self, logprobs: Array) -> int: ...
+    def verify(self, draft: Draft, slots: Sequence[int]) -> int: ...
     def observe(
         self,
         *,
@@ -43,8 +47,8 @@ class FixedLength:
     def draft(self, batch: int) -> int:
         return self.length
 
-    def verify(self, logprobs: Array) -> int:
-        return int(logprobs.shape[1]) + 1
+    def verify(self, draft: Draft, slots: Sequence[int]) -> int:
+        return draft.nodes
 
     def observe(self, **round_: object) -> None:
         pass

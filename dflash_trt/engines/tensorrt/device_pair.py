@@ -15,7 +15,8 @@ import torch
 from dflash_plugins.version import check as check_plugins
 
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.decoding.pair import USUAL_CONTEXT, Caches, Verified
+from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.pair import USUAL_CONTEXT, Caches, Verified, chains
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
@@ -124,10 +125,8 @@ class DevicePair(Caches):
             )
             return DeviceArray(self.target.buffer(PREFILL, "logits", 1, 1, self._vocab)[0, 0]), sound
 
-    def propose(
-        self, active: Sequence[Request], length: int
-    ) -> tuple[Array | DeviceArray, Array | DeviceArray]:
-        """One drafter pass over slots 0 .. n-1: blocks [n,length] = [anchor, draft, ...] and log-probs [n,length-1].
+    def propose(self, active: Sequence[Request], length: int) -> Draft:
+        """One drafter pass over slots 0 .. n-1: chains of `length` nodes.
 
         The drafter also takes in what was committed since its last pass. At length 1 it does not run.
         """
@@ -137,7 +136,7 @@ class DevicePair(Caches):
             self._events[0].record(self._stream)
             self._drafts_finite = None
             if length == 1:
-                return np.array(anchors, np.int64)[:, None], np.zeros((n, 0), np.float32)
+                return Draft(np.array(anchors, np.int64)[:, None], None, np.zeros((n, 0), np.float32))
             fresh = [request.behind for request in active]
             shapes = {
                 "features": self._waiting[:n].shape,
@@ -158,13 +157,14 @@ class DevicePair(Caches):
                 request.behind = 0
             logprobs = self.drafter.buffer(DECODE, "draft_logprobs", n, length - 1)
             self._drafts_finite = torch.isfinite(logprobs).all(dim=1)
-            return DeviceArray(block), DeviceArray(logprobs)
+            return Draft(DeviceArray(block), None, DeviceArray(logprobs))
 
-    def verify(self, active: Sequence[Request], block: Array | DeviceArray) -> Verified:
-        """One target pass over the blocks [n,S] of slots 0 .. n-1; `block` can be read without waiting then.
+    def verify(self, active: Sequence[Request], draft: Draft) -> Verified:
+        """One target pass over the chains of slots 0 .. n-1; their tokens can be read without waiting then.
 
         The graph decides for the greedy requests. Where the kernels sample, they decide for all but penalized ones.
         """
+        block = chains(draft)
         n, length = block.shape
         shapes = {"tokens": (n, length), "start": (n,), "rows": (n, length)}
         with torch.cuda.stream(self._stream):
@@ -231,8 +231,11 @@ class DevicePair(Caches):
             mask_token=self.mask_token_id,
         )
 
-    def commit(self, request: Request, slot: int, found: Verified, count: int) -> None:
-        """The first `count` rows of the verified block of `slot` are right: their features wait for the drafter."""
+    def commit(self, request: Request, slot: int, found: Verified, nodes: Sequence[int]) -> None:
+        """These verified nodes of `slot` are right, each the child of the one before: their features wait for the
+        drafter.
+        """
+        count = len(nodes)  # of a chain, which is all that `verify` takes, these are the first
         waiting, width = self._waiting[slot], self._waiting.shape[1]
         with torch.cuda.stream(self._stream):
             if request.behind + count > width:

@@ -22,6 +22,7 @@ from tests.doubles.simulation import (
     VERIFY,
     World,
     dense_cpu,
+    drafts,
     gpu,
     honest,
     small_drafter,
@@ -122,7 +123,7 @@ def feed(policy: AdaptiveLength, seen: dict[str, Any]) -> None:
     batch, said = seen["batch"], seen["said"]
     asked = policy.draft(batch)
     assert 1 <= asked <= policy.block_size
-    verified = policy.verify(said) if said.shape[1] else 1
+    verified = policy.verify(drafts(said), range(len(said))) if said.shape[1] else 1
     assert 1 <= verified <= said.shape[1] + 1
     policy.observe(
         batch=batch,
@@ -236,7 +237,9 @@ def test_the_drafters_word_decides_how_much_of_a_block_is_verified() -> None:
     for sure in range(8):
         policy.draft(1)
         lengths.append(
-            policy.verify(np.log(np.where(np.arange(7) < sure, 0.99, 0.02))[None].astype(np.float32))
+            policy.verify(
+                drafts(np.log(np.where(np.arange(7) < sure, 0.99, 0.02))[None].astype(np.float32)), [0]
+            )
         )
     assert lengths[0] == 1
     assert lengths == sorted(lengths)
@@ -249,7 +252,7 @@ def test_blocks_cut_short_by_a_budget() -> None:
     for _ in range(200):
         drafted = min(policy.draft(3), int(rng.integers(1, 9)))
         said = np.log(rng.uniform(0.3, 0.99, (2, drafted - 1))).astype(np.float32)
-        verified = policy.verify(said) if drafted > 1 else 1
+        verified = policy.verify(drafts(said), range(2)) if drafted > 1 else 1
         assert 1 <= verified <= drafted
         policy.observe(
             batch=3,
@@ -283,7 +286,7 @@ def test_what_the_next_pass_overwrites_is_remembered() -> None:
         chosen = []
         for policy, handed in zip(policies, (said, OnDevice(memory)), strict=True):
             policy.draft(2)
-            chosen.append(policy.verify(handed))  # type: ignore[arg-type]
+            chosen.append(policy.verify(drafts(handed), range(2)))  # type: ignore[arg-type]
             accepted = np.cumprod(right[:, : chosen[-1] - 1], axis=1).sum(axis=1).tolist()
             policy.observe(
                 batch=2,
