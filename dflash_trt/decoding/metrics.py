@@ -6,11 +6,11 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from threading import Lock
 from time import perf_counter
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from dflash_trt.decoding.params import FinishReason
 from dflash_trt.decoding.prefixes import PrefixCounts
@@ -62,6 +62,33 @@ class Distribution:
     @property
     def count(self) -> int:
         return sum(self.counts)
+
+    def copy(self) -> Distribution:
+        """What it is now, for another thread to read."""
+        made = Distribution()
+        made.counts, made.sum, made.recent = list(self.counts), self.sum, self.recent.copy()
+        return made
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric: its samples by the value of its only label, "" if it has none; of a histogram, its seconds."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    values: Mapping[Any, float]
+    label: str = ""
+    times: Distribution | None = None
+
+    def samples(self) -> Iterable[tuple[dict[str, str], float]]:
+        """Labels and values."""
+        for key, value in self.values.items():
+            yield ({self.label: str(key)} if self.label else {}), value
+
+
+# Name, help, labels, value.
+Sample = tuple[str, str, dict[str, str], float]
 
 
 class Metrics:
@@ -123,47 +150,91 @@ class Metrics:
                 **{name: _summary(times) for name, times in self._times.items()},
             }
 
+    def families(self) -> list[Family]:
+        """Every metric that servers show, under its whole name; the counters of requests rise when these end."""
+        with self._lock:
+            return [
+                Family(PREFIX + name, kind, text, dict(values), label)
+                for name, kind, text, values, label in self._counts()
+            ] + [
+                Family(PREFIX + name, "histogram", _DISTRIBUTIONS[name], {}, times=times.copy())
+                for name, times in self._times.items()
+            ]
+
+    def _counts(self) -> Iterable[tuple[str, Literal["counter", "gauge"], str, Mapping[Any, float], str]]:
+        """Counters and gauges: name, kind, help, values by label, name of the label."""
+        total, prefixes = self._total, asdict(self._prefixes)
+        yield "num_requests_running", "gauge", "requests running", {"": self._running}, ""
+        yield "num_requests_waiting", "gauge", "requests waiting", {"": self._waiting}, ""
+        yield "request_success_total", "counter", "requests that have ended", self._reasons, "finished_reason"
+        yield "generation_tokens_total", "counter", "tokens given out", {"": self._generated}, ""
+        for name, (text, source) in _COUNTERS.items():
+            yield f"{name}_total", "counter", text, {"": getattr(total, source)}, ""
+        places = dict(enumerate(total.num_accepted_tokens_per_pos))
+        yield (
+            "spec_decode_num_accepted_tokens_per_pos_total",
+            "counter",
+            "accepted, by place",
+            places,
+            "position",
+        )
+        rounds = {n: count for n, count in enumerate(self._block_lengths) if n}
+        yield (
+            "block_length_rounds_total",
+            "counter",
+            "rounds, by tokens verified per request",
+            rounds,
+            "length",
+        )
+        for name, text in _PREFIX_GAUGES.items():
+            yield name, "gauge", text, {"": prefixes[name.removeprefix("prefix_cache_")]}, ""
+        for name, text in _PREFIX_COUNTERS.items():
+            for unit in ("tokens", "bytes"):
+                value = {"": prefixes[f"{name}_{unit}"]}
+                yield f"prefix_cache_{name}_{unit}_total", "counter", f"{text}, in {unit}", value, ""
+
     def prometheus(self) -> str:
-        """The text exposition format 0.0.4; the counters of requests rise when these end."""
+        """The text exposition format 0.0.4."""
         lines: list[str] = []
+        for family in self.families():
+            lines.append(f"# HELP {family.name} {family.help}")
+            lines.append(f"# TYPE {family.name} {family.kind}")
+            for labels, value in family.samples():
+                shown = "".join(f'{{{label}="{key}"}}' for label, key in labels.items())
+                lines.append(f"{family.name}{shown} {_number(value)}")
+            if family.times is not None:
+                bounds = [*map(_number, _BUCKETS), "+Inf"]
+                for bound, count in zip(bounds, accumulate(family.times.counts), strict=True):
+                    lines.append(f'{family.name}_bucket{{le="{bound}"}} {count}')
+                lines.append(f"{family.name}_sum {_number(family.times.sum)}")
+                lines.append(f"{family.name}_count {family.times.count}")
+        return "\n".join(lines) + "\n"
 
-        def family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> None:
-            lines.append(f"# HELP {PREFIX}{name} {text}")
-            lines.append(f"# TYPE {PREFIX}{name} {kind}")
-            lines.extend(f"{PREFIX}{name}{rest} {_number(value)}" for rest, value in samples)
+    def samples(self) -> list[Sample]:
+        """For servers that take counters and gauges only: of distributions quantiles, and the rates of drafting.
 
+        Names of counters end in _total.
+        """
+        found: list[Sample] = []
+        for family in self.families():
+            found += [(family.name, family.help, labels, value) for labels, value in family.samples()]
+            if family.times is not None:
+                found += [
+                    (
+                        family.name,
+                        f"{family.help}, quantiles of the latest requests",
+                        {"quantile": f"{q}"},
+                        value,
+                    )
+                    for q, value in _quantiles(family.times).items()
+                ]
         with self._lock:
             total = self._total
-            for state in ("running", "waiting"):
-                count = self._running if state == "running" else self._waiting
-                family(f"num_requests_{state}", "gauge", f"requests {state}", [("", count)])
-            reasons = _labelled("finished_reason", self._reasons)
-            family("request_success_total", "counter", "requests that have ended", reasons)
-            family("generation_tokens_total", "counter", "tokens given out", [("", self._generated)])
-            for name, (text, source) in _COUNTERS.items():
-                family(f"{name}_total", "counter", text, [("", getattr(total, source))])
-            places = dict(enumerate(total.num_accepted_tokens_per_pos))
-            accepted = _labelled("position", places)
-            family("spec_decode_num_accepted_tokens_per_pos_total", "counter", "accepted, by place", accepted)
-            rounds = _labelled("length", {n: c for n, c in enumerate(self._block_lengths) if n})
-            family("block_length_rounds_total", "counter", "rounds, by tokens verified per request", rounds)
-            for name, text in _PREFIX_GAUGES.items():
-                family(
-                    name, "gauge", text, [("", getattr(self._prefixes, name.removeprefix("prefix_cache_")))]
-                )
-            for name, text in _PREFIX_COUNTERS.items():
-                for unit in ("tokens", "bytes"):
-                    count = getattr(self._prefixes, f"{name}_{unit}")
-                    family(
-                        f"prefix_cache_{name}_{unit}_total", "counter", f"{text}, in {unit}", [("", count)]
-                    )
-            for name, times in self._times.items():
-                bounds = [*map(_number, _BUCKETS), "+Inf"]
-                buckets = zip(bounds, accumulate(times.counts), strict=True)
-                samples = [(f'_bucket{{le="{bound}"}}', count) for bound, count in buckets]
-                ends = [("_sum", times.sum), ("_count", times.count)]
-                family(name, "histogram", _DISTRIBUTIONS[name], [*samples, *ends])
-        return "\n".join(lines) + "\n"
+        rates = {
+            "mean_acceptance_length": "tokens per verification with a draft, since the engine started",
+            "draft_acceptance_rate": "drafted tokens accepted, since the engine started",
+        }
+        return found + [(PREFIX + name, text, {}, getattr(total, name)) for name, text in rates.items()]
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -174,13 +245,14 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 def _summary(times: Distribution) -> dict[str, float]:
     if not times.recent:
         return {"count": 0}
-    values = sorted(times.recent)
-    quantiles = {f"p{p}": quantile(values, p / 100) for p in (50, 90, 99)}
+    quantiles = {f"p{round(100 * q)}": value for q, value in _quantiles(times).items()}
     return {"count": times.count, "mean": times.sum / times.count, **quantiles}
 
 
-def _labelled(label: str, values: Mapping[Any, int]) -> list[tuple[str, float]]:
-    return [(f'{{{label}="{key}"}}', value) for key, value in values.items()]
+def _quantiles(times: Distribution) -> dict[float, float]:
+    """By fraction; nothing before the first value."""
+    values = sorted(times.recent)
+    return {fraction: quantile(values, fraction) for fraction in (0.5, 0.9, 0.99)} if values else {}
 
 
 def _number(value: float) -> str:

@@ -17,30 +17,17 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 from dflash_trt.async_llm import AsyncLLM
-from dflash_trt.decoding.metrics import PREFIX
 from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import BusyError, DecodingError, DFlashError, RequestError
 
 METRICS_SECONDS = 1.0
-_HELP = {
-    "num_requests_running": "requests being decoded",
-    "num_requests_waiting": "requests waiting",
-    "mean_acceptance_length": "tokens per verification with a draft, since the engine started",
-    "draft_acceptance_rate": "drafted tokens accepted, since the engine started",
-    "block_length_rounds_total": "rounds, by tokens verified per request",
-    "request_success_total": "requests that have ended",
-    "time_to_first_token_seconds": "arrival to first token, quantiles of the latest requests",
-    "request_time_per_output_token_seconds": "time per token after the first, quantiles of the latest requests",
-    "request_queue_time_seconds": "arrival to first prefill pass, quantiles of the latest requests",
-    "e2e_request_latency_seconds": "arrival to last token, quantiles of the latest requests",
-}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -180,7 +167,7 @@ class Worker:
 
     async def _show_metrics(self) -> None:
         while True:
-            self._send("metrics", list(samples(self._llm.metrics.snapshot())))
+            self._send("metrics", self._llm.metrics.samples())
             await asyncio.sleep(METRICS_SECONDS)
 
     def _fail(self) -> None:
@@ -214,41 +201,6 @@ def _named(message: str, field: str) -> str:
         if message.startswith(f"{ours} "):
             return theirs + message.removeprefix(ours)
     return message
-
-
-def samples(snapshot: dict[str, Any]) -> Iterable[tuple[str, str, dict[str, str], float]]:
-    """`Metrics.snapshot` as samples of counters and gauges: name, help, labels, value."""
-    drafts, drafted, accepted = (
-        snapshot[f"spec_decode_num_{what}"] for what in ("drafts", "draft_tokens", "accepted_tokens")
-    )
-    derived = {
-        "mean_acceptance_length": 1 + accepted / drafts if drafts else 1.0,
-        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-    }
-    labels = {
-        "request_success": "finished_reason",
-        "spec_decode_num_accepted_tokens_per_pos": "position",
-        "block_length_rounds": "length",
-    }
-    for name, value in {**snapshot, **derived}.items():
-        if name in labels:
-            entries = value.items() if isinstance(value, dict) else enumerate(value)
-            for label, count in entries:
-                if count:
-                    yield _sample(f"{name}_total", count, {labels[name]: str(label)})
-        elif isinstance(value, dict):
-            for quantile in ("p50", "p90", "p99"):
-                if quantile in value:
-                    yield _sample(name, value[quantile], {"quantile": f"0.{quantile[1:].rstrip('0')}"})
-        elif name in _HELP:
-            yield _sample(name, value, {})
-        else:
-            yield _sample(f"{name}_total", value, {})
-
-
-def _sample(name: str, value: float, labels: dict[str, str]) -> tuple[str, str, dict[str, str], float]:
-    text = _HELP.get(name, name.removesuffix("_total").replace("_", " "))
-    return PREFIX + name, text, labels, value
 
 
 if __name__ == "__main__":

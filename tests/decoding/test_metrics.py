@@ -194,3 +194,26 @@ def test_another_thread_may_read_while_it_is_written() -> None:
     reader.join()
     generated = [Exposition(text)["generation_tokens_total"] for text in texts[:: len(texts) // 20 + 1]]
     assert generated == sorted(generated)
+
+
+def test_servers_with_counters_and_gauges_only_show_the_same_numbers(served) -> None:
+    """Prefixes included; distributions become quantiles, and what drafting gives is worked out for them."""
+    metrics = served[0].scheduler.metrics
+    found, snapshot = Exposition(metrics.prometheus()), metrics.snapshot()
+    shown: dict[str, dict[str, float]] = {}
+    for name, text, labels, value in json.loads(json.dumps(metrics.samples())):
+        assert text
+        shown.setdefault(name.removeprefix("dflash_"), {})["".join(labels.values())] = value
+    for family, kind in found.types.items():
+        name = family.removeprefix("dflash_")
+        if kind == "histogram":
+            assert shown.pop(name) == {
+                q: snapshot[name][f"p{100 * float(q):g}"] for q in ("0.5", "0.9", "0.99")
+            }
+        else:
+            assert shown.pop(name) == found.samples[name]
+    total = Statistics.merge(r.statistics for r in served[1])
+    assert shown == {
+        "mean_acceptance_length": {"": total.mean_acceptance_length},
+        "draft_acceptance_rate": {"": total.draft_acceptance_rate},
+    }
