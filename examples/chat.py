@@ -1,0 +1,35 @@
+"""A chat on the terminal: each line of standard input is a message, each answer appears as it comes.
+
+python examples/chat.py bundles/tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from dflash_trt import LLM, SamplingParams
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("bundle")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    args = parser.parse_args()
+    messages: list[dict[str, str]] = []
+    with LLM(args.bundle) as llm:
+        for line in sys.stdin:
+            messages.append({"role": "user", "content": line.strip()})
+            answer = ""
+            # The next turn begins with this one, so that its rows are taken over and not computed again.
+            for chunk in llm.stream_chat(messages, SamplingParams(max_tokens=args.max_tokens)):
+                print(chunk.text, end="", flush=True)
+                answer += chunk.text
+            print()
+            messages.append({"role": "assistant", "content": answer})
+
+
+if __name__ == "__main__":
+    main()

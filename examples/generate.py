@@ -1,0 +1,35 @@
+"""Complete prompts with and without drafts, and show that the tokens are the same.
+
+dflash-trt build --target tiny
+python examples/generate.py bundles/tiny "def add(a, b):" "x = ["
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from dflash_trt import LLM, SamplingParams
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("bundle")
+    parser.add_argument("prompts", nargs="+")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    args = parser.parse_args()
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=1)
+    with LLM(args.bundle) as llm:
+        drafted = llm.generate(args.prompts, params)
+        plain = llm.generate(args.prompts, params, speculate=False)
+    for prompt, one, other in zip(args.prompts, drafted, plain, strict=True):
+        print(f"--- {prompt}\n{one.text}")
+        same = "the same" if one.token_ids == other.token_ids else "other"
+        length = one.statistics.mean_acceptance_length
+        print(f"[{one.finish_reason}; {length:.2f} tokens per pass; {same} tokens without drafts]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Many requests at once in one process: a stream each, with a deadline, and the metrics at the end.
+
+python examples/many_requests.py bundles/tiny "def add(a, b):" "x = [" "What is 17 + 25?"
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from dflash_trt import AsyncLLM, SamplingParams
+
+
+async def complete(llm: AsyncLLM, prompt: str, max_tokens: int, timeout: float) -> None:
+    text, reason = "", None
+    async for chunk in llm.stream(prompt, SamplingParams(max_tokens=max_tokens), timeout=timeout):
+        text += chunk.text
+        reason = chunk.finish_reason
+    print(f"--- {prompt}\n{text}\n[{reason}]", flush=True)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("bundle")
+    parser.add_argument("prompts", nargs="+")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each request")
+    args = parser.parse_args()
+    async with AsyncLLM(args.bundle, max_batch_size=8) as llm:
+        await asyncio.gather(*(complete(llm, p, args.max_tokens, args.timeout) for p in args.prompts))
+        print(llm.metrics.prometheus())
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
