@@ -1,5 +1,5 @@
-# make demo | test | test-floors | test-newest | lint | lock | bench | clean. Needs make and Python 3.11 or newer; everything else is installed
-# into .venv (run time: demo), .venv-test (torch, pytest, linters: test, lint, bench) or .venv-server (tritonserver,
+# make help lists the targets. They need make and Python 3.11 or newer; everything else is installed into .venv (run
+# time: demo), .venv-test (torch, pytest, linters: test, lint, bench), .venv-docs (docs) or .venv-server (tritonserver,
 # as `pip install 'dflash-trt[triton-local]'` brings it, which wants an older numpy: test), in the versions that
 # requirements/ names. .venv-floors and .venv-newest have the core alone, in the oldest versions that pyproject.toml
 # allows and in the newest there are.

@@ -1,0 +1,30 @@
+# Serves a bundle: docker build -t dflash-trt . (docs/serving.md, "In a container").
+# The base brings Python, the extra brings tritonserver. In NVIDIA's image tritonserver is there:
+#   docker build -t dflash-trt --build-arg BASE=nvcr.io/nvidia/tritonserver:26.07-py3 --build-arg EXTRA=serve .
+ARG BASE=python:3.11-slim-bookworm
+
+# A stage of its own: the image has no sources and nothing that builds them.
+FROM ${BASE} AS wheel
+WORKDIR /src
+COPY . .
+RUN python3 -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM ${BASE}
+ARG EXTRA=triton-local
+# NVIDIA's image marks its Python as the distribution's. Its Python backend starts that Python.
+ENV PIP_BREAK_SYSTEM_PACKAGES=1 PYTHONUNBUFFERED=1
+COPY requirements/server.txt /opt/dflash-trt/constraints.txt
+COPY --from=wheel /wheels /opt/dflash-trt/wheels
+RUN python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/constraints.txt \
+        "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[${EXTRA}]" \
+    && rm -r /opt/dflash-trt/wheels
+
+# A number without an account: nothing in the image belongs to it.
+USER 65532:65532
+ENV HOME=/tmp
+WORKDIR /tmp
+EXPOSE 8000 8001 8002
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
+    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/v2/health/ready', timeout=4)"]
+# All addresses of the container: which of them anyone reaches is said where it is started.
+ENTRYPOINT ["dflash-trt", "serve", "/bundle", "--host", "0.0.0.0"]
