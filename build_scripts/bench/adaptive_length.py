@@ -84,7 +84,7 @@ def _change(change: Change | None) -> None:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"dflash_trt.decoding.{name}")
+    return importlib.import_module(f"dflash_trt.decoding.length.{name}")
 
 
 def _speeds(job: Job) -> tuple[float, float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from math import exp
 from statistics import median
 from typing import Literal
 
@@ -69,7 +71,7 @@ class World:
         return sorted({n for n in (1, 2, 4, 8, 16, self.block) if n <= self.block})
 
     def timed(self, seconds: float) -> float:
-        return seconds * float(np.exp(self.noise * self.rng.normal()))
+        return seconds * exp(self.noise * self.rng.normal())
 
     def start_up(self, kind: Kind) -> PassTimes:
         """What is measured before the first request, and how wrong."""
@@ -103,7 +105,7 @@ class World:
                 said[...] = logprobs[:, : drafted - 1]
                 verified = policy.verify(drafts(said), range(self.batch))
             right = self.rng.random((self.batch, verified - 1)) < chance[:, : verified - 1]
-            accepted = np.cumprod(right, axis=1).sum(axis=1)
+            accepted = right.cumprod(axis=1).sum(axis=1)
             draft_seconds = 0.0
             if drafted > 1:  # it also takes in what was committed since the last one
                 draft_seconds, behind = self.cost("draft", drafted, late) * (1 + CATCH_UP * behind), 0
@@ -122,7 +124,7 @@ class World:
                 draft_seconds=cold[0] * self.timed(draft_seconds) if drafted > 1 else 0.0,
                 verify_seconds=cold[1] * self.timed(verify_seconds),
             )
-            tokens = self.batch + np.cumprod(chance[:, : verified - 1], axis=1).sum()
+            tokens = self.batch + chance[:, : verified - 1].cumprod(axis=1).sum()
             log[i] = tokens, draft_seconds + verify_seconds, verified
         return log
 
@@ -131,12 +133,7 @@ class World:
 
         [2, block]; index 0 is plain decoding.
         """
-        rng = np.random.default_rng(self.seed + 1)
-        tokens = np.zeros((2, self.block))
-        for i in range(rounds):
-            chance, _ = self.drafts(rng, i, self.batch, self.block - 1)
-            survival = np.append(0.0, np.cumprod(chance, axis=1).sum(axis=0).cumsum())
-            tokens[int(i >= rounds // 2)] += (self.batch + survival) / (rounds / 2)
+        tokens = _fixed_tokens(self.drafts, self.batch, self.block, self.seed + 1, rounds)
         seconds = [
             [
                 self.cost("verify", n, late) + (n > 1) * self.cost("draft", n, late)
@@ -144,7 +141,7 @@ class World:
             ]
             for late in (False, True)
         ]
-        rates: np.ndarray = tokens / np.array(seconds)
+        rates: np.ndarray = np.array(tokens) / np.array(seconds)
         return rates
 
     def compare(self, log: np.ndarray) -> np.ndarray:
@@ -153,6 +150,19 @@ class World:
         tokens = np.array([log[:half, 0].sum(), log[half:, 0].sum()])
         ratios: np.ndarray = (tokens[:, None] / self.fixed(len(log))).sum(axis=0) / log[:, 1].sum()
         return ratios
+
+
+@cache
+def _fixed_tokens(
+    drafts: Drafts, batch: int, block: int, seed: int, rounds: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Expected tokens per round of every fixed length, in the first half of the rounds and in the second."""
+    rng, tokens = np.random.default_rng(seed), np.zeros((2, block))
+    for i in range(rounds):
+        chance, _ = drafts(rng, i, batch, block - 1)
+        tokens[int(i >= rounds // 2), 1:] += chance.cumprod(axis=1).sum(axis=0).cumsum()
+    first, second = (batch + tokens / (rounds / 2)).tolist()
+    return tuple(first), tuple(second)
 
 
 def dense_cpu(batch: int, length: int) -> float:

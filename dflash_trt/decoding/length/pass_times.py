@@ -8,6 +8,7 @@ returns while a pass is not run, so a time that was wrong, or has changed, comes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import log
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -40,7 +41,7 @@ class PassTimes:
         ]
         seconds = np.array([np.interp(batches, sizes, column) for column in np.transpose(rows)]).T
         self._mean: Array = np.log(np.clip(np.nan_to_num(seconds), 1e-9, 1e9)).ravel()
-        self._octaves = np.log2(batches)
+        self._octaves, self._shares = np.log2(batches), dict[int, Array]()
         b, n = (each.ravel() for each in np.meshgrid(self._octaves, np.log2(lengths), indexing="ij"))
         self._doubt = _ALL**2 + _EACH**2 * np.exp(-np.abs(b - b[:, None]) - np.abs(n - n[:, None]))
         self._covariance = self._doubt.copy()
@@ -48,12 +49,12 @@ class PassTimes:
 
     def __call__(self, batch: int) -> Array:
         """Seconds of passes over `batch` sequences of 1, 2 .. tokens."""
-        seconds: Array = np.exp(self._at(batch, self._mean))
+        seconds: Array = np.exp(self._parts(batch) @ self._mean)
         return seconds
 
     def doubtful(self, batch: int) -> Array:
         """Of which lengths 1, 2 .. one more pass would tell more than is known."""
-        doubtful: Array = self._at(batch, np.diag(self._covariance)) > _NOISE**2
+        doubtful: Array = self._parts(batch) @ np.diag(self._covariance) > _NOISE**2
         return doubtful
 
     def observe(self, batch: int, length: int, seconds: float) -> None:
@@ -65,29 +66,23 @@ class PassTimes:
         if (batch, length) not in self._warm:
             self._warm.add((batch, length))
         elif 1e-9 < seconds < 1e9:
-            points = [(at + length - 1, share) for at, share in self._around(batch)]
-            along = sum(share * self._covariance[point] for point, share in points)
-            variance = sum(share * along[point] for point, share in points) + _NOISE**2
-            surprise = np.log(seconds) - sum(share * self._mean[point] for point, share in points)
+            parts = self._parts(batch)[length - 1]
+            along = self._covariance @ parts
+            variance = float(along @ parts) + _NOISE**2
+            surprise = log(seconds) - float(parts @ self._mean)
             most = 3 * variance**0.5  # a hiccup teaches no more than that
             self._mean += along * (min(max(surprise, -most), most) / variance)
             self._covariance -= np.outer(along, along / variance)
             returning *= max(1.0, surprise**2 / variance)  # times have changed, if the next pass says so too
         self._covariance += min(returning, 1.0) * (self._doubt - self._covariance)
 
-    def _at(self, batch: int, values: Array) -> Array:
-        shares: Array = sum(
-            (share * values[at : at + self._lengths] for at, share in self._around(batch)),
-            np.zeros(self._lengths),
-        )
-        return shares
-
-    def _around(self, batch: int) -> list[tuple[int, float]]:
-        """The batch sizes next to this one: where each one's values begin, and its share."""
-        place = float(np.interp(np.log2(batch), self._octaves, np.arange(len(self._octaves))))
-        below = int(place)
-        shares = [(below * self._lengths, 1 - place + below), ((below + 1) * self._lengths, place - below)]
-        return [(at, share) for at, share in shares if share > 0]
+    def _parts(self, batch: int) -> Array:
+        """Shares [lengths, sizes x lengths] of the followed times in the times of this batch size."""
+        if batch not in self._shares:
+            place = np.interp(np.log2(batch), self._octaves, np.arange(len(self._octaves)))
+            near = np.maximum(0.0, 1 - np.abs(np.arange(len(self._octaves)) - place))
+            self._shares[batch] = np.kron(near, np.eye(self._lengths))
+        return self._shares[batch]
 
 
 def measure(run: Callable[[int, int], object], batches: Sequence[int], lengths: Sequence[int]) -> PassTimes:
