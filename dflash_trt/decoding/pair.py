@@ -115,20 +115,37 @@ def chains(draft: Draft) -> Any:
 
 
 class Caches:
-    """The caches of a target and its drafter, side by side."""
+    """The slots of a target and its drafter: their caches side by side, and what waits there for the drafter."""
 
     target: CacheSlots
     drafter: CacheSlots
 
+    def _move_waiting(self, source: int, target: int) -> None:
+        """Copy what waits in one slot for the drafter over another's."""
+        raise NotImplementedError
+
+    def _clear_waiting(self, slot: int) -> None:
+        """Nothing waits in a slot any more."""
+        raise NotImplementedError
+
     def move(self, source: int, target: int, rows: int) -> None:
-        """Copy the first `rows` rows of one slot over another's, in both models' caches."""
+        """Copy the first `rows` rows of one slot over another's, in both models' caches, and what waits there."""
         for engine in (self.target, self.drafter):
             engine.move_slot(source, target, rows)
+        self._move_waiting(source, target)
 
     def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        """Make rows first .. last-1 of a slot 0, in both models' caches."""
+        """Make rows first .. last-1 of a slot 0, in both models' caches; what waits there too, if that is all rows."""
         for engine in (self.target, self.drafter):
             engine.clear_slot(slot, first, last)
+        if first == 0:
+            self._clear_waiting(slot)
+
+    def stop_drafting(self, request: Request, slot: int) -> None:
+        """From now on this request takes no drafts, and its slot holds nothing of the drafter's."""
+        request.draft, request.behind = False, 0
+        self.drafter.clear_slot(slot)
+        self._clear_waiting(slot)
 
     def kept_bytes(self, rows: int, *, draft: bool) -> int:
         """Memory that so many rows take once they are kept; with `draft`, the drafter's as well."""
@@ -181,6 +198,8 @@ class EnginePair(Caches):
         self.feature_size, self.prefill_chunk = feature_size, prefill_chunk
         self.draft_time = self.verify_time = 0.0
         self._drafts_finite = np.ones(0, bool)  # of the last `propose`
+        # By slot: features [n, F] of committed rows that the drafter has not taken in, in order.
+        self._waiting: list[list[Array]] = [[] for _ in range(slots)]
 
     def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> tuple[Array, bool]:
         """Write the rows of `tokens`, which stand at positions start, start+1, ...; at most `prefill_chunk` of them.
@@ -189,6 +208,7 @@ class EnginePair(Caches):
         drafter's numbers are finite.
         """
         n = len(tokens)
+        self._clear_waiting(slot)  # of the request that had this slot before
         chunk = np.asarray(tokens, np.int64)[None]
         feeds = {"tokens": chunk, "start": np.array([start]), "rows": np.array([[n - 1]])}
         out = self.target.run(feeds, first_slot=slot)
@@ -213,10 +233,10 @@ class EnginePair(Caches):
         features = np.zeros((len(active), max(1, *fresh), self.feature_size), np.float32)
         for i, request in enumerate(active):
             at = 0
-            for rows in request.features:
+            for rows in self._waiting[i]:
                 features[i, at : at + len(rows)] = rows
                 at += len(rows)
-            request.features.clear()
+            self._clear_waiting(i)
             request.behind = 0
         feeds = {
             "features": features,
@@ -274,25 +294,25 @@ class EnginePair(Caches):
         """These verified nodes of `slot` are right, each the child of the one before: their features wait for the
         drafter.
         """
-        request.features.append(found.features[slot, nodes])  # a copy: the next pass reuses the memory
+        self._waiting[slot].append(found.features[slot, nodes])  # a copy: the next pass reuses the memory
         request.behind += len(nodes)
 
-    def stop_drafting(self, request: Request, slot: int) -> None:
-        """From now on this request takes no drafts, and its slot holds nothing of the drafter's."""
-        request.draft, request.behind = False, 0
-        request.features.clear()
-        self.drafter.clear_slot(slot)
+    def _move_waiting(self, source: int, target: int) -> None:
+        self._waiting[target] = list(self._waiting[source])
+
+    def _clear_waiting(self, slot: int) -> None:
+        self._waiting[slot].clear()
 
     def _catch_up(self, active: Sequence[Request], most: int) -> None:
         """Let the drafter take in what piled up, while it was off, of requests that are behind by more than `most`."""
         begin = perf_counter()
         for slot, request in enumerate(active):
             if (behind := request.behind) > most:
-                rows = np.concatenate(request.features)
+                rows = np.concatenate(self._waiting[slot])
                 for at in range(0, behind, self.prefill_chunk):
                     part = rows[None, at : at + self.prefill_chunk]
                     self._drafts_finite[slot] &= self._take_in(part, request.committed - behind + at, slot)
-                request.features.clear()
+                self._clear_waiting(slot)
                 request.behind = 0
                 self.draft_time = perf_counter() - begin
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
 
 from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.decoding.params import Chunk, Completion, FinishReason, SamplingParams
 from dflash_trt.decoding.sampling.sampler import TokenCounts
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import RequestError
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass
@@ -68,8 +63,7 @@ class Request:
     output: list[int] = field(default_factory=list)  # every token decided so far; the last one is the anchor
     slot: int = 0  # while it is active or being prefilled
     committed: int = 0  # rows in the target's cache; the position of the anchor, once there is one
-    features: list[Array] = field(default_factory=list)  # of the last of them, which the drafter has not seen
-    behind: int = 0  # how many these are
+    behind: int = 0  # how many of the last of them the drafter has not taken in
     first_token_at: float = 0.0
     logprobs: list[float] = field(default_factory=list)  # of the tokens kept, if asked for
 

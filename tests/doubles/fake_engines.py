@@ -245,13 +245,14 @@ class Pool:
         for slot, flight in zip(taken, live, strict=True):
             history = rows_of([*flight.prompt, *flight.output][: flight.committed])
             assert self.target.cache[slot, : flight.committed].tolist() == history
+            waiting = self.pair._waiting[slot]
             if flight.draft:
-                behind = [int(x) for part in flight.features for x in part[:, 0]]
+                behind = [int(x) for part in waiting for x in part[:, 0]]
                 seen = flight.committed - len(behind)
                 assert self.drafter.cache[slot, :seen].tolist() + behind == history
                 assert len(behind) == flight.behind <= self.pair.prefill_chunk + BLOCK
             else:
-                assert not flight.features
+                assert not waiting
         for flight in s.active:
             assert flight.committed == len(flight.prompt) + len(flight.output) - 1
         assert set(s.slots.lying) <= set(range(self.pair.slots)) - set(taken)

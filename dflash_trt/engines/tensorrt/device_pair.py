@@ -245,12 +245,6 @@ class DevicePair(Caches):
             waiting[request.behind : request.behind + count].copy_(self._features[slot, :count])
         request.behind += count
 
-    def stop_drafting(self, request: Request, slot: int) -> None:
-        """From now on this request takes no drafts, and its slot holds nothing of the drafter's."""
-        request.draft, request.behind = False, 0
-        self.drafter.clear_slot(slot)
-        self._clear_waiting(slot)
-
     def rehearse_draft(self, batch: int, length: int) -> None:
         """A drafter pass as `propose` runs it, over no request's tokens. Overwrites rows of slots 0 .. batch-1."""
         shapes = {
@@ -268,18 +262,10 @@ class DevicePair(Caches):
         _upload(self.target.buffer(DECODE, "tokens", batch, length), tokens)
         self._rehearse(self.target, shapes, rows=0)
 
-    def move(self, source: int, target: int, rows: int) -> None:
-        """Copy the first `rows` rows of one slot over another's, in both models' caches, and what waits there."""
-        super().move(source, target, rows)
+    def _move_waiting(self, source: int, target: int) -> None:
         if max(source, target) < len(self._waiting):
             with torch.cuda.stream(self._stream):
                 self._waiting[target].copy_(self._waiting[source])
-
-    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        """Make rows first .. last-1 of a slot 0, in both models' caches; what waits there too, if that is all rows."""
-        super().clear(slot, first, last)
-        if first == 0:
-            self._clear_waiting(slot)
 
     def _clear_waiting(self, slot: int) -> None:
         if slot < len(self._waiting):
