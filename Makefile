@@ -57,7 +57,7 @@ lint: .venv-test/installed
 	@.venv-test/bin/ruff check .
 	@.venv-test/bin/ruff format --check .
 	@.venv-test/bin/mypy
-	@.venv-test/bin/lint-imports --no-cache
+	@.venv-test/bin/lint-imports --no-cache --no-logo
 
 # Modules are read, not imported: the site needs nothing of the package.
 docs: .venv-docs/installed
