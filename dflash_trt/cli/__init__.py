@@ -18,6 +18,7 @@ from dflash_trt.cli import (
     plan,
     quantize,
     serve,
+    train,
     verify,
 )
 from dflash_trt.errors import DFlashError
@@ -32,6 +33,7 @@ COMMANDS = {
     "deploy": deploy,
     "inspect": inspect,
     "plan": plan,
+    "train": train,
     "pairs": pairs,
     "doctor": doctor,
 }

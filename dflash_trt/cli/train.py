@@ -1,0 +1,347 @@
+"""`dflash-trt train`: a drafter for a target of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.cli.options import at_least, each
+from dflash_trt.cli.output import print_json, print_table
+from dflash_trt.errors import DFlashError
+
+SUMMARY = "train a drafter for a target, on the target's own answers"
+DESCRIPTION = """\
+Train a DFlash drafter for any target that Transformers runs and this package builds.
+`regenerate` lets the target answer prompts, `drafter` trains on the answers, `evaluate` measures a drafter.
+Each goes on where an earlier call with the same arguments was interrupted. `drafter` needs dflash-trt[train].
+"""
+EXAMPLES = """\
+examples:
+  dflash-trt train regenerate --bundle bundles/tiny --prompts prompts.jsonl --out answers.jsonl
+  dflash-trt train regenerate --server URL --model NAME --target PATH --prompts prompts.jsonl --out answers.jsonl
+  dflash-trt train drafter --target Qwen/Qwen3-4B --data answers.jsonl --out runs/mine --steps 20000
+  dflash-trt train drafter --target qwen3-4b --from z-lab/Qwen3-4B-DFlash-b16 --data answers.jsonl --out runs/tuned
+  accelerate launch -m dflash_trt train drafter ...            # several GPUs or nodes
+  dflash-trt train evaluate --target tiny --drafter runs/mine/best
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    steps = parser.add_subparsers(title="steps", metavar="STEP", required=True)
+    for name, (text, add, run_step) in _STEPS.items():
+        step = steps.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        add(step)
+        step.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        )
+        step.set_defaults(run_step=run_step, step_error=step.error)
+
+
+def run(args: argparse.Namespace) -> int:
+    code: int = args.run_step(args)
+    return code
+
+
+def _add_regenerate(parser: argparse.ArgumentParser) -> None:
+    engine = parser.add_mutually_exclusive_group(required=True)
+    engine.add_argument(
+        "--bundle", type=Path, metavar="DIR", help="the target as a bundle, decoded here without drafts"
+    )
+    engine.add_argument(
+        "--server", metavar="URL", help="the base URL of a server with OpenAI's chat completions"
+    )
+    parser.add_argument("--model", metavar="NAME", help="the server's name of the model")
+    parser.add_argument(
+        "--target",
+        metavar="NAME_OR_PATH",
+        help="with --server: the checkpoint whose tokenizer and template it has",
+    )
+    _add_prompts(parser)
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="a JSONL file of answers; it is continued"
+    )
+    parser.add_argument(
+        "--max-tokens", type=at_least(2), default=256, metavar="N", help="of an answer (default: 256)"
+    )
+    parser.add_argument(
+        "--temperatures",
+        type=each(float),
+        default=[0.0, 0.7],
+        metavar="T,...",
+        help="each prompt gets one of them (default: 0,0.7)",
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="where the temperature is not 0 (default: 1)"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of sampling (default: 0)")
+    parser.add_argument(
+        "--concurrency",
+        type=at_least(1),
+        default=32,
+        metavar="N",
+        help="prompts answered at a time (default: 32)",
+    )
+    parser.add_argument("--threads", type=at_least(1), metavar="N", help="CPU threads (default: all cores)")
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="a JSONL file: id, category, and prompt or messages",
+    )
+
+
+def _regenerate(args: argparse.Namespace) -> int:
+    from dflash_trt.prompts import read_prompts
+    from dflash_trt.training.answers import read_answers, summary
+    from dflash_trt.training.regenerate import Sampling, regenerate_with_bundle, regenerate_with_server
+
+    prompts = read_prompts(args.prompts, 0)
+    sampling = Sampling(args.max_tokens, args.temperatures, args.top_p, args.seed)
+
+    def report(done: int, of: int, tokens: int, seconds: float) -> None:
+        print(f"{done} of {of} prompts, {tokens / max(seconds, 1e-9):.0f} tokens/s", file=sys.stderr)
+
+    if args.bundle is not None:
+        regenerate_with_bundle(
+            args.bundle,
+            prompts,
+            args.out,
+            sampling,
+            concurrency=args.concurrency,
+            threads=args.threads,
+            report=report,
+        )
+    else:
+        from dflash_trt.building.sources import resolve
+        from dflash_trt.models.configs import read_target_config
+        from dflash_trt.text.tokenizer import Tokenizer
+
+        if args.model is None or args.target is None:
+            args.step_error("--server needs --model and --target")
+        directory = resolve(args.target, "target").directory
+        ends = read_target_config(directory).eos_token_ids
+        if not ends:
+            raise DFlashError(f"{directory}: names no eos_token_id, so nobody can tell where an answer ends")
+        regenerate_with_server(
+            args.server,
+            args.model,
+            Tokenizer(directory),
+            ends[0],
+            prompts,
+            args.out,
+            sampling,
+            concurrency=args.concurrency,
+            report=report,
+        )
+    print_json(summary(read_answers(args.out)))
+    return 0
+
+
+def _add_drafter(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", required=True, metavar="NAME_OR_PATH", help="the model that the drafter is for")
+    add("--data", type=Path, required=True, metavar="FILE", help="its answers, made by `train regenerate`")
+    add("--out", type=Path, required=True, metavar="DIR", help="the run: checkpoints, state, log and curve")
+    add("--steps", type=at_least(1), required=True, metavar="N", help="where training ends")
+    add(
+        "--from",
+        dest="checkpoint",
+        metavar="NAME_OR_PATH",
+        help="a drafter to go on from (default: a new one)",
+    )
+    add("--layers", type=at_least(1), metavar="N", help="of a new drafter (default: 2)")
+    add(
+        "--taps",
+        type=each(at_least(0)),
+        metavar="L,...",
+        help="of a new drafter: target layers (default: 5, spread)",
+    )
+    add(
+        "--block-size",
+        type=at_least(2),
+        metavar="K",
+        help="tokens of a block, anchor included (default: 8, or as --from)",
+    )
+    add(
+        "--mask-token-id",
+        type=at_least(0),
+        metavar="ID",
+        help="of a new drafter (default: a token that is not used)",
+    )
+    add(
+        "--batch-size",
+        type=at_least(1),
+        default=8,
+        metavar="N",
+        help="answers per step and process (default: 8)",
+    )
+    add(
+        "--anchors",
+        type=at_least(1),
+        default=64,
+        metavar="N",
+        help="most blocks of an answer and step (default: 64)",
+    )
+    add(
+        "--max-length",
+        type=at_least(4),
+        default=1024,
+        metavar="N",
+        help="tokens of prompt and answer (default: 1024)",
+    )
+    add("--learning-rate", type=float, default=6e-4, metavar="R", help="at its highest (default: 6e-4)")
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="default: adamw")
+    add(
+        "--weighting",
+        choices=["dpace", "decay"],
+        default="dpace",
+        help="of the loss over a block (default: dpace)",
+    )
+    add(
+        "--shorter",
+        type=float,
+        default=0.2,
+        metavar="SHARE",
+        help="of blocks that are cut short (default: 0.2)",
+    )
+    add("--seed", type=at_least(0), default=0, help="of weights, order and anchors (default: 0)")
+    add(
+        "--features",
+        type=Path,
+        metavar="DIR",
+        help="keep the target's features here (default: compute them each time)",
+    )
+    add(
+        "--save-every",
+        type=at_least(1),
+        default=50,
+        metavar="N",
+        help="steps between saved states (default: 50)",
+    )
+    add(
+        "--evaluate-every",
+        type=at_least(0),
+        default=500,
+        metavar="N",
+        help="steps; 0: at the end only (default: 500)",
+    )
+    _add_questions(parser)
+
+
+def _add_questions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--held-out",
+        type=Path,
+        metavar="FILE",
+        help="prompts to measure with (default: the shipped natural ones)",
+    )
+    parser.add_argument(
+        "--limit", type=at_least(0), default=32, metavar="N", help="of them; 0: all (default: 32)"
+    )
+    parser.add_argument(
+        "--eval-tokens", type=at_least(2), default=96, metavar="N", help="of an answer (default: 96)"
+    )
+
+
+def _questions(args: argparse.Namespace, temperature: float = 0.0) -> Any:
+    from dflash_trt.training.evaluation import Questions, held_out_prompts
+
+    return Questions(held_out_prompts(args.held_out, args.limit), args.eval_tokens, temperature)
+
+
+def _drafter(args: argparse.Namespace) -> int:
+    for name in ("accelerate", "safetensors", "torch", "transformers"):
+        if find_spec(name) is None:
+            raise DFlashError(f"{name} is not installed; training needs: pip install 'dflash-trt[train]'")
+    from dflash_trt.building.sources import resolve
+    from dflash_trt.training.loop import Recipe
+    from dflash_trt.training.run import Design, run
+
+    recipe = Recipe(
+        steps=args.steps,
+        batch_size=args.batch_size,
+        anchors=args.anchors,
+        learning_rate=args.learning_rate,
+        optimizer=args.optimizer,
+        weighting=args.weighting,
+        shorter=args.shorter,
+        max_length=args.max_length,
+        seed=args.seed,
+    )
+    design = Design(
+        checkpoint=resolve(args.checkpoint, "drafter").directory if args.checkpoint else None,
+        layers=args.layers,
+        taps=args.taps,
+        block_size=args.block_size,
+        mask_token_id=args.mask_token_id,
+    )
+
+    def report(line: dict[str, Any]) -> None:
+        print(json.dumps({key: value for key, value in line.items() if key != "figures"}), file=sys.stderr)
+
+    run(
+        resolve(args.target, "target").directory,
+        args.target,
+        args.data,
+        args.out,
+        design,
+        recipe,
+        features=args.features,
+        questions=_questions(args),
+        save_every=args.save_every,
+        evaluate_every=args.evaluate_every,
+        report=report,
+    )
+    print(f"{args.out}: newest weights in checkpoint/, best ones in best/, curve in acceptance.svg")
+    return 0
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target", required=True, metavar="NAME_OR_PATH", help="the model that the drafter is for"
+    )
+    parser.add_argument("--drafter", metavar="NAME_OR_PATH", help="default: the known one of the target")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
+    _add_questions(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from tempfile import TemporaryDirectory
+
+    from dflash_trt.building.sources import resolve_pair
+    from dflash_trt.training.evaluation import measure
+
+    target, drafter = resolve_pair(args.target, args.drafter)
+    with TemporaryDirectory(prefix="dflash-trt-") as work:
+        figures = measure(target.directory, drafter.directory, _questions(args, args.temperature), Path(work))
+    if args.json:
+        print_json(figures)
+        return 0
+    places = max(len(part["acceptance_by_place"]) for part in figures.values())
+    rows = [["category", "tokens per pass", *(f"place {i}" for i in range(1, places + 1)), "passes"]]
+    for category, part in figures.items():
+        shares = [f"{share:.2f}" for share in part["acceptance_by_place"]]
+        shares += [""] * (places - len(shares))
+        rows.append([category, f"{part['acceptance_length']:.2f}", *shares, str(part["passes"])])
+    print_table(rows)
+    return 0
+
+
+_STEPS = {
+    "regenerate": ("let the target answer prompts: the data to train on", _add_regenerate, _regenerate),
+    "drafter": ("train a drafter, and measure it on the way", _add_drafter, _drafter),
+    "evaluate": (
+        "acceptance length of a drafter, per category and place of the block",
+        _add_evaluate,
+        _evaluate,
+    ),
+}

@@ -1,0 +1,1 @@
+"""Drafters for targets of one's own: answers to learn from, training, measurement. Behind the extra `train`."""

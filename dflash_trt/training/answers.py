@@ -1,0 +1,124 @@
+"""The target's own answers: what a drafter is trained on. One JSON line each, appended as they are finished.
+
+A line: `id` and `category` of the prompt, `prompt_ids` (the rendered chat), `answer_ids` (with the end token, where the
+answer came to an end), `temperature` and `finish_reason`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    id: str
+    category: str
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    temperature: float
+    finish_reason: str
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_ids + self.answer_ids
+
+
+class AnswerFile:
+    """A JSON Lines file of answers that grows. A last line that was cut off by a kill is dropped when it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            with path.open("rb+") as file:
+                content = file.read()
+                file.truncate(content.rfind(b"\n") + 1)
+        self.done = {answer.id for answer in read_answers(path)} if path.exists() else set()
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, answer: Answer) -> None:
+        self._file.write(json.dumps(asdict(answer), ensure_ascii=False, separators=(",", ":")) + "\n")
+        self._file.flush()
+        self.done.add(answer.id)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """The answers of a file, in its order; a last line without its end is still being written, and left out.
+
+    Raises RequestError naming the file and line of a malformed answer.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: cannot be read as a file of answers: {error}") from error
+    return [_answer(path, number, line) for number, line in enumerate(lines[:-1], start=1) if line.strip()]
+
+
+def _answer(path: Path, number: int, line: str) -> Answer:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise RequestError(f"{path}:{number}: not JSON: {error}") from error
+    if not isinstance(fields, Mapping):
+        raise RequestError(f"{path}:{number}: expected an object, found {line[:60]}")
+    for key in ("prompt_ids", "answer_ids"):
+        if not _is_ids(fields.get(key)):
+            raise RequestError(
+                f"{path}:{number}: {key} is not a list of token ids; make it with: train regenerate"
+            )
+    return Answer(
+        id=str(fields.get("id", number)),
+        category=str(fields.get("category", "")),
+        prompt_ids=fields["prompt_ids"],
+        answer_ids=fields["answer_ids"],
+        temperature=float(fields.get("temperature", 0.0)),
+        finish_reason=str(fields.get("finish_reason", "")),
+    )
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int and i >= 0 for i in value)
+
+
+def temperature_of(prompt_id: str, temperatures: Sequence[float]) -> float:
+    """The temperature at which a prompt is answered: by its id, so that it does not depend on order or number."""
+    return temperatures[_number(prompt_id, "temperature") % len(temperatures)]
+
+
+def seed_of(prompt_id: str, seed: int) -> int:
+    """The seed of a prompt's answer."""
+    return _number(prompt_id, str(seed))
+
+
+def _number(prompt_id: str, purpose: str) -> int:
+    digest = hashlib.sha256(f"{purpose}/{prompt_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def summary(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Counts of answers: in all, by category, and how many came to their end."""
+    categories: dict[str, int] = {}
+    for answer in answers:
+        categories[answer.category] = categories.get(answer.category, 0) + 1
+    return {
+        "answers": len(answers),
+        "answer_tokens": sum(len(answer.answer_ids) for answer in answers),
+        "prompt_tokens": sum(len(answer.prompt_ids) for answer in answers),
+        "ended": sum(answer.finish_reason == "stop" for answer in answers),
+        "categories": dict(sorted(categories.items())),
+    }
+
+
+def in_order(answers: Sequence[Answer]) -> Iterator[Answer]:
+    """Answers by the hash of their ids: an order that does not depend on which was finished first."""
+    yield from sorted(answers, key=lambda answer: _number(answer.id, "order"))

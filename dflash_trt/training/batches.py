@@ -1,0 +1,89 @@
+"""Which answers make up a step, by its number alone: a run that goes on later sees what it would have seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_trt.errors import RequestError
+from dflash_trt.training.answers import Answer, in_order
+from dflash_trt.training.target import FeatureCache, FrozenTarget
+
+_WINDOW = 16  # batches among which answers are put together by length
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B answers with their prompts, padded to T: tokens [B, T]; first, ends [B]: an answer is tokens[first:ends]."""
+
+    answers: tuple[Answer, ...]
+    tokens: Tensor
+    first: Tensor
+    ends: Tensor
+
+
+class Batches:
+    """Answers in batches of like length, in an order that every epoch shuffles anew.
+
+    An answer longer than `max_length`, with its prompt, is cut off there; one that has fewer than two tokens of its
+    answer before that is left out.
+
+    Raises RequestError where there are fewer answers than a batch has.
+    """
+
+    def __init__(self, answers: Sequence[Answer], size: int, max_length: int, seed: int) -> None:
+        self.answers = [
+            a for a in in_order(answers) if min(len(a.token_ids), max_length) - len(a.prompt_ids) >= 2
+        ]
+        self.size, self.max_length, self.seed = size, max_length, seed
+        if len(self.answers) < size:
+            raise RequestError(
+                f"{len(self.answers)} answers have two tokens or more within {max_length} tokens with their prompts, "
+                f"but a step takes {size}: regenerate more, or lower --batch-size"
+            )
+        self.per_epoch = len(self.answers) // size
+        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+
+    def __call__(self, step: int) -> Batch:
+        """The batch of step 0, 1, ..."""
+        epoch, place = divmod(step, self.per_epoch)
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, self._order(epoch))
+        chosen = tuple(self.answers[i] for i in self._epoch[1][place])
+        lengths = [min(len(answer.token_ids), self.max_length) for answer in chosen]
+        tokens = torch.zeros(len(chosen), max(lengths), dtype=torch.int64)
+        for row, (answer, length) in enumerate(zip(chosen, lengths, strict=True)):
+            tokens[row, :length] = torch.tensor(answer.token_ids[:length])
+        first = torch.tensor([len(answer.prompt_ids) for answer in chosen])
+        return Batch(chosen, tokens, first, torch.tensor(lengths))
+
+    def _order(self, epoch: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(len(self.answers), generator=generator).tolist()[: self.per_epoch * self.size]
+        made: list[list[int]] = []
+        for first in range(0, len(order), _WINDOW * self.size):
+            window = sorted(
+                order[first : first + _WINDOW * self.size], key=lambda i: len(self.answers[i].token_ids)
+            )
+            made += [window[i : i + self.size] for i in range(0, len(window), self.size)]
+        return [made[i] for i in torch.randperm(len(made), generator=generator).tolist()]
+
+
+def features_of(batch: Batch, target: FrozenTarget, cache: FeatureCache | None) -> Tensor:
+    """Features [B, T, taps * D] of a batch, from the cache where it has them all, else by a pass of the target."""
+    lengths = batch.ends.tolist()
+    if cache is not None:
+        found = [cache.get(a, n) for a, n in zip(batch.answers, lengths, strict=True)]
+        if all(part is not None for part in found):
+            padded = torch.nn.utils.rnn.pad_sequence(
+                [part for part in found if part is not None], batch_first=True
+            )
+            return padded.to(target.device, target.dtype)
+    features = target.features(batch.tokens.to(target.device), batch.ends.to(target.device))
+    if cache is not None:
+        for row, (answer, length) in enumerate(zip(batch.answers, lengths, strict=True)):
+            cache.put(answer, length, features[row])
+    return features

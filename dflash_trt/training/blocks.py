@@ -1,0 +1,161 @@
+"""Training blocks: anchors in the target's answers, what their rows should predict, and the loss (paper, section 4.2).
+
+A block is an anchor and K - 1 mask tokens at the positions behind it; row j predicts the token at its own position.
+Positions behind the end of the answer have no weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Weighting = Literal["decay", "dpace"]
+# exp(-(k - 1) / gamma): the paper's gamma by block size; between them, in proportion.
+_GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
+_DPACE_SMOOTHING = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of a batch of B sequences, A each of K rows.
+
+    anchors [B, A]: positions, -1 where a sequence has fewer places for one. lengths [B, A]: rows that a block has.
+    tokens, positions [B, A * K]: of block rows, with the mask token everywhere but at the anchor.
+    labels [B, A, K]. valid bool [B, A, K]: rows that count.
+    """
+
+    anchors: Tensor
+    lengths: Tensor
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+    valid: Tensor
+
+
+def draw_blocks(
+    tokens: Tensor,
+    first: Tensor,
+    ends: Tensor,
+    *,
+    anchors: int,
+    size: int,
+    mask_token_id: int,
+    shorter: float,
+    generator: torch.Generator,
+) -> Blocks:
+    """Draw up to `anchors` places without replacement in each answer.
+
+    tokens [B, T]; an answer is tokens[first:ends] (both [B]). An anchor is a token of the answer that has another one
+    behind it. `shorter`: the share of blocks that have fewer rows than `size`, any number from 2: blocks that are cut
+    short while decoding are then as good as those that are trained at that length.
+    """
+    batch, width = tokens.shape
+    device = tokens.device
+    place = torch.arange(width, device=device)
+    eligible = (place >= first[:, None]) & (place < ends[:, None] - 1)
+    order = torch.rand(batch, width, generator=generator).to(device).masked_fill(~eligible, -1.0)
+    score, anchor = order.topk(min(anchors, width), dim=1)
+    anchor = torch.where(score >= 0, anchor, -1)
+    lengths = torch.full(anchor.shape, size)
+    if size > 2:
+        cut = torch.rand(anchor.shape, generator=generator) < shorter
+        some = torch.randint(2, size, anchor.shape, generator=generator)
+        lengths = torch.where(cut, some, lengths)
+    lengths = lengths.to(device)
+    offsets = torch.arange(size, device=device)
+    at = anchor.clamp(min=0)[..., None] + offsets
+    labels = tokens.gather(1, at.clamp(max=width - 1).flatten(1)).view(*anchor.shape, size)
+    inside = (at < ends[:, None, None]) & (offsets < lengths[..., None]) & (anchor >= 0)[..., None]
+    rows = torch.where(offsets == 0, labels, mask_token_id)
+    return Blocks(anchor, lengths, rows.flatten(1), at.flatten(1), labels, inside & (offsets > 0))
+
+
+def weights_of(losses: Tensor, valid: Tensor, weighting: Weighting) -> Tensor:
+    """The weight of each row's loss, from losses and valid, [N, K] with row 0 the anchor; without gradient.
+
+    decay: exp(-(k - 1) / gamma). dpace: how much row j matters for the acceptance length, by the drafter's own
+    probabilities: the sum over m >= j of the product of the first m smoothed probabilities (arXiv 2605.18810).
+    """
+    size = losses.shape[1]
+    if weighting == "decay":
+        gamma = _GAMMA.get(size, size * 7 / 16)
+        steps = torch.arange(size, device=losses.device, dtype=losses.dtype)
+        return torch.exp(-(steps - 1) / gamma) * valid
+    smooth = (1 - _DPACE_SMOOTHING) * torch.exp(-losses.detach()) + _DPACE_SMOOTHING
+    reach = torch.where(valid, smooth, 1.0).cumprod(1) * valid
+    return reach.flip(1).cumsum(1).flip(1) * valid
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Weighted cross entropy through the frozen head, a chunk of blocks at a time.
+
+    The gradient is computed with the loss: logits of one chunk are all that is held, and none are computed twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        valid: Tensor,
+        weighting: Weighting,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        blocks, size, _ = hidden.shape
+        gradient = torch.zeros_like(hidden, dtype=head.dtype)
+        losses = torch.zeros(blocks, size, device=hidden.device)
+        total = weight = torch.zeros((), device=hidden.device)
+        for first in range(0, blocks, chunk):
+            part = slice(first, first + chunk)
+            mask = valid[part]
+            rows = hidden[part][mask].to(head.dtype)
+            logits = (rows @ head.T).float()
+            norm = logits.logsumexp(-1, keepdim=True)
+            wanted = labels[part][mask][:, None]
+            loss = torch.zeros(mask.shape, device=hidden.device)
+            loss[mask] = (norm - logits.gather(1, wanted)).squeeze(1)
+            scale = weights_of(loss, mask, weighting)
+            losses[part] = loss
+            total = total + (loss * scale).sum()
+            weight = weight + scale.sum()
+            if ctx.needs_input_grad[0]:
+                logits.sub_(norm).exp_().scatter_add_(1, wanted, torch.full_like(norm, -1.0))
+                logits.mul_(scale[mask][:, None])
+                gradient[part][mask] = logits.to(head.dtype) @ head
+        weight = weight.clamp(min=1e-6)
+        ctx.save_for_backward(gradient, weight)
+        ctx.dtype = hidden.dtype
+        ctx.mark_non_differentiable(losses)
+        return total / weight, losses
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, weight = ctx.saved_tensors
+        return (gradient.to(ctx.dtype) * (scale / weight), None, None, None, None, None)
+
+
+def head_loss(
+    hidden: Tensor, head: Tensor, labels: Tensor, valid: Tensor, weighting: Weighting, chunk: int = 16
+) -> tuple[Tensor, Tensor]:
+    """The mean weighted loss, and the loss of every row.
+
+    hidden [N, K, D]: normed rows of N blocks. head [V, D]: the target's, frozen; products are in its dtype.
+    labels, valid [N, K]. `chunk`: blocks whose logits, [chunk * K, V] in float32, are held at a time.
+    Returns a scalar with gradient to `hidden`, and float32 [N, K] without one.
+    """
+    return _HeadLoss.apply(hidden, head, labels, valid, weighting, chunk)
+
+
+def plain_loss(hidden: Tensor, head: Tensor, labels: Tensor, valid: Tensor, weighting: Weighting) -> Tensor:
+    """What head_loss computes, in the plain way: the reference for tests."""
+    logits = F.linear(hidden, head).float()
+    losses = (
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape) * valid
+    )
+    weights = weights_of(losses, valid, weighting)
+    return (losses * weights).sum() / weights.sum().clamp(min=1e-6)

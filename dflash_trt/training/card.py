@@ -1,0 +1,65 @@
+"""The model card of a trained drafter: what it is for, what it was trained on, and how long its drafts are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash_trt.training.loop import Recipe
+
+
+def model_card(
+    target: str,
+    config: Mapping[str, Any],
+    recipe: Recipe,
+    counts: Mapping[str, Any],
+    history: Sequence[Mapping[str, Any]],
+) -> str:
+    """README.md of a checkpoint. `counts`: of answers.summary, and "steps". The last of `history` may be of it."""
+    size = config["block_size"]
+    taps = ", ".join(str(layer) for layer in config["dflash_config"]["target_layer_ids"])
+    categories = ", ".join(f"{count} {name or 'others'}" for name, count in counts["categories"].items())
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"base_model: {target}",
+        "tags: [dflash, speculative-decoding]",
+        "---",
+        "",
+        f"# DFlash drafter for {target}",
+        "",
+        f"A block-diffusion drafter (arXiv 2602.06036) of {config['num_hidden_layers']} layers. It drafts "
+        f"{size - 1} tokens in one pass, from hidden states of the target behind layers {taps}. It is of use only with "
+        "that target, whose tokens stay exactly what they are without it.",
+        "",
+        f"    dflash-trt build --target {target} --drafter THIS_DIRECTORY",
+        "",
+        "## Training",
+        "",
+        f"{counts['steps']} steps of {recipe.batch_size} answers with up to {recipe.anchors} blocks each, "
+        f"on {counts['answers']} answers of the target itself ({counts['answer_tokens']} tokens; {categories}). "
+        f"Weights of the loss: {'D-PACE (arXiv 2605.18810)' if recipe.weighting == 'dpace' else 'exponential decay'}; "
+        f"{recipe.optimizer}, learning rate {recipe.learning_rate:g}; {recipe.shorter:.0%} of the blocks shorter. "
+        "Trained with `dflash-trt train drafter`.",
+        "",
+    ]
+    if history and history[-1]["step"] == counts["steps"]:
+        lines += ["## Acceptance", "", *_table(history[-1]["figures"], size), ""]
+    return "\n".join(lines)
+
+
+def _table(figures: Mapping[str, Any], size: int) -> list[str]:
+    """Tokens per verification pass on prompts that were not trained on, and how often each place is accepted."""
+    places = [str(place) for place in range(1, size)]
+    rows = [
+        "Greedy decoding of held-out prompts by dflash-trt's own loop, whole blocks: tokens per verification pass,",
+        "and the share of passes that accepted the draft at each place.",
+        "",
+        "| category | tokens per pass | " + " | ".join(places) + " |",
+        "|---" * (len(places) + 2) + "|",
+    ]
+    for category, part in figures.items():
+        shares = [f"{share:.2f}" for share in part["acceptance_by_place"]]
+        shares += [""] * (len(places) - len(shares))
+        rows.append(f"| {category} | {part['acceptance_length']:.2f} | " + " | ".join(shares) + " |")
+    return rows

@@ -1,0 +1,121 @@
+"""How good a drafter is: acceptance length per category and place, by this package's own decoding loop."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.statistics import Statistics
+from dflash_trt.prompts import SHIPPED_PROMPTS, Prompt, read_prompts
+from dflash_trt.reports.plot import Points, line_chart
+
+ALL = "all"
+HELD_OUT = SHIPPED_PROMPTS / "natural"
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked: prompts, how many tokens of an answer, temperature, and how many prompts at a time."""
+
+    prompts: Sequence[Prompt]
+    max_tokens: int = 96
+    temperature: float = 0.0
+    batch_size: int = 8
+
+    @property
+    def max_seq_len(self) -> int:
+        """Room for prompts of any of the shipped sizes."""
+        return 2048 + self.max_tokens
+
+
+def held_out_prompts(file: Path | None, limit: int) -> list[Prompt]:
+    """The first `limit` prompts of a file, each category in turn (0: all); by default of the shipped natural ones."""
+    if file is not None:
+        return read_prompts(file, limit)
+    files = sorted(HELD_OUT.glob("*.jsonl"))
+    several = [read_prompts(each, 0) for each in files]
+    return [prompt for row in zip(*several, strict=True) for prompt in row][: limit or None]
+
+
+def measure(target: Path, drafter: Path, questions: Questions, work: Path) -> dict[str, Any]:
+    """Build the pair into `work` and decode with whole blocks; per category, and under "all" of all of them:
+
+    acceptance_length: tokens per verification pass. acceptance_by_place[i]: share of passes that accepted the draft at
+    place i of the block (from 0). tokens, passes: how many there were.
+    """
+    from dflash_trt.building.build import build
+    from dflash_trt.llm import LLM
+    from dflash_trt.models.configs import read_drafter_config, read_target_config
+
+    longest = min(
+        read(d).max_position_embeddings
+        for read, d in ((read_target_config, target), (read_drafter_config, drafter))
+    )
+    bundle = build(
+        str(target),
+        str(drafter),
+        work / "bundle",
+        max_seq_len=min(longest, questions.max_seq_len),
+        force=True,
+    )
+    found: dict[str, list[Statistics]] = {}
+    with LLM(bundle.path, max_batch_size=questions.batch_size, prefix_cache_bytes=0) as llm:
+        asked = [
+            p.content if isinstance(p.content, str) else llm.chat_prompt(p.content) for p in questions.prompts
+        ]
+        sampling = [
+            SamplingParams(max_tokens=questions.max_tokens, temperature=questions.temperature, seed=seed)
+            for seed in range(len(asked))
+        ]
+        answers = llm.generate(asked, sampling, block_length=llm.block_size)
+    for prompt, answer in zip(questions.prompts, answers, strict=True):
+        found.setdefault(prompt.category, []).append(answer.statistics)
+    shutil.rmtree(work / "bundle")
+    made = {category: _figures(each) for category, each in sorted(found.items())}
+    return {**made, ALL: _figures([s for each in found.values() for s in each])}
+
+
+def _figures(parts: Sequence[Statistics]) -> dict[str, Any]:
+    total = Statistics.merge(parts)
+    return {
+        "acceptance_length": round(total.mean_acceptance_length, 3),
+        "acceptance_by_place": [
+            round(count / max(total.num_drafts, 1), 3) for count in total.num_accepted_tokens_per_pos
+        ],
+        "tokens": total.num_generation_tokens,
+        "passes": total.num_drafts,
+    }
+
+
+def average(figures: Mapping[str, Any]) -> float:
+    """The mean of the categories' acceptance lengths: each counts alike."""
+    each = [part["acceptance_length"] for category, part in figures.items() if category != ALL]
+    return sum(each) / len(each)
+
+
+def read_history(file: Path) -> list[dict[str, Any]]:
+    """Earlier evaluations: {"step": ..., "figures": ...} each; without what a kill cut off."""
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def curve(history: Sequence[Mapping[str, Any]]) -> str:
+    """An SVG of the acceptance length over steps, a line per category."""
+    series: dict[str, list[tuple[float, float, str]]] = {}
+    for entry in history:
+        for category, part in entry["figures"].items():
+            if category != ALL:
+                point = (float(entry["step"]), float(part["acceptance_length"]), "")
+                series.setdefault(category, []).append(point)
+        series.setdefault("mean", []).append((float(entry["step"]), average(entry["figures"]), ""))
+    lines: dict[str, Points] = dict(series)
+    return line_chart(
+        lines, title="Acceptance length on held-out prompts", x="training step", y="tokens per pass"
+    )

@@ -1,0 +1,74 @@
+"""Weights of a new drafter, taken from the target where it has something alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_trt.checkpoint.schema import TargetConfig
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.training.model import Drafter
+
+_MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_NOISE = 0.1  # of the freshly initialized fc that stays beside the copied tap
+
+
+def start_from_target(drafter: Drafter, target: Checkpoint, config: TargetConfig) -> list[str]:
+    """Copy the target's last layers, its last tap and its final norm; returns the names of what was copied.
+
+    The drafter's rows go through the target's head, which expects rows normed as by the target. Its layers see keys and
+    values of the context, which are the target's own where `fc` hands on the last tap alone. What has another shape in
+    the target, is quantized or is not there (an expert layer has no `mlp.gate_proj`) stays as it was initialized.
+    """
+    taken: list[str] = []
+    first = max(0, config.num_hidden_layers - drafter.config.num_hidden_layers)
+    for index in range(drafter.config.num_hidden_layers):
+        source = f"model.layers.{min(first + index, config.num_hidden_layers - 1)}"
+        names = [
+            f"{part}.weight" for part in (*_MATRICES, *_MLP, "input_layernorm", "post_attention_layernorm")
+        ]
+        for name in (*names, "self_attn.q_norm.weight", "self_attn.k_norm.weight"):
+            _copy(drafter, f"layers.{index}.{name}", target, f"{source}.{name}", taken)
+        if not config.qk_norm:
+            for side in "qk":
+                _imitate_scale(drafter, index, side, target, source, taken)
+    _copy(drafter, "norm.weight", target, "model.norm.weight", taken)
+    last = f"model.layers.{config.num_hidden_layers - 1}"
+    _copy(drafter, "hidden_norm.weight", target, f"{last}.input_layernorm.weight", taken)
+    with torch.no_grad():
+        size = drafter.config.hidden_size
+        newest = int(np.argmax(drafter.config.target_layer_ids))
+        drafter.fc.weight *= _NOISE
+        drafter.fc.weight[:, newest * size : (newest + 1) * size] += torch.eye(size)
+    return [*taken, "fc.weight"]
+
+
+def _read(target: Checkpoint, name: str) -> Tensor | None:
+    tensor = target.tensors.get(name)
+    if tensor is None or tensor.dtype not in ("BF16", "F16", "F32"):
+        return None
+    return torch.from_numpy(target.array(name).astype(np.float32))
+
+
+def _copy(drafter: Drafter, name: str, target: Checkpoint, source: str, taken: list[str]) -> None:
+    value, place = _read(target, source), drafter.get_parameter(name)
+    if value is not None and value.shape == place.shape:
+        with torch.no_grad():
+            place.copy_(value)
+        taken.append(name)
+
+
+def _imitate_scale(
+    drafter: Drafter, index: int, side: str, target: Checkpoint, source: str, taken: list[str]
+) -> None:
+    """A target without norms of q and k has scores of some size: give the drafter's norms the size of its q and k."""
+    matrix = _read(target, f"{source}.self_attn.{side}_proj.weight")
+    gain = _read(target, f"{source}.input_layernorm.weight")
+    if matrix is None or gain is None:
+        return
+    name = f"layers.{index}.self_attn.{side}_norm.weight"
+    with torch.no_grad():  # rows of the input have a root mean square of 1 before the gain
+        drafter.get_parameter(name).fill_(float((matrix * gain).square().sum(1).mean().sqrt()))
+    taken.append(name)

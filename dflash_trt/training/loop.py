@@ -1,0 +1,232 @@
+"""Training a drafter: one step after another, saved so that a run that was killed goes on as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator, PartialState
+from torch import Tensor, nn
+
+from dflash_trt.errors import DFlashError
+from dflash_trt.files.reading import read_object
+from dflash_trt.training.batches import Batches, features_of
+from dflash_trt.training.blocks import Weighting, draw_blocks, head_loss
+from dflash_trt.training.masks import dense_mask, flex_mask
+from dflash_trt.training.model import Drafter
+from dflash_trt.training.state import load_state, save_state
+from dflash_trt.training.target import FeatureCache, FrozenTarget, matrix_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a drafter is trained. Steps are of `batch_size` answers per process, each with up to `anchors` blocks.
+
+    The learning rate rises over the first `warmup` of the steps and falls as a cosine to `floor` of it. `shorter`: the
+    share of blocks with fewer rows than the block size. An answer is cut at `max_length` tokens, its prompt included.
+    """
+
+    steps: int
+    batch_size: int = 8
+    anchors: int = 64
+    learning_rate: float = 6e-4
+    warmup: float = 0.04
+    floor: float = 0.1
+    clip: float = 1.0
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    weighting: Weighting = "dpace"
+    shorter: float = 0.2
+    max_length: int = 1024
+    seed: int = 0
+
+    def factor(self, step: int) -> float:
+        """On the learning rate, in step 0, 1, ..."""
+        warm = max(1, round(self.warmup * self.steps))
+        if step < warm:
+            return (step + 1) / warm
+        done = min(1.0, (step - warm) / max(1, self.steps - warm))
+        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+# Fields that may differ when a run goes on: they say where it ends, not what a step does.
+_FREE = {"steps"}
+
+
+def train(
+    drafter: Drafter,
+    target: FrozenTarget,
+    batches: Batches,
+    recipe: Recipe,
+    out: Path,
+    accelerator: Accelerator,
+    *,
+    cache: FeatureCache | None = None,
+    save_every: int = 50,
+    evaluate_every: int = 0,
+    on_weights: Callable[[int, dict[str, Tensor]], None] | None = None,
+    report: Callable[[dict[str, Any]], None] | None = None,
+) -> int:
+    """Train until `recipe.steps` steps are done; returns how many this call has done.
+
+    In `out`: `state/` every `save_every` steps and when the process is asked to end, `log.jsonl` with a line per 10
+    steps, `recipe.json`. A call that finds a state goes on behind it. `on_weights(step, weights)` gets the weights
+    every `evaluate_every` steps, 0: only at the end; where there are several processes, in the first one only.
+
+    Raises DFlashError where `out` holds a run by another recipe.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    _same_recipe(out / "recipe.json", recipe, accelerator)
+    made = _optimizers(drafter, recipe)
+    module, *optimizers = accelerator.prepare(drafter, *made)
+    start = load_state(out / "state", module, optimizers)
+    first = accelerator.is_main_process
+    began, count = time.monotonic(), 0
+    recent: deque[float] = deque(maxlen=10)
+    with _asked_to_end() as asked:
+        for step in range(start, recipe.steps):
+            factor = recipe.factor(step)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = recipe.learning_rate * factor
+            loss, rows = _step(module, target, batches, recipe, step, accelerator, cache)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(module.parameters(), recipe.clip)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            count += rows
+            recent.append(loss.item())
+            done, ending = step + 1, _any(asked(), accelerator)
+            if first and done % 10 == 0:
+                line = {
+                    "step": done,
+                    "loss": round(sum(recent) / len(recent), 4),
+                    "learning_rate": recipe.learning_rate * factor,
+                    "blocks": count,
+                    "seconds": round(time.monotonic() - began, 1),
+                }
+                with (out / "log.jsonl").open("a", encoding="utf-8") as log:
+                    log.write(json.dumps(line) + "\n")
+                if report is not None:
+                    report(line)
+            if done % save_every == 0 or ending or done == recipe.steps:
+                save_state(out / "state", module, optimizers, done, write=first)
+            if ending:
+                return done - start
+            if done == recipe.steps or (evaluate_every and done % evaluate_every == 0):
+                weights = accelerator.get_state_dict(module)
+                if first and on_weights is not None:
+                    on_weights(done, weights)
+                accelerator.wait_for_everyone()
+    return max(0, recipe.steps - start)
+
+
+def _step(
+    module: nn.Module,
+    target: FrozenTarget,
+    batches: Batches,
+    recipe: Recipe,
+    step: int,
+    accelerator: Accelerator,
+    cache: FeatureCache | None,
+) -> tuple[Tensor, int]:
+    """The loss of this process's batch, and how many blocks it has."""
+    device, config = accelerator.device, accelerator.unwrap_model(module).config
+    number = step * accelerator.num_processes + accelerator.process_index
+    batch = batches(number)
+    generator = torch.Generator().manual_seed(recipe.seed + (number << 20))
+    features = features_of(batch, target, cache)
+    blocks = draw_blocks(
+        batch.tokens.to(device),
+        batch.first.to(device),
+        batch.ends.to(device),
+        anchors=recipe.anchors,
+        size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        shorter=recipe.shorter,
+        generator=generator,
+    )
+    width = batch.tokens.shape[1]
+    make = flex_mask if device.type == "cuda" else dense_mask
+    masks = {
+        kind: make(kind, blocks.anchors, blocks.lengths, width, config.block_size)
+        for kind in set(config.layers)
+    }
+    positions = torch.arange(width, device=device).expand(len(batch.tokens), -1)
+    with accelerator.autocast():
+        hidden = module(features, positions, target.embed(blocks.tokens), blocks.positions, masks)
+    size = config.block_size
+    loss, _ = head_loss(
+        hidden.reshape(-1, size, hidden.shape[-1]),
+        target.head,
+        blocks.labels.flatten(0, 1),
+        blocks.valid.flatten(0, 1),
+        recipe.weighting,
+    )
+    return loss, int((blocks.anchors >= 0).sum())
+
+
+def make_accelerator() -> Accelerator:
+    """As `accelerate launch` sets it up. Where that says nothing of precision: BF16 if the hardware has it."""
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    fast = matrix_dtype(PartialState().device) == torch.bfloat16
+    return Accelerator(mixed_precision=asked or ("bf16" if fast else "no"))
+
+
+def _optimizers(drafter: Drafter, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """AdamW; or Muon for the matrices, with AdamW's step size, and AdamW for the rest."""
+    betas = (0.9, 0.95)
+    if recipe.optimizer == "adamw":
+        return [torch.optim.AdamW(drafter.parameters(), recipe.learning_rate, betas=betas, weight_decay=0.0)]
+    matrices = [p for p in drafter.parameters() if p.ndim == 2]
+    rest = [p for p in drafter.parameters() if p.ndim != 2]
+    return [
+        torch.optim.Muon(matrices, recipe.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, recipe.learning_rate, betas=betas, weight_decay=0.0),
+    ]
+
+
+def _same_recipe(file: Path, recipe: Recipe, accelerator: Accelerator) -> None:
+    values = {**asdict(recipe), "processes": accelerator.num_processes}
+    if file.exists():
+        before = read_object(file)
+        for key, value in values.items():
+            if key not in _FREE and before.get(key) != value:
+                raise DFlashError(
+                    f"{file}: {key} is {before.get(key)}, but now {value}: a run goes on by the recipe it began with; "
+                    "choose another --out"
+                )
+    if accelerator.is_main_process:
+        file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _any(mine: bool, accelerator: Accelerator) -> bool:
+    """Whether any process was asked to end: all of them leave after the same step."""
+    if accelerator.num_processes == 1:
+        return mine
+    flag = torch.tensor([float(mine)], device=accelerator.device)
+    total: Any = accelerator.reduce(flag, "sum")
+    return bool(total.item() > 0)
+
+
+@contextmanager
+def _asked_to_end() -> Iterator[Callable[[], bool]]:
+    """Whether SIGTERM or SIGINT has come; a step that is under way is finished."""
+    came: list[int] = []
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(kind, lambda number, _: came.append(number)) for kind in kinds]
+    try:
+        yield lambda: bool(came)
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)

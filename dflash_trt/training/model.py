@@ -1,0 +1,160 @@
+"""The DFlash drafter in torch, to train: the same network as models/drafter.py builds, over many blocks at once.
+
+Names of parameters are those of z-lab's checkpoints (arXiv 2602.06036, section 4.1; layers are Qwen3's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dflash_trt.checkpoint.rope import inverse_frequencies
+from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
+from dflash_trt.training.masks import Mask, attend
+
+
+class Norm(nn.Module):
+    """RMSNorm, computed in float32."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """RoPE as the configuration asks for it."""
+
+    frequencies: Tensor
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        values, self.factor = inverse_frequencies(
+            config.rope, config.head_dim, config.max_position_embeddings
+        )
+        self.register_buffer("frequencies", torch.from_numpy(values.copy()), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [B, 1, S, head_dim], of positions [B, S]."""
+        angles = positions.float()[:, None, :, None] * self.frequencies.float()
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos() * self.factor, angles.sin() * self.factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        size, width, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.width = width
+        self.q_proj = nn.Linear(size, config.num_attention_heads * width, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * width, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * width, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * width, size, bias=bias)
+        self.q_norm = Norm(width, config.rms_norm_eps)
+        self.k_norm = Norm(width, config.rms_norm_eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
+
+    def forward(
+        self,
+        x: Tensor,
+        both: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        both_rotary: tuple[Tensor, Tensor],
+        mask: Mask,
+    ) -> Tensor:
+        """Block rows x [B, Q, D] attend to context and block rows, `both` [B, S + Q, D]."""
+        q = rotate(self.q_norm(self._heads(self.q_proj(x))), *rotary)
+        k = rotate(self.k_norm(self._heads(self.k_proj(both))), *both_rotary)
+        return self.o_proj(attend(q, k, self._heads(self.v_proj(both)), mask).transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        both_rotary: tuple[Tensor, Tensor],
+        mask: Mask,
+    ) -> Tensor:
+        normed = self.input_layernorm(x)
+        x = x + self.self_attn(normed, torch.cat((context, normed), 1), rotary, both_rotary, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """`weights` of a checkpoint, or freshly initialized (normal, 0.02; less where a residual is added)."""
+
+    def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = Rotary(config)
+        if weights is not None:
+            self.load_state_dict({name: weight.float() for name, weight in weights.items()})
+        else:
+            self._initialize()
+
+    def _initialize(self) -> None:
+        shrink = float(2 * self.config.num_hidden_layers) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                added = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=0.02 * (shrink if added else 1.0))
+
+    def forward(
+        self,
+        features: Tensor,
+        context_positions: Tensor,
+        block: Tensor,
+        positions: Tensor,
+        masks: Mapping[LayerAttention, Mask],
+    ) -> Tensor:
+        """Normed rows [B, Q, D] of embedded block rows.
+
+        features: [B, S, taps * D] of context rows at context_positions [B, S]. block: [B, Q, D], embedded anchors and
+        mask tokens of all blocks at positions [B, Q]. masks: what block rows see, for each kind of attention.
+        """
+        context = self.hidden_norm(self.fc(features))
+        rotary = self.rotary(positions)
+        both = self.rotary(torch.cat((context_positions, positions), 1))
+        x = block
+        for layer, kind in zip(self.layers, self.config.layers, strict=True):
+            x = layer(x, context, rotary, both, masks[kind])
+        return self.norm(x)

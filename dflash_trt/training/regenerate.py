@@ -1,0 +1,215 @@
+"""Prompts to the target's own answers: with a bundle, or with any server that has OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from dflash_trt.async_llm import AsyncLLM
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.errors import BusyError, DFlashError, RequestError
+from dflash_trt.prompts import Prompt
+from dflash_trt.text.tokenizer import Tokenizer
+from dflash_trt.training.answers import Answer, AnswerFile, seed_of, temperature_of
+
+_PROGRESS_SECONDS = 10.0
+Report = Callable[
+    [int, int, int, float], None
+]  # answers so far, of how many, tokens of this run, its seconds
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn: each prompt gets one of the temperatures, by its id, and a seed of its own."""
+
+    max_tokens: int = 256
+    temperatures: Sequence[float] = (0.0, 0.7)
+    top_p: float = 1.0
+    seed: int = 0
+
+    def of(self, prompt_id: str) -> SamplingParams:
+        temperature = temperature_of(prompt_id, self.temperatures)
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=temperature,
+            top_p=self.top_p if temperature > 0 else 1.0,
+            seed=seed_of(prompt_id, self.seed),
+        )
+
+
+def regenerate_with_bundle(
+    bundle: Path,
+    prompts: Sequence[Prompt],
+    out: Path,
+    sampling: Sampling,
+    *,
+    concurrency: int = 32,
+    threads: int | None = None,
+    report: Report | None = None,
+) -> None:
+    """Answer the prompts that `out` does not have yet, `concurrency` at a time, without drafts.
+
+    An answer follows from its prompt and the seed alone, so an interrupted run ends as an uninterrupted one would.
+    Prompts that leave no room for an answer within the bundle's max_seq_len are left out.
+
+    Raises RequestError where two prompts have one id.
+    """
+
+    async def run() -> None:
+        async with AsyncLLM(
+            bundle,
+            max_batch_size=concurrency,
+            max_queue=concurrency,
+            block_length=1,
+            prefix_cache_bytes=0,
+            threads=threads,
+        ) as llm:
+
+            async def answer(prompt: Prompt) -> Answer | None:
+                ids = (
+                    llm.tokenizer.encode(prompt.content)
+                    if isinstance(prompt.content, str)
+                    else llm.chat_prompt(prompt.content)
+                )
+                room = llm.max_seq_len - len(ids)
+                if room < 2:
+                    return None
+                params = sampling.of(prompt.id)
+                if params.max_tokens > room:
+                    params = Sampling(room, sampling.temperatures, sampling.top_p, sampling.seed).of(
+                        prompt.id
+                    )
+                done = await llm.generate(ids, params, speculate=False)
+                return Answer(
+                    prompt.id, prompt.category, ids, done.token_ids, params.temperature, done.finish_reason
+                )
+
+            await _answer_all(prompts, out, answer, concurrency, report)
+
+    asyncio.run(run())
+
+
+def regenerate_with_server(
+    url: str,
+    model: str,
+    tokenizer: Tokenizer,
+    end_token_id: int,
+    prompts: Sequence[Prompt],
+    out: Path,
+    sampling: Sampling,
+    *,
+    concurrency: int = 32,
+    timeout: float = 600.0,
+    report: Report | None = None,
+) -> None:
+    """As regenerate_with_bundle, by POST to `url`/chat/completions; OPENAI_API_KEY goes with it where it is set.
+
+    The server gives text: the answer's tokens are those of the target's own tokenizer, with `end_token_id` behind what
+    came to an end. `tokenizer` also renders the prompts, which must be chats.
+
+    Raises RequestError where the server refuses a request or its answer is malformed.
+    """
+    endpoint = url.rstrip("/") + "/chat/completions"
+
+    async def answer(prompt: Prompt) -> Answer | None:
+        if isinstance(prompt.content, str):
+            raise RequestError(f"prompt {prompt.id}: is a text, but a server of chats wants messages")
+        params = sampling.of(prompt.id)
+        body = {
+            "model": model,
+            "messages": prompt.content,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "seed": (params.seed or 0) >> 33,  # servers take 31 bits or more
+        }
+        found = await asyncio.to_thread(_post, endpoint, body, timeout)
+        try:
+            choice = found["choices"][0]
+            text, reason = choice["message"]["content"] or "", str(choice["finish_reason"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise RequestError(
+                f"{endpoint}: the answer has no choices[0].message.content: {found!s:.80}"
+            ) from error
+        ids = tokenizer.encode(text, add_special_tokens=False) + [end_token_id] * (reason == "stop")
+        if not ids:
+            return None
+        rendered = tokenizer.apply_chat_template(prompt.content)
+        prompt_ids = tokenizer.encode(rendered, add_special_tokens=False)
+        return Answer(prompt.id, prompt.category, prompt_ids, ids, params.temperature, reason)
+
+    asyncio.run(_answer_all(prompts, out, answer, concurrency, report))
+
+
+def _post(endpoint: str, body: dict[str, Any], timeout: float) -> Any:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(endpoint, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        said = error.read(200).decode(errors="replace")
+        raise RequestError(f"{endpoint}: refuses the request ({error.code} {error.reason}): {said}") from None
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            f"{endpoint}: gives no answer ({error}); run the command again to continue"
+        ) from None
+
+
+async def _answer_all(
+    prompts: Sequence[Prompt],
+    out: Path,
+    answer: Callable[[Prompt], Awaitable[Answer | None]],
+    concurrency: int,
+    report: Report | None,
+) -> None:
+    """Keep `concurrency` prompts under way; the first error ends all of them, with what is finished on disk."""
+    twice = (
+        next((p.id for i, p in enumerate(prompts) if p.id in {q.id for q in prompts[:i]}), None)
+        if len({p.id for p in prompts}) < len(prompts)
+        else None
+    )
+    if twice is not None:
+        raise RequestError(
+            f"two prompts have the id {twice!r}; answers are told apart by the ids of their prompts"
+        )
+    file = AnswerFile(out)
+    waiting = [prompt for prompt in prompts if prompt.id not in file.done]
+    ready, began, tokens, told = len(prompts) - len(waiting), monotonic(), 0, 0.0
+    queue = iter(waiting)
+
+    async def work() -> None:
+        nonlocal ready, tokens, told
+        for prompt in queue:
+            found = await answer(prompt)
+            ready += 1
+            if found is None:
+                continue
+            file.append(found)
+            tokens += len(found.answer_ids)
+            seconds = monotonic() - began
+            if report is not None and (seconds - told > _PROGRESS_SECONDS or ready == len(prompts)):
+                told = seconds
+                report(ready, len(prompts), tokens, seconds)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(work())
+    except* DFlashError as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        file.close()
+
+
+__all__ = ["BusyError", "Sampling", "regenerate_with_bundle", "regenerate_with_server"]

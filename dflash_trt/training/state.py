@@ -1,0 +1,77 @@
+"""What a run needs to go on where it was: weights and optimizer in safetensors, everything else in JSON. No pickle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from dflash_trt.errors import DFlashError
+
+_OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_SEPARATOR = "|"
+
+
+def save_state(
+    folder: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int, *, write: bool
+) -> None:
+    """Save the state after `step` steps. All processes call it, the one with `write` writes.
+
+    `folder` is replaced when the new state is whole and its files are closed.
+    """
+    weights, optimizer = get_state_dict(module, optimizers, options=_OPTIONS)
+    if not write:
+        return
+    tensors = {f"model{_SEPARATOR}{name}": value for name, value in weights.items()}
+    for name, values in optimizer["state"].items():
+        for key, value in values.items():
+            tensors[f"optimizer{_SEPARATOR}{name}{_SEPARATOR}{key}"] = torch.as_tensor(value)
+    work = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, work / "state.safetensors")
+    (work / "state.json").write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    work.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_state(folder: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Restore the last state that was saved whole; returns the number of steps done, 0 where there is none.
+
+    Raises DFlashError where the state is of another model or optimizer.
+    """
+    for place in (
+        folder,
+        folder.with_name(f".{folder.name}.old"),
+    ):  # a kill between two renames leaves the old one
+        if (place / "state.json").exists():
+            break
+    else:
+        return 0
+    step = json.loads((place / "state.json").read_text(encoding="utf-8"))["step"]
+    weights: dict[str, Any] = {}
+    state: dict[str, dict[str, Tensor]] = {}
+    for name, value in load_file(place / "state.safetensors").items():
+        kind, _, rest = name.partition(_SEPARATOR)
+        if kind == "model":
+            weights[rest] = value
+        else:
+            parameter, _, key = rest.rpartition(_SEPARATOR)
+            state.setdefault(parameter, {})[key] = value
+    _, made = get_state_dict(module, optimizers, options=_OPTIONS)
+    if {n: set(v) for n, v in made["state"].items()} != {n: set(v) for n, v in state.items()}:  # type: ignore[arg-type]
+        raise DFlashError(f"{place}: is the state of another drafter or optimizer; choose another --out")
+    optimizer: dict[str, Any] = {"state": state, "param_groups": made["param_groups"]}
+    set_state_dict(module, optimizers, model_state_dict=weights, optim_state_dict=optimizer, options=_OPTIONS)
+    return int(step)

@@ -1,0 +1,121 @@
+"""The frozen target: features at the taps, embedding and LM head, by Transformers; and a cache of features on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from dflash_trt.checkpoint.schema import TargetConfig
+from dflash_trt.errors import CheckpointError, DFlashError
+from dflash_trt.training.answers import Answer
+
+
+def matrix_dtype(device: torch.device) -> torch.dtype:
+    """What frozen matrices are multiplied in: BF16 where the hardware has it, else float32.
+
+    On a CPU with AMX, BF16 is up to three times as fast as float32; on one without, torch's BF16 was measured at a
+    fifteenth of float32's speed.
+    """
+    if device.type == "cpu":
+        return torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
+    return torch.bfloat16
+
+
+class FrozenTarget:
+    """A target checkpoint, without gradients. Tap i is the residual stream after layer `taps[i]` (0-based).
+
+    Raises CheckpointError where Transformers does not load it, or loads something else than the configuration says.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: TargetConfig,
+        taps: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
+        except Exception as error:  # whatever the family's code raises
+            raise CheckpointError(f"{directory}: Transformers does not load it: {error}") from error
+        model = model.to(device).eval().requires_grad_(False)
+        self.decoder = model.get_decoder()
+        layers = getattr(self.decoder, "layers", ())
+        if len(layers) != config.num_hidden_layers:
+            raise CheckpointError(
+                f"{directory}: Transformers gives it {len(layers)} layers, config.json {config.num_hidden_layers}"
+            )
+        self.device, self.dtype = device, dtype
+        self.embedding: Tensor = model.get_input_embeddings().weight
+        self.head: Tensor = model.get_output_embeddings().weight.to(dtype)
+        self._taps: list[Tensor] = [self.embedding] * len(taps)
+        for place, layer in enumerate(taps):
+            layers[layer].register_forward_hook(self._tap(place))
+
+    def _tap(self, place: int) -> Any:
+        def hook(module: object, inputs: object, output: Any) -> None:
+            self._taps[place] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    @torch.no_grad()
+    def features(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """[B, T, taps * D] of tokens [B, T], right-padded to T; rows at `lengths` [B] and behind mean nothing."""
+        seen = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        self.decoder(input_ids=tokens, attention_mask=seen.long(), use_cache=False)
+        return torch.cat(self._taps, -1)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embedded tokens, as the drafter gets them: no scaling, as in the families that are read."""
+        return F.embedding(tokens, self.embedding)
+
+
+class FeatureCache:
+    """Features of answers on disk: a safetensors file each, named by the answer's tokens; [T, taps * D] in BF16.
+
+    `key` says what the features are of: a folder with those of another target or other taps is refused.
+    """
+
+    def __init__(self, folder: Path, key: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        label = folder / "features.json"
+        if label.exists():
+            found = json.loads(label.read_text(encoding="utf-8"))
+            if found != key:
+                raise DFlashError(
+                    f"{label}: holds features of {found}, not of {key}; choose another --features"
+                )
+        else:
+            if any(folder.iterdir()):
+                raise DFlashError(
+                    f"{folder}: is not empty and not a cache of features; choose another --features"
+                )
+            label.write_text(json.dumps(key, indent=2) + "\n", encoding="utf-8")
+        self.folder = folder
+
+    def get(self, answer: Answer, length: int) -> Tensor | None:
+        file = self._file(answer, length)
+        return load_file(file)["features"] if file.exists() else None
+
+    def put(self, answer: Answer, length: int, features: Tensor) -> None:
+        """`features` of the answer's first `length` tokens."""
+        file = self._file(answer, length)
+        partial = file.with_suffix(f".{os.getpid()}.part")
+        save_file({"features": features[:length].to("cpu", torch.bfloat16).contiguous()}, partial)
+        partial.rename(file)
+
+    def _file(self, answer: Answer, length: int) -> Path:
+        text = ",".join(map(str, answer.token_ids[:length]))
+        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.safetensors"

@@ -1,0 +1,114 @@
+"""The target's own answers, from a bundle and from a server."""
+
+from __future__ import annotations
+
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import pytest
+
+from dflash_trt.building.build import build
+from dflash_trt.checkpoint.catalogue import SHIPPED
+from dflash_trt.errors import RequestError
+from dflash_trt.prompts import Prompt, read_prompts
+from dflash_trt.text.tokenizer import Tokenizer
+from dflash_trt.training.answers import read_answers
+from dflash_trt.training.regenerate import Sampling, regenerate_with_bundle, regenerate_with_server
+
+TARGET = SHIPPED / "tiny" / "target"
+ASKED = read_prompts(None, 10)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("tiny", None, tmp_path_factory.mktemp("answers") / "tiny").path
+
+
+def test_answers_are_the_same_after_an_interruption_and_in_another_order(
+    bundle: Path, tmp_path: Path
+) -> None:
+    sampling, asked = Sampling(12, (0.0, 0.9), 0.95), ASKED
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    regenerate_with_bundle(bundle, asked, whole, sampling, concurrency=4, threads=1)
+    regenerate_with_bundle(bundle, asked[6:], parts, sampling, concurrency=1, threads=1)
+    with parts.open("a", encoding="utf-8") as file:
+        file.write('{"id":"cut-o')  # killed while writing
+    assert len(read_answers(parts)) == 4
+    regenerate_with_bundle(bundle, asked[::-1], parts, sampling, concurrency=3, threads=1)
+    by_id = [sorted(read_answers(file), key=lambda answer: answer.id) for file in (whole, parts)]
+    assert by_id[0] == by_id[1]
+    assert len(by_id[0]) == 10
+    assert {answer.temperature for answer in by_id[0]} == {0.0, 0.9}
+    with pytest.raises(RequestError, match="two prompts have the id"):
+        regenerate_with_bundle(bundle, [*asked, asked[3]], parts, sampling)
+
+
+def test_a_prompt_without_room_for_an_answer_is_left_out(bundle: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    asked = [Prompt("long", "", "word " * 1023), Prompt("short", "", "def add(a, b):")]
+    regenerate_with_bundle(bundle, asked, out, Sampling(8), threads=1)
+    assert [answer.id for answer in read_answers(out)] == ["short"]
+
+
+class _Server(BaseHTTPRequestHandler):
+    asked: ClassVar[list[dict[str, Any]]] = []
+    status = 200
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        reason = "stop" if len(self.asked) % 2 else "length"
+        text = f"answer to {body['messages'][-1]['content']}"
+        content = json.dumps({"choices": [{"message": {"content": text}, "finish_reason": reason}]}).encode()
+        if type(self).status != 200:
+            content = b"no such model"
+        self.send_response(type(self).status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_answers_of_a_server_become_tokens_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Server, "asked", [])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    Thread(target=server.serve_forever, daemon=True).start()
+    url, out, tokenizer = f"http://127.0.0.1:{server.server_port}/v1", tmp_path / "a.jsonl", Tokenizer(TARGET)
+    try:
+        arguments = (url, "tiny", tokenizer, 2, ASKED[:4], out, Sampling(16, (0.5,)))
+        regenerate_with_server(*arguments, concurrency=1)
+        regenerate_with_server(*arguments, concurrency=1)  # all are there
+        monkeypatch.setattr(_Server, "status", 404)
+        with pytest.raises(RequestError, match=r"404 .*no such model"):
+            regenerate_with_server(*arguments[:4], ASKED[:5], *arguments[5:])
+    finally:
+        server.shutdown()
+        server.server_close()
+    found = read_answers(out)
+    assert len(found) == 4
+    for number, (answer, prompt) in enumerate(zip(found, ASKED, strict=False)):
+        assert not isinstance(prompt.content, str)
+        ended = number % 2 == 0
+        assert (answer.answer_ids[-1] == 2) == ended
+        assert tokenizer.decode(answer.answer_ids) == f"answer to {prompt.content[-1]['content']}"
+        rendered = tokenizer.apply_chat_template(prompt.content)
+        assert answer.prompt_ids == tokenizer.encode(rendered, add_special_tokens=False)
+    with pytest.raises(RequestError, match="gives no answer"):
+        regenerate_with_server(*arguments[:4], ASKED[:5], *arguments[5:], timeout=5)
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"prompt_ids":[1],"answer_ids":[]}', '{"prompt_ids":[1],"answer_ids":[-3]}']
+)
+def test_a_malformed_answer_is_named_by_its_line(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text('{"prompt_ids":[1],"answer_ids":[2]}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(RequestError, match=r"answers.jsonl:2"):
+        read_answers(file)

@@ -1,0 +1,322 @@
+"""Training for real, on the shipped target `tiny`: its answers, a new drafter, acceptance, going on after a kill."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.checkpoint.catalogue import SHIPPED
+from dflash_trt.cli import main
+from dflash_trt.errors import DFlashError, PairError
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.prompts import read_prompts
+from dflash_trt.text.tokenizer import Tokenizer
+from dflash_trt.training.answers import Answer, read_answers
+from dflash_trt.training.batches import Batches, features_of
+from dflash_trt.training.checkpoint import (
+    default_mask_token,
+    default_taps,
+    new_config,
+    open_drafter,
+    write_checkpoint,
+)
+from dflash_trt.training.evaluation import ALL, Questions, average, read_history
+from dflash_trt.training.loop import Recipe, train
+from dflash_trt.training.masks import dense_mask
+from dflash_trt.training.model import Drafter
+from dflash_trt.training.regenerate import Sampling, regenerate_with_bundle
+from dflash_trt.training.run import Design, run
+from dflash_trt.training.target import FeatureCache, FrozenTarget
+
+TARGET, DRAFTER = SHIPPED / "tiny" / "target", SHIPPED / "tiny" / "drafter"
+CPU = torch.device("cpu")
+PROMPTS = read_prompts(None, 0)
+HELD_OUT, TRAINED_ON = PROMPTS[:8], PROMPTS[8:104]
+SMALL = Recipe(steps=6, batch_size=4, anchors=8, learning_rate=2e-3, max_length=160)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("tiny", None, tmp_path_factory.mktemp("training") / "tiny").path
+
+
+@pytest.fixture(scope="module")
+def answers(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("answers") / "answers.jsonl"
+    regenerate_with_bundle(bundle, TRAINED_ON, out, Sampling(96, (0.0,)), threads=1)
+    return out
+
+
+@pytest.fixture(scope="module")
+def target() -> FrozenTarget:
+    return FrozenTarget(TARGET, read_target_config(TARGET), (1, 3, 5, 7), CPU, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread, float32: the same numbers on every machine, and no waiting for cores that others use."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setattr("dflash_trt.training.run.matrix_dtype", lambda device: torch.float32)
+    yield
+    torch.set_num_threads(threads)
+
+
+def in_float32() -> Accelerator:
+    return Accelerator(mixed_precision="no", cpu=True)
+
+
+def small_drafter(seed: int = 0) -> Drafter:
+    torch.manual_seed(seed)
+    return Drafter(read_drafter_config(DRAFTER))
+
+
+def rounds(drafter: Drafter, target: FrozenTarget, answer: Answer) -> list[int]:
+    """Drafts that each round accepts, where the answer is greedy: drafted by the training module, from its own mask."""
+    config, tokens = drafter.config, torch.tensor([answer.token_ids])
+    features = target.features(tokens, torch.tensor([tokens.shape[1]]))
+    anchor, accepted = len(answer.prompt_ids), []
+    while anchor < tokens.shape[1] - 1:
+        block = torch.tensor([[answer.token_ids[anchor]] + [config.mask_token_id] * (config.block_size - 1)])
+        place, size = torch.tensor([[anchor]]), torch.tensor([[config.block_size]])
+        masks = {
+            kind: dense_mask(kind, place, size, tokens.shape[1], config.block_size) for kind in config.layers
+        }
+        positions = torch.arange(tokens.shape[1])[None]
+        hidden = drafter(
+            features, positions, target.embed(block), place + torch.arange(config.block_size), masks
+        )
+        drafts = (hidden[0, 1:] @ target.head.T).argmax(-1).tolist()
+        right = 0
+        for draft, token in zip(drafts, answer.token_ids[anchor + 1 :], strict=False):
+            if draft != token:
+                break
+            right += 1
+        accepted.append(right)
+        anchor += right + 1
+    return accepted
+
+
+@torch.no_grad()
+def test_the_module_that_is_trained_drafts_what_the_engine_drafts(bundle: Path, target: FrozenTarget) -> None:
+    drafter = open_drafter(DRAFTER, DRAFTER, TARGET)
+    with LLM(bundle, threads=1, prefix_cache_bytes=0) as llm:
+        for prompt in HELD_OUT:
+            assert not isinstance(prompt.content, str)
+            ids = llm.chat_prompt(prompt.content)
+            done = llm.generate(ids, SamplingParams(max_tokens=48), block_length=8)
+            found = rounds(
+                drafter, target, Answer(prompt.id, "", ids, done.token_ids, 0.0, done.finish_reason)
+            )
+            histogram = np.bincount(found, minlength=8).tolist()
+            expected = done.statistics.acceptance_histogram + [0] * (
+                8 - len(done.statistics.acceptance_histogram)
+            )
+            # The last round may draft beyond the end of the answer, or nothing where one token is left.
+            assert sum(abs(a - b) for a, b in zip(histogram, expected, strict=True)) <= 2
+            assert 0 <= sum(histogram) - sum(expected) <= 1
+
+
+def test_features_from_the_cache_are_those_of_the_target(
+    answers: Path, target: FrozenTarget, tmp_path: Path
+) -> None:
+    batch = Batches(read_answers(answers), 4, 128, 0)(0)
+    cache = FeatureCache(tmp_path / "features", {"target": "tiny"})
+    fresh = features_of(batch, target, cache)
+    monkey, target.decoder = target.decoder, None  # what is cached needs no pass
+    try:
+        cached = features_of(batch, target, cache)
+    finally:
+        target.decoder = monkey
+    for row, end in enumerate(batch.ends.tolist()):
+        assert torch.equal(cached[row, :end], fresh[row, :end].bfloat16().float())
+    with pytest.raises(DFlashError, match="choose another --features"):
+        FeatureCache(tmp_path / "features", {"target": "another"})
+
+
+def test_every_epoch_has_every_answer_once_in_another_order(answers: Path) -> None:
+    read = read_answers(answers)
+    batches = Batches(read[::-1], 5, 128, 0)
+    epochs = [
+        [a.id for step in range(batches.per_epoch) for a in batches(step + e * batches.per_epoch).answers]
+        for e in (0, 1)
+    ]
+    assert [len(set(epoch)) for epoch in epochs] == [batches.per_epoch * 5] * 2
+    assert epochs[0] != epochs[1]
+    again = Batches(read, 5, 128, 0)
+    assert [a.id for a in again(3).answers] == [a.id for a in batches(3).answers]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_was_killed_ends_as_one_that_was_not(
+    answers: Path, target: FrozenTarget, tmp_path: Path, optimizer: Any
+) -> None:
+    recipe = replace(SMALL, optimizer=optimizer)
+    batches = Batches(read_answers(answers), recipe.batch_size, recipe.max_length, 0)
+    ends: dict[str, dict[str, torch.Tensor]] = {}
+
+    def go(out: Path, name: str, steps: int, seed: int) -> int:
+        return train(
+            small_drafter(seed),
+            target,
+            batches,
+            recipe if steps == recipe.steps else replace(recipe, steps=recipe.steps),
+            out,
+            in_float32(),
+            save_every=2,
+            on_weights=lambda step, weights: ends.update({name: {n: w.clone() for n, w in weights.items()}}),
+        )
+
+    assert go(tmp_path / "whole", "whole", 6, 0) == 6
+    # Killed after step 5, which was not saved: it goes on behind step 4. A new process has other weights at first.
+    cut = tmp_path / "cut"
+    stop = 5
+    calls = {"count": 0}
+    original = Batches.__call__
+
+    def dies(self: Batches, step: int) -> Any:
+        calls["count"] += 1
+        if calls["count"] > stop:
+            raise KeyboardInterrupt
+        return original(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batches, "__call__", dies)
+        with pytest.raises(KeyboardInterrupt):
+            go(cut, "cut", 6, 0)
+    assert json.loads((cut / "state" / "state.json").read_text())["step"] == 4
+    assert go(cut, "cut", 6, seed=9) == 2
+    assert set(ends["cut"]) == set(ends["whole"])
+    for name, weight in ends["whole"].items():
+        assert torch.equal(weight, ends["cut"][name]), name
+    assert not torch.equal(ends["whole"]["fc.weight"], small_drafter().fc.weight)
+    with pytest.raises(DFlashError, match=r"recipe.json: anchors is 8, but now 9"):
+        train(small_drafter(), target, batches, replace(recipe, anchors=9), cut, in_float32())
+
+
+def test_what_is_exported_is_what_was_trained(tmp_path: Path) -> None:
+    drafter = small_drafter(3)
+    config = json.loads((DRAFTER / "config.json").read_text())
+    write_checkpoint(drafter.state_dict(), config, tmp_path / "out", "card")
+    shipped, made = (
+        load_file(DRAFTER / "model.safetensors"),
+        load_file(tmp_path / "out" / "model.safetensors"),
+    )
+    assert {name: tensor.shape for name, tensor in made.items()} == {n: t.shape for n, t in shipped.items()}
+    again = open_drafter(tmp_path / "out", tmp_path / "out", TARGET)
+    for name, weight in drafter.state_dict().items():
+        assert torch.equal(weight.bfloat16().float(), again.state_dict()[name])
+    assert build(str(TARGET), str(tmp_path / "out"), tmp_path / "bundle").manifest["block_size"] == 8
+
+
+def test_a_short_training_makes_drafts_longer(answers: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    questions = Questions(HELD_OUT, 32)
+    recipe = replace(SMALL, steps=100, anchors=16, learning_rate=1e-2, optimizer="muon", max_length=200)
+    run(TARGET, "tiny", answers, out, Design(layers=1), recipe, questions=questions, evaluate_every=50)
+    history = read_history(out / "evaluation.jsonl")
+    assert [entry["step"] for entry in history] == [50, 100]
+    lengths = [average(entry["figures"]) for entry in history]
+    assert 1 < lengths[0] < lengths[1]
+    assert lengths[1] > 1.2  # an untrained one has 1.0
+    # A category counts its own passes; the best checkpoint is the one with the longest acceptance.
+    figures = history[-1]["figures"]
+    assert set(figures) == {"chat", "code", "math", "tools", ALL}
+    assert figures[ALL]["passes"] == sum(part["passes"] for name, part in figures.items() if name != ALL)
+    best = max(history, key=lambda entry: average(entry["figures"]))
+    assert f"{best['step']} steps" in (out / "best" / "README.md").read_text()
+    assert "| math |" in (out / "checkpoint" / "README.md").read_text()
+    assert (out / "acceptance.svg").read_text().startswith("<svg")
+    with pytest.raises(DFlashError, match=r"layer_types is .*choose another --out"):
+        run(TARGET, "tiny", answers, out, Design(layers=3), recipe)
+
+
+def test_a_new_drafter_for_another_block_begins_with_the_weights_it_is_given(
+    answers: Path, tmp_path: Path
+) -> None:
+    recipe = replace(SMALL, steps=1, learning_rate=1e-9)
+    run(TARGET, "tiny", answers, tmp_path / "run", Design(checkpoint=DRAFTER, block_size=6), recipe)
+    assert read_drafter_config(tmp_path / "run" / "checkpoint").block_size == 6
+    before, after = (
+        load_file(DRAFTER / "model.safetensors"),
+        load_file(tmp_path / "run" / "checkpoint" / "model.safetensors"),
+    )
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name], weight, atol=1e-8, rtol=0, msg=name)
+
+
+def test_answers_of_another_target_and_drafters_of_another_size_are_refused(
+    answers: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"id":"far","prompt_ids":[1],"answer_ids":[2,90000]}\n', encoding="utf-8")
+    with pytest.raises(DFlashError, match="answer far has token 90000, but the target embeds 2048"):
+        run(TARGET, "tiny", data, tmp_path / "run", Design(), SMALL)
+    other = tmp_path / "other"
+    shutil.copytree(DRAFTER, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "num_target_layers": 12}))
+    with pytest.raises(PairError, match="num_target_layers is 12"):
+        open_drafter(other, other, TARGET)
+    with pytest.raises(DFlashError, match="a step takes 400"):
+        Batches(read_answers(answers), 400, 128, 0)
+
+
+def test_defaults_of_a_new_drafter_follow_from_the_target() -> None:
+    config = read_target_config(TARGET)
+    assert default_taps(36) == [1, 9, 17, 25, 33]  # z-lab's for Qwen3-8B
+    assert default_taps(30) == [1, 8, 14, 20, 27]
+    assert [default_taps(n) for n in (1, 2, 3, 5)] == [[0], [0], [0], [1, 2]]
+    mask = default_mask_token(Tokenizer(TARGET), config)
+    assert mask == 3  # <|MASK|>: no chat has it
+    made = new_config(config, layers=2, taps=[1, 3, 5, 7], block_size=8, mask_token_id=3)
+    shipped = json.loads((DRAFTER / "config.json").read_text())
+    assert {key: made[key] for key in shipped if key in made} == {
+        key: shipped[key] for key in shipped if key in made
+    }
+
+
+def test_the_command_trains_and_measures(
+    answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    lines = [json.dumps({"id": p.id, "category": p.category, "messages": p.content}) for p in HELD_OUT[:2]]
+    held_out.write_text("\n".join(lines) + "\n")
+    asking = ["--held-out", str(held_out), "--eval-tokens", "8"]
+    out = str(tmp_path / "run")
+    sizes = ["--batch-size", "4", "--anchors", "4", "--layers", "1", "--max-length", "160"]
+    command = [
+        "train",
+        "drafter",
+        "--target",
+        "tiny",
+        "--data",
+        str(answers),
+        "--out",
+        out,
+        "--steps",
+        "2",
+        *sizes,
+    ]
+    assert main([*command, *asking]) == 0
+    assert "newest weights in checkpoint/" in capsys.readouterr().out
+    assert (
+        main(["train", "evaluate", "--target", "tiny", "--drafter", f"{out}/checkpoint", "--json", *asking])
+        == 0
+    )
+    assert set(json.loads(capsys.readouterr().out)) == {HELD_OUT[0].category, HELD_OUT[1].category, ALL}
+    assert main([*command, "--taps", "50"]) == 1
+    assert "target_layer_ids" in capsys.readouterr().err
