@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from dflash_trt.checkpoint import gguf
 from dflash_trt.checkpoint.catalogue import NAMES, SHIPPED, Pair, known_pair
+from dflash_trt.checkpoint.pair import Source
 from dflash_trt.errors import CheckpointError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 
@@ -18,15 +18,6 @@ _REPOSITORY = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./
 _CONFIGS = ["config.json", "generation_config.json"]
 # The hub matches patterns with fnmatch, whose * crosses slashes: subdirectories are excluded separately.
 _FILES = ["*.safetensors", "*.json", "*.jinja"]
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a checkpoint lies, and the hub repository and commit it is a snapshot of, if it is one."""
-
-    directory: Path
-    repo: str | None = None
-    revision: str | None = None
 
 
 def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Source]:

@@ -35,14 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_arguments(args: argparse.Namespace) -> Options | None:
     """What was asked for; None where the engine is another one."""
-    from dflash_trt.engines.tensorrt.plans import Options, parse_capability
-
     if args.engine not in ENGINES:
         if any(v is not None for v in (args.compute_capability, args.prefill_chunk, args.plugins)):
             args.usage_error(
                 "--compute-capability, --prefill-chunk and --plugins need --engine tensorrt-rtx or tensorrt"
             )
         return None
+
+    from dflash_trt.engines.tensorrt.plans import Options, parse_capability
+
     given: dict[str, Any] = {"capabilities": tuple(map(parse_capability, args.compute_capability or ()))}
     for name in ("max_batch_size", "prefill_chunk", "plugins"):
         if getattr(args, name) is not None:

@@ -1,0 +1,89 @@
+"""A target and its drafter as checkpoints: where each was found, its configuration, its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from dflash_trt.bundle.manifest import digest
+from dflash_trt.checkpoint.roles import parameters_of, role_of
+from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.errors import BuildError
+from dflash_trt.files.disk import own_file
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a checkpoint lies, and the hub repository and commit it is a snapshot of, if it is one."""
+
+    directory: Path
+    repo: str | None = None
+    revision: str | None = None
+
+
+Config = TypeVar("Config", bound=TargetConfig | DrafterConfig)
+
+
+@dataclass(frozen=True)
+class Side(Generic[Config]):
+    """One checkpoint of the pair. `folder`: of its weights, inside the bundle."""
+
+    source: Source
+    config: Config
+    checkpoint: Checkpoint | Outline
+    folder: str
+
+    def describe(self) -> dict[str, Any]:
+        """The manifest's `target` or `drafter`."""
+        weights: dict[str, dict[str, int]] = {}
+        for tensor in self.checkpoint.tensors.values():
+            by_dtype = weights.setdefault(role_of(tensor.name), {})
+            by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.nbytes
+        return {
+            "name": self.source.repo or self.source.directory.resolve().name,
+            "revision": self.source.revision,
+            "config_sha256": digest(self.config.path),
+            "architecture": self.config.architecture,
+            "num_hidden_layers": self.config.num_hidden_layers,
+            "parameters": sum(parameters_of(t) for t in self.checkpoint.tensors.values()),
+            "weights": self.folder,
+            "weight_bytes": {role: dict(sorted(weights[role].items())) for role in sorted(weights)},
+        }
+
+
+@dataclass(frozen=True)
+class CheckpointPair:
+    """A target, its drafter, and the LM head that the drafter has to itself, if any."""
+
+    target: Side[TargetConfig]
+    drafter: Side[DrafterConfig]
+    head: Checkpoint | Outline | None = None
+
+    @property
+    def sides(self) -> tuple[Side[TargetConfig], Side[DrafterConfig]]:
+        return self.target, self.drafter
+
+
+def tokenizer_files(target: Side[TargetConfig], names: Sequence[str] = TOKENIZER_FILES) -> dict[str, Path]:
+    """Those of `names` that the target has, and where they lie.
+
+    Raises BuildError where weights are there and no tokenizer.json is.
+    """
+    directory = target.source.directory
+    found = {name: own_file(directory, directory / name) for name in names if (directory / name).is_file()}
+    if "tokenizer.json" not in found and isinstance(target.checkpoint, Checkpoint):
+        raise BuildError(
+            f"{directory}: no tokenizer.json; save the tokenizer in the fast (tokenizers) format there"
+        )
+    return found

@@ -1,0 +1,112 @@
+"""The part of a build that engines of ours share: both models as graphs, with the files that they refer to."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from dflash_trt.bundle import manifest as bundle
+from dflash_trt.bundle.contents import describe_file
+from dflash_trt.bundle.workspace import Progress
+from dflash_trt.checkpoint.pair import CheckpointPair, tokenizer_files
+from dflash_trt.engines.base import BuildJob
+from dflash_trt.files.disk import own_file
+from dflash_trt.graph.dialect import Dialect
+from dflash_trt.models.decoder import cache_bytes_per_token
+from dflash_trt.models.drafters import build_drafter
+from dflash_trt.models.target import build_target
+
+_HEAD_FOLDER = "weights/head"  # of the drafter's own copy of the LM head
+
+
+@dataclass(kw_only=True)
+class GraphJob(BuildJob):
+    """Writes `target.onnx` and `drafter.onnx`."""
+
+    models: Mapping[str, ir.Model]
+
+    def write(
+        self, work: Path, manifest: dict[str, Any], files: dict[str, dict[str, Any]], progress: Progress
+    ) -> dict[str, dict[str, Any]]:
+        for i, (name, model) in enumerate(self.models.items()):
+            progress("write graphs", i, len(self.models))
+            model.metadata_props.update(bundle.graph_metadata(manifest))
+            ir.save(model, work / f"{name}.onnx")
+            files[f"{name}.onnx"] = describe_file(work / f"{name}.onnx")
+        progress("write graphs", len(self.models), len(self.models))
+        return files
+
+
+def export(
+    pair: CheckpointPair, dialects: Mapping[str, Dialect], capacity: int | str, progress: Progress
+) -> dict[str, ir.Model]:
+    """Both graphs. Nothing of the weights is read; shapes and dtypes are checked against the configurations.
+
+    `capacity`: cache rows per sequence, or the name of an axis that is fixed at run time.
+    """
+    progress("export target", 0, 1)
+    target = build_target(
+        pair.target.config,
+        pair.target.checkpoint,
+        pair.drafter.config.target_layer_ids,
+        dialects["target"],
+        folder=pair.target.folder,
+        capacity=capacity,
+    )
+    progress("export target", 1, 1)
+    progress("export drafter", 0, 1)
+    drafter = build_drafter(
+        pair.drafter.config,
+        pair.drafter.checkpoint,
+        pair.target.config,
+        pair.target.checkpoint,
+        dialects["drafter"],
+        folder=pair.drafter.folder,
+        target_folder=pair.target.folder,
+        capacity=capacity,
+        features_dtype=dialects["target"].dtype,
+        head=None if pair.head is None else (pair.head, _HEAD_FOLDER),
+    )
+    progress("export drafter", 1, 1)
+    return {"target": target, "drafter": drafter}
+
+
+def graph_fields(
+    pair: CheckpointPair, dialects: Mapping[str, Dialect], models: Mapping[str, ir.Model]
+) -> dict[str, Any]:
+    """The manifest's fields of a bundle of graphs."""
+    return {
+        "dialect": dialects["target"].name,
+        "precision": {role: dialect.dtype.name.lower() for role, dialect in dialects.items()},
+        "quantization": {
+            "target": pair.target.checkpoint.quantization.name,
+            "drafter": pair.drafter.checkpoint.quantization.name,
+            "head": pair.head and pair.head.quantization.name,
+        },
+        "cache_bytes_per_token": {name: cache_bytes_per_token(model) for name, model in models.items()},
+        "versions": {name: version(name) for name in ("dflash-trt", "onnx-ir")},
+    }
+
+
+def graph_files(pair: CheckpointPair) -> dict[str, Path]:
+    """Weights, tokenizer and configs: their names in the bundle, and where they are now."""
+    found: dict[str, Path] = {}
+    for role, side in (("target", pair.target), ("drafter", pair.drafter)):
+        found |= {f"{side.folder}/{file.name}": file for file in side.checkpoint.files}
+        found[f"configs/{role}.json"] = own_file(side.source.directory, side.config.path)
+    found |= {f"{_HEAD_FOLDER}/{file.name}": file for file in (pair.head.files if pair.head else ())}
+    return found | tokenizer_files(pair.target)
+
+
+def graph_digests(models: Mapping[str, ir.Model]) -> dict[str, str]:
+    """Of graphs without their weights, which are external data and have digests of their own."""
+    return {
+        name: hashlib.sha256(ir.to_proto(model).SerializeToString(deterministic=True)).hexdigest()
+        for name, model in models.items()
+    }
