@@ -10,7 +10,7 @@ from dflash_trt.cli.options import at_least
 from dflash_trt.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
-    from dflash_trt.planning.memory import Plan
+    from dflash_trt.planning.memory import MemoryEstimate
 
 SUMMARY = "show what a pair takes of a GPU's memory, and what fits beside it"
 DESCRIPTION = """\
@@ -62,14 +62,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace) -> MemoryEstimate:
     from dflash_trt.building.build import choose_block_size, choose_max_seq_len, find_sources
     from dflash_trt.checkpoint.compatibility import check_pair
     from dflash_trt.formats.precision import parse_precision
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.planning.gpus import find_gpu
     from dflash_trt.planning.inventory import take_inventory
-    from dflash_trt.planning.memory import Settings, plan
+    from dflash_trt.planning.memory import Settings, estimate_memory
     from dflash_trt.trtllm.configuration import Deployment, memory_settings
     from dflash_trt.trtllm.quantization import target_quantization
 
@@ -85,8 +85,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
         settings = memory_settings(
             inventory, where, block_size=block, max_seq_len=length, quantization=quantization
         )
-        return plan(inventory, replace(settings, max_batch_size=args.max_batch_size))
-    return plan(
+        return estimate_memory(inventory, replace(settings, max_batch_size=args.max_batch_size))
+    return estimate_memory(
         inventory,
         Settings(
             engine=args.engine,
@@ -100,7 +100,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )
 
 
-def _print(found: Plan) -> None:
+def _print(found: MemoryEstimate) -> None:
     from dflash_trt.planning.memory import gib
 
     several = f"{found.tensor_parallel} x " if found.tensor_parallel > 1 else ""

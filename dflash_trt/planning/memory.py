@@ -65,7 +65,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryEstimate:
     """Bytes on one GPU. `kv_bytes` and `drafter_bytes` are of `max_batch_size` sequences of `max_seq_len` tokens.
 
     `kv_fraction`, `kv_pool_bytes`: of TensorRT-LLM, the share of free memory that its KV pool may take, and the pool.
@@ -149,7 +149,7 @@ def arena_bytes(
     return (max_batch_size + 1) * rows * per_row
 
 
-def plan(inventory: Inventory, settings: Settings) -> Plan:
+def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
     """Lay the pair out on one of `tensor_parallel` GPUs.
 
     Raises BuildError where the engine is unknown, or asked to run on several GPUs and cannot.
@@ -166,7 +166,7 @@ def plan(inventory: Inventory, settings: Settings) -> Plan:
     total = ours.total(s.max_batch_size, s.max_seq_len)
     limit = min(inventory.target.max_position_embeddings, inventory.drafter.max_position_embeddings)
     fraction, pool = ours.pool(s.max_batch_size, s.max_seq_len)
-    return Plan(
+    return MemoryEstimate(
         engine=s.engine,
         gpu=s.gpu.name,
         tensor_parallel=s.tensor_parallel,

@@ -87,8 +87,8 @@ class TensorRTLLMEntry(Engine):
                 "precision": {"target": quantization.scheme or "bfloat16", "drafter": "bfloat16"},
                 "target_layer_ids": sorted(drafter.target_layer_ids),
                 "cache_bytes_per_token": {
-                    "target": configuration.plan.kv_bytes_per_token,
-                    "drafter": configuration.plan.drafter_bytes_per_token,
+                    "target": configuration.memory.kv_bytes_per_token,
+                    "drafter": configuration.memory.drafter_bytes_per_token,
                 },
                 "versions": {
                     "dflash-trt": version("dflash-trt"),

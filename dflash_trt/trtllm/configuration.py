@@ -11,8 +11,8 @@ from typing import Any
 from dflash_trt.errors import BuildError
 from dflash_trt.planning.gpus import Gpu, find_gpu
 from dflash_trt.planning.inventory import Inventory
-from dflash_trt.planning.memory import Plan, Settings, arena_bytes, gib, plan
-from dflash_trt.trtllm.quantization import Quantization
+from dflash_trt.planning.memory import MemoryEstimate, Settings, arena_bytes, estimate_memory, gib
+from dflash_trt.trtllm.quantization import TargetQuantization
 from dflash_trt.trtllm.releases import Release, find_release
 
 DRAFTER_BACKENDS = ("VANILLA", "TRTLLM", "FA4")
@@ -57,7 +57,7 @@ class Configuration:
     gpu: Gpu
     llm_args: dict[str, Any]
     choices: tuple[Choice, ...]
-    plan: Plan
+    memory: MemoryEstimate
     nodes: int
     gpus_per_node: int
 
@@ -68,7 +68,7 @@ def configure(
     *,
     block_size: int,
     max_seq_len: int,
-    quantization: Quantization,
+    quantization: TargetQuantization,
 ) -> Configuration:
     """Everything that TensorRT-LLM is told about a pair.
 
@@ -168,7 +168,7 @@ def memory_settings(
     *,
     block_size: int,
     max_seq_len: int,
-    quantization: Quantization,
+    quantization: TargetQuantization,
 ) -> Settings:
     """What a memory plan needs to know, for one sequence. Raises BuildError for what TensorRT-LLM cannot run."""
     release, gpu = find_release(deployment.version), find_gpu(deployment.gpu)
@@ -187,7 +187,7 @@ def memory_settings(
     )
 
 
-def check_quantization(inventory: Inventory, gpu: Gpu, quantization: Quantization) -> None:
+def check_quantization(inventory: Inventory, gpu: Gpu, quantization: TargetQuantization) -> None:
     """Whether TensorRT-LLM loads a target in this form on this GPU (its hardware and quantization matrix)."""
     scheme, model = quantization.scheme, inventory.target
     if model.architecture == "GptOssForCausalLM" and scheme in ("fp8", "nvfp4"):
@@ -261,7 +261,7 @@ def _drafter_attention(deployment: Deployment, gpu: Gpu) -> Choice:
 
 
 def _moe_backend(
-    inventory: Inventory, deployment: Deployment, gpu: Gpu, release: Release, quantization: Quantization
+    inventory: Inventory, deployment: Deployment, gpu: Gpu, release: Release, quantization: TargetQuantization
 ) -> Choice | None:
     if inventory.target.moe is None:
         if deployment.moe_backend is not None:
@@ -298,9 +298,9 @@ def _moe_backend(
     return Choice("moe_backend", asked, "as asked (--moe-backend)")
 
 
-def _batch(inventory: Inventory, settings: Settings, deployment: Deployment) -> tuple[Plan, Choice]:
+def _batch(inventory: Inventory, settings: Settings, deployment: Deployment) -> tuple[MemoryEstimate, Choice]:
     """The batch, and the plan for it. What was asked for may exceed what the KV pool holds at full length."""
-    single = plan(inventory, settings)
+    single = estimate_memory(inventory, settings)
     if single.largest_batch < 1:
         raise single.refuse()
     asked = deployment.max_batch_size
@@ -308,12 +308,12 @@ def _batch(inventory: Inventory, settings: Settings, deployment: Deployment) -> 
         fitting = 1 << (single.largest_batch.bit_length() - 1)
         batch = min(_LARGEST_DEFAULT_BATCH, fitting)
         reason = f"at most {single.largest_batch} sequences of {settings.max_seq_len} tokens fit"
-        return plan(inventory, replace(settings, max_batch_size=batch)), Choice(
+        return estimate_memory(inventory, replace(settings, max_batch_size=batch)), Choice(
             "max_batch_size", batch, reason
         )
     if asked < 1:
         raise BuildError(f"--max-batch-size is {asked}, expected 1 or more")
-    found = plan(inventory, replace(settings, max_batch_size=asked))
+    found = estimate_memory(inventory, replace(settings, max_batch_size=asked))
     if not found.fits:
         raise found.refuse()
     return found, Choice("max_batch_size", asked, "as asked (--max-batch-size)")
@@ -381,8 +381,8 @@ def describe(configuration: Configuration) -> dict[str, Any]:
         "nodes": c.nodes,
         "gpus_per_node": c.gpus_per_node,
         "choices": [{"name": x.name, "value": x.value, "reason": x.reason} for x in c.choices],
-        "memory": c.plan.to_dict(),
-        "arithmetic": c.plan.arithmetic(),
-        "room": f"{gib(c.plan.left_bytes)} GiB left; longest context {c.plan.longest_context} at batch 1, "
-        f"largest batch {c.plan.largest_batch} at {c.plan.max_seq_len} tokens",
+        "memory": c.memory.to_dict(),
+        "arithmetic": c.memory.arithmetic(),
+        "room": f"{gib(c.memory.left_bytes)} GiB left; longest context {c.memory.longest_context} at batch 1, "
+        f"largest batch {c.memory.largest_batch} at {c.memory.max_seq_len} tokens",
     }

@@ -14,20 +14,20 @@ ALGORITHMS = ("FP8", "NVFP4")
 
 
 @dataclass(frozen=True, slots=True)
-class Quantization:
+class TargetQuantization:
     """`scheme`: of the linear layers, "fp8" or "nvfp4", of the experts "mxfp4", or None; `kv_cache`: "fp8" or None."""
 
     scheme: str | None = None
     kv_cache: str | None = None
 
 
-def target_quantization(config: TargetConfig) -> Quantization:
+def target_quantization(config: TargetConfig) -> TargetQuantization:
     """Of a target: Model Optimizer's unified FP8 or NVFP4, or gpt-oss's MXFP4.
 
     Raises CheckpointError for a format that bundles are not made of.
     """
     if config.moe is not None and config.moe.quantization is not None:
-        return Quantization("mxfp4")
+        return TargetQuantization("mxfp4")
     found = read_quantization(config.path.parent)
     if found.layers or (found.default is not None and found.default.name not in ALGORITHMS):
         name = "MIXED_PRECISION" if found.layers else found.default and found.default.name
@@ -36,7 +36,7 @@ def target_quantization(config: TargetConfig) -> Quantization:
             "all linear layers"
         )
     scheme = found.default.scheme if found.default is not None else None
-    return Quantization(scheme, "fp8" if found.kv_cache else None)
+    return TargetQuantization(scheme, "fp8" if found.kv_cache else None)
 
 
 def check_drafter(directory: Path) -> None:

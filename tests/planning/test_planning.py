@@ -18,7 +18,7 @@ from dflash_trt.formats.precision import Precision, parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.planning.gpus import find_gpu, gpus
 from dflash_trt.planning.inventory import Inventory, take_inventory
-from dflash_trt.planning.memory import GIB, Settings, arena_bytes, plan
+from dflash_trt.planning.memory import GIB, Settings, arena_bytes, estimate_memory
 
 # Bytes of the published safetensors, as far as known: only gpt-oss's were held against a source (OpenAI's GiB).
 PUBLISHED_TARGETS = {
@@ -60,7 +60,7 @@ def test_plans_agree_with_what_a_bundle_reports(tmp_path: Path) -> None:
     target, drafter = known_configs("tiny")
     inventory = take_inventory(read_target_config(target), read_drafter_config(drafter))
     s = settings(engine="onnxruntime", max_seq_len=256, max_batch_size=3, block_size=8)
-    found = plan(inventory, s)
+    found = estimate_memory(inventory, s)
     cached = bundle.manifest["cache_bytes_per_token"]
     assert found.kv_bytes_per_token == cached["target"]
     assert found.drafter_bytes_per_token == cached["drafter"]
@@ -81,7 +81,7 @@ def test_plans_agree_with_what_quantized_bundles_hold(text: str, tmp_path: Path)
     bundle = build("tiny", None, tmp_path / "b", precision=precision)
     target, drafter = known_configs("tiny")
     inventory = take_inventory(read_target_config(target), read_drafter_config(drafter))
-    found = plan(inventory, settings(precision=precision, block_size=8, max_seq_len=512))
+    found = estimate_memory(inventory, settings(precision=precision, block_size=8, max_seq_len=512))
     for side in ("target", "drafter"):
         for role, stored in bundle.manifest[side]["weight_bytes"].items():
             planned = sum(found.weights[side][role].values())
@@ -143,12 +143,15 @@ def test_tensorrt_llms_own_configurations_fit(
 
 def test_kv_cache_per_token_by_hand(inventories: dict[str, Inventory]) -> None:
     """gpt-oss-120b: 36 layers of K and V, 8 heads of 64, BF16; its drafter 8 layers; FP8 halves it."""
-    found = plan(inventories["gpt-oss-120b"], settings())
+    found = estimate_memory(inventories["gpt-oss-120b"], settings())
     assert found.kv_bytes_per_token == 2 * 36 * 8 * 64 * 2
     assert found.drafter_bytes_per_token == 2 * 8 * 8 * 64 * 2
-    assert plan(inventories["gpt-oss-120b"], settings(cache="fp8")).kv_bytes_per_token == 36 * 8 * 64 * 2
+    assert (
+        estimate_memory(inventories["gpt-oss-120b"], settings(cache="fp8")).kv_bytes_per_token
+        == 36 * 8 * 64 * 2
+    )
     spread = settings(engine="tensorrt-llm", tensor_parallel=4)
-    assert plan(inventories["gpt-oss-120b"], spread).kv_bytes_per_token == 2 * 36 * 2 * 64 * 2
+    assert estimate_memory(inventories["gpt-oss-120b"], spread).kv_bytes_per_token == 2 * 36 * 2 * 64 * 2
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt", "tensorrt-rtx", "tensorrt-llm"])
@@ -157,21 +160,21 @@ def test_the_limits_are_tight(inventories: dict[str, Inventory], engine: str, ba
     """The largest batch and the longest context fit, and one more does not."""
     inventory = inventories["qwen3-8b"]
     s = settings("h100", engine=engine, drafter_attention=backend)
-    found = plan(inventory, s)
+    found = estimate_memory(inventory, s)
     assert found.largest_batch > 1
-    assert plan(inventory, replace(s, max_batch_size=found.largest_batch)).fits
-    assert not plan(inventory, replace(s, max_batch_size=found.largest_batch + 1)).fits
+    assert estimate_memory(inventory, replace(s, max_batch_size=found.largest_batch)).fits
+    assert not estimate_memory(inventory, replace(s, max_batch_size=found.largest_batch + 1)).fits
     batch = 64 if engine != "onnxruntime" else 32
     longest = replace(s, max_batch_size=batch)
-    assert not plan(inventory, longest).fits
+    assert not estimate_memory(inventory, longest).fits
     assert found.longest_context == 40960  # what both models were made for
     single = replace(s, max_batch_size=1, max_seq_len=found.longest_context)
-    assert plan(inventory, single).largest_batch >= 1
+    assert estimate_memory(inventory, single).largest_batch >= 1
 
 
 def test_the_parts_make_the_whole(inventories: dict[str, Inventory]) -> None:
     for name, inventory in inventories.items():
-        found = plan(inventory, settings("rtx-pro-6000"))
+        found = estimate_memory(inventory, settings("rtx-pro-6000"))
         parts = found.weight_bytes + found.runtime_bytes + found.activation_bytes
         assert found.total_bytes == parts + found.kv_bytes + found.drafter_bytes, name
         assert found.left_bytes == found.memory_bytes - found.total_bytes
@@ -185,13 +188,15 @@ def test_what_tensorrt_rtx_widens_is_counted(inventories: dict[str, Inventory]) 
     measured = {"qwen3-4b": 285e6, "qwen3-coder-30b-a3b": 673e6, "gpt-oss-20b": 528e6, "gpt-oss-120b": 528e6}
     s = settings(engine="tensorrt-rtx", max_seq_len=4096, max_batch_size=2, block_size=8)
     for name, scratch in measured.items():
-        assert scratch < plan(inventories[name], s).activation_bytes < 2 * scratch, name
+        assert scratch < estimate_memory(inventories[name], s).activation_bytes < 2 * scratch, name
     quantized = replace(s, precision=parse_precision("target=nvfp4"))
-    assert 468e6 < plan(inventories["qwen3-coder-30b-a3b"], quantized).activation_bytes < 2 * 468e6
+    assert 468e6 < estimate_memory(inventories["qwen3-coder-30b-a3b"], quantized).activation_bytes < 2 * 468e6
     # Plugins widen nothing, but there are none for other experts than gpt-oss's.
-    with_plugins = {name: plan(inventories[name], replace(s, engine="tensorrt")) for name in measured}
+    with_plugins = {
+        name: estimate_memory(inventories[name], replace(s, engine="tensorrt")) for name in measured
+    }
     for name, found in with_plugins.items():
-        less = plan(inventories[name], s).activation_bytes - found.activation_bytes
+        less = estimate_memory(inventories[name], s).activation_bytes - found.activation_bytes
         assert (less > 1 << 28) if name.startswith("gpt-oss") else (less == 0), name
 
 
@@ -199,7 +204,7 @@ def test_precision_changes_the_weights_it_names(inventories: dict[str, Inventory
     inventory = inventories["qwen3-8b"]
 
     def weights(precision: Precision) -> dict[str, dict[str, dict[str, int]]]:
-        return plan(inventory, settings(precision=precision)).weights
+        return estimate_memory(inventory, settings(precision=precision)).weights
 
     base, fp8 = weights(Precision()), weights(parse_precision("target=fp8"))
     matrices = 2 * inventory.target.num_hidden_layers * 128 * 2  # bytes of q and k norms, which stay
@@ -215,7 +220,7 @@ def test_precision_changes_the_weights_it_names(inventories: dict[str, Inventory
 def test_a_pass_reads_the_experts_it_uses(inventories: dict[str, Inventory]) -> None:
     """At most block x 4 of 128 experts; dense weights, head included, once; no embedding."""
     inventory = inventories["gpt-oss-120b"]
-    found = plan(inventory, settings())
+    found = estimate_memory(inventory, settings())
     sizes = {role: sum(n.values()) for role, n in found.weights["target"].items()}
     read = sum(n for role, n in sizes.items() if role not in ("experts", "embedding"))
     read += sizes["experts"] * 40 / 128
@@ -224,15 +229,15 @@ def test_a_pass_reads_the_experts_it_uses(inventories: dict[str, Inventory]) -> 
 
 def test_what_does_not_fit_says_so_with_the_sum(inventories: dict[str, Inventory]) -> None:
     inventory = inventories["gpt-oss-120b"]
-    found = plan(inventory, settings("h100", max_seq_len=131_072))
+    found = estimate_memory(inventory, settings("h100", max_seq_len=131_072))
     assert not found.fits
     message = str(found.refuse())
     for part in ("weights 62.23", "= ", "of 79.00 GiB", f"lower --max-batch-size to {found.largest_batch}"):
         assert part in message
-    message = str(plan(inventory, settings("rtx-5090")).refuse())
+    message = str(estimate_memory(inventory, settings("rtx-5090")).refuse())
     assert "not one sequence fits" in message
     tight = replace(find_gpu("h100"), memory_bytes=66 * GIB)
-    found = plan(inventory, replace(settings(max_seq_len=131_072), gpu=tight))
+    found = estimate_memory(inventory, replace(settings(max_seq_len=131_072), gpu=tight))
     assert 0 < found.longest_context < 131_072
     assert f"at most {found.longest_context} tokens fit" in str(found.refuse())
 
@@ -252,9 +257,9 @@ def test_wrong_settings_are_refused_by_name(inventories: dict[str, Inventory]) -
     with pytest.raises(BuildError, match=r"--gpu is 'a100', known are: h100"):
         find_gpu("a100")
     with pytest.raises(BuildError, match="--engine is 'abacus'"):
-        plan(inventories["tiny"], settings(engine="abacus"))
+        estimate_memory(inventories["tiny"], settings(engine="abacus"))
     with pytest.raises(BuildError, match="tensorrt runs on one GPU"):
-        plan(inventories["tiny"], settings(tensor_parallel=2))
+        estimate_memory(inventories["tiny"], settings(tensor_parallel=2))
 
 
 def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:

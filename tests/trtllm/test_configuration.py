@@ -19,11 +19,11 @@ from dflash_trt.planning.inventory import Inventory, take_inventory
 from dflash_trt.planning.memory import GIB, TRTLLM_ARENA_SAFETY, arena_bytes
 from dflash_trt.trtllm.configuration import Configuration, Deployment, configure
 from dflash_trt.trtllm.launch import launch_files
-from dflash_trt.trtllm.quantization import Quantization, check_drafter, target_quantization
+from dflash_trt.trtllm.quantization import TargetQuantization, check_drafter, target_quantization
 from dflash_trt.trtllm.releases import Release, find_release, known_releases
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 
-Pair = tuple[Inventory, Quantization]
+Pair = tuple[Inventory, TargetQuantization]
 PARALLEL = ((1, 1), (2, 1), (2, 2), (4, 1), (8, 1), (8, 4), (8, 8), (16, 8))
 
 
@@ -128,7 +128,7 @@ def check_rules(found: Configuration, inventory: Inventory, tp: int, ep: int) ->
     assert graphs == sorted(set(graphs))
     assert graphs[-1] == args["max_batch_size"]
     # Its own check of the drafter's buffer (1.4), in both orders of allocation.
-    memory, fraction = found.plan, args["kv_cache_config"]["free_gpu_memory_fraction"]
+    memory, fraction = found.memory, args["kv_cache_config"]["free_gpu_memory_fraction"]
     free = memory.memory_bytes - memory.weight_bytes - 4 * GIB
     if backend != "TRTLLM":
         arena = arena_bytes(
@@ -201,12 +201,12 @@ def test_quantized_targets_are_planned_as_such(pairs: dict[str, Pair], tmp_path:
     fp8 = configured(quantized_pair(tmp_path, "qwen3-8b", "FP8", "FP8"), "b200")
     nvfp4 = configured(quantized_pair(tmp_path, "qwen3-8b", "NVFP4"), "b200")
     assert fp8.llm_args["kv_cache_config"]["dtype"] == "fp8"
-    assert 2 * fp8.plan.kv_bytes_per_token == plain.plan.kv_bytes_per_token
-    assert nvfp4.plan.kv_bytes_per_token == plain.plan.kv_bytes_per_token
-    dense, half, quarter = (c.plan.weights["target"]["mlp"] for c in (plain, fp8, nvfp4))
+    assert 2 * fp8.memory.kv_bytes_per_token == plain.memory.kv_bytes_per_token
+    assert nvfp4.memory.kv_bytes_per_token == plain.memory.kv_bytes_per_token
+    dense, half, quarter = (c.memory.weights["target"]["mlp"] for c in (plain, fp8, nvfp4))
     assert half["fp8"] == pytest.approx(dense["bf16"] / 2, rel=1e-5)
     assert quarter["nvfp4"] == pytest.approx(dense["bf16"] * (0.5 + 1 / 16) / 2, rel=1e-5)
-    assert fp8.plan.weights["target"]["head"] == plain.plan.weights["target"]["head"]
+    assert fp8.memory.weights["target"]["head"] == plain.memory.weights["target"]["head"]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_quantized_targets_that_tensorrt_llm_cannot_load(pairs: dict[str, Pair],
     gpt_oss, _ = pairs["gpt-oss-20b"]
     for scheme in ("fp8", "nvfp4"):
         with pytest.raises(BuildError, match="gpt-oss in MXFP4 only"):
-            configured((gpt_oss, Quantization(scheme)), "b200")
+            configured((gpt_oss, TargetQuantization(scheme)), "b200")
 
 
 def test_fields_differ_between_releases() -> None:
@@ -298,11 +298,11 @@ def test_every_release_names_its_sources() -> None:
 
 
 def test_model_optimizers_checkpoints_are_recognised(tmp_path: Path) -> None:
-    assert quantized_pair(tmp_path, "qwen3-8b", "FP8")[1] == Quantization("fp8")
-    assert quantized_pair(tmp_path, "qwen3-8b", "NVFP4", "FP8")[1] == Quantization("nvfp4", "fp8")
-    assert quantized_pair(tmp_path, "qwen3-8b", None, "FP8")[1] == Quantization(None, "fp8")
-    assert read_pair(*known_configs("qwen3-8b"))[1] == Quantization()
-    assert read_pair(*known_configs("gpt-oss-20b"))[1] == Quantization("mxfp4")
+    assert quantized_pair(tmp_path, "qwen3-8b", "FP8")[1] == TargetQuantization("fp8")
+    assert quantized_pair(tmp_path, "qwen3-8b", "NVFP4", "FP8")[1] == TargetQuantization("nvfp4", "fp8")
+    assert quantized_pair(tmp_path, "qwen3-8b", None, "FP8")[1] == TargetQuantization(None, "fp8")
+    assert read_pair(*known_configs("qwen3-8b"))[1] == TargetQuantization()
+    assert read_pair(*known_configs("gpt-oss-20b"))[1] == TargetQuantization("mxfp4")
 
 
 def test_other_quantizations_are_refused_by_name(tmp_path: Path) -> None:
