@@ -25,6 +25,7 @@ PARTS = {
     "A kind of drafter": "a kind of drafter",
     "A number format": "a number format",
     "A command": "a command",
+    "An engine": "an engine",
 }
 
 
@@ -81,7 +82,7 @@ def rename(config: Path, values: Mapping[str, object]) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | values))
 
 
-def test_the_added_family_drafter_format_and_command_work(package: Path, tmp_path: Path) -> None:
+def test_the_added_family_drafter_format_command_and_engine_work(package: Path, tmp_path: Path) -> None:
     """A pair under the new names decodes as under the old ones; the format is quantized to, read and planned with."""
     target = make_llama(tmp_path / "target")
     drafter = make_drafter(tmp_path / "drafter", target)
@@ -107,7 +108,8 @@ def test_the_added_family_drafter_format_and_command_work(package: Path, tmp_pat
     stored = json.loads((tmp_path / "fewer" / "hf_quant_config.json").read_text())
     assert stored["quantization"]["quant_algo"] == "TOY"
     again = ("--target", str(tmp_path / "fewer"), "--drafter", str(drafter), "--out", str(tmp_path / "small"))
-    run(package, "build", *again)
+    run(package, "build", "--engine", "toy", *again)
+    assert json.loads((tmp_path / "small" / "manifest.json").read_text())["engine"] == "toy"
     assert len(json.loads(run(package, "generate", str(tmp_path / "small"), *ask))["token_ids"]) == 12
 
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())

@@ -52,7 +52,7 @@ def test_named_modules_and_symbols_exist(page: Path) -> None:
     """`dflash_trt.x.y`, `python -m build_scripts.x` and `FILE.py`: `symbol` in tables of docs/architecture.md."""
     text = page.read_text()
     for name in set(re.findall(r"(?<![\w/.])((?:dflash_trt|dflash_plugins|build_scripts)(?:\.\w+)+)", text)):
-        if not name.endswith((".py", ".md")):
+        if not name.endswith((".py", ".md", ".toy")):
             resolve(name)
     for file, symbol in re.findall(r"`([\w/]+\.py)`: `([\w.]+)`", text):
         source = (ROOT / file).read_text()
@@ -91,7 +91,13 @@ def test_commands_have_the_options_that_documents_give_them(page: Path) -> None:
 def options(command: str) -> set[str]:
     parser = argparse.ArgumentParser()
     cli.COMMANDS[command].add_arguments(parser)
-    return {o for action in parser._actions for o in action.option_strings} | {"--debug", "--help", "--json"}
+    found, parsers = {"--debug", "--help", "--json"}, [parser]
+    for each in parsers:
+        for action in each._actions:
+            found |= set(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    return found
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.parent == ROOT / "docs"], ids=lambda p: p.name)
