@@ -72,7 +72,7 @@ fuzz: .venv-test/installed
 clean:
 	rm -rf .venv .venv-docs site .venv-test .venv-server .venv-floors .venv-newest build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find dflash_trt plugins build_scripts tests -name __pycache__ -prune -exec rm -rf {} +
+	find $(wildcard dflash_trt plugins build_scripts tests) -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is touched last, so that an interrupted installation is done again.
 .venv/installed: pyproject.toml requirements/run.txt
