@@ -138,11 +138,11 @@ def watch_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[
         return request
 
     def watched(active: Any, length: int) -> Any:
-        block, logprobs = propose(active, length)
-        for request, row in zip(active, block[:, 1:].tolist(), strict=True):
-            if row:
-                drafts[numbers[request]].append(row)
-        return block, logprobs
+        draft = propose(active, length)
+        for slot, request in enumerate(active):
+            if draft.nodes > 1:
+                drafts[numbers[request]].append(draft.tokens_of(slot)[1:])
+        return draft
 
     monkeypatch.setattr(runtime, "request", numbered)
     monkeypatch.setattr(runtime.pair, "propose", watched)
