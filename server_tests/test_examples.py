@@ -55,5 +55,5 @@ def test_the_curl_lines_work_as_printed(tiny: Serving) -> None:
     for line in lines:
         line = line.replace(":8000", f":{tiny.http_port}").replace(":8002", f":{tiny.metrics_port}")
         out = run("bash", "-ec", line)
-        assert "error" not in out
+        assert '"error":' not in out
         assert re.search("text_output|dflash_|READY", out), (line, out)
