@@ -45,7 +45,7 @@ class Steps(Automaton):
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> type[Steps]:
-    for module in ("sampling", "stopping"):
+    for module in ("sampling.sampler", "output.stopping"):
         monkeypatch.setattr(f"dflash_trt.decoding.{module}.Automaton", Steps)
     monkeypatch.setattr(Steps, "taken", 0)
     return Steps
