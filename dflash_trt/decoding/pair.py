@@ -7,6 +7,7 @@ must be finite: NaN x 0 is NaN. Caches begin as zeros, and what holds other numb
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -114,19 +115,19 @@ def chains(draft: Draft) -> Any:
     return draft.tokens
 
 
-class Caches:
+class Caches(ABC):
     """The slots of a target and its drafter: their caches side by side, and what waits there for the drafter."""
 
     target: CacheSlots
     drafter: CacheSlots
 
+    @abstractmethod
     def _move_waiting(self, source: int, target: int) -> None:
         """Copy what waits in one slot for the drafter over another's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _clear_waiting(self, slot: int) -> None:
         """Nothing waits in a slot any more."""
-        raise NotImplementedError
 
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy the first `rows` rows of one slot over another's, in both models' caches, and what waits there."""
