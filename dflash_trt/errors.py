@@ -1,7 +1,7 @@
-"""Every error this package raises on purpose: one line that names the value, the place and the next step.
+"""Errors that this package raises on purpose. Each message is one line: the value, the place, the next step.
 
-Values and names in messages come from files and requests of strangers. `show` gives a value a bounded form, and every
-message is one line of printable characters, so that it can go to a terminal or a log as it is.
+Names and values in a message may come from files and requests of strangers. `show` shortens a value. Every message
+consists of printable characters, so it is safe in a terminal or a log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MESSAGE_CHARACTERS = 4000
 
 
 class DFlashError(Exception):
-    """Base of all errors meant for the user; the command line prints them without a traceback."""
+    """Base of all errors meant for the user. The command line prints them without a traceback."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(shorten(message, _MESSAGE_CHARACTERS))
@@ -31,23 +31,23 @@ class CheckpointError(DFlashError):
 
 
 class PairError(DFlashError):
-    """A target and a drafter that do not belong together; the message names both values that disagree."""
+    """A target and a drafter do not belong together. The message names both values that disagree."""
 
 
 class BuildError(DFlashError):
-    """A build cannot be done as asked."""
+    """The requested build is impossible."""
 
 
 class BundleError(DFlashError):
-    """A bundle is incomplete, altered, of another format version, or its graphs disagree."""
+    """A bundle is incomplete or altered, has another format version, or has graphs that disagree."""
 
 
 class RequestError(DFlashError):
-    """A request asks for something impossible; the message names the field."""
+    """A request asks for something impossible. The message names the field."""
 
 
 class DecodingError(RequestError):
-    """Decoding one request failed; no other request was touched. `__cause__` is the error behind it, if any."""
+    """Decoding one request failed. No other request is affected. `__cause__` is the underlying error, if any."""
 
 
 class NonFiniteError(DecodingError):
@@ -55,9 +55,9 @@ class NonFiniteError(DecodingError):
 
 
 class BatchError(DecodingError):
-    """Some requests of a list failed, and the others were finished.
+    """Some requests of a list failed. The others were completed.
 
-    outcomes: in the order of the list, the Completion of each request or the RequestError that ended it.
+    outcomes: one entry per request, in the order of the list: its Completion, or the RequestError that ended it.
     """
 
     def __init__(self, outcomes: Sequence[Completion | RequestError]) -> None:
@@ -75,39 +75,39 @@ class EngineError(DFlashError):
 
 
 class BusyError(RequestError):
-    """Too many requests wait already; the same request may be taken later."""
+    """Too many requests are waiting. The same request may be accepted later."""
 
 
 def show(value: object) -> str:
-    """A value as JSON, cut to a length that fits an error message; what JSON does not have is named by its type."""
+    """A value as JSON, cut to a length that fits an error message. A value that JSON does not have becomes its type."""
     text = ""
     if isinstance(value, str):
         value = value[: _VALUE_CHARACTERS + 1]
     try:
-        for part in _ENCODER.iterencode(value):  # piece by piece: the whole may be large or deep
+        for part in _ENCODER.iterencode(value):  # in pieces: the whole may be large or deep
             text += part[: _VALUE_CHARACTERS + 1]
             if len(text) > _VALUE_CHARACTERS:
                 return f"{text[: _VALUE_CHARACTERS - 3]}..."
-    except (TypeError, ValueError):  # a key that is no string, an integer of too many digits, a loop
+    except (TypeError, ValueError):  # a key that is not a string, an integer with too many digits, a cycle
         return f"<{type(value).__name__}>"
     return text
 
 
 def quoted(value: object) -> str:
-    """A name, or a list of names, as Python writes it; cut in the middle where it is long."""
+    """A name, or a list of names, as Python writes it. A long one loses its middle."""
     try:
         return _REPR.repr(value)
-    except ValueError:  # an integer of too many digits
+    except ValueError:  # an integer with too many digits
         return f"<{type(value).__name__}>"
 
 
 def show_name(text: str) -> str:
-    """A name from a file as it is, without quotes; cut in the middle where it is long."""
+    """A name from a file, without quotes. A long one loses its middle."""
     return shorten(text, _NAME_CHARACTERS)
 
 
 def shorten(text: str, most: int) -> str:
-    """One line of printable characters: others are escaped, and what is too long loses its middle."""
+    """One line of printable characters. Other characters are escaped, and a long text loses its middle."""
     if len(text) > most:
         text = f"{text[: most * 3 // 4]}...{text[-(most // 4) :]}"
     if text.isprintable():

@@ -1,1 +1,3 @@
-"""What is on disk: configurations, tensors and the pairs they form. Needs neither torch nor transformers."""
+"""Checkpoints on disk: configurations, tensors, and pairs of target and drafter. Needs neither torch nor
+transformers.
+"""

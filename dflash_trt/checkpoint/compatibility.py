@@ -1,4 +1,4 @@
-"""Whether a target and a drafter belong together."""
+"""Check that a target and a drafter belong together."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dflash_trt.text.tokenizer import TOKENIZER_BYTES, Tokenizer
 
 
 def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
-    """Check that the drafter was made for a target of this shape.
+    """Check that the drafter fits the shape of the target.
 
     Raises:
-        PairError: naming the drafter's field, and both values that disagree.
+        PairError: naming the drafter's field and both values that disagree.
     """
     layers = target.num_hidden_layers
     for field, mine, theirs in (
@@ -45,12 +45,14 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
 def check_tokenizers(target_dir: Path, drafter_dir: Path, mask_token_id: int) -> None:
     """Check the token ids that the pair shares.
 
-    The target must have a tokenizer.json whose ids its embedding covers. The mask token must not be an
-    ordinary entry of its vocabulary: special and unused ids are what drafters are trained with. A drafter
-    need not have a tokenizer (published ones mostly do not); one that has must give every token the same id.
+    The target needs a tokenizer.json whose ids its embedding covers. The mask token must not be an ordinary entry of
+    the
+    vocabulary: drafters are trained with a special or unused id. A drafter may lack a tokenizer, as most published
+    ones
+    do. If it has one, every token must have the same id in both.
 
     Raises:
-        CheckpointError: a tokenizer.json is missing, malformed, or one that does not work.
+        CheckpointError: a tokenizer.json is missing, malformed or does not work.
         PairError: naming the token and both ids.
     """
     path = target_dir / "tokenizer.json"
@@ -86,7 +88,7 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path, mask_token_id: int) ->
 
 
 def _vocabulary(path: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Token -> id of a tokenizer.json: those of the model, and those added to it."""
+    """Token -> id in a tokenizer.json: the model's tokens, and the added tokens."""
     fields = Fields(path, read_object(path, TOKENIZER_BYTES))
     model = fields.section("model")
     if model is None:

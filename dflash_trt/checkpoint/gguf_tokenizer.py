@@ -1,6 +1,6 @@
-"""The tokenizer of a GGUF file in the form of Hugging Face: tokenizer.json, tokenizer_config.json, chat template.
+"""Convert the tokenizer of a GGUF file to Hugging Face's form: tokenizer.json, tokenizer_config.json, chat template.
 
-A GGUF file names the pre-tokenizer (`tokenizer.ggml.pre`), it does not hold it: the patterns are written down here.
+A GGUF file only names its pre-tokenizer (`tokenizer.ggml.pre`). This module holds the patterns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORDS = (
 )
 _TOKENS = "tokenizer.ggml.tokens"
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-# Control tokens that end an answer, whatever the metadata names as EOS (as in llama.cpp).
+# Control tokens that end an answer even if the metadata names another EOS (as in llama.cpp).
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
 
@@ -44,7 +44,7 @@ def _gpt2(*, single_digits: bool) -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
 
 
-# tokenizer.ggml.pre -> how a text is cut before BPE, and whether whole words of the vocabulary skip the merges.
+# tokenizer.ggml.pre -> pre-tokenizer before BPE, and whether whole words of the vocabulary skip the merges.
 _PRE: dict[str, tuple[Callable[[], Any], bool]] = {
     "smollm": (lambda: _gpt2(single_digits=True), False),
     "gpt-2": (lambda: _gpt2(single_digits=False), False),
@@ -54,7 +54,7 @@ _PRE: dict[str, tuple[Callable[[], Any], bool]] = {
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Ids of the tokens that end an answer; the one that the file names as EOS first."""
+    """Ids of the tokens that end an answer. The file's EOS comes first."""
     named = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
     types = metadata.get("tokenizer.ggml.token_type") or ()
     known = [
@@ -66,9 +66,9 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) -> None:
-    """Write the tokenizer's files of the GGUF file with this metadata into `directory`.
+    """Write the tokenizer files for a GGUF file with this metadata into `directory`.
 
-    Raises CheckpointError for a tokenizer that is not byte-level BPE or whose pre-tokenizer is not known.
+    Raises CheckpointError if the tokenizer is not byte-level BPE or its pre-tokenizer is unknown.
     """
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
@@ -81,13 +81,13 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
     tokens, merges = _texts(file, metadata, _TOKENS), _texts(file, metadata, "tokenizer.ggml.merges")
     types = metadata.get("tokenizer.ggml.token_type")
     if not isinstance(types, list) or len(types) != len(tokens):
-        raise CheckpointError(f"{file}: tokenizer.ggml.token_type does not have one entry per token")
+        raise CheckpointError(f"{file}: tokenizer.ggml.token_type must have one entry per token")
     make, ignore_merges = _PRE[pre]
     vocabulary = {t: i for i, (t, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
     pairs = [_pair(file, merge) for merge in merges]
     try:
         made = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=ignore_merges))
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # the library raises plain Exception
         raise CheckpointError(
             f"{file}: the tokenizer's merges and tokens do not fit: {show_name(str(error))}"
         ) from error
@@ -135,7 +135,7 @@ def _pair(file: Path, merge: str) -> tuple[str, str]:
 
 
 def _roles(file: Path, metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
-    """bos_token, eos_token and the like, as text."""
+    """bos_token, eos_token and similar, as text."""
     found = {}
     for name, role in _ROLES.items():
         key = f"tokenizer.ggml.{name}_token_id"

@@ -1,4 +1,4 @@
-"""Memory that is held and not needed: pages of mapped weights that have been read, by TensorRT or by us."""
+"""Give back resident memory: pages of mapped weights that TensorRT or we have read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _SECONDS = 0.05
 
 @contextmanager
 def released(files: Iterable[Path]) -> Iterator[None]:
-    """Keep read-only mappings of `files` out of this process's resident memory, again and again.
+    """Repeatedly release the resident pages of read-only mappings of `files`.
 
-    The kernel could take such pages back, but counts them as this process's until it must; what is read once more
-    comes from the page cache. On Linux; elsewhere nothing happens.
+    The kernel may reclaim such pages, but counts them as this process's memory until then. A second read is served
+    from
+    the page cache. Works on Linux only; elsewhere nothing happens.
     """
     if not sys.platform.startswith("linux"):
         yield
@@ -40,7 +41,7 @@ def released(files: Iterable[Path]) -> Iterator[None]:
 
 
 def _release(names: set[str]) -> None:
-    """Nothing is lost: what cannot be written to has no pages but the file's."""
+    """Release the pages of read-only mappings. No data is lost: such a page is a copy of the file."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""A target and its drafter as checkpoints: where each was found, its configuration, its tensors."""
+"""A target and its drafter as checkpoints: location, configuration and tensors of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a checkpoint lies, and the hub repository and commit it is a snapshot of, if it is one."""
+    """The directory of a checkpoint, and its hub repository and commit if it is a snapshot of one."""
 
     directory: Path
     repo: str | None = None
@@ -37,7 +37,7 @@ Config = TypeVar("Config", bound=TargetConfig | DrafterConfig)
 
 @dataclass(frozen=True)
 class Side(Generic[Config]):
-    """One checkpoint of the pair. `folder`: of its weights, inside the bundle."""
+    """One checkpoint of the pair. `folder` is the place of its weights inside the bundle."""
 
     source: Source
     config: Config
@@ -64,7 +64,7 @@ class Side(Generic[Config]):
 
 @dataclass(frozen=True)
 class CheckpointPair:
-    """A target, its drafter, and the LM head that the drafter has to itself, if any."""
+    """A target, its drafter, and the drafter's own LM head, if it has one."""
 
     target: Side[TargetConfig]
     drafter: Side[DrafterConfig]
@@ -76,9 +76,9 @@ class CheckpointPair:
 
 
 def tokenizer_files(target: Side[TargetConfig], names: Sequence[str] = TOKENIZER_FILES) -> dict[str, Path]:
-    """Those of `names` that the target has, and where they lie.
+    """The files of `names` that the target has, and their paths.
 
-    Raises BuildError where weights are there and no tokenizer.json is.
+    Raises BuildError if the target has weights but no tokenizer.json.
     """
     directory = target.source.directory
     found = {name: own_file(directory, directory / name) for name in names if (directory / name).is_file()}

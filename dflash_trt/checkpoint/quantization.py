@@ -1,6 +1,6 @@
-"""Which layers of a checkpoint are quantized, and how: `hf_quant_config.json` as NVIDIA's Model Optimizer writes it.
+"""The quantized layers of a checkpoint: `hf_quant_config.json`, as NVIDIA's Model Optimizer writes it.
 
-The same facts may stand in config.json under quantization_config, with quant_method "modelopt"; the file comes first.
+config.json may hold the same facts under quantization_config with quant_method "modelopt". The file takes precedence.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from dflash_trt.files.reading import read_object
 from dflash_trt.formats import ALGORITHMS, FORMATS, Algorithm
 
 QUANT_CONFIG = "hf_quant_config.json"
-# Modules that a checkpoint may name, patterns among them, and characters in one of these: each is looked for by name.
+# Limits: module names, patterns among them, and characters per pattern. Every name and pattern costs a search.
 _NAMES, _PATTERNS, _PATTERN_CHARACTERS = 1 << 18, 1024, 512
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """`path` says that all linear layers but the `excluded` ones are stored by `default`.
+    """By `path`, all linear layers are stored in `default`, with the exceptions below.
 
-    `excluded`: names; `patterns`: those with * for any characters, or ? for one. A layer that `layers` names is stored
-    as it says instead. `kv_cache`: there are scales for an FP8 cache. `digests`: sha256 of weight files, by name, where
-    the one who quantized left them.
+    layers: layers that are stored in another way.
+    excluded: names of layers that are not quantized.
+    patterns: the same as patterns; * stands for any characters, ? for one.
+    kv_cache: whether there are scales for an FP8 cache.
+    digests: sha256 of weight files by name, if they were recorded during quantization.
     """
 
     path: Path
@@ -39,16 +41,16 @@ class Quantization:
 
     @property
     def algorithms(self) -> set[Algorithm]:
-        """All that some layer is stored by."""
+        """The algorithms of all layers."""
         return {*self.layers.values(), *([self.default] if self.default is not None else [])}
 
     @property
     def name(self) -> str | None:
-        """The algorithms, as the checkpoint calls them; None where nothing is quantized."""
+        """The algorithms, as the checkpoint names them; None if nothing is quantized."""
         return ", ".join(sorted(a.name for a in self.algorithms)) or None
 
     def algorithm(self, layer: str) -> Algorithm | None:
-        """Of a linear layer, by the name of its tensors without `.weight`."""
+        """The algorithm of a linear layer. `layer` is the name of its tensors without `.weight`."""
         if layer in self.layers:
             return self.layers[layer]
         if layer in self.excluded or any(fnmatchcase(layer, pattern) for pattern in self.patterns):
@@ -57,12 +59,13 @@ class Quantization:
 
 
 def read_quantization(directory: Path) -> Quantization:
-    """What the files of a checkpoint directory say; nothing is quantized where they say nothing.
+    """Read the quantization of the checkpoint in `directory`. Files that do not mention it mean: nothing is
+    quantized.
 
-    Experts in OpenAI's MXFP4 (quant_method "mxfp4") are the family's affair.
+    The family handles experts in OpenAI's MXFP4 (quant_method "mxfp4").
 
     Raises:
-        CheckpointError: naming the file and field, where it is malformed or asks for a format that is not read.
+        CheckpointError: naming the file and field, if the field is malformed or names a format that is not supported.
     """
     path = directory / QUANT_CONFIG
     if path.is_file():
@@ -105,7 +108,7 @@ def _read(fields: Fields, excluded: str, kv_cache: str) -> Quantization:
             if layer is not None:
                 layers[name] = _algorithm(layer, layer)
     elif fields.get("quant_algo") is not None:
-        # In config.json the group size stands with the weights of the one group of layers.
+        # config.json gives the group size with the weights of the only group of layers.
         groups = fields.section("config_groups")
         group = groups.section("group_0") if groups is not None else None
         weights = group.section("weights") if group is not None else None
@@ -117,7 +120,7 @@ def _read(fields: Fields, excluded: str, kv_cache: str) -> Quantization:
 
 
 def _excluded(fields: Fields, key: str) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Names, and patterns."""
+    """Names of excluded layers, and patterns."""
     found = fields.strings(key, most=_NAMES) if fields.get(key) is not None else ()
     patterns = tuple(dict.fromkeys(each for each in found if set(each) & set("*?[")))
     if len(patterns) > _PATTERNS:
@@ -137,7 +140,7 @@ def _algorithm(fields: Fields, grouped: Fields) -> Algorithm:
     if algorithm is None:
         raise fields.error("quant_algo", f"is {show(name)}, supported are: {', '.join(ALGORITHMS)}")
     size = grouped.get("group_size")
-    if not size:  # null, or 0 where there are no groups
+    if not size:  # null, or 0 without groups
         return algorithm
     allowed = FORMATS[algorithm.scheme].group_sizes or (0,)
     if size not in allowed or type(size) is not int:

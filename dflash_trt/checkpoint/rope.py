@@ -1,4 +1,4 @@
-"""Rotary position embeddings: what a configuration asks for, and the frequencies that follow from it."""
+"""Rotary position embeddings: the configuration and the frequencies computed from it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1}
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """`parameters` holds the scaling values that the checkpoint states, under their names in Transformers."""
+    """`parameters` holds the checkpoint's scaling values under their names in Transformers."""
 
     rope_type: str
     theta: float
@@ -42,13 +42,14 @@ class RopeConfig:
 
 
 def read_rope(fields: Fields) -> RopeConfig:
-    """Read `rope_parameters` (Transformers 5) or `rope_theta` with `rope_scaling` (before it).
+    """Read `rope_parameters` (Transformers 5), or `rope_theta` and `rope_scaling` (earlier versions).
 
-    Both may be present as long as they say the same. There is no default for theta.
+    Both may be present if they agree. There is no default for theta.
 
     Raises:
-        CheckpointError: an unknown type, a field that does not belong to the type, a value out of range, or
-            two places that disagree.
+        CheckpointError: an unknown type, a field that does not belong to the type, a value out of range, or two
+            places
+        that disagree.
     """
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     found = [_read_scaling(section, fields) for section in (new, old) if section and section.values]
@@ -124,15 +125,16 @@ def _read_values(section: Fields, rope_type: str, top: Fields) -> dict[str, floa
 def inverse_frequencies(
     rope: RopeConfig, head_dim: int, max_position_embeddings: int
 ) -> tuple[NDArray[np.float32], float]:
-    """Inverse frequencies and the factor on cos and sin, as Transformers' ROPE_INIT_FUNCTIONS compute them.
+    """Inverse frequencies and the factor on cos and sin, computed as in Transformers' ROPE_INIT_FUNCTIONS.
 
-    Returns float32 `[head_dim / 2]` and the attention factor (1.0 for all but yarn). Where the checkpoint
-    does not state `original_max_position_embeddings`, `max_position_embeddings` stands in, as it does there.
+    Returns float32 `[head_dim / 2]` and the attention factor (1.0 for all but yarn). `max_position_embeddings`
+    replaces a
+    missing `original_max_position_embeddings`, as in Transformers.
     Sources: linear, Transformers; llama3, Llama 3.1 release; yarn, Peng et al. 2023 (arXiv 2309.00071).
     """
     if head_dim < 2 or head_dim % 2:
         raise CheckpointError(f"head_dim is {head_dim}, but RoPE needs an even, positive one")
-    # The power is rounded once from float64: closer to torch's float32 power than NumPy's own float32 power.
+    # One rounding of the float64 power is closer to torch's float32 power than NumPy's float32 power is.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     wavelengths = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
     base = np.float32(1) / wavelengths

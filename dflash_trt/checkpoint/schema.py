@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration means, in one form for all families."""
+"""The configuration of a checkpoint, in one form for all families."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dflash_trt.checkpoint.rope import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """How one layer attends. `window` counts the row itself: row i sees rows j > i - window (None: all)."""
+    """The attention of one layer. `window` includes the row itself: row i sees rows j > i - window (None: all rows)."""
 
     causal: bool
     window: int | None
@@ -19,13 +19,18 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """The mixture of experts of the layers that have one; the other layers have a gated MLP.
+    """The mixture of experts, for the layers that have one. The other layers have a gated MLP.
 
-    A token goes to the `experts_per_token` experts with the largest router logits. Its weights are the softmax
-    over all router logits, `normalize_weights` divides them by their sum: the softmax over the chosen logits.
-    `intermediate_size` is that of one expert. Activations, of a gate g and an up projection u:
-    "silu": u * g * sigmoid(g); "gpt_oss": (clip(u, -limit, limit) + 1) * h * sigmoid(alpha * h), h = min(g, limit).
-    `sparse_layers[i]`: whether layer i has experts.
+    A token goes to the `experts_per_token` experts with the largest router logits. Its weights are the softmax over
+    all
+    router logits. With `normalize_weights` they are divided by their sum, which equals the softmax over the chosen
+    logits.
+    Activations, of a gate g and an up projection u:
+        "silu": u * g * sigmoid(g)
+        "gpt_oss": (clip(u, -limit, limit) + 1) * h * sigmoid(alpha * h), h = min(g, limit)
+
+    intermediate_size: the size of one expert.
+    sparse_layers[i]: whether layer i has experts.
     """
 
     num_experts: int
@@ -43,11 +48,13 @@ class MoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What targets and drafters have in common. `path` is the config.json it was read from.
+    """The fields that targets and drafters share.
 
-    `attention_bias`: q, k, v and o projections have one. `mlp_bias`: so do gate, up and down. `qk_norm`: RMSNorm
-    over each head of q and k before RoPE. `attention_sinks`: each head has a learned logit that takes part in the
-    softmax and has no value.
+    path: the config.json that was read.
+    attention_bias: q, k, v and o projections have a bias.
+    mlp_bias: gate, up and down projections have a bias.
+    qk_norm: RMSNorm over each head of q and k before RoPE.
+    attention_sinks: each head has a learned logit that takes part in the softmax and has no value.
     """
 
     path: Path
@@ -72,7 +79,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig(DecoderConfig):
-    """A target. `eos_token_ids`: generation_config.json's where it names any, else config.json's."""
+    """A target. `eos_token_ids` come from generation_config.json if it names any, else from config.json."""
 
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]

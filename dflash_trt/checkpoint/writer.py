@@ -1,4 +1,4 @@
-"""Writes safetensors files piece by piece: the header first, then each tensor's bytes where they belong."""
+"""Write safetensors files in pieces: first the header, then the bytes of each tensor at its place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor to be written. `pieces` brings its data in order, and may bring that of other entries too, by name."""
+    """A tensor to write. `pieces` yields its data in order, and may yield data of other entries, by name."""
 
     name: str
     dtype: str
@@ -29,9 +29,9 @@ class Entry:
 
 
 def write_shard(path: Path, entries: Sequence[Entry]) -> None:
-    """Write `path`, which appears when it is whole and on disk.
+    """Write `path`. The file appears once it is complete and on disk.
 
-    Raises ValueError where the pieces are more or fewer than the entries say.
+    Raises ValueError if the pieces do not have the sizes of the entries.
     """
     header, end, starts = {}, 0, {}
     for entry in _aligned_first(entries):
@@ -58,9 +58,9 @@ def write_shard(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def _aligned_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Wide types before narrow ones, so that every tensor starts at a multiple of its item's size.
+    """Wide types before narrow ones, so that every tensor starts at a multiple of its item size.
 
-    And weights apart from their scales: layers that are multiplied as one lie one behind the other where entries do.
+    Weights and their scales are separate. So layers that are multiplied as one stay adjacent, if their entries are.
     """
     return sorted(
         entries, key=lambda e: (-DTYPES[e.dtype].itemsize, e.dtype, e.name.rpartition(".")[2] != "weight")

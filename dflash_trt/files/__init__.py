@@ -1,1 +1,1 @@
-"""Files of strangers read within bounds, and files of our own written whole or not at all."""
+"""Read the files of strangers within limits. Write our own files completely or not at all."""

@@ -1,6 +1,6 @@
-"""Files and directories on disk: written whole or not at all, without following links, and safe against power cuts.
+"""Files and directories on disk: written completely or not at all, without following links, safe against power cuts.
 
-What differs between operating systems is here and nowhere else: locks, flushing, copies that share their blocks.
+Everything that differs between operating systems is in this module: locks, flushing, copies that share blocks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def own_file(directory: Path, file: Path) -> Path:
-    """Where `file` of a checkpoint or bundle in `directory` really lies.
+    """The real path of `file`, a file of the checkpoint or bundle in `directory`.
 
-    A symbolic link must lead to a file inside `directory`, or inside the same repository of the Hugging Face cache:
-    a snapshot there is a directory of links to the repository's blobs.
+    A symbolic link must lead to a file inside `directory` or inside the same repository of the Hugging Face cache.
+    There,
+    a snapshot is a directory of links to the repository's blobs.
 
-    Raises CheckpointError for a link that leads elsewhere.
+    Raises CheckpointError if a link leads elsewhere.
     """
     root, found = directory.resolve(), file.resolve()
     if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
@@ -42,13 +43,15 @@ def own_file(directory: Path, file: Path) -> Path:
 
 
 def stamp(status: os.stat_result) -> tuple[int, int, int, int]:
-    """What changes when a file is written to or replaced: device, inode, size in bytes, time in nanoseconds."""
+    """Device, inode, size in bytes and modification time in nanoseconds. They change when a file is written or
+    replaced.
+    """
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write; `path` appears when all is written and on disk, and not where the block raises."""
+    """Open a file for writing. `path` appears once the data is complete and on disk, or never if the block raises."""
     partial = path.with_name(path.name + ".part")
     partial.unlink(missing_ok=True)
     try:
@@ -63,7 +66,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_tree(directory: Path) -> None:
-    """Flush every file and directory in `directory`, itself included, to the disk."""
+    """Flush `directory` and every file and directory in it to the disk."""
     for folder, _, files in os.walk(directory, topdown=False):
         for name in files:
             if not (path := Path(folder, name)).is_symlink():
@@ -80,9 +83,9 @@ def _sync(path: Path) -> None:
 
 
 def clone(source: Path, destination: Path) -> bool:
-    """Make `destination` a copy that shares `source`'s blocks until one of them is written to.
+    """Make `destination` a copy of `source` that shares its blocks until one of the two is written to.
 
-    Returns False where the file system cannot (Btrfs, XFS and ZFS can); then there is no `destination`.
+    Returns False, without a `destination`, if the file system cannot do this. Btrfs, XFS and ZFS can.
     """
     try:
         with source.open("rb") as old, whole_file(destination) as new:
@@ -96,7 +99,7 @@ def clone(source: Path, destination: Path) -> bool:
 
 
 def copy(source: Path, destination: Path) -> None:
-    """Copy a file with its time of modification; `destination` appears when it is whole and on disk."""
+    """Copy a file and its modification time. `destination` appears once it is complete and on disk."""
     with source.open("rb") as old, whole_file(destination) as new:
         shutil.copyfileobj(old, new, 8 << 20)
         new.flush()
@@ -109,18 +112,19 @@ def _keep_time(source: int, destination: int) -> None:
 
 
 def open_directory(name: str | Path, parent: int | None = None) -> int:
-    """A descriptor of a directory that is no symbolic link. Raises OSError."""
+    """Open a directory that is not a symbolic link and return the descriptor. Raises OSError."""
     return os.open(name, _DIRECTORY, dir_fd=parent)
 
 
 @contextmanager
 def locked(path: Path, parent: int) -> Iterator[bool]:
-    """Hold the lock file `path` in the directory that is open as `parent`; False where somebody else holds it.
+    """Hold the lock file `path` in the directory that is open as `parent`. Yields False if another process holds it.
 
-    The file goes when the lock does. Raises BuildError where there is a link, or something else than a file of this
-    user's.
+    The file is removed when the lock is released. Raises BuildError if `path` is a link, or not a regular file of
+    this
+    user.
     """
-    foreign, name = BuildError(f"{path}: is not a lock file of this user's; remove it"), path.name
+    foreign, name = BuildError(f"{path}: is not a lock file of this user; remove it"), path.name
     while True:
         try:
             held = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=parent)
@@ -137,7 +141,7 @@ def locked(path: Path, parent: int) -> Iterator[bool]:
             except BlockingIOError:
                 yield False
                 return
-            # Who held it before may have removed it between our opening and our locking.
+            # The previous holder may have removed the file between our open and our lock.
             if not _is(name, parent, found):
                 continue
             try:

@@ -1,6 +1,6 @@
-"""Files from strangers: only regular ones are read, up to a size, and their JSON is parsed strictly and in linear time.
+"""Read the files of strangers: regular files only, of limited size, with strict JSON parsed in linear time.
 
-Errors are CheckpointError unless the caller names another kind.
+Errors are CheckpointError unless the caller names another class.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Kind = type[DFlashError]
 
 
 def open_file(path: Path, kind: Kind = CheckpointError) -> BinaryIO:
-    """Open a regular file to read. What else may have that name (a pipe, a device) is refused, and never waited for."""
+    """Open a regular file for reading. A pipe or a device of that name is refused without waiting for it."""
     try:
         file = open(path, "rb", opener=_opener)  # noqa: SIM115 - the caller closes it
     except FileNotFoundError:
-        raise kind(f"{path}: no such file; the directory must have one") from None
+        raise kind(f"{path}: no such file; the directory must contain it") from None
     except (OSError, ValueError) as error:
         raise kind(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise kind(f"{path}: is not a regular file, but a pipe or a device; expected a file")
+        raise kind(f"{path}: is a pipe or a device, expected a regular file")
     return file
 
 
@@ -44,7 +44,7 @@ def read_file(path: Path, limit: int, kind: Kind = CheckpointError) -> bytes:
         except OSError as error:
             raise kind(f"{path}: cannot be read ({error.strerror})") from None
     if max(size, len(content)) > limit:
-        raise kind(f"{path}: {max(size, len(content))} bytes, more than the {limit} allowed for this file")
+        raise kind(f"{path}: {max(size, len(content))} bytes, but this file may have at most {limit}")
     return content
 
 
@@ -62,9 +62,9 @@ def read_object(path: Path, limit: int = CONFIG_BYTES, kind: Kind = CheckpointEr
 
 
 def parse_object(text: bytes | str, label: str, kind: Kind = CheckpointError) -> dict[str, Any]:
-    """Parse one JSON object. `label` opens every error.
+    """Parse one JSON object. Every error starts with `label`.
 
-    Refused: a key that an object has twice, NaN and infinities, nesting deeper than 64.
+    Refused: a duplicate key in one object, NaN and infinities, and nesting deeper than 64.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -82,24 +82,24 @@ def parse_object(text: bytes | str, label: str, kind: Kind = CheckpointError) ->
         return value
 
     def constant(number: str) -> NoReturn:
-        raise kind(f"{label}: {show_name(number)} is not JSON, whose numbers are finite")
+        raise kind(f"{label}: {show_name(number)} is not JSON; JSON numbers are finite")
 
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
         values = json.loads(decoded, object_pairs_hook=unique, parse_float=finite, parse_constant=constant)
     except RecursionError:
-        raise kind(f"{label}: not valid JSON here (nested deeper than {_MOST_NESTED})") from None
+        raise kind(f"{label}: nested deeper than the {_MOST_NESTED} levels allowed") from None
     except ValueError as error:
         raise kind(f"{label}: not valid JSON ({error})") from None
     if not isinstance(values, dict):
         raise kind(f"{label}: holds a JSON {type(values).__name__}, expected an object")
     if _deeper(values, _MOST_NESTED):
-        raise kind(f"{label}: not valid JSON here (nested deeper than {_MOST_NESTED})")
+        raise kind(f"{label}: nested deeper than the {_MOST_NESTED} levels allowed")
     return values
 
 
 def _deeper(value: object, most: int) -> bool:
-    """Whether lists and objects are nested deeper than `most`. Level by level: recursion has a limit of its own."""
+    """Whether lists and objects are nested deeper than `most`. A loop, because recursion has its own limit."""
     level = [value]
     for _ in range(most):
         level = [

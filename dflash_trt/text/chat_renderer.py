@@ -1,9 +1,9 @@
-"""Renders chat templates in a process of its own: templates are strangers' programs, and messages strangers' data.
+"""Render chat templates in a separate process: templates are programs of strangers, and messages are their data.
 
-Run by path, by chat_template.py, and imports nothing of this package. Each line of input is a JSON object with `source`
-(the template), `variables`, `seconds` (of CPU), `memory` (bytes of address space) and `characters` (of output). Each
-answer is 8 bytes of length, little endian, and a JSON object: `text`, or `error` with `fault` "template" or "messages".
-What goes over its time is ended by the kernel.
+chat_template.py starts this file by path. It imports nothing of this package. Each line of input is a JSON object:
+`source` (the template), `variables`, `seconds` (of CPU), `memory` (bytes of address space), `characters` (of output).
+Each answer is a length of 8 bytes, little endian, and a JSON object. The object has `text`, or `error` and a `fault`,
+"template" or "messages". The kernel ends a process that exceeds its CPU time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 try:
     import resource
-except ImportError:  # there is none on Windows, where the caller's clock is the only limit
+except ImportError:  # Windows has none; there only the caller's clock limits
     resource = None  # type: ignore[assignment]
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the caller's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C in a terminal
     for line in sys.stdin.buffer:
         request = json.loads(line)
         try:
@@ -62,18 +62,18 @@ def _answer(source: str, variables: dict[str, Any], characters: int) -> dict[str
         template = _compile(source)
     except jinja2.TemplateSyntaxError as error:
         return {"fault": "template", "error": f"line {error.lineno}: {error.message}"}
-    except (ValueError, SyntaxError, RecursionError) as error:  # what Python's compiler says of Jinja's code
+    except (ValueError, SyntaxError, RecursionError) as error:  # Python's compiler refuses Jinja's code
         return {"fault": "template", "error": _described(error)}
     parts, count = [], 0
     try:
         for part in template.generate(variables):
             count += len(part)
             if count > characters:
-                return {"fault": "messages", "error": f"it makes more than {characters} characters of them"}
+                return {"fault": "messages", "error": f"the text has more than {characters} characters"}
             parts.append(part)
     except MemoryError:
         raise
-    except Exception as error:  # a template is a program: any error of Python's may come out of it
+    except Exception as error:  # a template is a program and may raise any error
         return {"fault": "messages", "error": _described(error)}
     return {"text": "".join(parts)}
 
@@ -98,7 +98,7 @@ def _compile(source: str) -> jinja2.Template:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's part, for training; here only its content matters."""
+    """{% generation %} marks the assistant's part for training. Only its content matters here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -109,7 +109,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Without names that reach into Python's own objects."""
+    """A namespace without access to Python's own objects."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -143,7 +143,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: Jinja's own filter escapes for HTML."""
+    """Plain JSON. Jinja's own filter escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""Chat templates of a checkpoint or bundle, rendered in a process that is held to limits of time, memory and output."""
+"""The chat templates of a checkpoint or bundle, rendered in a process with limits on time, memory and output."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from typing import IO, Any
 from dflash_trt.errors import CheckpointError, DFlashError, RequestError
 from dflash_trt.files.reading import read_object, read_text
 
-# Published templates have up to 30 kB, and render a chat of a million characters in a tenth of a second.
+# Published templates have up to 30 kB. They render a chat of a million characters in a tenth of a second.
 _TEMPLATE_BYTES = 1 << 20
 _CPU_SECONDS, _MEMORY, _CHARACTERS = 5, 1 << 30, 1 << 24
-# By the clock, for a machine that has no limits of CPU time, or no CPU to give for long.
+# Wall time, for a system without CPU limits, or one whose CPUs are busy.
 _WALL_SECONDS = 60
 
 
 class ChatTemplates:
-    """The templates of a directory, by name: chat_template.jinja, or those in tokenizer_config.json.
+    """The templates of a directory, by name: chat_template.jinja, or the templates in tokenizer_config.json.
 
-    `files`: the names of those that may be read; None is any. Raises CheckpointError naming the file where it is
-    malformed.
+    files: names of the files that may be read; None allows all.
+
+    Raises CheckpointError, naming the file, if a file is malformed.
     """
 
     def __init__(self, directory: Path, files: Container[str] | None = None) -> None:
@@ -45,7 +46,7 @@ class ChatTemplates:
         self.sources = self._named(sources)
         found = {name: value for name, value in config.items() if name.endswith("_token")}
         texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in found.items()}
-        # bos_token, eos_token and the like, as text.
+        # bos_token, eos_token and similar, as text.
         self.special_tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
 
     def _named(self, sources: object) -> dict[str, str]:
@@ -59,15 +60,17 @@ class ChatTemplates:
             name, template = map(entry.get, ("name", "template")) if isinstance(entry, dict) else (None, None)
             if not isinstance(name, str) or not isinstance(template, str):
                 raise CheckpointError(
-                    f"{self.path}: chat_template is neither a text nor a list of objects with name and template"
+                    f"{self.path}: chat_template must be a text, or a list of objects with name and template"
                 )
             named[name] = template
         return named
 
     def render(self, name: str, variables: Mapping[str, Any]) -> str:
-        """The text of a template with `variables`, which are what JSON has.
+        """Render a template with `variables`, which are JSON values.
 
-        Raises RequestError where the template refuses them or goes over a limit, CheckpointError where it is none.
+        Raises RequestError if the template refuses the variables or exceeds a limit. Raises CheckpointError if the
+        template
+        is malformed.
         """
         limits = {"seconds": _CPU_SECONDS, "memory": _MEMORY, "characters": _CHARACTERS}
         request = {"source": self.sources[name], "variables": {**self.special_tokens, **variables}, **limits}
@@ -79,12 +82,12 @@ class ChatTemplates:
             answer = _RENDERER.ask(line)
         except EOFError:
             raise self._refusal(
-                f"rendering them takes more than {_CPU_SECONDS} s, or all memory there is"
+                f"rendering takes more than {_CPU_SECONDS} s of CPU time, or all memory"
             ) from None
         except TimeoutError:
-            raise self._refusal(f"rendering them takes more than {_WALL_SECONDS} s") from None
+            raise self._refusal(f"rendering takes more than {_WALL_SECONDS} s") from None
         if answer.get("fault") == "template":
-            raise CheckpointError(f"{self.path}: chat template, {answer['error']}")
+            raise CheckpointError(f"{self.path}: malformed chat template: {answer['error']}")
         if "error" in answer:
             raise self._refusal(answer["error"])
         return str(answer["text"])
@@ -94,7 +97,7 @@ class ChatTemplates:
 
 
 class _Renderer:
-    """The process that renders, one template at a time for all of this process. It starts when first needed."""
+    """The rendering process. It starts when first needed and renders one template at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,7 +106,7 @@ class _Renderer:
         atexit.register(self._leave)
 
     def ask(self, line: bytes) -> dict[str, Any]:
-        """The answer to a line. Raises EOFError where the process ended over it, TimeoutError where it does not end."""
+        """Answer one line. Raises EOFError if the process ends first, and TimeoutError if it takes too long."""
         with self._lock:
             process = self._started()
             try:
@@ -115,10 +118,10 @@ class _Renderer:
                 raise
 
     def _started(self) -> subprocess.Popen[bytes]:
-        # A fork shares the pipes with its parent, and must not use them.
+        # A forked process shares the pipes of its parent and must not use them.
         if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
             script = Path(__file__).with_name("chat_renderer.py")
-            # -P: the package's own modules must not stand for the library's.
+            # -P: this package's modules must not shadow those of the standard library.
             command = [sys.executable, "-P", str(script)]
             try:
                 self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -142,7 +145,7 @@ class _Renderer:
                 if pipe is not None:
                     pipe.close()
             except OSError:
-                pass  # what was not sent cannot be
+                pass  # unsent data is lost
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any]:
@@ -150,7 +153,7 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any]:
     assert process.stdout is not None
     deadline = time.monotonic() + _WALL_SECONDS
     try:
-        process.stdin.write(line)  # it reads the whole line before it does anything
+        process.stdin.write(line)  # the process reads the whole line first
         process.stdin.flush()
     except OSError:
         raise EOFError from None

@@ -1,4 +1,4 @@
-"""Work on texts, out of the event loops' way."""
+"""Tokenize texts outside the event loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 Text = TypeVar("Text")
 Params = TypeVar("Params")
 
-_SHORT = 4096  # characters: handing less to a thread takes longer than tokenizing it
+_SHORT = 4096  # characters: a shorter text is tokenized faster than handed to a thread
 
 
 class TextThread:
-    """One thread that tokenizes long texts, in the order they come. `tokenizers` lets other threads go on meanwhile.
+    """One thread that tokenizes long texts in order of arrival. `tokenizers` releases the GIL meanwhile.
 
-    One at a time, so that memory is needed for the tokens of one text only. It is faster than prompts are prefilled.
+    One text at a time limits the memory to the tokens of one text. The thread is faster than prefill.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,9 @@ class TextThread:
         size: int,
         timeout: float | None,
     ) -> T:
-        """The result of `work`; TimeoutError where that took longer than `timeout` seconds.
+        """The result of `work`. Raises TimeoutError if it takes longer than `timeout` seconds.
 
-        A task that is cancelled, or whose time is over, does not wait: its text is dropped, unless it is just being
-        worked on.
+        A cancelled or timed-out task does not wait. Its text is dropped unless the thread is already working on it.
         """
         if size <= _SHORT:
             return work(text, params)
@@ -51,7 +50,7 @@ class TextThread:
 
         try:
             done = self._executor.submit(next_text)
-        except RuntimeError as error:  # closed by another thread meanwhile
+        except RuntimeError as error:  # another thread closed it meanwhile
             raise _closed() from error
         try:
             async with asyncio.timeout(timeout):
@@ -60,7 +59,7 @@ class TextThread:
             kept.clear()
 
     def close(self) -> None:
-        """Take no more work, and refuse what waits."""
+        """Accept no more work and refuse the waiting work."""
         self._closed = True
         self._executor.shutdown(wait=False)
 

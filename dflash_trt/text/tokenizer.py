@@ -14,21 +14,21 @@ from dflash_trt.errors import CheckpointError, DFlashError, RequestError
 from dflash_trt.files.reading import read_text
 from dflash_trt.text.chat_template import ChatTemplates
 
-TOKENIZER_BYTES = 64 << 20  # the largest published one has 33 MB
-# What the normalizers, pre-tokenizers and byte fallbacks of published tokenizers tell apart.
+TOKENIZER_BYTES = 64 << 20  # the largest published file has 33 MB
+# Characters that the normalizers, pre-tokenizers and byte fallbacks of published tokenizers treat differently.
 _TRIAL = (
     "Hello, wörld! It's 3.14 e\u0301 ﬁ ½ 漢字 かな 한글 שלום नमस्ते 😀👩\u200d👧 \t\r\n\n  "
     "\x00\x7f\ufeff\u200b\ufffd ▁Ġ #@$%"
 )
-_TRIAL_IDS = 1000  # decoded at a time
-_CHARACTERS = 16  # per token, of a text that is tokenized at once: about four times what usual texts have
+_TRIAL_IDS = 1000  # decoded per call
+_CHARACTERS = 16  # per token, of a text that is tokenized in one call: about four times the usual number
 
 
 class Tokenizer:
-    """`tokenizer.json` of a directory, with its chat template. Raises CheckpointError naming the file at
-    fault.
+    """`tokenizer.json` of a directory, and its chat template. Raises CheckpointError, naming the file, if one is
+    malformed.
 
-    `files`: the names of those that may be read, as a bundle's manifest lists them; None is any.
+    files: names of the files that may be read, as a bundle's manifest lists them; None allows all.
     """
 
     def __init__(self, directory: Path, files: Container[str] | None = None) -> None:
@@ -43,10 +43,11 @@ class Tokenizer:
             self.backend.no_padding()
 
     def check(self) -> None:
-        """Try the tokenizer on a text of many scripts, and on every id.
+        """Try the tokenizer on a text in many scripts and on every id.
 
-        Some files are read without complaint and make the library panic later. Raises CheckpointError where this one
-        does. A text that cannot be tokenized (of letters without tokens, say) is an error of the request that has it.
+        The library reads some files without complaint and panics later. Raises CheckpointError if it panics here. A
+        text that
+        cannot be tokenized, such as one in letters without tokens, is an error of its request.
         """
         ids = sorted(self.backend.get_vocab(with_added_tokens=True).values())
         try:
@@ -64,12 +65,14 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Token ids of `text`. Special tokens written out in the text are taken as such.
+        """Token ids of `text`. Special tokens that are spelled out in the text are recognized.
 
-        add_special_tokens: add those the tokenizer puts around a text (a first BOS, say). Leave them out for
-        the text of a chat template, which has its own.
-        max_tokens: a text that is far longer is refused by RequestError before all of it is tokenized; one that is
-        a little longer is not.
+        add_special_tokens: add the tokens that the tokenizer puts around a text, such as a first BOS. Leave them out
+        for the
+        output of a chat template, which contains its own.
+        max_tokens: refuse a much longer text with a RequestError before all of it is tokenized. A slightly longer
+        text is
+        not refused.
         """
         try:
             with _library(
@@ -78,7 +81,7 @@ class Tokenizer:
                 if max_tokens is not None:
                     self._check_length(text, max_tokens)
                 return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:  # a lone surrogate, too
+        except TypeError as error:  # also for a lone surrogate
             raise RequestError(f"the prompt is {text[:60]!a}, expected a valid Unicode text") from error
         except MemoryError as error:
             raise RequestError(
@@ -86,13 +89,15 @@ class Tokenizer:
             ) from error
 
     def most_bytes(self, tokens: int) -> int:
-        """Bytes of UTF-8 that no text of so many tokens exceeds. Spaces around special tokens do not count."""
+        """An upper bound for the UTF-8 bytes of a text with this many tokens. Spaces around special tokens do not
+        count.
+        """
         return tokens * self._bytes_per_token
 
     @cached_property
     def _bytes_per_token(self) -> int:
         longest = max((len(token.encode()) for token in self.backend.get_vocab()), default=1)
-        # Normalization makes a text shorter: NFC by up to 3 times, NFKC by up to 4.
+        # Normalization shortens a text: NFC up to 3 times, NFKC up to 4 times.
         return longest if self.backend.normalizer is None else 4 * longest
 
     def _check_length(self, text: str, most: int) -> None:
@@ -103,14 +108,14 @@ class Tokenizer:
         piece = _CHARACTERS * max(most, 256)
         if len(text) <= piece:
             return
-        count = 0  # piece by piece, so that neither time nor memory is spent on all of a text that is refused
+        count = 0  # in pieces, so that a refused text costs little time and memory
         for start in range(0, len(text), piece):
             count += len(self.backend.encode(text[start : start + piece], add_special_tokens=False).ids)
-            if count > 2 * most:  # a cut through a word adds a few tokens, and never doubles them
+            if count > 2 * most:  # cutting a word adds a few tokens, but never doubles them
                 raise RequestError(f"the prompt has {size} bytes: its beginning alone has over {most} tokens")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
+        """The text of `token_ids`. Bytes that are not UTF-8 become U+FFFD."""
         with _library(
             RequestError, f"{self.directory / 'tokenizer.json'}: the tokenizer fails on these tokens"
         ):
@@ -126,16 +131,20 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt text of a chat, as Transformers renders it; encode it with add_special_tokens=False.
+        """Render the prompt text of a chat as Transformers does. Encode it with add_special_tokens=False.
 
-        messages: [{"role": ..., "content": ...}, ...].  tools: JSON schemas of functions.  kwargs: further
-        variables of the template (`enable_thinking=False`). All are values of JSON. Raises RequestError if the
-        messages are malformed, the template refuses them or takes more time, memory or output than chats need;
-        CheckpointError if there is no usable template.
+        messages: [{"role": ..., "content": ...}, ...].
+        tools: JSON schemas of functions.
+        kwargs: further variables of the template, such as `enable_thinking=False`.
+        All of them are JSON values.
+
+        Raises:
+            RequestError: the messages are malformed, the template refuses them, or rendering exceeds its limits.
+            CheckpointError: there is no usable template.
         """
         _check_messages(messages)
         if "messages" in kwargs:
-            raise RequestError("messages are given twice: once more among the variables of the template")
+            raise RequestError("messages are given twice: as the argument and as a variable of the template")
         named = self._templates.sources
         name = "tool_use" if tools and "tool_use" in named else "default"
         if name not in named:
@@ -159,11 +168,11 @@ class Tokenizer:
 
 @contextmanager
 def _library(kind: type[DFlashError], state: str) -> Iterator[None]:
-    """Errors of the tokenizers library as one of this kind."""
+    """Turn errors of the tokenizers library into errors of one class."""
     try:
         yield
     except (DFlashError, TypeError, OverflowError, MemoryError):
-        raise  # about what it was given, which the caller knows
+        raise  # errors about the arguments are the caller's
     except BaseException as error:
         if isinstance(error, Exception) or _panicked(error):
             raise kind(f"{state}: {error}") from None
@@ -171,7 +180,7 @@ def _library(kind: type[DFlashError], state: str) -> Iterator[None]:
 
 
 def _panicked(error: BaseException) -> bool:
-    """Whether the Rust code of the library has panicked, by an exception that cannot be imported."""
+    """Whether the library's Rust code panicked. The exception's class cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 

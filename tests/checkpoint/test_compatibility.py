@@ -1,4 +1,4 @@
-"""Pairs: what does not fit is refused with both values, and names resolve to directories."""
+"""Pairs that do not fit are refused with both values, and names resolve to directories."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ Download = Callable[..., str]
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, list[str]]]:
-    """A hub that holds one target and one drafter, and records what is asked of it."""
+    """A hub with one target and one drafter, which records its requests."""
     asked: list[tuple[str, str | None, list[str]]] = []
 
     def download(
@@ -221,19 +221,19 @@ def test_no_network_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(CheckpointError) as error:
         resolve("qwen3-8b", "drafter")
     assert str(error.value) == (
-        "z-lab/Qwen3-8B-DFlash-b16: the hub does not give it (Cannot find an appropriate snapshot); a local directory "
-        "with config.json, the safetensors files can be given as --drafter instead"
+        "z-lab/Qwen3-8B-DFlash-b16: the hub does not provide it (Cannot find an appropriate snapshot); a local "
+        "directory with config.json, the safetensors files can be given as --drafter instead"
     )
 
 
 def test_offline_is_honoured(tmp_path: Path) -> None:
-    """Through the real client, in a process that is told to stay offline and has an empty cache."""
+    """With the real client, in an offline process with an empty cache."""
     program = "from dflash_trt.building.sources import resolve; resolve('qwen3-8b', 'target')"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True
     )
-    assert "CheckpointError: Qwen/Qwen3-8B: the hub does not give it" in done.stderr
+    assert "CheckpointError: Qwen/Qwen3-8B: the hub does not provide it" in done.stderr
     assert "with config.json, the safetensors files, tokenizer.json can be given as --target" in done.stderr
 
 

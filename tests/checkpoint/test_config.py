@@ -1,4 +1,4 @@
-"""Configurations: what published ones mean, and that malformed ones are refused by file, field and value."""
+"""Published configurations are read correctly. Malformed ones are refused by file, field and value."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
 
 
 def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Apply changes; a dotted key reaches into a section, MISSING removes."""
+    """Apply changes. A dotted key reaches into a section, MISSING removes a field."""
     config = json.loads(json.dumps(config))
     for key, value in changes.items():
         section, name = config, key
@@ -209,7 +209,7 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"attention_bias": 1}, "attention_bias is 1, expected true or false"),
     (
         {"quantization_config": {"quant_method": "mxfp4"}},
-        "quantization_config.quant_method is 'mxfp4', which only gpt-oss has",
+        "quantization_config.quant_method is 'mxfp4', which is supported for gpt-oss only",
     ),
     ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers is"),
     ({"use_sliding_window": True, "sliding_window": -1}, "sliding_window is -1, expected an integer"),
@@ -281,8 +281,8 @@ DRAFTER_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"is_causal": "no"}, 'is_causal is "no", expected true or false'),
     ({"draft_vocab_size": 32000}, "draft_vocab_size is 32000, but vocab_size is 151936"),
     ({"target_hidden_size": 4096}, "target_hidden_size is 4096, but hidden_size is 2560"),
-    ({"sample_from_anchor": True}, "sample_from_anchor is true, which this version does not implement"),
-    ({"is_neox_style": False}, "is_neox_style is false, which this version does not implement"),
+    ({"sample_from_anchor": True}, "sample_from_anchor is true, which this version does not support"),
+    ({"is_neox_style": False}, "is_neox_style is false, which this version does not support"),
     ({"final_logit_softcapping": 20.0}, "final_logit_softcapping is 20.0, which"),
     ({"dflash_config.output_multiplier": 0.2}, "dflash_config.output_multiplier is 0.2, which"),
     ({"dflash_config.conv_kernel_size": 2}, "dflash_config.conv_kernel_size is 2, which"),
@@ -348,9 +348,9 @@ def test_refuses_stop_ids(tmp_path: Path, generation: dict[str, Any], message: s
         (b'{"a": 1, "a": 2}', "the key 'a' appears more than once"),
         (b'{"a": NaN}', "NaN is not JSON"),
         (b'{"a": "\xff"}', "not valid JSON"),
-        (b"[" * 100_000, "not valid JSON"),
+        (b"[" * 100_000, "nested deeper than the 64 levels allowed"),
         (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
-        (b" " * (17 << 20), "17825792 bytes, more than the 16777216 allowed"),
+        (b" " * (17 << 20), "17825792 bytes, but this file may have at most 16777216"),
     ],
     ids=["empty", "list", "twice", "nan", "utf8", "deep", "digits", "large"],
 )

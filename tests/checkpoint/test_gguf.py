@@ -1,4 +1,4 @@
-"""GGUF files: the same tensors as Transformers reads, a tokenizer by the file's rules, and a cache that is checked."""
+"""GGUF files: tensors as Transformers reads them, the tokenizer by the file's rules, and a checked cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dflash_trt.models.configs import read_target_config
 from dflash_trt.text.tokenizer import Tokenizer
 
 HIDDEN, MIDDLE, LAYERS = 256, 512, 2
-# Heads, heads of keys and values, their size. Transformers reads Qwen3's from no file: 128.
+# Query heads, key/value heads, head size. Transformers always uses a head size of 128 for Qwen3.
 HEADS = {"llama": (4, 2, 64), "qwen3": (2, 1, 128)}
 HEAD_DIM = 64
 TEMPLATE = (
@@ -34,7 +34,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 @pytest.fixture(scope="module")
 def vocabulary() -> tuple[list[str], list[str]]:
-    """Tokens and merges of a byte-level BPE that knows a few words and numbers."""
+    """Tokens and merges of a byte-level BPE with a few words and numbers."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     text = [
@@ -62,7 +62,9 @@ def write_gguf(
     tensor: str | None = None,
     model: str = "gpt2",
 ) -> Path:
-    """A small GGUF file with matrices of type `kind`, whose bytes are random where the library cannot quantize."""
+    """Write a small GGUF file with matrices of type `kind`. Their bytes are random if the library cannot quantize to
+    it.
+    """
     rng = np.random.default_rng(0)
     tokens, merges = vocabulary
     heads, kv_heads, head_dim = HEADS.get(family, HEADS["llama"])
@@ -130,7 +132,7 @@ def write_gguf(
 def _random_blocks(
     rng: np.random.Generator, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType
 ) -> np.ndarray[Any, Any]:
-    """Random bytes, with scales (float16) of a usual size, wherever in a block they lie."""
+    """Random bytes with float16 scales of a usual size, at the places where the block has its scales."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     count = shape[0] * shape[1] // block
     blocks = rng.integers(0, 256, (count, size), dtype=np.uint8)

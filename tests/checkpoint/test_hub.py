@@ -1,4 +1,4 @@
-"""Downloads through the real hub client, from a hub on this machine: what is fetched, pinned, resumed and cached."""
+"""Downloads with the real hub client from a local hub: files fetched, pinned, resumed and cached."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ WANTED = {
 
 
 class Hub(ThreadingHTTPServer):
-    """Every repository holds a Qwen3-4B target, or a drafter for it where DFlash is in the name."""
+    """A hub. Every repository holds a Qwen3-4B target, or a drafter for it if its name contains DFlash."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.served: list[tuple[str, str, str]] = []  # repository, commit, file; of GET requests
-        self.ranges: list[str | None] = []  # of requests for weights
+        self.served: list[tuple[str, str, str]] = []  # repository, commit and file of each GET request
+        self.ranges: list[str | None] = []  # of each request for weights
         self.tokens: set[str | None] = set()
         self.weights = WEIGHTS
-        self.drop_at: int | None = None  # drop the connection once, after so many bytes of weights
-        self.down = False  # no weights
+        self.drop_at: int | None = None  # drop the connection once, after this many bytes of weights
+        self.down = False  # serve no weights
 
     def files(self, repo: str) -> dict[str, bytes]:
         config = DRAFTER if "DFlash" in repo else TARGET
@@ -128,7 +128,7 @@ def hub() -> Iterator[Hub]:
 def resolve(
     home: Path, endpoint: str, *arguments: str | None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """resolve_pair(*arguments) in a process of its own: the client reads its environment when it is imported."""
+    """Run resolve_pair(*arguments) in its own process, because the client reads its environment on import."""
     program = (
         "import json, sys\n"
         "from dflash_trt.building.sources import resolve_pair\n"
@@ -161,7 +161,7 @@ def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def test_downloads(hub: Hub, tmp_path: Path) -> None:
-    """A known pair with its drafter pinned; then again without a network."""
+    """A known pair with a pinned drafter, then the same without a network."""
     url, drafter = f"http://127.0.0.1:{hub.server_port}", "z-lab/Qwen3-4B-DFlash-b16"
     done = resolve(tmp_path, url, "qwen3-4b", f"{drafter}@v1", HF_TOKEN="hf_secret")
     assert done.returncode == 0, done.stderr
@@ -171,7 +171,7 @@ def test_downloads(hub: Hub, tmp_path: Path) -> None:
     for directory, _, _ in (target_source, drafter_source):
         assert {path.name for path in Path(directory).iterdir()} == WANTED
         assert (Path(directory) / "model.safetensors").read_bytes() == WEIGHTS
-    # Each once, and of the commit that was found or named first; nothing from original/ or metal/.
+    # Each file once, and of the commit that was found or named first. Nothing from original/ or metal/.
     assert sorted(hub.served) == sorted(
         [("Qwen/Qwen3-4B", COMMIT, name) for name in WANTED] + [(drafter, OLDER, name) for name in WANTED]
     )
@@ -199,7 +199,7 @@ def test_a_failed_download_keeps_what_is_whole(hub: Hub, tmp_path: Path) -> None
     hub.down = True
     done = resolve(tmp_path, url, "qwen3-4b", "z-lab/Qwen3-4B-DFlash-b16")
     assert len(errors(done)) == 1, done.stderr
-    assert errors(done)[0].startswith("ERROR Qwen/Qwen3-4B: the hub does not give it (")
+    assert errors(done)[0].startswith("ERROR Qwen/Qwen3-4B: the hub does not provide it (")
     hub.down = False
     hub.served.clear()
     done = resolve(tmp_path, url, "qwen3-4b", "z-lab/Qwen3-4B-DFlash-b16")
@@ -212,5 +212,5 @@ def test_no_hub_is_one_line(tmp_path: Path) -> None:
     done = resolve(tmp_path, "http://127.0.0.1:9", "qwen3-4b", None)
     assert errors(done) == done.stderr.splitlines()[-1:]
     message = errors(done)[0]
-    assert message.startswith("ERROR Qwen/Qwen3-4B: the hub does not give it (")
+    assert message.startswith("ERROR Qwen/Qwen3-4B: the hub does not provide it (")
     assert "a local directory with config.json, the safetensors files, tokenizer.json can be given" in message

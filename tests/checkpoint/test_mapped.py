@@ -1,4 +1,4 @@
-"""Mapped weight files stay out of resident memory while a plan is built or a checkpoint quantized."""
+"""Mapped weight files do not stay in resident memory while a plan is built or a checkpoint is quantized."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_was_read_is_given_back_and_can_be_read_again(file: Path, tmp_path:
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         content = mapped[:]
         assert resident(file) == SIZE
-        with released((tmp_path / "bundle").iterdir()):  # by its link there
+        with released((tmp_path / "bundle").iterdir()):  # through its link there
             end = time.monotonic() + 20
             while resident(file):
                 assert time.monotonic() < end
@@ -57,7 +57,7 @@ def test_what_may_have_been_written_to_stays(file: Path, tmp_path: Path) -> None
             with released((tmp_path / "bundle").iterdir()):
                 assert mapped[:] == mine[:]
                 end = time.monotonic() + 20
-                while resident(other):  # so that one round is known to be over
+                while resident(other):  # so that one round is surely over
                     assert time.monotonic() < end
                     time.sleep(0.01)
             assert mine[:] == bytes(SIZE)

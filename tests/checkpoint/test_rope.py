@@ -1,4 +1,4 @@
-"""Inverse frequencies against Transformers, bit for bit up to the last place of one power."""
+"""Inverse frequencies, compared with Transformers bit for bit, up to the last place of one power."""
 
 from __future__ import annotations
 

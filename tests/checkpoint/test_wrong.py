@@ -1,4 +1,4 @@
-"""Wrong checkpoints, given to a build: one line that names the file, the tensor or the field, and the way out."""
+"""Builds from wrong checkpoints fail with one line that names the file, the tensor or the field, and the way out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shards(target: Path) -> list[Path]:
 
 
 def rewrite(file: Path, name: str, dtype: str | None) -> None:
-    """Give a tensor another dtype, or none at all."""
+    """Give a tensor another dtype, or remove it."""
     with safe_open(file, "pt") as stream:
         tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 - not a mapping
     tensor = tensors.pop(name)

@@ -1,4 +1,4 @@
-"""What a file of a stranger's making may cost: little time, little memory, and an error that names file and field."""
+"""Files of strangers cost little time and memory, and an error names file and field."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ TARGET = (
 
 
 def read(code: str, *directories: Path) -> str:
-    """What a reader says of these directories, in a process that is held to its bounds."""
+    """A reader's result for these directories, from a process with limits."""
     return bounded(READ.format(code), *directories)
 
 
 def config(directory: Path, known: str = "qwen3-8b", **changes: Any) -> Path:
-    """A directory with the configuration of a known target, changed."""
+    """A directory with a changed configuration of a known target."""
     values = json.loads((known_configs(known)[0] / "config.json").read_text())
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(values | changes))
@@ -126,12 +126,12 @@ def test_names_and_patterns_are_excluded(tmp_path: Path) -> None:
 
 def pipe(file: Path) -> str:
     os.mkfifo(file)
-    return "is not a regular file"
+    return "is a pipe or a device, expected a regular file"
 
 
 def zeros(file: Path) -> str:
     file.symlink_to("/dev/zero")
-    return "is not a regular file"
+    return "is a pipe or a device, expected a regular file"
 
 
 def folder(file: Path) -> str:
@@ -146,7 +146,7 @@ def absent(file: Path) -> str:
 def endless(file: Path) -> str:
     with file.open("wb") as stream:
         stream.truncate(17 << 20)
-    return "17825792 bytes, more than the 16777216 allowed"
+    return "17825792 bytes, but this file may have at most 16777216"
 
 
 def not_text(file: Path) -> str:
@@ -161,17 +161,17 @@ def marked(file: Path) -> str:
 
 def deep(file: Path) -> str:
     file.write_text('{"a": ' + "[" * 100_000)
-    return "not valid JSON here (nested deeper than 64)"
+    return "nested deeper than the 64 levels allowed"
 
 
 def less_deep(file: Path) -> str:
     file.write_text('{"a": ' + "[" * 64 + "]" * 64 + "}")
-    return "not valid JSON here (nested deeper than 64)"
+    return "nested deeper than the 64 levels allowed"
 
 
 def infinite(file: Path) -> str:
     file.write_text('{"a": 1e999}')
-    return "1e999 is not JSON, whose numbers are finite"
+    return "1e999 is not JSON; JSON numbers are finite"
 
 
 def not_a_number(file: Path) -> str:
@@ -216,7 +216,7 @@ def test_errors_are_of_the_kind_asked_for(tmp_path: Path) -> None:
         read_text(tmp_path / "a", 10, RequestError)
     with pytest.raises(BundleError, match="not valid JSON"):
         read_object(tmp_path / "a", kind=BundleError)
-    with pytest.raises(BundleError, match="1 bytes, more than the 0 allowed"):
+    with pytest.raises(BundleError, match="1 bytes, but this file may have at most 0"):
         read_object(tmp_path / "a", 0, kind=BundleError)
     with pytest.raises(BundleError, match="holds a JSON list"):
         parse_object("[]", "line 1", BundleError)
@@ -281,7 +281,7 @@ def test_prompt_files_are_read_as_strictly(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     for line, message in (
         ('{"prompt": "a", "prompt": "b"}', "prompts.jsonl:2: the key 'prompt' appears more than once"),
-        ("[" * 100_000, "prompts.jsonl:2: not valid JSON here"),
+        ("[" * 100_000, "prompts.jsonl:2: nested deeper than the 64 levels"),
         ("{}", r'prompts.jsonl:2: expected {"prompt": "..."} or {"messages": \[...\]}, found {}'),
         ("[]", "prompts.jsonl:2: holds a JSON list, expected an object"),
     ):
@@ -290,7 +290,7 @@ def test_prompt_files_are_read_as_strictly(tmp_path: Path) -> None:
             read_prompts(file, 0)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(RequestError, match="is not a regular file"):
+    with pytest.raises(RequestError, match="is a pipe or a device, expected a regular file"):
         read_prompts(file, 0)
 
 

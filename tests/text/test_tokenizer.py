@@ -1,4 +1,4 @@
-"""Tokenizer and chat templates, against Transformers."""
+"""Tokenizer and chat templates, compared with Transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dflash_trt.errors import CheckpointError, RequestError
 from dflash_trt.text import chat_template
 from dflash_trt.text.tokenizer import Tokenizer
 
-# In the manner of Qwen3: tools, thinking, tool calls and answers, a namespace that walks the messages backwards.
+# Similar to Qwen3's: tools, thinking, tool calls and answers, a namespace that walks the messages backwards.
 TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -284,7 +284,7 @@ def test_renderings_of_many_threads_get_their_own_answers(directory: Path) -> No
     assert list(found) == [str(i) for i in range(200)]
 
 
-# Each is read by the library without complaint, or not, and makes its Rust code panic.
+# Tokenizers that make the library's Rust code panic, whether it reads them without complaint or not.
 PANICS: list[dict[str, Any]] = [
     {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
     {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
