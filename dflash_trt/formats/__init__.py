@@ -1,7 +1,8 @@
-"""Number formats of quantized weights: one module for each, with everything that is special about it.
+"""Number formats of quantized weights, one module each.
 
-A format says how its tensors lie in a checkpoint, reads and writes them, widens them to float32, gives each dialect
-the nodes that compute with them, and names the GPUs that have such arithmetic. `base.NumberFormat` is the contract.
+A format knows its tensors in a checkpoint, reads and writes them, and widens them to float32. It gives each dialect
+the
+nodes that compute with it, and names the GPUs that support its arithmetic. `base.NumberFormat` is the contract.
 """
 
 from __future__ import annotations
@@ -18,5 +19,5 @@ __all__ = ["ALGORITHMS", "FORMATS", "INT4", "MXFP4", "SCHEMES", "Algorithm", "Nu
 
 FORMATS: Mapping[str, NumberFormat] = {f.name: f for f in (FP8(), NVFP4(), MXFP4(), INT4())}
 SCHEMES = tuple(FORMATS)
-# By the name that NVIDIA's Model Optimizer gives them in hf_quant_config.json.
+# By the names that NVIDIA's Model Optimizer uses in hf_quant_config.json.
 ALGORITHMS: Mapping[str, Algorithm] = {a.name: a for f in FORMATS.values() for a in f.algorithms}

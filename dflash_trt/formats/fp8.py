@@ -1,4 +1,4 @@
-"""FP8: E4M3 numbers, with one scale for the whole weight or one for each row.
+"""FP8: E4M3 numbers, with one scale for the whole weight or one per row.
 
 Source: OCP 8-bit Floating Point v1.0, and the checkpoints of NVIDIA's Model Optimizer.
 """
@@ -26,7 +26,7 @@ _BY_ROW = Algorithm("FP8_PER_CHANNEL_PER_TOKEN", "fp8", activations=True)
 
 
 def fp8_scale(largest: Any) -> Floats:
-    """What E4M3 codes are multiplied by, from the largest magnitude they stand for; 1 where that is 0."""
+    """The scale of E4M3 codes, from the largest magnitude they represent; 1 if that is 0."""
     return scale_for(largest, E4M3_MAX)
 
 

@@ -1,6 +1,6 @@
-"""INT4: two's complement numbers in groups, each with a scale. Weights only.
+"""INT4: two's complement numbers in groups with one scale each. Weights only.
 
-Model Optimizer lays two rows in a byte, ONNX and TensorRT two columns (`by_row`).
+Model Optimizer packs two rows into a byte, ONNX and TensorRT pack two columns (`by_row`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NIBBLES = np.stack([_BYTES & 15, _BYTES >> 4], axis=-1).astype(np.int8)
 
 
 def quantize_int4(w: Floats, block: int) -> tuple[NDArray[np.uint8], Floats]:
-    """[out, in] -> two's complement codes [out, in], one a byte, and float32 scales [out, in/block]."""
+    """[out, in] -> two's complement codes [out, in], one per byte, and float32 scales [out, in/block]."""
     blocks = w.reshape(w.shape[0], -1, block)
     scales = np.abs(blocks).max(axis=-1) / np.float32(INT4_MAX)
     scales[scales == 0] = 1
@@ -45,7 +45,7 @@ def dequantize_int4(codes: NDArray[np.uint8], scales: NDArray[Any]) -> Floats:
 class INT4(NumberFormat):
     name = "int4"
     algorithms = (_AWQ,)
-    group_sizes = (128, 64, 32)  # what TensorRT and ONNX Runtime both take
+    group_sizes = (128, 64, 32)  # supported by both TensorRT and ONNX Runtime
     even_rows = True
     modelopt_config = "INT4_AWQ_CFG"
 
@@ -64,7 +64,7 @@ class INT4(NumberFormat):
         return round(parameters * (0.5 + 4 / (group_size or self.group_sizes[0])))
 
     def algorithm(self, *, calibrated: bool, inputs: Sequence[int]) -> Algorithm:
-        """With the largest group that divides all `inputs`."""
+        """The algorithm with the largest group that divides all `inputs`."""
         fitting = [group for group in self.group_sizes if not any(n % group for n in inputs)]
         return replace(_AWQ, group_size=fitting[0] if fitting else self.group_sizes[-1])
 

@@ -1,6 +1,6 @@
-"""MXFP4: E2M1 numbers in blocks of 32, each with a power of two. Weights only.
+"""MXFP4: E2M1 numbers in blocks of 32 with one power of two each. Weights only.
 
-Source: OCP Microscaling Formats v1.0. gpt-oss has its experts in it, as blocks [E,O,G,16] and exponents [E,O,G].
+Source: OCP Microscaling Formats v1.0. gpt-oss stores its experts as blocks [E,O,G,16] and exponents [E,O,G].
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ _MXFP4 = Algorithm("W4A16_MXFP4", "mxfp4", group_size=BLOCK)
 def quantize_mxfp4(w: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """[out, in] -> bytes [out, in/2] and exponents [out, in/32] + 127.
 
-    Each block takes the least power of two that cuts nothing off or the one below it: whichever has less squared error.
+    Two powers of two are tried per block: the smallest that clips nothing, and the one below. The one with the
+    smaller
+    squared error is used.
     """
     blocks = w.reshape(w.shape[0], -1, BLOCK)
-    # frexp: largest / 6 is in [0.5, 1) * 2**exponent, and exactly 0.5 needs one less.
+    # frexp: largest / 6 is in [0.5, 1) * 2**exponent. Exactly 0.5 needs an exponent one lower.
     mantissa, exponent = np.frexp(np.abs(blocks).max(axis=-1) / np.float32(E2M1_MAX))
     safe = np.clip(exponent - (mantissa == 0.5), -127, 127)
     tried = []
@@ -113,7 +115,7 @@ class MXFP4(NumberFormat):
 
 
 def dequantized(g: GraphBuilder, numbers: ir.Value, exponents: ir.Value, name: str) -> ir.Value:
-    """FLOAT4E2M1 [..., n] and exponents [..., n/32] in the graph's dtype, by TensorRT's own operator."""
+    """FLOAT4E2M1 [..., n] and exponents [..., n/32] -> the graph's dtype, by TensorRT's own operator."""
     return g.op(
         *("TRT_MXFP8DequantizeLinear", numbers, exponents),
         name=name,
@@ -145,7 +147,7 @@ def _entries(g: GraphBuilder, table: np.ndarray, index: ir.Value, name: str) -> 
 
 
 def tensorrt_blocks(g: GraphBuilder, blocks: ir.Value, scales: ir.Value, steps: int) -> Sequence[ir.Value]:
-    """[E/steps,O,I] in the graph's dtype for each step, from blocks [E,O,G,16] and scales [E,O,G]."""
+    """One [E/steps,O,I] in the graph's dtype per step, from blocks [E,O,G,16] and scales [E,O,G]."""
     experts, rows, groups, _ = (int(str(n)) for n in blocks.shape or ())
     count = experts // steps
     fp4 = g.parts(blocks, steps, ir.DataType.FLOAT4E2M1, (count, rows, groups * BLOCK))

@@ -1,7 +1,7 @@
-"""The numbers that quantized weights are made of, in NumPy: E2M1, E4M3, E8M0 and INT4, and how they are packed.
+"""The numbers of quantized weights in NumPy: E2M1, E4M3, E8M0 and INT4, and their packing.
 
-Sources: OCP Microscaling Formats v1.0 (MXFP4), OCP 8-bit Floating Point v1.0 (E4M3), and for NVFP4 and INT4 the
-checkpoints of NVIDIA's Model Optimizer. Everything that encodes rounds to nearest, ties to even, and saturates.
+Sources: OCP Microscaling Formats v1.0 (MXFP4), OCP 8-bit Floating Point v1.0 (E4M3). For NVFP4 and INT4, the
+checkpoints of NVIDIA's Model Optimizer. All encoders round to nearest, ties to even, and saturate.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Bytes = NDArray[np.uint8]
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 E2M1_MAX = 6.0
-# Two numbers a byte, the first in the low half.
+# Two numbers per byte, the first in the low half.
 BYTE_TO_PAIR = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=-1)
-# Every power of two that a scale can be; 255 is NaN.
+# All powers of two that a scale can have; 255 is NaN.
 E8M0 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.nan).astype(np.float32)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E4M3_MAX = 448.0
@@ -34,8 +34,8 @@ def encode_e4m3(x: Floats) -> NDArray[Any]:
 
 
 def encode_e2m1(x: Floats) -> Bytes:
-    """4-bit codes, one a byte."""
-    # A tie goes to the code whose mantissa bit is 0, which is the even code.
+    """4-bit codes, one per byte."""
+    # A tie goes to the code with mantissa bit 0, the even code.
     middles = (_MAGNITUDES[:-1] + _MAGNITUDES[1:]) / 2
     magnitude = np.abs(x)
     below = np.searchsorted(middles, magnitude, side="left")
@@ -46,7 +46,7 @@ def encode_e2m1(x: Floats) -> Bytes:
 
 
 def pack_pairs(codes: Bytes) -> Bytes:
-    """Two 4-bit codes a byte along the last axis, the first in the low half."""
+    """Two 4-bit codes per byte along the last axis, the first in the low half."""
     packed: Bytes = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
     return packed
 
@@ -56,7 +56,7 @@ def unpack_pairs(packed: Bytes) -> Bytes:
 
 
 def pack_rows(codes: Bytes) -> Bytes:
-    """Model Optimizer's INT4: rows 2i and 2i+1 share the bytes of row i; [out, in] -> [out/2, in]."""
+    """Model Optimizer's INT4: row i of the bytes holds rows 2i and 2i+1; [out, in] -> [out/2, in]."""
     packed: Bytes = codes[0::2] | (codes[1::2] << np.uint8(4))
     return packed
 
@@ -67,7 +67,7 @@ def unpack_rows(packed: Bytes) -> Bytes:
 
 
 def scale_for(largest: Any, top: float) -> Floats:
-    """The scale with which `top` stands for the largest magnitude; 1 where that is 0."""
+    """The scale at which `top` represents the largest magnitude; 1 if that is 0."""
     largest = np.asarray(largest, np.float32)
     normal = np.maximum(largest / np.float32(top), np.finfo(np.float32).tiny)
     return np.where(largest > 0, normal, np.float32(1))

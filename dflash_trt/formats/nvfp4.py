@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 numbers in blocks of 16, each with an E4M3 scale, and one float32 scale for the whole weight.
+"""NVFP4: E2M1 numbers in blocks of 16 with one E4M3 scale each, and one float32 scale for the whole weight.
 
 Source: the checkpoints of NVIDIA's Model Optimizer.
 """
@@ -38,7 +38,7 @@ _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 
 def nvfp4_global_scale(largest: Any) -> Floats:
-    """The second scale: block scales, E4M3, then reach from their largest number down."""
+    """The second scale. With it, the largest block scale is E4M3's largest number."""
     return scale_for(largest, E2M1_MAX * E4M3_MAX)
 
 

@@ -1,4 +1,4 @@
-"""`--precision target=...,drafter=...,head=...`: what a build computes in, and what its weights are kept in."""
+"""`--precision target=...,drafter=...,head=...`: the compute dtypes of a build and the formats of its weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from dflash_trt.errors import BuildError
 from dflash_trt.formats import SCHEMES
 
-# What activations, caches and unquantized weights are computed in.
+# The dtypes of activations, caches and unquantized weights.
 COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -16,8 +16,9 @@ COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
 class Precision:
     """A compute dtype or a quantization scheme for the target, the drafter, and the drafter's copy of the LM head.
 
-    None: as the checkpoint is stored, in the engine's compute dtype. A drafter's head may be quantized harder than
-    the target's, which stays as the checkpoint has it: drafts need not be exact.
+    None: the checkpoint's storage, in the engine's compute dtype. The drafter's head may be quantized more strongly
+    than
+    the target's, because drafts need not be exact. The target's head stays as it is.
     """
 
     target: str | None = None
@@ -25,7 +26,7 @@ class Precision:
     head: str | None = None
 
     def scheme(self, role: str) -> str | None:
-        """The scheme to quantize the weights of "target", "drafter" or "head" with, if one was asked for."""
+        """The quantization scheme for the weights of "target", "drafter" or "head", if one was requested."""
         value: str | None = getattr(self, role)
         return value if value in SCHEMES else None
 
@@ -38,7 +39,7 @@ class Precision:
 def parse_precision(text: str | None) -> Precision:
     """Parse `role=value[,role=value]`; None is the default precision.
 
-    Raises BuildError naming the part that cannot be read and what it may be.
+    Raises BuildError, naming the part that cannot be read and its allowed values.
     """
     found: dict[str, str] = {}
     roles = [field.name for field in fields(Precision)]

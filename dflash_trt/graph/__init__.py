@@ -1,1 +1,1 @@
-"""Writing ONNX graphs: a thin builder over onnx_ir and the `dflash::` function libraries."""
+"""Build ONNX graphs: a thin builder over onnx_ir, and the `dflash::` operators as ONNX functions."""

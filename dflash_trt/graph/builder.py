@@ -20,7 +20,7 @@ DFLASH_VERSION = 1
 
 FLOAT, BOOL, INT64 = ir.DataType.FLOAT, ir.DataType.BOOL, ir.DataType.INT64
 
-# Names of safetensors
+# By the dtype names of safetensors.
 ONNX_DTYPES = {
     "F32": ir.DataType.FLOAT,
     "F16": ir.DataType.FLOAT16,
@@ -31,10 +31,10 @@ ONNX_DTYPES = {
 
 
 class GraphBuilder:
-    """Collects nodes into one `onnx_ir.Graph`.
+    """Collect nodes into one `onnx_ir.Graph`.
 
-    Node and value names are paths: inside `with g.scope("layers.3"):` an op named "q_proj" becomes
-    `<graph name>/layers.3/q_proj`. `dtype` is the type that weights are widened or narrowed to.
+    Names of nodes and values are paths. Inside `with g.scope("layers.3"):` an op named "q_proj" becomes
+    `<graph name>/layers.3/q_proj`. Weights are cast to `dtype`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GraphBuilder:
             self._scopes.pop()
 
     def body(self, name: str) -> GraphBuilder:
-        """A builder of a subgraph, as a Loop has one. What it computes with may come from outside; constants do."""
+        """A builder for a subgraph, such as a Loop body. Its operands may come from outside; its constants do."""
         inner = copy(self)
         inner.graph = ir.Graph([], [], nodes=[], name=self._path(name))
         inner._scopes = [*self._scopes, name]
@@ -130,7 +130,7 @@ class GraphBuilder:
         return self.constant(value, (dtype or self.dtype).numpy())
 
     def raw_weight(self, info: TensorInfo, folder: str) -> ir.Value:
-        """The tensor as it lies in its safetensors file (`folder/` in the bundle): external data, no copy."""
+        """The tensor in its safetensors file (`folder/` in the bundle): external data, no copy."""
         key = (folder, info.name)
         if key not in self._weights:
             tensor = ir.ExternalTensor(
@@ -149,7 +149,7 @@ class GraphBuilder:
         return self._weights[key]
 
     def reinterpret(self, weight: ir.Value, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
-        """A raw weight's bytes taken for another type and shape."""
+        """The bytes of a raw weight as another dtype and shape."""
         tensor = weight.const_value
         assert isinstance(tensor, ir.ExternalTensor)
         weight.const_value = ir.ExternalTensor(
@@ -159,7 +159,7 @@ class GraphBuilder:
         return weight
 
     def parts(self, weight: ir.Value, count: int, dtype: ir.DataType, shape: Sequence[int]) -> list[ir.Value]:
-        """A raw weight's bytes in `count` equal parts, each taken for `dtype` and `shape`, where they lie."""
+        """The bytes of a raw weight as `count` equal parts of `dtype` and `shape`, without a copy."""
         whole = weight.const_value
         assert isinstance(whole, ir.ExternalTensor)
         assert whole.offset is not None
@@ -182,11 +182,11 @@ class GraphBuilder:
         return value if value.dtype == dtype else self.op("Cast", value, name=name, to=int(dtype))
 
     def to_dtype(self, value: ir.Value, dtype: ir.DataType, name: str = "to_dtype") -> ir.Value:
-        """A computed value that has `dtype`, in the graph's."""
+        """Cast a computed value from `dtype` to the graph's dtype."""
         return value if dtype == self.dtype else self.op("Cast", value, name=name, to=int(self.dtype))
 
     def to_float(self, value: ir.Value, name: str = "to_float") -> ir.Value:
-        """A computed value that has the graph's dtype, in float32."""
+        """Cast a computed value from the graph's dtype to float32."""
         return value if self.dtype == FLOAT else self.op("Cast", value, name=name, to=int(FLOAT))
 
     def dim(self, value: ir.Value, axis: int, name: str = "dim") -> ir.Value:
@@ -209,7 +209,7 @@ class GraphBuilder:
     def call(
         self, function: ir.Function, *inputs: ir.Value | None, outputs: int = 1, name: str, **attributes: Any
     ) -> tuple[ir.Value, ...]:
-        """Call a `dflash::` operator; its body becomes part of the model."""
+        """Call a `dflash::` operator. Its body becomes part of the model."""
         self.functions.setdefault(function.name, function)
         return self.multi(
             function.name, *inputs, outputs=outputs, name=name, domain=function.domain, **attributes
@@ -217,7 +217,7 @@ class GraphBuilder:
 
     def function(self, attributes: Sequence[ir.Attr] = ()) -> ir.Function:
         """The collected graph as a function of the `dflash` domain, under the builder's name."""
-        # A function has no initializers: its constants become Constant nodes.
+        # A function has no initializers, so its constants become Constant nodes.
         for initializer in list(self.graph.initializers.values()):
             node = ir.node("Constant", [], attributes={"value": initializer.const_value}, num_outputs=1)
             node.name = node.outputs[0].name = initializer.name
@@ -227,7 +227,7 @@ class GraphBuilder:
         return ir.Function(DFLASH_DOMAIN, self._scopes[0], graph=self.graph, attributes=attributes)
 
     def model(self, metadata: dict[str, str]) -> ir.Model:
-        """The collected graph with the bodies of the operators it calls."""
+        """The collected graph, with the bodies of the operators it calls."""
         self.graph.opset_imports[DFLASH_DOMAIN] = DFLASH_VERSION
         for function in self.functions.values():
             self.graph.opset_imports.update(function.opset_imports)

@@ -1,15 +1,15 @@
-"""`dflash::MoE`: a layer of gated experts, of which every row uses the k that its router prefers.
+"""`dflash::MoE`: a layer of gated experts. Each row uses the k experts with the largest router logits.
 
 MoE(x [rows,D], router_logits [rows,E], gate_up, gate_up_scales, gate_up_bias [E,2I], down, down_scales,
     down_bias [E,D]; k, alpha, beta, limit) -> y [rows,D]
 
 y = sum over the k best experts e of p_e * (down_e(act(gate_up_e(x))) + bias), p = softmax over the k best logits.
-gate_up holds gate and up in turns: row 2j is gate j, row 2j+1 is up j. act = (up + beta) * gate *
-sigmoid(alpha * gate), with gate cut at `limit` and up at -limit .. limit. Weights by kind of storage:
+gate_up interleaves gate and up: row 2j is gate j, row 2j+1 is up j. act = (up + beta) * gate * sigmoid(alpha * gate).
+The gate is clipped at `limit`, up at -limit .. limit. Weights by kind of storage:
     "float"  gate_up [E,2I,D], down [E,D,I] in BF16, FP16 or FP32
-    "mxfp4"  blocks uint8 [E,2I,D/32,16] and [E,D,I/32,16], two E2M1 numbers a byte, low half first;
+    "mxfp4"  blocks uint8 [E,2I,D/32,16] and [E,D,I/32,16], two E2M1 numbers per byte, low half first;
              scales uint8 [E,2I,D/32] and [E,D,I/32]: 2**(s-127) for 32 numbers (OCP Microscaling Formats v1.0)
-A signature has only what is there: no scales for "float", and biases may be absent.
+Absent inputs are left out of the signature: "float" has no scales, and biases are optional.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Storage = Literal["float", "mxfp4"]
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The weights of one layer's experts, as `dflash::MoE` takes them."""
+    """The weights of one layer's experts, as inputs of `dflash::MoE`."""
 
     storage: Storage
     gate_up: ir.Value
@@ -102,5 +102,5 @@ def _widen(g: GraphBuilder, weight: ir.Value, scales: ir.Value | None, resident:
 
 
 def declared() -> list[ir.Attr]:
-    """The attributes that a call must give."""
+    """The attributes that a call must set."""
     return [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in ("k", "alpha", "beta", "limit")]

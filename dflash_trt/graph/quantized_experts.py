@@ -1,11 +1,11 @@
-"""Experts of which at least one linear layer is quantized, for families whose gates and ups are apart (Qwen3-MoE).
+"""Experts with quantized linear layers, for families that store gate and up separately (Qwen3-MoE).
 
 QuantizedExperts(x [rows,D], router_logits [rows,E], and for gate, up and down each: weight, scale, global_scale,
-    input_scale, pre_quant_scale, those of all experts one behind the other; k) -> y [rows,D]
+    input_scale, pre_quant_scale, each concatenated over all experts; k) -> y [rows,D]
 
 y = sum over the k best experts e of p_e * down_e(silu(gate_e(x)) * up_e(x)), p = softmax over the k best logits.
-Each of an expert's layers is one as quantized.py describes them, its input rounded as its format says, which
-`dflash::MoE` of experts.py cannot do. What a format does not have is absent.
+At least one of the layers is quantized. Each layer is one of quantized.py, with its input rounded as the format does;
+`dflash::MoE` of experts.py cannot round inputs. An operator has only the inputs that its formats have.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ Projection = Literal["gate", "up", "down"]
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One linear layer [rows, columns] of every expert: all `stored` alike, or all `plain`, in floating point."""
+    """One linear layer [rows, columns] of every expert: all `stored` in one format, or all `plain`, in floating
+    point.
+    """
 
     rows: int
     columns: int
@@ -48,7 +50,7 @@ class Stack:
         return len(self.stored or self.plain)
 
     def part(self, first: int, count: int) -> Stack:
-        """`count` experts from `first` on."""
+        """The `count` experts from `first` on."""
         some = slice(first, first + count)
         return replace(self, stored=self.stored[some], plain=self.plain[some])
 
@@ -58,7 +60,7 @@ class Stack:
 
     @property
     def parts(self) -> list[str]:
-        """Which of the operator's inputs there are."""
+        """The names of the operator's inputs that are present."""
         if not self.stored:
             return ["weight"]
         return [name for name in INPUTS[:-1] if getattr(self.stored[0], name) is not None]
@@ -227,10 +229,13 @@ def tensorrt_experts(
 ) -> ir.Value:
     """The layer for TensorRT and TensorRT-RTX, written out in the graph itself (see quantized.py), in its dtype.
 
-    As in tensorrt.py's `moe`, every expert is computed for every row. Packed constants cannot be concatenated: each is
-    dequantized first, and one product goes over as many experts as tensorrt_experts.py's `at_a_time` says, one product
-    after the other. Where inputs have static scales, each expert's own, they are divided by it, rounded with a scale of
-    1, and the product is multiplied by it.
+    As in tensorrt.py's `moe`, every expert is computed for every row. Packed constants cannot be concatenated, so
+    each is
+    dequantized first. Experts are multiplied in groups of the size that tensorrt_experts.py's `at_a_time` gives, one
+    group
+    after the other. Each expert has its own static input scale. So inputs are divided by it and rounded with a scale
+    of 1,
+    and the product is multiplied by it.
     """
     shares = router_shares(g, router, g.constant([k]))
     shares = g.unsqueeze(g.op("Transpose", shares, name="by_expert", perm=[1, 0]), 2)
@@ -240,7 +245,7 @@ def tensorrt_experts(
     x = g.unsqueeze(x, 0)
 
     def some(x: ir.Value, first: int, share: ir.Value) -> ir.Value:
-        """What `count` experts add, in float32."""
+        """The contribution of `count` experts, in float32."""
 
         def linear(name: Projection, value: ir.Value) -> ir.Value:
             """[1 or count, rows, columns] -> [count, rows, rows of the stack]"""

@@ -1,6 +1,6 @@
-"""MXFP4 experts for TensorRT and TensorRT-RTX: some at a time, each for every row.
+"""MXFP4 experts for TensorRT and TensorRT-RTX, in groups. Each expert is computed for every row.
 
-TensorRT-RTX widens MXFP4 weights before it multiplies them, and has room for those of one product (docs/tensorrt.md).
+TensorRT-RTX widens MXFP4 weights before it multiplies them. A group limits the memory for that (docs/tensorrt.md).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dflash_trt.formats.mxfp4 import BLOCK, tensorrt_blocks
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.experts import Experts
 
-WIDENED_BYTES = 1 << 28  # of one product's weights: eight of gpt-oss's experts
+WIDENED_BYTES = 1 << 28  # widened weights of one product: eight of gpt-oss's experts
 
 
 def router_shares(g: GraphBuilder, router: ir.Value, k: ir.Value) -> ir.Value:
-    """Softmax over the k (int64 [1]) best logits of each row, at their places, and 0 elsewhere; [rows, E]."""
+    """Softmax over the k (int64 [1]) best logits of each row, in their columns, and 0 elsewhere; [rows, E]."""
     logits, best = g.multi("TopK", router, k, outputs=2, name="best", axis=-1)
     none = g.op("Expand", g.scalar(0.0, FLOAT), g.op("Shape", router, name="all"), name="none")
     chosen = g.op("Softmax", logits, name="softmax", axis=-1)
@@ -25,7 +25,7 @@ def router_shares(g: GraphBuilder, router: ir.Value, k: ir.Value) -> ir.Value:
 
 
 def shared(g: GraphBuilder, y: ir.Value, shares: ir.Value) -> ir.Value:
-    """y times its rows' shares, in float32. Not 0 * y: an expert that nobody asked may have overflowed."""
+    """y times the shares of its rows, in float32. Not 0 * y: an expert that was not chosen may have overflowed."""
     zero = g.scalar(0.0, FLOAT)
     y = g.op("Where", g.op("Greater", shares, zero, name="chosen"), g.to_float(y), zero, name="asked")
     return g.op("Mul", y, shares, name="shared")
@@ -39,14 +39,15 @@ def mxfp4_experts(
     k: int,
     some: Callable[..., ir.Value],
 ) -> ir.Value:
-    """x [rows,D] -> [rows,D] in g's dtype, by `some` experts at a time, as many as WIDENED_BYTES hold, two at least.
+    """x [rows,D] -> [rows,D] in g's dtype, in groups of at least two experts whose widened weights fit WIDENED_BYTES.
 
-    `some` adds n experts to the total [D,rows], in float32: from the total, x [1,D,rows], shares [n,1,rows],
-    gate_up [n,2I,D], down [n,D,I] and, where there are biases, those [n,2I,1] and [n,D,1]. Weights stand on the left
-    of their products: what stands on the right TensorRT would copy transposed, for each profile, while it builds.
+    `some` adds the output of n experts to the total [D,rows], in float32. Its inputs are the total, x [1,D,rows],
+    shares
+    [n,1,rows], gate_up [n,2I,D], down [n,D,I] and the biases, if any, [n,2I,1] and [n,D,1]. The weights are the left
+    operands. TensorRT copies a right operand in transposed form while it builds, once per profile.
 
-    The blocks are FLOAT4E2M1 as they lie; the plan keeps the four bits. They are dequantized in the main graph:
-    inside a function the parser takes the scales' exponents for numbers.
+    The blocks are FLOAT4E2M1 as on disk, and the plan keeps their four bits. They are dequantized in the main graph.
+    Inside a function the parser takes the scales' exponents for numbers.
     """
     assert e.gate_up_scales is not None
     assert e.down_scales is not None
@@ -74,9 +75,11 @@ def mxfp4_experts(
 
 
 def after(g: GraphBuilder, x: ir.Value, total: ir.Value) -> ir.Value:
-    """x [1,...] as it is, but not before `total` [...], float32, is there: x + 0, which the compiler cannot know.
+    """x [1,...] unchanged, but available only after `total` [...], float32.
 
-    What multiplies the same x is otherwise one product to it, for which all weights are widened.
+    The result is x + 0; the compiler cannot know that the summand is 0. Otherwise it joins all products of the same x
+    into
+    one, and widens the weights of all of them.
     """
     zero = g.scalar(0.0, FLOAT)
     nothing = g.op("Min", g.op("Max", total, zero, name="positive"), zero, name="nothing")
@@ -84,10 +87,11 @@ def after(g: GraphBuilder, x: ir.Value, total: ir.Value) -> ir.Value:
 
 
 def at_a_time(experts: int, size: int) -> int:
-    """How many of `experts`, whose larger matrix takes `size` bytes widened, are multiplied in one product.
+    """The number of experts in one product. `size`: bytes of an expert's larger matrix when widened.
 
-    A divisor of their number, and two where they are too large: products of one expert TensorRT-RTX joins, and
-    widens what all of them multiply.
+    The result divides the number of experts. It is at least two, also for experts that are too large: TensorRT-RTX
+    joins
+    products of a single expert and widens the weights of all of them.
     """
     most = max(WIDENED_BYTES, 2 * size)
     return max(n for n in range(1, experts + 1) if experts % n == 0 and n * size <= most)

@@ -1,1 +1,1 @@
-"""The graphs of targets, one file per family, and of the drafter."""
+"""The graphs of targets, one file per family, and of drafters."""

@@ -1,4 +1,4 @@
-"""`config.json` of targets and drafters: which family or kind it is of, and what it means."""
+"""Read `config.json` of targets and drafters: find the family or drafter kind and read the configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_target_config(directory: Path) -> TargetConfig:
 
     Raises:
         CheckpointError: a file is missing or malformed, the architecture is not one of FAMILIES, the quantization is
-            not one it is published in, or a field is missing, of the wrong type, or out of range.
+            unsupported, or a field is missing, of the wrong type, or out of range.
     """
     fields = _fields(directory)
     family = FAMILIES[architecture_of(fields, "target", FAMILIES)]
@@ -29,7 +29,7 @@ def read_drafter_config(directory: Path) -> DrafterConfig:
     """Read a drafter's config.json.
 
     Raises:
-        CheckpointError: as read_target_config, and for a field that asks for something not implemented.
+        CheckpointError: as in read_target_config, and for a field that requests something not supported.
     """
     fields = _fields(directory)
     kind = KINDS[architecture_of(fields, "drafter", KINDS)]

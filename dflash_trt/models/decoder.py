@@ -1,6 +1,6 @@
-"""What decoder families share: embedding, pre-norm layers, the gated MLP.
+"""The common parts of decoder families: embedding, pre-norm layers, the gated MLP.
 
-Hidden states are kept flat, [B*S, D], so that every linear is one Gemm on the checkpoint's own [out, in] weights.
+Hidden states are flat, [B*S, D]. So every linear layer is one Gemm on the checkpoint's own [out, in] weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def gated_mlp(m: Module, x: ir.Value, hidden: int, intermediate: int, *, bias: b
 
 
 def embed(m: Module, tokens: ir.Value, vocab: int, hidden: int, name: str = "embed_tokens") -> ir.Value:
-    """tokens [B,S] -> [B*S, D]. The table is read as it lies on disk: only the rows looked up are widened."""
+    """tokens [B,S] -> [B*S, D]. The table stays as it is on disk: only the rows looked up are widened."""
     g = m.g
     flat = g.op("Reshape", tokens, g.constant([-1]), name="flat_tokens")
     rows = g.op("Gather", m.raw(f"{name}.weight", vocab, hidden), flat, name=name)
@@ -46,7 +46,7 @@ def embed(m: Module, tokens: ir.Value, vocab: int, hidden: int, name: str = "emb
 
 
 def cache_bytes_per_token(model: ir.Model) -> int:
-    """What one token takes in all caches of a graph."""
+    """Bytes of one token in all caches of a graph."""
     total = 0
     for value in model.graph.inputs:
         if value.name and "_cache." in value.name and value.shape is not None and value.dtype is not None:

@@ -1,4 +1,4 @@
-"""Expert layers: what the families that have them share."""
+"""Expert layers: the common part of the families that have them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,16 @@ def experts(
 
 
 def widened_bytes(hidden: int, moe: MoEConfig) -> int:
-    """What all experts of the model take in float32."""
+    """Bytes of all experts of the model in float32."""
     return 4 * 3 * hidden * moe.intermediate_size * moe.num_experts * sum(moe.sparse_layers)
 
 
 def weighted(g: GraphBuilder, y: ir.Value, logits: ir.Value, moe: MoEConfig) -> ir.Value:
-    """Operators weight by a softmax over the chosen experts; one over all is that, times their share of it."""
+    """Scale y where the family's weights are a softmax over all logits.
+
+    The operators weight by a softmax over the chosen logits. The softmax over all logits is that times the chosen
+    share.
+    """
     if moe.normalize_weights:
         return y
     best, _ = g.multi("TopK", logits, g.constant([moe.experts_per_token]), outputs=2, name="chosen")

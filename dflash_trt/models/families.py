@@ -1,4 +1,4 @@
-"""The target families that are read. A new one is a module with a `FAMILY`, listed here."""
+"""The supported target families. A new one is a module with a `FAMILY`, listed here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target family is: the contract of qwen3.py, llama.py and the other modules that families.py lists."""
+"""The contract of a target family: qwen3.py, llama.py and the other modules that families.py lists."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.models.mixers import Mixer
 from dflash_trt.models.module import Module
 
-# The residual stream [B*S, D] through decoder layer i, whose tokens the mixer mixes.
+# Adds decoder layer i to the residual stream [B*S, D]. The mixer mixes the tokens.
 Layer = Callable[[Module, Mixer, TargetConfig, int, ir.Value], ir.Value]
 
 
 @dataclass(frozen=True)
 class Family:
-    """`architecture` and `model_type` are those of config.json.
+    """A target family, with the `architecture` and `model_type` of config.json.
 
-    `read` turns the file's fields into a configuration, and raises CheckpointError naming the field that it cannot
-    take. `layer` adds one decoder layer to a graph.
+    read: turns the file's fields into a configuration. Raises CheckpointError, naming a field that it cannot take.
+    layer: adds one decoder layer to a graph.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""gpt-oss: attention with sinks, windows on every other layer, experts in every layer, stored in MXFP4."""
+"""gpt-oss: attention with sinks, a window in every other layer, and experts in every layer, stored in MXFP4."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflash_trt.models.mixers import Mixer
 from dflash_trt.models.module import Module
 from dflash_trt.models.reading import HEAD_DIM, LAYERS, decoder, expert_counts, place_window, refuse, target
 
-# What published gpt-oss checkpoints keep in BF16: everything but the experts' matrices.
+# The parts of published gpt-oss checkpoints that are in BF16: everything but the experts' matrices.
 _MXFP4_KEPT = {"model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"}
 
 
@@ -130,7 +130,7 @@ def _weights(m: Module, hidden: int, moe: MoEConfig, dialect: Dialect) -> Expert
             down_scales=down_scales,
             **biases,
         )
-    # Not quantized, the matrices lie the other way round.
+    # Matrices in floating point are stored transposed.
     gate_up = m.g.op("Transpose", m.raw("gate_up_proj", n, hidden, 2 * inner), name="gate_up", perm=[0, 2, 1])
     down = m.g.op("Transpose", m.raw("down_proj", n, inner, hidden), name="down", perm=[0, 2, 1])
     gate_up.type = down.type = ir.TensorType(m.dtype_of("gate_up_proj"))

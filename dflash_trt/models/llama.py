@@ -1,4 +1,4 @@
-"""Llama 3: a dense decoder, whose linear layers may have biases."""
+"""Llama 3: a dense decoder. Its linear layers may have biases."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Mixers: the part of a decoder layer in which the tokens of a sequence meet. Attention is one of them.
+"""Mixers: the part of a decoder layer that mixes the tokens of a sequence. Attention is one.
 
-A layer's mixer is chosen by the entry that the configuration has for it in `layers`. A mixer declares the caches of its
-layers as inputs and outputs of the graph. A cache may hold rows, one for each token, or a state of fixed size.
+The layer's entry in the configuration's `layers` selects its mixer. A mixer declares the caches of its layers as
+inputs
+and outputs of the graph. A cache may hold one row per token, or a state of fixed size.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from dflash_trt.models.module import Module
 
 
 class Mixer(Protocol):
-    """The layers of one kind in one pass."""
+    """All layers of one kind in one pass."""
 
     def layer(self, m: Module, i: int, x: ir.Value, written: ir.Value) -> ir.Value:
-        """What layer i adds to the residual stream, [B*S, D].
+        """The mixer's output of layer i, [B*S, D], to be added to the residual stream.
 
-        x [B*S, D]: the rows that ask. written [B*T, D]: the rows that go into the caches. `m` is the layer's place
-        in the checkpoint.
+        x [B*S, D]: the query rows.
+        written [B*T, D]: the rows to write into the caches.
+        m: the layer's place in the checkpoint.
         """
 
 
 class PassRows:
-    """Rows that go through a layer together: B sequences x S rows, at given positions, with their rotations."""
+    """Rows that pass a layer together: B sequences x S rows, with their positions and rotations."""
 
     def __init__(
         self, g: GraphBuilder, batch: ir.Value, count: ir.Value, positions: ir.Value, config: DecoderConfig
@@ -42,7 +44,8 @@ class PassRows:
         frequencies, factor = inverse_frequencies(
             config.rope, config.head_dim, config.max_position_embeddings
         )
-        # Angles in float32 from the position itself, as Transformers computes them; no table, so no length limit.
+        # Angles are computed in float32 from the position, as in Transformers. Without a table there is no length
+        # limit.
         angles = g.op(
             "Mul",
             g.op("Cast", g.unsqueeze(positions, 2), name="position", to=int(FLOAT)),
@@ -72,7 +75,9 @@ class PassRows:
 
 @dataclass(frozen=True)
 class Pass:
-    """What all layers of one pass share. `start` and `lengths` are int64 [B]: the first slot written, slots in use."""
+    """The common values of all layers in one pass. int64 [B]: `start` is the first slot written, `lengths` the slots
+    in use.
+    """
 
     g: GraphBuilder
     dialect: Dialect
@@ -85,7 +90,7 @@ class Pass:
 
 
 class Attention:
-    """The attention layers of one pass: slots written, masks by kind of layer, a key and a value cache for each."""
+    """The attention layers of one pass: slots written, masks by kind of layer, a key and a value cache per layer."""
 
     def __init__(self, shared: Pass, layers: Sequence[int]) -> None:
         self.g, self.dialect, self.config = shared.g, shared.dialect, shared.config
@@ -107,7 +112,7 @@ class Attention:
         self._masks: dict[LayerAttention, tuple[ir.Value, ...]] = {}
 
     def _mask(self, kind: LayerAttention) -> tuple[ir.Value, ...]:
-        """Slot j holds position j, so what a row sees is a range of slots: first .. last."""
+        """The mask of one kind of layer. Slot j holds position j, so a row sees a range of slots: first .. last."""
         if kind not in self._masks:
             g, position = self.g, self.queries.positions
             if kind.causal:
@@ -116,7 +121,7 @@ class Attention:
                 final = g.op("Sub", g.unsqueeze(self.lengths, 1), g.constant(1), name="final_slot")
                 if kind.window is None:
                     last = g.op("Expand", final, g.shape(self.queries.batch, self.queries.count), name="last")
-                else:  # a window without direction reaches as far ahead as back
+                else:  # a window that is not causal reaches equally far in both directions
                     last = g.op(
                         "Min", g.op("Add", position, g.constant(kind.window - 1), name="ahead"), final
                     )
@@ -170,12 +175,12 @@ class Attention:
         return m.linear(y, "o_proj", n_q * size, c.hidden_size, bias=bias)
 
 
-# By the type of the entry in `DecoderConfig.layers`.
+# By the class of the entry in `DecoderConfig.layers`.
 MIXERS: Mapping[type, Callable[[Pass, Sequence[int]], Mixer]] = {LayerAttention: Attention}
 
 
 def mixers(shared: Pass) -> list[Mixer]:
-    """The mixer of each layer. Layers of one kind share theirs."""
+    """The mixer of each layer. Layers of one kind share a mixer."""
     layers = shared.config.layers
     kinds = {kind: [i for i, layer in enumerate(layers) if type(layer) is kind] for kind in map(type, layers)}
     found = {kind: MIXERS[kind](shared, indices) for kind, indices in kinds.items()}

@@ -1,4 +1,4 @@
-"""A place in a checkpoint, as a graph sees it: tensors by name, linear layers in whatever they are stored in, norms."""
+"""A place in a checkpoint, for a graph: tensors by name, linear layers in any storage format, norms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dflash_trt.graph.dialect import Dialect
 
 
 class Module:
-    """A place in a checkpoint: knows its tensors' prefix, checks each tensor's shape and dtype where it is used."""
+    """A place in a checkpoint. It adds its prefix to tensor names and checks shape and dtype of each tensor used."""
 
     def __init__(
         self, g: GraphBuilder, checkpoint: Checkpoint | Outline, folder: str, dialect: Dialect
@@ -36,7 +36,7 @@ class Module:
         return self.g.raw_weight(self.stored(name, *shape), self.folder)
 
     def stored(self, name: str, *shape: int) -> TensorInfo:
-        """Where the tensor lies, in a floating-point type."""
+        """The place of a tensor in a floating-point type."""
         return self._checked(name, shape, FLOAT_DTYPES)
 
     def packed(self, name: str, *shape: int) -> ir.Value:
@@ -44,7 +44,7 @@ class Module:
         return self.g.raw_weight(self._checked(name, shape, ("U8",)), self.folder)
 
     def dtype_of(self, name: str) -> ir.DataType:
-        """Of a tensor that was used before."""
+        """The dtype of a tensor that was used before."""
         return ONNX_DTYPES[self.checkpoint.tensors[self.prefix + name].dtype]
 
     def _checked(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> TensorInfo:
@@ -53,7 +53,7 @@ class Module:
         return info
 
     def weight(self, name: str, *shape: int, dtype: ir.DataType | None = None) -> ir.Value:
-        """The tensor in `dtype`, by default the graph's: as it lies on disk, if it has that dtype already."""
+        """The tensor in `dtype`, by default the graph's. It stays as it is on disk if it already has that dtype."""
         return self.g.cast(self.raw(name, *shape), dtype or self.g.dtype, name=f"{name}/cast")
 
     def linear(
@@ -66,9 +66,9 @@ class Module:
         bias: bool = False,
         dtype: ir.DataType | None = None,
     ) -> ir.Value:
-        """x [rows, inputs] -> [rows, outputs], x being in `dtype`, by default the graph's.
+        """x [rows, inputs] -> [rows, outputs]. x is in `dtype`, by default the graph's.
 
-        A quantized weight is multiplied as it is stored; in a `dtype` of its own a layer cannot be quantized.
+        A quantized weight is multiplied in its stored format. A layer with its own `dtype` cannot be quantized.
         """
         stored = (
             stored_linear(self.checkpoint, self.prefix + name, inputs, outputs) if dtype is None else None
@@ -83,7 +83,7 @@ class Module:
     def linears(
         self, x: ir.Value, outputs: Mapping[str, int], inputs: int, *, bias: bool = False
     ) -> list[ir.Value]:
-        """x [rows, inputs] through each of the layers named in `outputs`; see `Dialect.joins_quantized`."""
+        """x [rows, inputs] through each layer that `outputs` names; see `Dialect.joins_quantized`."""
         stored = {}
         if self.dialect.joins_quantized and not bias:
             for name, n in outputs.items():
@@ -110,15 +110,16 @@ class Module:
         )
 
     def rms_norm(self, x: ir.Value, name: str, size: int, epsilon: float) -> ir.Value:
-        """Over the last axis, of length `size`, in float32."""
+        """RMSNorm over the last axis, of length `size`, in float32."""
         return self.g.op(
             "RMSNormalization", x, self.weight(f"{name}.weight", size), name=name, epsilon=epsilon, axis=-1
         )
 
     def check_all_used(self, ignored: tuple[str, ...] = ()) -> None:
-        """A tensor that no graph reads means that the checkpoint is not what its config says.
+        """Raise CheckpointError if a tensor is unused: then the checkpoint does not match its config.
 
-        Caches stay in the compute dtype, which TensorRT's KVCacheUpdate asks for: scales of an FP8 cache go unused.
+        The scales of an FP8 cache may stay unused. Caches are in the compute dtype, because TensorRT's KVCacheUpdate
+        needs it.
         """
         left = sorted(set(self.checkpoint.tensors) - self.used - set(ignored))
         if self.checkpoint.quantization.kv_cache:

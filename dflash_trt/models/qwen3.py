@@ -1,4 +1,4 @@
-"""Qwen3: a dense decoder that norms each head of its queries and keys."""
+"""Qwen3: a dense decoder that normalizes each head of its queries and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts, stored one by one, in place of the MLP of most layers."""
+"""Qwen3-MoE: Qwen3 with experts instead of the MLP in most layers. Each expert is stored separately."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dflash_trt.models.reading import (
 
 
 def _read(fields: Fields) -> TargetConfig:
-    # Qwen3MoeConfig knows no layer_types and no shared expert; some checkpoints say so.
+    # Qwen3MoeConfig has neither layer_types nor a shared expert, but some checkpoints name them.
     check_quantization(fields)
     refuse(
         fields,
@@ -61,7 +61,7 @@ def _read(fields: Fields) -> TargetConfig:
         expert_bias=False,
         quantization=None,
     )
-    # max_window_layers plays no part: where there is a window, every layer has it.
+    # max_window_layers has no effect: if there is a window, every layer has it.
     return target(fields, common, [window_of(fields)] * layers, moe)
 
 
@@ -107,7 +107,7 @@ def _stacks(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, Stack]:
 
 
 def _joined(m: Module, stacks: Mapping[Projection, Stack]) -> Experts:
-    """Three matrices per expert into the operator's two tensors; an engine does this once, as it loads."""
+    """Pack three matrices per expert into the operator's two tensors. An engine does this once, when it loads."""
     g, stack = m.g, stacks["gate"]
     n, inner, hidden = len(stack.plain), stack.rows, stack.columns
 
@@ -115,7 +115,7 @@ def _joined(m: Module, stacks: Mapping[Projection, Stack]) -> Experts:
         each = [g.raw_weight(info, m.folder) for info in stacks[name].plain]
         return g.op("Concat", *each, name=f"{name}_proj/stacked", axis=0)
 
-    # Gate and up in turns: [E, I, 1, D] beside [E, I, 1, D] is [E, 2I, D].
+    # Interleave gate and up: [E, I, 1, D] beside [E, I, 1, D] becomes [E, 2I, D].
     halves = [
         g.op("Reshape", stacked(name), g.constant([n, inner, 1, hidden]), name=f"{name}_proj/split")
         for name in ("gate", "up")
@@ -123,7 +123,7 @@ def _joined(m: Module, stacks: Mapping[Projection, Stack]) -> Experts:
     both = g.op("Concat", *halves, name="gate_up/paired", axis=2)
     gate_up = g.op("Reshape", both, g.constant([n, 2 * inner, hidden]), name="gate_up")
     down = g.op("Reshape", stacked("down"), g.constant([n, hidden, inner]), name="down")
-    # The dtype on disk, which the operator's body is made for.
+    # The dtype on disk, for which the operator's body is made.
     gate_up.type = down.type = ir.TensorType(ONNX_DTYPES[stack.plain[0].dtype])
     return Experts(storage="float", gate_up=gate_up, down=down)
 

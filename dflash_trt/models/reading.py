@@ -1,6 +1,6 @@
-"""What the readers of config.json share: fields that several families have, read strictly.
+"""Strict reading of the config.json fields that several families share.
 
-Nothing that matters is guessed or skipped. The meanings are those of Transformers' configuration and modeling sources.
+No relevant field is guessed or ignored. Fields mean the same as in Transformers' configuration and modeling sources.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dflash_trt.checkpoint.schema import LayerAttention, MoEConfig, TargetConfig
 from dflash_trt.errors import quoted, show
 from dflash_trt.files.reading import read_object
 
-# Far beyond any model. Work and memory follow these numbers before any tensor's shape is held against them.
+# Far above any model. These numbers determine work and memory before the tensor shapes are checked.
 LAYERS, HEAD_DIM = 10_000, 1 << 14
 WIDTH, _VOCABULARY, EXPERTS = 1 << 22, 1 << 24, 1 << 14
 _EOS_IDS = 1024
 
 
 def check_names(fields: Fields, architecture: str, model_type: str) -> None:
-    """Check that the file's other names agree with its architecture, and that nothing asks for another model."""
+    """Check that the file's other names agree with its architecture, and that no field requests another model."""
     if fields.string("model_type") != model_type:
         raise fields.error(
             "model_type", f"is {quoted(fields.get('model_type'))}, but {architecture} has {model_type!r}"
@@ -33,7 +33,7 @@ def check_names(fields: Fields, architecture: str, model_type: str) -> None:
 
 
 def architecture_of(fields: Fields, role: str, supported: Mapping[str, object]) -> str:
-    """The architecture that the file names, which must be one of `supported`."""
+    """The architecture named in the file. It must be one of `supported`."""
     names = fields.strings("architectures", most=LAYERS)
     if len(names) != 1:
         raise fields.error("architectures", f"is {quoted(list(names))}, expected one name")
@@ -45,21 +45,23 @@ def architecture_of(fields: Fields, role: str, supported: Mapping[str, object]) 
 
 
 def refuse(fields: Fields, neutral: Mapping[str, tuple[object, ...]]) -> None:
-    """Refuse every field of `neutral` that has another value than the ones that change nothing."""
+    """Refuse a field of `neutral` unless its value is one of those that change nothing."""
     for key, harmless in neutral.items():
         value = fields.get(key)
         if value is None or any(
             value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless
         ):
             continue
-        raise fields.error(key, f"is {show(value)}, which this version does not implement")
+        raise fields.error(key, f"is {show(value)}, which this version does not support")
 
 
 def check_quantization(fields: Fields) -> None:
-    """Refuse what no reader of linear layers knows; MXFP4 as OpenAI publishes it is for gpt-oss's experts alone."""
+    """Refuse storage formats that no reader of linear layers supports. MXFP4 as OpenAI publishes it is for gpt-oss
+    only.
+    """
     section = fields.section("quantization_config")
     if section is not None and section.get("quant_method") == "mxfp4":
-        raise section.error("quant_method", "is 'mxfp4', which only gpt-oss has")
+        raise section.error("quant_method", "is 'mxfp4', which is supported for gpt-oss only")
     read_quantization(fields.path.parent)
 
 
@@ -72,9 +74,9 @@ def decoder(
     qk_norm: bool = False,
     attention_sinks: bool = False,
 ) -> dict[str, Any]:
-    """DecoderConfig's fields but `layers`. `head_dim` None: the file's, or hidden_size / num_attention_heads.
+    """DecoderConfig's fields except `layers`. `head_dim` None: from the file, or hidden_size / num_attention_heads.
 
-    `attention_bias` is the family's default; the file may say otherwise.
+    `attention_bias` is the family's default. The file may override it.
     """
     hidden, heads = (fields.integer(key, maximum=WIDTH) for key in ("hidden_size", "num_attention_heads"))
     kv_heads = fields.integer("num_key_value_heads", maximum=WIDTH)
@@ -107,7 +109,7 @@ def decoder(
 
 
 def windows(fields: Fields, layers: int) -> list[int | None]:
-    """Each layer's window, by Qwen3Config's rule: `use_sliding_window` gates it, `layer_types` places it."""
+    """The window of each layer. As in Qwen3Config, `use_sliding_window` enables it and `layer_types` places it."""
     window = window_of(fields)
     if fields.get("layer_types") is None and window is not None:
         first = fields.integer("max_window_layers", minimum=0)
@@ -140,7 +142,7 @@ def place_window(fields: Fields, layers: int, window: int | None) -> list[int | 
 def agreed(
     places: Sequence[tuple[Fields, str]], *, minimum: int, maximum: int = LARGEST_INTEGER
 ) -> int | None:
-    """An integer that may stand in several places, which must then agree; None where it stands in none."""
+    """An integer that may have several places, which must agree; None if it has none."""
     found = [(place, key) for place, key in places if place.get(key) is not None]
     if not found:
         return None
@@ -158,7 +160,7 @@ def window_of(fields: Fields) -> int | None:
 
 
 def expert_counts(fields: Fields, total: Sequence[str], chosen: Sequence[str]) -> tuple[int, int]:
-    """How many experts there are, and how many a token goes to; each under one of several names."""
+    """The number of experts, and the number of experts per token. Each may have one of several names."""
     counts = []
     for names in (total, chosen):
         count = agreed([(fields, name) for name in names], minimum=1, maximum=EXPERTS)

@@ -1,4 +1,4 @@
-"""Number formats against ml_dtypes and their own definitions: rounding, ties, saturation, tiny and zero blocks."""
+"""Number formats, compared with ml_dtypes and their definitions: rounding, ties, saturation, tiny and zero blocks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_e4m3_saturates_in_place_of_nan(x: np.ndarray) -> None:
 def test_packing_loses_nothing(codes: np.ndarray) -> None:
     np.testing.assert_array_equal(numbers.unpack_pairs(numbers.pack_pairs(codes)), codes)
     np.testing.assert_array_equal(numbers.unpack_rows(numbers.pack_rows(codes)), codes)
-    # The first of two is in the low half, as FLOAT4E2M1 and INT4 of ONNX have it.
+    # The first of two is in the low half, as in ONNX's FLOAT4E2M1 and INT4.
     assert numbers.pack_pairs(codes)[0, 0] & 15 == codes[0, 0]
     assert numbers.pack_rows(codes)[0, 0] & 15 == codes[0, 0]
 
@@ -58,7 +58,8 @@ def test_nvfp4_is_near_or_the_block_is_too_small_to_tell(w: np.ndarray) -> None:
     assert np.isfinite(scales.astype(np.float32)).all()
     found = dequantize_nvfp4(packed, scales, second)
     largest = np.abs(w.reshape(4, 2, 16)).max(axis=-1, keepdims=True)
-    # Half a step of E2M1 at its top is a sixth of the block's largest; scales round by a sixteenth, down to 2**-9.
+    # Half a step of E2M1 at its top is a sixth of the block's largest number. Scales are rounded by a sixteenth, to
+    # 2**-9.
     bound = largest * (1 / 6 + 1 / 8) + 0.5 * numbers.E4M3_MIN * second + 2.0**-149
     assert (np.abs(found.reshape(4, 2, 16) - w.reshape(4, 2, 16)) <= bound).all()
 
@@ -70,7 +71,7 @@ def test_mxfp4_takes_the_better_of_two_powers_of_two(w: np.ndarray) -> None:
     blocks = w.reshape(4, 2, 32).astype(np.float64)
     found = dequantize_mxfp4(packed, exponents).reshape(blocks.shape)
     error = np.square(found - blocks).sum(axis=-1)
-    # The least that cuts nothing off, and the one below it, worked out another way.
+    # The smallest that clips nothing, and the one below, computed in another way.
     largest = np.abs(blocks).max(axis=-1)
     safe = np.clip(np.ceil(np.log2(np.where(largest > 0, largest / 6, 1.0))), -127, 127)
     for step in (0, -1):

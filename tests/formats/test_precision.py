@@ -1,4 +1,4 @@
-"""`--precision`: what it accepts and how it refuses."""
+"""`--precision`: accepted and refused values."""
 
 from __future__ import annotations
 

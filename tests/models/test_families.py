@@ -1,7 +1,8 @@
-"""Llama, Qwen3-MoE and gpt-oss on ONNX Runtime against Transformers' own classes in float32, and as pairs.
+"""Llama, Qwen3-MoE and gpt-oss on ONNX Runtime, compared with Transformers' own classes in float32, and as pairs.
 
-The checkpoints are in the published form, MXFP4 experts included: our loader and Transformers each read them in
-their own way. Graphs are held against the reference by the tests of test_parity.py, collected here for these cases.
+The checkpoints are in published form, including MXFP4 experts. Our loader and Transformers each read them in their
+own
+way. The tests of test_parity.py compare the graphs with the reference; they are collected here for these cases.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from tests.models.test_parity import (  # noqa: F401  # the tests among them run
 SLIDING, FULL = "sliding_attention", "full_attention"
 LONG = 200  # six times the length before RoPE scaling, 25 windows of 8
 MAX_SEQ_LEN = LONG + 40
-RESIDENT, IN_USE = 1 << 30, 0  # bytes of experts up to which all are widened at load
+RESIDENT, IN_USE = 1 << 30, 0  # bytes of experts up to which all are widened at load time
 
 Maker = Callable[..., Path]
 # name: (target's maker and settings, drafter's maker and settings, RESIDENT_EXPERT_BYTES)
@@ -92,7 +93,7 @@ GPT_OSS = [name for name in CASES if name.startswith("gpt-oss")]
 
 
 def load(directory: Path) -> Any:
-    """The target by Transformers' own reading of the checkpoint, in float32."""
+    """The target as Transformers reads the checkpoint, in float32."""
     config = read_target_config(directory)
     packed = config.moe is not None and config.moe.quantization is not None
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -124,7 +125,7 @@ def make_case(directory: Path, name: str, **changes: Any) -> Case:
 
 @pytest.mark.parametrize("chunk", [LONG, 64])
 def test_long_positions(case: Case, chunk: int) -> None:
-    """Beyond the length before RoPE scaling, and many windows on: all logits, all taps, then the drafts."""
+    """Beyond the length before RoPE scaling and beyond many windows: all logits, all taps, then the drafts."""
     tokens = case.tokens(LONG)
     logits, features = target_outputs(case.target, tokens, case.drafter.taps)
     target, drafter = case.engine("target.onnx"), case.engine("drafter.onnx")
@@ -157,7 +158,9 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
 
 
 def test_no_part_of_gpt_oss_is_idle(tmp_path: Path) -> None:
-    """What the parity of these checkpoints is worth: leaving out any part moves the logits far beyond its bound."""
+    """Shows that the parity tests of these checkpoints mean something: without any part, logits move far beyond the
+    bound.
+    """
     directory, tokens = make_gpt_oss(tmp_path / "target"), list(range(40))
     expected, _ = target_outputs(load(directory), tokens)
 
@@ -201,7 +204,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafting_and_batches_change_no_token(pair: Pair, temperature: float) -> None:
-    """Five requests of different lengths through three slots, against each alone without drafting.
+    """Five requests of different lengths in three slots, compared with each alone without drafting.
 
     One of them fills the cache up to the last row that a request may have.
     """
@@ -218,7 +221,7 @@ def test_drafting_and_batches_change_no_token(pair: Pair, temperature: float) ->
 
 
 def test_a_pair_decodes_as_the_oracle_does(pair: Pair) -> None:
-    """Across a window and the original RoPE length, with the drafts that the oracle makes accepted as there."""
+    """Across a window and the original RoPE length. The oracle accepts the same drafts."""
     prompt = pair.case.tokens(25)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     expected = decode_drafting(pair.case.target, pair.case.drafter, prompt, 20, block_length=8)
@@ -229,7 +232,7 @@ def test_a_pair_decodes_as_the_oracle_does(pair: Pair) -> None:
 
 
 def test_favourites_are_drafted(pair: Pair) -> None:
-    """Or the equality above would say little of accepted drafts."""
+    """Without accepted drafts, the equality above would say little."""
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     accepted = [
         pair.llm.generate(
@@ -243,7 +246,7 @@ def test_favourites_are_drafted(pair: Pair) -> None:
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("sink", [-1e30, -30.0, 0.0, 30.0, 1e4, 1e30])
 def test_attention_with_a_sink(sink: float, window: int | None) -> None:
-    """Against a softmax over the visible scores and the sink, at row 1500 of a cache whose rest is garbage."""
+    """Compared with a softmax over the visible scores and the sink, at row 1500 of a cache full of garbage."""
     rng = np.random.default_rng(0)
     heads, kv_heads, size, start, count, capacity = 4, 2, 16, (1500, 1350), 5, 1600
     q = rng.normal(0, 2, (2, heads, count, size)).astype(np.float32)

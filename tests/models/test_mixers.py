@@ -1,4 +1,4 @@
-"""The seam for layers that are not attention: a toy mixer with a state of fixed size, in a graph that runs."""
+"""The interface for layers without attention: a toy mixer with a state of fixed size, in a running graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYER, ROWS, CAPACITY = 1, 7, 16
 
 @dataclass(frozen=True)
 class RunningSum:
-    """The entry of a layer whose rows are summed up from the first on."""
+    """The entry of a layer that sums its rows from the first on."""
 
 
 class Sums:

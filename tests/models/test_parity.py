@@ -1,6 +1,6 @@
-"""Both graphs on ONNX Runtime against Transformers and the oracle in float32: logits, taps, drafts.
+"""Both graphs on ONNX Runtime, compared with Transformers and the oracle in float32: logits, taps, drafts.
 
-Every case is a pair of random checkpoints of another shape, through the real build. Logits have order 10.
+Every case is a pair of random checkpoints of another shape, built by the real build. Logits have order 10.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Case:
         return np.random.default_rng(seed).integers(0, self.vocab, count).tolist()
 
     def engine(self, graph: str, slots: int = 1) -> OnnxRuntimeEngine:
-        """With caches full of garbage: what nobody wrote must not matter."""
+        """An engine with caches full of garbage: unwritten rows must not matter."""
         engine = OnnxRuntimeEngine(
             self.bundle.path / graph, slots=slots, capacity=self.bundle.capacity, threads=1
         )
@@ -154,7 +154,7 @@ def test_target_verifies_a_block_and_rolls_back(case: Case) -> None:
 
 @pytest.mark.parametrize("chunks", [(33,), (16, 16, 1), (1, 20, 12)])
 def test_drafter(case: Case, chunks: tuple[int, ...]) -> None:
-    """The context comes in several passes, each padded, each with a block that must leave no trace."""
+    """The context arrives in several passes. Each is padded and has a block that must leave no trace."""
     tokens, size = case.tokens(33), case.drafter.block_size
     _, features = target_outputs(case.target, tokens, case.drafter.taps)
     expected = case.drafter.propose(case.target, features, 7)
@@ -177,7 +177,7 @@ def test_drafter(case: Case, chunks: tuple[int, ...]) -> None:
 
 
 def probe(bundle: Bundle) -> tuple[ort.InferenceSession, dict[str, np.ndarray]]:
-    """The drafter's graph with its last hidden states as one more output, and its caches full of garbage."""
+    """The drafter's graph with its last hidden states as an additional output, and caches full of garbage."""
     model = onnx.load(bundle.path / "drafter.onnx", load_external_data=False)
     model.graph.output.append(
         onnx.helper.make_tensor_value_info("drafter/norm", onnx.TensorProto.FLOAT, None)
@@ -198,7 +198,7 @@ def probe(bundle: Bundle) -> tuple[ort.InferenceSession, dict[str, np.ndarray]]:
 
 
 def test_sequences_of_a_batch_do_not_meet(case: Case) -> None:
-    """Three sequences of different lengths: prefilled with padding, drafted for, verified, together."""
+    """Three sequences of different lengths: prefilled with padding, drafted for, and verified together."""
     lengths = [23, 5, 12]
     width, size = max(lengths), case.drafter.block_size
     sequences = [case.tokens(n, seed=n) for n in lengths]

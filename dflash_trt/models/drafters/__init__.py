@@ -1,4 +1,4 @@
-"""The kinds of drafters that are read. A new one is a module with a `KIND`, listed here."""
+"""The supported kinds of drafters. A new one is a module with a `KIND`, listed here."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ KINDS: Mapping[str, DrafterKind] = {kind.architecture: kind for kind in (dflash.
 
 
 def build_drafter(config: DrafterConfig, *checkpoints: Any, **options: Any) -> ir.Model:
-    """The graph of a drafter, whatever its kind; the arguments are those of `kind.BuildDrafter`."""
+    """The graph of a drafter of any kind. The arguments are those of `kind.BuildDrafter`."""
     return KINDS[config.architecture].build(config, *checkpoints, **options)

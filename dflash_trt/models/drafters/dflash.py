@@ -5,8 +5,8 @@ in:  features [B,S,n*D] (the rows the last target pass committed, n_features of 
 out: draft_tokens [B,K-1], draft_logprobs [B,K-1] float32, updated caches
 
 Context rows enter every layer as key and value only (arXiv 2602.06036, section 4.1): no query, no MLP, no input norm.
-Context and block rows are written in one go: the block rows are moved up to follow the valid context rows, so slot j
-holds position j, and the next pass, which starts at the first block row, overwrites the block.
+Context and block rows are written together. The block rows follow the valid context rows directly, so slot j holds
+position j. The next pass starts at the first block row and overwrites the block.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from dflash_trt.models.module import Module
 from dflash_trt.models.reading import HEAD_DIM, LAYERS, agreed, check_quantization, decoder, refuse, windows
 from dflash_trt.models.target import lm_head
 
-# Tapped states pass 2e4, their sums through fc would pass 65504. What comes out is normed, so a power of two before
-# and its square on the norm's epsilon change nothing but the range.
+# Tapped states exceed 2e4, and their sums through fc would exceed 65504. The sums are normalized afterwards. So a
+# power
+# of two before fc, with its square on the norm's epsilon, changes only the range.
 FP16_FEATURE_SCALE = 2.0**-6
 
 
@@ -39,11 +40,11 @@ _BLOCK = 1024  # published drafters have 8 to 16
 def read_dflash(fields: Fields) -> DrafterConfig:
     """The configuration of a DFlash drafter, as z-lab publishes them.
 
-    `block_size` is read from `dflash_config` or from the top level. Per-layer causality: `is_causal`, else
-    `dflash_config.causal`, else a layer is causal exactly when it slides (vLLM's rule for these checkpoints).
+    `block_size` may be in `dflash_config` or at the top level. Causality per layer is `is_causal`, else
+    `dflash_config.causal`. Without both, exactly the sliding layers are causal (vLLM's rule for these checkpoints).
 
     Raises:
-        CheckpointError: a field is missing, out of range, or asks for something not implemented.
+        CheckpointError: a field is missing, out of range, or requests something not supported.
     """
     dflash = fields.section("dflash_config")
     if dflash is None:
@@ -64,7 +65,7 @@ def read_dflash(fields: Fields) -> DrafterConfig:
     taps = dflash.integers("target_layer_ids", most=LAYERS)
     if not taps or len(set(taps)) != len(taps):
         raise dflash.error(
-            "target_layer_ids", f"is {quoted(list(taps))}, expected at least one layer and none twice"
+            "target_layer_ids", f"is {quoted(list(taps))}, expected at least one layer and no duplicates"
         )
     causal = next((place.boolean(key) for place, key in _causal_places(fields, dflash)), None)
     block_size = agreed([(dflash, "block_size"), (fields, "block_size")], minimum=2, maximum=_BLOCK)
@@ -99,7 +100,7 @@ _DFLASH_FIELDS = {
     "draft_vocab_size",
     "target_hidden_size",
 }
-# Fields of published drafters of other kinds that change the computation, each with the values that do not.
+# Fields of published drafters of other kinds that change the computation, with the values that leave it unchanged.
 _DRAFTER_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_swa_attention_sink_bias": (False,),
     "attention_mode": ("gqa",),
@@ -147,10 +148,10 @@ def build_dflash(
 ) -> ir.Model:
     """The drafter as an ONNX model. Embedding and head are the target's own tensors, in `target_folder`.
 
-    `features_dtype` is what the target computes in, by default what the drafter does. `head` is a checkpoint that has
-    nothing but a quantized LM head, and its folder, to use in place of the target's.
+    features_dtype: the target's compute dtype; by default the drafter's.
+    head: a checkpoint that contains only a quantized LM head, and its folder. It replaces the target's head.
 
-    Raises CheckpointError where a tensor is missing, has another shape than the config says, or is left over.
+    Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
     """
     g = GraphBuilder("drafter", dtype=dialect.dtype)
     hidden, taps = config.hidden_size, len(config.target_layer_ids)
@@ -201,7 +202,7 @@ def build_dflash(
                 h = gated_mlp(layer.at("mlp"), h, hidden, config.intermediate_size)
                 x = g.op("Add", x, h, name="residual")
 
-    # Row i of the block predicts the token at its own position; row 0 is the anchor, which is known.
+    # Row i of the block predicts the token at its own position. Row 0 is the anchor, which is known.
     drafted = g.op(
         "Slice", g.op("Reshape", x, by_sequence, name="by_row"), *map(g.constant, ([1], [2**31], [1]))
     )
@@ -227,9 +228,9 @@ def build_dflash(
 def _block_after_valid_context(
     g: GraphBuilder, batch: ir.Value, n_context: ir.Value, n_written: ir.Value, n_features: ir.Value
 ) -> ir.Value:
-    """Flat row numbers [B*(S+K)] that put each sequence's block rows right behind its valid context rows.
+    """Flat row numbers [B*(S+K)] that move each sequence's block rows directly behind its valid context rows.
 
-    The rows left over at the end repeat the last row; they land behind the block, where nothing looks.
+    The remaining rows repeat the last row. They land behind the block, where no query looks.
     """
     i = g.arange(n_written)
     valid = g.unsqueeze(n_features, 1)
@@ -240,5 +241,5 @@ def _block_after_valid_context(
     return g.op("Reshape", g.op("Add", base, source, name="order"), g.constant([-1]), name="flat_order")
 
 
-# Every DFlashDraftModel published says "qwen3", whatever its target is: its layers are Qwen3's.
+# All published DFlashDraftModels have model_type "qwen3" for any target: their layers are Qwen3's.
 KIND = DrafterKind("DFlashDraftModel", "qwen3", read_dflash, build_dflash)

@@ -1,7 +1,7 @@
-"""What a kind of drafter is: the contract of the modules beside this one.
+"""The contract of a kind of drafter: the modules beside this one.
 
-A drafter's graph takes the features that the target committed since the last pass, an anchor and its own caches, and
-gives drafts with their log-probabilities. docs/graphs.md has the inputs and outputs with their shapes.
+A drafter's graph takes the features that the target committed since the last pass, an anchor and its own caches. It
+returns drafts with their log-probabilities. docs/graphs.md gives the inputs and outputs with their shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dflash_trt.graph.dialect import Dialect
 
 
 class BuildDrafter(Protocol):
-    """Makes a drafter's graph. The target's checkpoint is there for what the two share: embedding and LM head."""
+    """Builds a drafter's graph. It gets the target's checkpoint too, because the two share embedding and LM head."""
 
     def __call__(
         self,
@@ -40,10 +40,10 @@ class BuildDrafter(Protocol):
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """`architecture` and `model_type` are those of config.json.
+    """A kind of drafter, with the `architecture` and `model_type` of config.json.
 
-    `read` turns the file's fields into a configuration: block size, mask token, and the target layers that are tapped.
-    `build` makes the graph.
+    read: turns the file's fields into a configuration: block size, mask token, and the target's tapped layers.
+    build: makes the graph.
     """
 
     architecture: str
