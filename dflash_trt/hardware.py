@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """The processor's name and how many of its cores this process may use."""
+    """The processor's name and the number of cores this process may use."""
     return f"{processor_name()}, {cores()} cores"
 
 
 def cores() -> int | None:
-    """How many cores this process may use."""
+    """The number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
@@ -30,7 +30,7 @@ def processor_name() -> str:
 
 
 def memory_bytes() -> int | None:
-    """The memory of the machine; None where the system does not say."""
+    """The memory of the machine; None if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -38,13 +38,13 @@ def memory_bytes() -> int | None:
 
 
 def compute_capabilities() -> list[int]:
-    """Of the GPUs that nvidia-smi shows, as 120 for 12.0."""
+    """The compute capabilities of the GPUs that nvidia-smi shows; 120 is 12.0."""
     numbers = (gpu.get("compute_cap", "").replace(".", "") for gpu in gpus())
     return [int(number) for number in numbers if number.isdigit()]
 
 
 def gpus() -> list[dict[str, str]]:
-    """What nvidia-smi reports; empty where it is absent or fails."""
+    """The GPUs that nvidia-smi reports; empty if it is absent or fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     fields = ("name", "compute_cap", "memory.total", "driver_version")

@@ -1,4 +1,4 @@
-"""Prompt files: those that come with the package, and any JSON lines of prompts or messages."""
+"""Prompt files: the shipped ones, and any file of JSON lines with prompts or messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROMPTS_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One line of a prompt file: messages go through the chat template, text goes in as it is."""
+    """One line of a prompt file. Messages go through the chat template, text does not."""
 
     id: str
     category: str
@@ -23,9 +23,9 @@ class Prompt:
 
 
 def read_prompts(file: Path | None, limit: int) -> list[Prompt]:
-    """The prompts of a JSONL file, or the shipped ones; at most `limit` (0: all), each category in turn.
+    """The prompts of a JSONL file, or the shipped ones. At most `limit` (0: all), taking the categories in turn.
 
-    Raises RequestError naming the file and line of a malformed prompt.
+    Raises RequestError, naming the file and line of a malformed prompt.
     """
     files = sorted(SHIPPED_PROMPTS.glob("*.jsonl")) if file is None else [file]
     prompts = [prompt for each in files for prompt in _read_file(each)]
@@ -33,7 +33,7 @@ def read_prompts(file: Path | None, limit: int) -> list[Prompt]:
         raise RequestError(
             f"{file or SHIPPED_PROMPTS}: no prompts; expected JSON lines with a prompt or messages field"
         )
-    # Rank within the category first: the first prompt of every category, then the second of every category.
+    # Order by rank within the category: the first prompt of every category, then the second of every category.
     seen: dict[str, int] = {}
     ranked = []
     for prompt in prompts:

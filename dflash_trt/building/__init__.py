@@ -1,1 +1,1 @@
-"""From checkpoints to a bundle."""
+"""Build a bundle from checkpoints."""

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a pair come from: a directory, the package, or the hub."""
+"""Find the checkpoints of a pair: in a directory, in a package, or on the hub."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Role = Literal["target", "drafter"]
 
 _REPOSITORY = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
 _CONFIGS = ["config.json", "generation_config.json"]
-# The hub matches patterns with fnmatch, whose * crosses slashes: subdirectories are excluded separately.
+# The hub matches patterns with fnmatch. Its * crosses slashes, so subdirectories are excluded separately.
 _FILES = ["*.safetensors", "*.json", "*.jinja"]
 
 
 def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Source]:
-    """Both checkpoints of a pair. Without a drafter, `target` must be a known pair, by name or repository."""
+    """Both checkpoints of a pair. Without a drafter, `target` must be a known pair, given by name or repository."""
     if drafter is None:
         pair = None if Path(target).is_dir() else known_pair(target)
         if pair is None:
             raise CheckpointError(
-                f"--target {target}: no drafter is known for it; give one with --drafter, "
-                f"or the name of a known pair as the target: {NAMES}"
+                f"--target {target}: no drafter is known for it; give one with --drafter, or give a known pair as "
+                f"the target: {NAMES}"
             )
         drafter = pair.drafter_repo or pair.name
     return resolve(target, "target"), resolve(drafter, "drafter")
@@ -36,15 +36,18 @@ def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Sourc
 def resolve(name_or_path: str, role: Role) -> Source:
     """A checkpoint as a local directory.
 
-    `name_or_path` is, in this order: a directory, a target as a GGUF file or in a Python package (both are converted
-    into a cache), the name of a known pair, a hub repo `org/name`. The last two may end in `@revision`: a branch, a tag
-    or a commit.
-    The hub's own environment variables hold (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE). Configurations are fetched
-    and read before weights, so that what cannot be used is not downloaded.
+    `name_or_path` is tried, in this order, as: a directory; a GGUF file or a target in a Python package, both
+    converted
+    into a cache; the name of a known pair; a hub repository `org/name`. A name or repository may end in `@revision`:
+    a
+    branch, a tag or a commit.
+
+    The hub's environment variables apply (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE). Configurations are fetched and read
+    before
+    weights, so an unsupported checkpoint is not downloaded.
 
     Raises:
-        CheckpointError: nothing by that name, a kind of model that this version does not convert, or the hub
-            does not give it.
+        CheckpointError: nothing has this name, this kind of model is not supported, or the hub does not provide it.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
@@ -81,7 +84,7 @@ def _shipped(pair: Pair, role: Role) -> Source:
 
 
 def _snapshot(repo: str, revision: str | None, role: Role) -> Source:
-    from huggingface_hub import snapshot_download  # slow to import, and only the hub needs it
+    from huggingface_hub import snapshot_download  # slow to import, and only needed for the hub
 
     commit = revision
     try:
@@ -89,7 +92,7 @@ def _snapshot(repo: str, revision: str | None, role: Role) -> Source:
             directory = Path(
                 snapshot_download(repo, revision=commit, allow_patterns=patterns, ignore_patterns=["*/*"])
             )
-            commit = directory.name  # a snapshot's directory is named by its commit
+            commit = directory.name  # the snapshot's directory is named after its commit
             if role == "target":
                 read_target_config(directory)
             else:
@@ -97,10 +100,10 @@ def _snapshot(repo: str, revision: str | None, role: Role) -> Source:
     except CheckpointError as error:
         raise CheckpointError(f"{repo}: {error}") from None
     except Exception as error:
-        # The hub raises what its HTTP client raises, and that differs between its versions.
+        # The hub raises the errors of its HTTP client, which differ between versions.
         files = "config.json, the safetensors files" + (", tokenizer.json" if role == "target" else "")
         raise CheckpointError(
-            f"{repo}: the hub does not give it ({_first_line(error)}); "
+            f"{repo}: the hub does not provide it ({_first_line(error)}); "
             f"a local directory with {files} can be given as --{role} instead"
         ) from error
     return Source(directory, repo, commit)

@@ -1,4 +1,7 @@
-"""Where a bundle, a checkpoint or a repository is made: beside its place, and renamed there whole (docs/bundle.md)."""
+"""Work directories for bundles, checkpoints and repositories: beside the final place, and renamed when complete.
+
+See docs/bundle.md.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from dflash_trt.bundle.manifest import MANIFEST, Bundle, read_manifest, unlisted
 from dflash_trt.errors import BuildError, BundleError
 from dflash_trt.files.disk import locked, open_directory, sync_tree
 
-# Called as progress(step, done, total); units are files or bytes, whatever the step counts.
+# Called as progress(step, done, total). The unit depends on the step: files or bytes.
 Progress = Callable[[str, int, int], None]
 Kind = Literal["bundle", "checkpoint", "repository"]
 
@@ -35,13 +38,13 @@ def silent(step: str, done: int, total: int) -> None:
 
 @dataclass
 class Workspace:
-    """A work directory, held by one process. `path` becomes `out`; `scratch` goes when the work is done."""
+    """A work directory, held by one process. `path` becomes `out`; `scratch` is removed when the work is done."""
 
     out: Path
     kind: Kind
     area: Path
-    parent: int  # descriptor of the directory that holds `area` and `out`
-    descriptor: int  # of `area`
+    parent: int  # descriptor of the directory with `area` and `out`
+    descriptor: int  # descriptor of `area`
     done: bool = field(default=False)
     _replaces: bool = field(default=False)
 
@@ -55,14 +58,15 @@ class Workspace:
 
     @property
     def digests(self) -> Path:
-        """The file in which digests that were worked out are noted."""
+        """The file that records computed digests."""
         return self.area / _DIGESTS
 
     def existing(self, key: str, *, force: bool) -> Bundle | None:
-        """The bundle in `out`, where it is whole and of this key. Otherwise `publish` will put a new one there.
+        """The bundle in `out`, if it is complete and has this key. Otherwise `publish` will replace it.
 
-        Raises BuildError where something is in the way that `force` does not allow to replace, or that nobody may
-        replace: what is no bundle of this version, or has files that its manifest does not list.
+        Raises BuildError if something else is in `out`, or needs `force` to be replaced. A directory that is no
+        bundle of this
+        version, or that has files its manifest does not list, is never replaced.
         """
         if not os.path.lexists(self.out) or not any(self.out.iterdir()):
             return None
@@ -78,21 +82,21 @@ class Workspace:
             raise BuildError(f"{problem}; choose another --out, or replace it with --force")
         if others := unlisted(self.out, manifest):
             raise BuildError(
-                f"{self.out}: holds {len(others)} files that are not the bundle's, as {others[0]!r}; they would be "
-                "lost with it: move them, or choose another --out"
+                f"{self.out}: holds {len(others)} files that are not part of the bundle, such as {others[0]!r}; they "
+                "would be lost with it: move them, or choose another --out"
             )
         self._replaces = True
         return None
 
     def check_free(self, state: str) -> None:
-        """Raises BuildError, which says `state`, where there is something in `out`."""
+        """Raise BuildError, with `state` as its text, if `out` exists."""
         if os.path.lexists(self.out) and any(self.out.iterdir()):
             raise BuildError(f"{self.out}: {state}; choose another --out, or remove it")
 
     def publish(self) -> None:
-        """Put what is in `path` in its place, whole and on disk.
+        """Move the content of `path` to `out`, complete and on disk.
 
-        Raises BuildError where something came there meanwhile; the work is kept.
+        Raises BuildError if `out` has appeared meanwhile. The work is kept.
         """
         sync_tree(self.path)
         if self._replaces:
@@ -103,22 +107,22 @@ class Workspace:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
             raise BuildError(
-                f"{self.out}: something was put there during the work; move it and run this again, which "
-                "takes over what is done"
+                f"{self.out}: has appeared during the work; move it away and run this again: the finished work is "
+                "reused"
             ) from None
         os.fsync(self.descriptor)
         os.fsync(self.parent)
         self.done = True
 
     def empty(self) -> None:
-        """Begin again: nothing is taken over from an interrupted run."""
+        """Start again, without the results of an interrupted run."""
         for folder in (self.path, self.scratch):
             shutil.rmtree(folder)
             folder.mkdir()
 
 
 def check_out(out: Path) -> None:
-    """Raises BuildError where `out` can hold no bundle: a file, a link, a directory with something else."""
+    """Raise BuildError if `out` cannot become a bundle: a file, a link, or a directory with other content."""
     check_place(out)
     if not out.is_dir() or not any(out.iterdir()):
         return
@@ -132,7 +136,7 @@ def check_out(out: Path) -> None:
 
 
 def check_place(out: Path) -> None:
-    """Raises BuildError where `out` is a file or a symbolic link."""
+    """Raise BuildError if `out` is a file or a symbolic link."""
     if out.is_symlink():
         raise BuildError(
             f"{out}: is a symbolic link to {os.readlink(out)}; give the directory itself as --out"
@@ -143,10 +147,11 @@ def check_place(out: Path) -> None:
 
 @contextmanager
 def workspace(out: Path, kind: Kind) -> Iterator[Workspace]:
-    """A work directory beside `out`, for one process at a time; kept when the work is interrupted, and then resumed.
+    """A work directory beside `out`, for one process at a time. An interrupted run leaves it, and the next run
+    resumes it.
 
-    Its name is random; it is taken up again where it belongs to this user and has a record of what it is for. What
-    was interrupted between taking an old bundle out of the way and putting the new one there is undone first.
+    Its name is random. A directory is resumed if it belongs to this user and records the same purpose. If a run was
+    interrupted while it replaced an old bundle, the old bundle is put back first.
     """
     out = Path(os.path.abspath(out))
     check_place(out)
@@ -191,7 +196,7 @@ def _begin(out: Path, kind: Kind, parent: int) -> str:
 
 
 def _resume(out: Path, kind: Kind, parent: int) -> str | None:
-    """The work directory of an interrupted run, put in order. Others of this user's are removed."""
+    """The work directory of an interrupted run, put in order. This user's other work directories are removed."""
     found = None
     pattern = re.compile(re.escape(f".{out.name}.work-") + "[0-9a-f]{12}")
     for name in sorted(filter(pattern.fullmatch, os.listdir(parent))):
@@ -208,7 +213,7 @@ def _resume(out: Path, kind: Kind, parent: int) -> str | None:
 
 
 def _recorded(name: str, parent: int) -> dict[str, Any] | None:
-    """What a work directory is for; empty where a run was killed as it began; None where it is not ours to touch."""
+    """The purpose of a work directory: {} if the run was killed at its start, None if the directory is not ours."""
     try:
         with _in(name, parent) as area:
             if os.fstat(area).st_uid != os.geteuid():
@@ -227,7 +232,9 @@ def _recorded(name: str, parent: int) -> dict[str, Any] | None:
 
 
 def _settle(out: Path, name: str, parent: int) -> bool:
-    """Put an old bundle back whose replacement was interrupted, or finish removing it; False if it must stay."""
+    """Put back an old bundle if its replacement was interrupted, or finish removing it. Returns False if it must
+    stay.
+    """
     with _in(name, parent) as area:
         inside = os.listdir(area)
         if _REPLACED not in inside:
@@ -239,13 +246,13 @@ def _settle(out: Path, name: str, parent: int) -> bool:
             os.fsync(area)
             os.fsync(parent)
             return True
-        return False  # something else is in its place
+        return False  # another one is in its place
 
 
 def _remove(out: Path, name: str, parent: int) -> None:
-    """Remove a work directory; a bundle in it that was replaced goes as far as its manifest lists it.
+    """Remove a work directory. Of a replaced bundle inside it, only the files that its manifest lists are removed.
 
-    The record goes last, so that a removal that is interrupted can be taken up.
+    The record is removed last, so that an interrupted removal can be continued.
     """
     with _in(name, parent) as area:
         for folder in (_NEW, _SCRATCH):
@@ -253,7 +260,9 @@ def _remove(out: Path, name: str, parent: int) -> None:
                 shutil.rmtree(folder, dir_fd=area)
         replaced = out.parent / name / _REPLACED
         if not remove_bundle(replaced):
-            warnings.warn(f"{replaced}: keeps what the replaced bundle's manifest did not list", stacklevel=2)
+            warnings.warn(
+                f"{replaced}: keeps files that the replaced bundle's manifest did not list", stacklevel=2
+            )
             return
         for file in (_DIGESTS, f"{_DIGESTS}.part", _RECORD):
             with suppress(FileNotFoundError):
@@ -262,7 +271,7 @@ def _remove(out: Path, name: str, parent: int) -> None:
 
 
 def remove_bundle(path: Path) -> bool:
-    """Remove the files that a bundle's manifest lists, and the manifest last; False where others are left.
+    """Remove the files that a bundle's manifest lists, and then the manifest. Returns False if other files are left.
 
     Links are not followed.
     """
@@ -292,7 +301,7 @@ def remove_bundle(path: Path) -> bool:
 
 @contextmanager
 def _folder(root: int, path: PurePosixPath) -> Iterator[int]:
-    """A descriptor of `path` below `root`, which leads through no link."""
+    """Open `path` below `root` and return the descriptor. Links on the way are refused."""
     descriptor = os.dup(root)
     try:
         for part in path.parts:

@@ -1,1 +1,1 @@
-"""On paper, from configurations alone: what a pair takes on a GPU, and what is left."""
+"""Plan from configurations alone: a pair's memory on a GPU, and the largest context and batch."""

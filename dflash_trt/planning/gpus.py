@@ -1,4 +1,4 @@
-"""The GPUs that plans are made for: memory, bandwidth and peak rates, each with its source (gpus.json)."""
+"""The GPUs that can be planned for: memory, bandwidth and peak rates, each with its source (gpus.json)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ _TABLE = Path(__file__).with_name("gpus.json")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. `memory_bytes`: what the device reports where that is published, else the nominal GB as 10^9 bytes.
+    """One GPU.
 
-    `bandwidth`: bytes per second. `dense_flops`: peak by precision, without sparsity, where it is published.
-    `sources`: where each figure is from, by its name in gpus.json.
+    memory_bytes: the amount that the device reports, if published; else the nominal GB as 10^9 bytes.
+    bandwidth: bytes per second.
+    dense_flops: peak by precision, without sparsity, if published.
+    sources: the source of each figure, by its name in gpus.json.
     """
 
     name: str
@@ -31,7 +33,7 @@ class Gpu:
 
 
 def gpus() -> dict[str, Gpu]:
-    """Every GPU of the table, by its name."""
+    """Every GPU of the table, by name."""
     found = {}
     for name, row in json.loads(_TABLE.read_text()).items():
         major, minor = row["compute_capability"].split(".")
@@ -51,8 +53,8 @@ def gpus() -> dict[str, Gpu]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name. Raises BuildError naming those in the table."""
+    """The GPU with this name. Raises BuildError, naming the GPUs of the table."""
     table = gpus()
     if name not in table:
-        raise BuildError(f"--gpu is {name!r}, known are: {', '.join(table)}")
+        raise BuildError(f"--gpu is {name!r}, known GPUs: {', '.join(table)}")
     return table[name]

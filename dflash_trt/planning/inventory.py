@@ -1,4 +1,4 @@
-"""The tensors of a pair by its configurations: shapes as the graphs want them, bytes in any precision."""
+"""The tensors of a pair, from its configurations: shapes as in the graphs, bytes in any precision."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
 
-# Bytes of a number in floating point, or in an FP8 cache.
+# Bytes per number in floating point, or in an FP8 cache.
 NUMBER_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _LINEAR = ("attention", "mlp", "experts", "fc")
 
 
 def weight_bytes(precision: str, parameters: int, rows: int, group_size: int = 0) -> int:
-    """Of matrices with so many rows, in floating point or in a number format with its scales."""
+    """Bytes of matrices with this many rows, in floating point or in a number format with its scales."""
     form = FORMATS.get(precision)
     return parameters * NUMBER_BYTES[precision] if form is None else form.nbytes(parameters, rows, group_size)
 
@@ -47,7 +47,7 @@ class _Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Inventory:
-    """Both models' configurations and their tensors, of "target" and of "drafter"."""
+    """The configurations and tensors of both models, by side: "target" and "drafter"."""
 
     target: TargetConfig
     drafter: DrafterConfig
@@ -63,10 +63,11 @@ class Inventory:
         scheme: str | None = None,
         tensor_parallel: int = 1,
     ) -> dict[str, dict[str, int]]:
-        """Bytes on one GPU by role and precision.
+        """Bytes on one GPU, by role and precision.
 
-        `dense` is what floating-point tensors are held in, `scheme` what those of linear layers are, but for the head.
-        What is quantized already stays as it is.
+        `dense` is the dtype of floating-point tensors. `scheme` is the format of linear layers, except the head.
+        Tensors that
+        are already quantized stay as they are.
         """
         totals: dict[str, Counter[str]] = {}
         kv_parts = min(tensor_parallel, self.config(side).num_key_value_heads)
@@ -84,7 +85,7 @@ class Inventory:
 
     @cached_property
     def _kinds(self) -> dict[str, dict[_Kind, _Size]]:
-        """The tensors of each side, added up by all that a plan asks of them."""
+        """The tensors of each side, summed by all properties that a plan needs."""
         found: dict[str, dict[_Kind, _Size]] = {}
         for side, tensors in self.tensors.items():
             default = read_quantization(self.config(side).path.parent).default
@@ -102,13 +103,13 @@ class Inventory:
         return found
 
     def group_size(self, side: str, scheme: str) -> int:
-        """Weights per scale, as `dflash-trt quantize` writes them."""
+        """Weights per scale, as `dflash-trt quantize` chooses them."""
         inputs = {t.shape[-1] for t in self.tensors[side] if len(t.shape) > 1 and role_of(t.name) in _LINEAR}
         return FORMATS[scheme].algorithm(calibrated=False, inputs=sorted(inputs)).group_size
 
 
 def _quantized(tensor: TensorInfo, scheme: str | None) -> str | None:
-    """What a tensor that is quantized, or the scale of one, counts as; None for one in floating point."""
+    """The format of a quantized tensor or of its scale; None for a tensor in floating point."""
     if tensor.name.endswith(("_blocks", "_scales")):
         return MXFP4.name
     scale = tensor.name.endswith("_scale") or tensor.name.endswith("_scale_2")
@@ -116,7 +117,7 @@ def _quantized(tensor: TensorInfo, scheme: str | None) -> str | None:
 
 
 def _spread(role: str, name: str) -> str:
-    """How a tensor is shared between GPUs. Keys and values have no more parts than there are heads of them."""
+    """How GPUs share a tensor. Keys and values have at most one part per key/value head."""
     if role in ("norm", "router", "fc"):
         return "whole"
     return "kv" if ".k_proj." in name or ".v_proj." in name else "split"
@@ -127,14 +128,14 @@ def take_inventory(
     drafter: DrafterConfig,
     checkpoints: tuple[Checkpoint, Checkpoint] | None = None,
 ) -> Inventory:
-    """List the tensors of both models; without `checkpoints`, by the configurations alone.
+    """List the tensors of both models. Without `checkpoints`, the configurations alone determine them.
 
-    Any linear layer, experts' too, may be stored in Model Optimizer's formats.
+    Any linear layer, also of experts, may be stored in one of Model Optimizer's formats.
 
     Raises:
-        CheckpointError: a checkpoint lacks a tensor, has it in another form, or has one more.
+        CheckpointError: a checkpoint lacks a tensor, has it in another form, or has an unused one.
     """
-    # Names and shapes are what the graphs ask for; no graph is kept.
+    # The graphs determine names and shapes, and are discarded.
     folders = target.path.parent, drafter.path.parent
     plain = [Outline(folder, Quantization(folder)) for folder in folders]
     taps, dialect = drafter.target_layer_ids, OnnxRuntime()
@@ -156,7 +157,7 @@ def take_inventory(
 def _as_stored(
     plain: Outline, checkpoint: Checkpoint | Outline, ignored: tuple[str, ...]
 ) -> tuple[TensorInfo, ...]:
-    """The tensors that a checkpoint has for those of a model in floating point."""
+    """The checkpoint's tensors in place of those of a model in floating point."""
     found: dict[str, TensorInfo] = {}
     for tensor in plain.tensors.values():
         layer = tensor.name.removesuffix(".weight")

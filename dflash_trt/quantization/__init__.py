@@ -1,1 +1,1 @@
-"""Fewer bits: quantizing checkpoints, with scales from the weights alone or from a calibration set."""
+"""Quantize checkpoints, with scales from the weights alone or from a calibration set."""

@@ -1,6 +1,6 @@
-"""Calibration through ONNX Runtime: the largest magnitude that each linear layer's input reaches over a set of prompts.
+"""Calibrate with ONNX Runtime: the largest magnitude of each linear layer's input over a set of prompts.
 
-The pair's own graphs run, unquantized, with one more output per layer. No torch.
+The pair's own unquantized graphs run with one more output per layer. Needs no torch.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from dflash_trt.models.target import build_target
 from dflash_trt.prompts import read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 
-# Of each prompt so much is read, and so many tokens are decoded after it.
+# Prompt tokens that are read, and tokens that are decoded after them.
 PROMPT_TOKENS, DECODED_TOKENS = 1024, 32
 _OBSERVED, _FIRST_EXPERT = "observed/", ".experts.0."
 
 
 def calibration_set(directory: Path, file: Path | None) -> list[list[int]]:
-    """Token ids of the prompts in a JSONL file, or of those that come with the package, by the target's tokenizer."""
+    """Token ids of the prompts in a JSONL file, or of the shipped prompts, by the target's tokenizer."""
     tokenizer, found = Tokenizer(directory), []
     for prompt in read_prompts(file, 0):
         if isinstance(prompt.content, str):
@@ -55,12 +55,14 @@ def activation_amax(
     work: Path,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Layer -> largest magnitude of its input, of the drafter, or of the target where there is no drafter.
+    """Layer -> largest magnitude of its input, for the drafter, or for the target if there is no drafter.
 
-    Experts of a layer have one between them, as Model Optimizer has it: some may not see a single token.
+    The experts of a layer share one value, as in Model Optimizer, because some experts may not see a single token.
 
-    The target decodes greedily after each prompt; the drafter takes in what it read and drafts a block after the prompt
-    and one after what was decoded. `work` is a directory on the checkpoints' file system, for links to their files.
+    The target decodes greedily after each prompt. The drafter reads the target's features. It drafts one block after
+    the
+    prompt and one after the decoded tokens. `work` is a directory on the checkpoints' file system, for links to their
+    files.
     """
     config = read_target_config(target)
     checkpoints = {"target": Checkpoint(target)}
@@ -71,7 +73,9 @@ def activation_amax(
         checkpoints["drafter"], taps = Checkpoint(drafter), drafter_config.target_layer_ids
     for checkpoint in checkpoints.values():
         if checkpoint.quantization.name is not None:
-            raise BuildError(f"{checkpoint.directory}: is quantized already; calibrate with the original one")
+            raise BuildError(
+                f"{checkpoint.directory}: is already quantized; calibrate with the original checkpoint"
+            )
     dialect = OnnxRuntime() if drafter else _Observing()
     graphs = {"target": build_target(config, checkpoints["target"], taps, dialect, folder="weights/target")}
     room = PROMPT_TOKENS + DECODED_TOKENS + 2
@@ -148,7 +152,7 @@ def _run(
 
 
 class _Observing(OnnxRuntime):
-    """Experts say what reaches their down projections; what all experts of a layer see goes by the first one's name."""
+    """Adds outputs to expert layers. A layer's experts share one value, under the first expert's name."""
 
     experts_apart = True
 
@@ -179,7 +183,7 @@ def _note(outputs: Mapping[str, np.ndarray[Any, Any]], largest: dict[str, float]
 
 
 def _observe(model: ir.Model) -> None:
-    """Give the graph an output per linear layer: the largest magnitude in its input."""
+    """Give the graph one output per linear layer: the largest magnitude of its input."""
     for node in list(model.graph):
         if node.op_type != "Gemm":
             continue
@@ -193,7 +197,7 @@ def _observe(model: ir.Model) -> None:
 
 
 def _output(graph: ir.Graph, x: ir.Value, weight: str) -> None:
-    """The largest magnitude in x as an output under the name of the layer that x goes into."""
+    """Output the largest magnitude of x, under the name of the layer that reads x."""
     magnitude = ir.node("Abs", [x])
     top = ir.node("ReduceMax", [magnitude.outputs[0]], attributes={"keepdims": 0})
     graph.extend([magnitude, top])

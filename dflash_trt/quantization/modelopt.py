@@ -1,4 +1,4 @@
-"""Calibration by NVIDIA's Model Optimizer, on torch and Transformers: static scales, and AWQ for int4."""
+"""Calibrate with NVIDIA's Model Optimizer, on torch and Transformers: static scales, and AWQ for int4."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ _EXPERT = re.compile(r"\.experts\.\d+\.(?=(gate|up|down)_proj$)")
 def quantize_with_modelopt(
     source: Path, out: Path, scheme: str, prompts: Sequence[Sequence[int]], *, exclude: Sequence[str] = ()
 ) -> Path:
-    """Write the target in `source` to `out`, as Model Optimizer calibrates it on `prompts` (token ids) and exports it.
+    """Write the target in `source` to `out`, calibrated by Model Optimizer on `prompts` (token ids) and exported.
 
-    The model is held in BF16, whole, on the CPU. `exclude` as in `quantize`. AWQ, the calibration of int4, multiplies
-    every layer eleven times for each row of tokens: it gets the first AWQ_TOKENS, one prompt behind the other.
+    The whole model is held in BF16 on the CPU. `exclude` is as in `quantize`. AWQ, the calibration of int4,
+    multiplies
+    every layer eleven times per row of tokens. It gets only the first AWQ_TOKENS of the concatenated prompts.
 
-    Raises BuildError where torch, Transformers or nvidia-modelopt are missing, or the scheme is not one it calibrates.
+    Raises BuildError if torch, Transformers or nvidia-modelopt is missing, or if the scheme cannot be calibrated.
     """
     configuration = FORMATS[scheme].modelopt_config
     if configuration is None:
         calibrated = ", ".join(name for name, form in FORMATS.items() if form.modelopt_config)
         raise BuildError(
-            f"--scheme {scheme}: --calibrator modelopt is for {calibrated}; {scheme} is of weights only"
+            f"--scheme {scheme}: --calibrator modelopt supports {calibrated}; {scheme} quantizes weights only"
         )
     checkpoint = Checkpoint(source)
     experts = any(_EXPERT.search(name) for name in linear_layers(checkpoint))
@@ -44,7 +45,7 @@ def quantize_with_modelopt(
         )
     if any(name.endswith("_blocks") for name in checkpoint.tensors):
         raise BuildError(
-            f"{source}: has experts in MXFP4, which Transformers would widen for Model Optimizer; use --calibrator "
+            f"{source}: has experts in MXFP4, and Transformers would widen them for Model Optimizer; use --calibrator "
             "onnxruntime, which leaves them as they are"
         )
     disabled = _disabled(checkpoint, exclude)
@@ -86,7 +87,9 @@ def quantize_with_modelopt(
 
 
 def _disabled(checkpoint: Checkpoint, exclude: Sequence[str]) -> list[str]:
-    """The names of the quantizers that `exclude` turns off; Transformers holds all gates and ups of experts as one."""
+    """The names of the quantizers that `exclude` disables. Transformers holds gate and up of all experts as one
+    tensor.
+    """
     kept, left = linear_layers(checkpoint, exclude), dict[str, set[str]]()
     for name in linear_layers(checkpoint):
         if name not in kept:

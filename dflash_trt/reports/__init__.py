@@ -1,1 +1,1 @@
-"""What a user asks about a pair, a bundle or a machine: benchmarks, verification, inspection, environment."""
+"""Reports about a pair, a bundle or a machine: benchmarks, verification, inspection, environment."""

@@ -1,4 +1,4 @@
-"""Throughput and latency of a bundle under load: plain decoding and drafting, in one run."""
+"""Throughput and latency of a bundle under load: plain decoding and drafting in one run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ _WARM_UP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Load:
-    """So many requests at a time, each followed by the next; or, with a rate, arriving by a Poisson process."""
+    """A number of concurrent requests, each followed by the next. With a rate, arrivals by a Poisson process."""
 
     concurrency: int
-    rate: float | None = (
-        None  # requests per second; `concurrency` is then the most that are decoded at a time
-    )
+    rate: float | None = None  # requests per second; `concurrency` then limits the requests decoded at a time
 
     @property
     def name(self) -> str:
@@ -49,7 +47,7 @@ class Point:
         return [r.output[: r.statistics.num_generation_tokens] for r in self.requests]
 
     def to_dict(self) -> dict[str, Any]:
-        """Figures ready for JSON; times in milliseconds. TPOT is (last token - first token) / (tokens - 1)."""
+        """The figures for JSON, with times in milliseconds. TPOT is (last token - first token) / (tokens - 1)."""
         each = [r.statistics for r in self.requests]
         total = Statistics.merge(each)
         passes = total.draft_time + total.verify_time + total.host_time
@@ -86,12 +84,13 @@ def bench(
     requests: int,
     max_tokens: int,
 ) -> Iterator[list[Point]]:
-    """For every load, one point per method. Every method gets the same requests, greedy, and none of another's rows.
+    """For every load, one point per method. Every method gets the same greedy requests, and no cached rows of another
+    method.
 
-    Under one load the methods take turns several times, so that a slow moment of the machine hits all of them.
+    Under one load the methods take turns several times, so that a slow moment of the machine affects all of them.
     """
     for load in loads:
-        # A segment's end has too few requests in flight: leave it long enough for that to weigh little.
+        # The end of a segment has too few requests in flight. A long segment gives that little weight.
         segments = max(1, min(_SEGMENTS, requests // (3 * load.concurrency)))
         points = {name: Point(load, name) for name in methods}
         for name, lengths in methods.items():
@@ -128,7 +127,7 @@ def _segment(
         now = perf_counter()
         while waiting and (in_flight < point.load.concurrency if rate is None else due <= now):
             request = waiting.popleft()
-            # In an open loop the wait counts from the arrival, also where that was in the middle of a round.
+            # In an open loop the wait starts at the arrival, even if that was in the middle of a round.
             request.arrived = now if rate is None else due
             if rate is not None:
                 due += gaps.expovariate(rate)

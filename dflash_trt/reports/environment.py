@@ -1,4 +1,4 @@
-"""What this machine has: versions, processor, GPUs, and what it can build and run."""
+"""Versions, processor and GPUs of this machine, and the engines that it can build and run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPTIONAL = (
 
 
 def describe() -> dict[str, Any]:
-    """Everything a bug report needs, as plain JSON values; nothing heavier than onnxruntime is imported."""
+    """Everything that a bug report needs, as plain JSON values. Imports nothing heavier than onnxruntime."""
     distributions = metadata.packages_distributions()
     versions = {name: _version(name, distributions) for name in ("dflash_trt", *REQUIRED, *OPTIONAL)}
     missing = [name for name in REQUIRED if versions[name] is None]
@@ -92,7 +92,7 @@ def _engines(missing: list[str]) -> list[dict[str, Any]]:
 
 
 def _version(module: str, distributions: Mapping[str, list[str]]) -> str | None:
-    """The installed version of the distribution that provides a module; None when the module is not there."""
+    """The installed version of the distribution that provides a module; None if the module is missing."""
     if importlib.util.find_spec(module) is None:
         return None
     try:

@@ -9,11 +9,11 @@ from html import escape
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 440, 70, 20, 44, 52
 _COLOURS = ("#6b7280", "#d97706", "#2563eb", "#059669", "#9333ea", "#dc2626")
 
-Points = Sequence[tuple[float, float, str]]  # x, y and what stands beside the point
+Points = Sequence[tuple[float, float, str]]  # x, y and the label of the point
 
 
 def line_chart(series: Mapping[str, Points], *, title: str, x: str, y: str) -> str:
-    """One line per entry of `series`, through its points in their order; both axes begin at 0."""
+    """One line per entry of `series`, through its points in their order. Both axes begin at 0."""
     points = [point for line in series.values() for point in line]
     right = _round_up(max((px for px, _, _ in points), default=1.0))
     top = _round_up(max((py for _, py, _ in points), default=1.0))

@@ -1,4 +1,4 @@
-"""Does drafting change the tokens? Every prompt with and without it, and the first place where they part."""
+"""Check that drafting does not change the tokens: every prompt with and without it, and the first difference."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.llm import LLM
 from dflash_trt.prompts import Prompt
 
-# Sampled tokens are compared at this top-p, and prompt i with seed i.
+# Sampled tokens are compared at this top-p. Prompt i has seed i.
 TOP_P = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first position at which two token sequences part; a token is None where its sequence has ended."""
+    """The first position at which two token sequences differ. A token is None if its sequence has ended."""
 
     prompt_id: str
     position: int
@@ -30,7 +30,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way of drafting, against plain decoding of the same prompts."""
+    """One way of drafting, compared with plain decoding of the same prompts."""
 
     temperature: float
     block_length: int | None  # None: adaptive
@@ -50,10 +50,11 @@ def verify(
     batch_sizes: Sequence[int],
     max_tokens: int,
 ) -> Iterator[Case]:
-    """Compare plain decoding, one prompt at a time, with every way of drafting; yields each case when done.
+    """Compare plain decoding, one prompt at a time, with every way of drafting. Yields each case when done.
 
-    A drafted token is accepted only if plain decoding would choose it, noise included. So tokens are equal at
-    every temperature, unless the arithmetic of a row depends on how many rows go through a pass with it.
+    A drafted token is accepted only if plain decoding, with the same noise, would choose it. So tokens are equal at
+    every
+    temperature, unless the arithmetic of a row depends on the number of rows in its pass.
     """
     asked = [
         prompt.content if isinstance(prompt.content, str) else llm.chat_prompt(prompt.content)

@@ -1,4 +1,4 @@
-"""Bundles: what a build leaves behind when it ends, is killed, is repeated; what loading refuses."""
+"""Bundles: the result of a build that ends, is killed or is repeated, and the checks at load time."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_another_build_does_not_replace_a_bundle_unasked(checkpoints: Path, bund
 
 
 def test_changed_weights_make_another_bundle(checkpoints: Path, built: Path) -> None:
-    """The key covers the weights themselves: `other` differs from `drafter` in nothing else."""
+    """The key covers the weights themselves: `other` differs from `drafter` only in them."""
     other = build_pair(checkpoints, checkpoints / "other-bundle", "other")
     assert other.manifest["drafter"]["config_sha256"] == manifest_of(built)["drafter"]["config_sha256"]
     assert other.manifest["key"] != manifest_of(built)["key"]
@@ -233,7 +233,7 @@ def test_a_continued_build_does_not_digest_twice(checkpoints: Path, tmp_path: Pa
     subprocess.run([sys.executable, "-c", _KILLED, *pair, str(out), "write graphs", "0"], check=False)
     (digests,) = tmp_path.glob(".bundle.work-*/digests.json")
     known = json.loads(digests.read_text())
-    # A wrong digest, which only the interrupted build can have noted, ends up in the manifest and is noticed.
+    # Only the interrupted build can have recorded a wrong digest. It ends up in the manifest and is noticed.
     known["weights/target/model.safetensors"]["sha256"] = "0" * 64
     digests.write_text(json.dumps(known))
     with pytest.raises(BundleError, match=r"weights/target/model\.safetensors: sha256 differs"):
@@ -357,7 +357,7 @@ def test_graphs_alone_can_be_built_and_not_run(tmp_path: Path, checkpoints: Path
 
 @pytest.mark.parametrize("name", [pair.name for pair in PAIRS if pair.target_repo])
 def test_full_size_graphs_of_known_pairs_pass_the_checker(tmp_path: Path, name: str) -> None:
-    """The checker wants the weight files to exist: sparse ones of the right length, which hold nothing, do."""
+    """The checker needs the weight files to exist. Sparse files of the right length are enough."""
     bundle = build(name, None, tmp_path / "bundle", weights="none")
     for role in ("target", "drafter"):
         weights = bundle.path / "weights" / role / "model.safetensors"

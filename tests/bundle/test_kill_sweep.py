@@ -1,4 +1,4 @@
-"""A sample of what `python -m build_scripts.soak.kill_sweep` does in full: kills, full disks, what they leave."""
+"""A sample of `python -m build_scripts.soak.kill_sweep`: kills, full disks, and their remains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_what_is_killed_or_meets_a_full_disk_leaves_old_or_new_or_nothing(
     operation: str, tmp_path: Path
 ) -> None:
-    """In a process without torch's threads: it forks."""
+    """In a process without torch's threads, because it forks."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""Where things are made: nothing is deleted or written that this project did not make, whatever lies in the way."""
+"""Work directories: only files that this project made are deleted or written, whatever is in the way."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def interrupted(out: Path) -> Path:
-    """The work directory of a run that ended in the middle."""
+    """The work directory of an interrupted run."""
     with suppress(KeyboardInterrupt), workspace(out, "bundle") as place:
         (place.path / "half").write_text("done")
         raise KeyboardInterrupt
     return place.area
 
 
-# Manifests of other programs, of other versions of this one, and a damaged one.
+# Manifests of other programs and of other versions of this one, and a damaged one.
 FOREIGN: dict[str, Callable[[dict[str, Any]], str]] = {
     "another program's": lambda manifest: json.dumps({"name": "thesis", "version": 2}),
     "no JSON": lambda manifest: "CACHE MANIFEST\n# v1\nthesis.css\n",
@@ -68,7 +68,7 @@ def test_files_that_the_manifest_does_not_list_are_not_removed(checkpoints: Path
     (bundle / "weights" / "notes.txt").write_text("mine")
     before = contents(bundle)
     build_pair(checkpoints, bundle)  # the same bundle stays, and the file with it
-    with pytest.raises(BuildError, match=r"holds 1 files that are not the bundle's, as 'weights/notes\.txt'"):
+    with pytest.raises(BuildError, match=r"not part of the bundle, such as 'weights/notes\.txt'"):
         build_pair(checkpoints, bundle, "other", force=True)
     assert contents(bundle) == before
     (bundle / "weights" / "notes.txt").rename(bundle.parent / "notes.txt")
@@ -86,7 +86,7 @@ def test_a_file_that_comes_during_the_build_outlives_the_bundle(checkpoints: Pat
     Bundle.open(bundle, "full")
     (kept,) = bundle.parent.glob(".bundle.work-*/replaced/late.txt")
     assert kept.read_text() == "mine"
-    build_pair(checkpoints, bundle, force=True)  # works on, and leaves it
+    build_pair(checkpoints, bundle, force=True)  # continues, and leaves it
     assert kept.read_text() == "mine"
 
 
@@ -117,7 +117,9 @@ def test_a_symbolic_link_as_out_is_refused(checkpoints: Path, bundle: Path, tmp_
 
 
 def test_planted_links_are_not_followed(checkpoints: Path, tmp_path: Path) -> None:
-    """`.bundle.building` and `.bundle.lock` were the names of an earlier version; work directories are random now."""
+    """`.bundle.building` and `.bundle.lock` were the names of an earlier version. Work directories now have random
+    names.
+    """
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "thesis.tex").write_text("five years")
@@ -154,7 +156,7 @@ def test_a_lock_is_held_once_also_when_its_file_was_removed_meanwhile(tmp_path: 
 
 @pytest.mark.parametrize("record", [None, "{}", '{"format": "other"}', "[]", "\x00"])
 def test_directories_without_our_record_are_left_alone(tmp_path: Path, record: str | None) -> None:
-    """However they are named."""
+    """With any name."""
     other = tmp_path / ".bundle.work-0123456789ab"
     other.mkdir()
     (other / "thesis.tex").write_text("five years")
@@ -171,10 +173,10 @@ def test_a_directory_of_another_user_is_not_taken_up(tmp_path: Path, monkeypatch
     area = interrupted(tmp_path / "bundle")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with (
-        pytest.raises(BuildError, match="not a lock file of this user's"),
+        pytest.raises(BuildError, match="not a lock file of this user"),
         workspace(tmp_path / "bundle", "bundle"),
     ):
-        pass  # the lock file is made by the real user
+        pass  # the real user makes the lock file
     monkeypatch.undo()
     with workspace(tmp_path / "bundle", "bundle") as place:
         assert place.area == area
@@ -218,13 +220,13 @@ def test_what_comes_into_the_place_during_the_work_is_not_replaced(tmp_path: Pat
         (place.path / "x").write_text("x")
         out.mkdir()
         (out / "thesis.tex").write_text("five years")
-        with pytest.raises(BuildError, match="something was put there"):
+        with pytest.raises(BuildError, match="has appeared during the work"):
             place.publish()
     assert contents(out) == {"thesis.tex": b"five years"}
 
 
 def test_a_directory_cannot_be_both_old_and_removed(bundle: Path) -> None:
-    """Removing ends with the manifest: until then it says what still has to go."""
+    """Removal ends with the manifest. Until then it lists the files that still have to go."""
     manifest = manifest_of(bundle)
     (bundle / "target.onnx").unlink()
     (bundle / "extra").write_text("mine")
@@ -290,7 +292,9 @@ def test_a_file_that_is_not_written_to_its_end_does_not_appear(tmp_path: Path) -
 
 
 def test_links_in_a_checkpoint_lead_to_its_own_files(tmp_path: Path) -> None:
-    """A snapshot in the Hugging Face cache is links to the blobs of its repository; any other link out is refused."""
+    """A snapshot in the Hugging Face cache consists of links to its repository's blobs. Any other outward link is
+    refused.
+    """
     repo = tmp_path / "hub" / "models--org--name"
     snapshot = repo / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)

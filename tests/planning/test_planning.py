@@ -1,4 +1,4 @@
-"""Memory plans: against published sizes, against what our own bundles report, and against themselves."""
+"""Memory plans, compared with published sizes, with reports of our own bundles, and with each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflash_trt.planning.gpus import find_gpu, gpus
 from dflash_trt.planning.inventory import Inventory, take_inventory
 from dflash_trt.planning.memory import GIB, Settings, arena_bytes, estimate_memory
 
-# Bytes of the published safetensors, as far as known: only gpt-oss's were held against a source (OpenAI's GiB).
+# Bytes of the published safetensors, if known. Only gpt-oss's were compared with a source (OpenAI's GiB).
 PUBLISHED_TARGETS = {
     "qwen3-4b": 8_044_936_192,
     "qwen3-8b": 16_381_470_720,
@@ -48,7 +48,7 @@ def settings(gpu: str = "b200", **values: Any) -> Settings:
 
 @pytest.mark.parametrize("name", PUBLISHED_TARGETS)
 def test_weights_are_the_published_sizes(inventories: dict[str, Inventory], name: str) -> None:
-    """From config.json alone; the last two are also OpenAI's 12.8 and 60.8 GiB."""
+    """From config.json alone. The last two are also OpenAI's 12.8 and 60.8 GiB."""
     total = sum(sum(role.values()) for role in inventories[name].weights("target").values())
     assert total == PUBLISHED_TARGETS[name]
     drafter = sum(sum(role.values()) for role in inventories[name].weights("drafter").values())
@@ -88,9 +88,11 @@ def test_plans_agree_with_what_quantized_bundles_hold(text: str, tmp_path: Path)
             assert planned == pytest.approx(sum(stored.values()), rel=2e-3), f"{side} {role}"
 
 
-# Figures of TensorRT-LLM's own tests of this buffer (tests/unittest/.../test_dflash_ctx_budget): a drafter of 5 layers,
-# 16 key-value heads, head size 64 and a million positions at TP 4; the one of its B200 and H100 accuracy tests; and
-# what NVIDIA/TensorRT-LLM#16005 reports.
+# Figures from TensorRT-LLM's own tests of this buffer (tests/unittest/.../test_dflash_ctx_budget): a drafter of 5
+# layers,
+# 16 key-value heads, head size 64 and a million positions at TP 4. Also the buffer of its B200 and H100 accuracy
+# tests,
+# and the one that NVIDIA/TensorRT-LLM#16005 reports.
 def drafter_of(layers: int, kv_heads: int, head_dim: int, positions: int) -> DrafterConfig:
     base = read_drafter_config(known_configs("qwen3-8b")[1])
     return replace(
@@ -119,7 +121,7 @@ def test_the_arena_is_as_tensorrt_llm_computes_it() -> None:
     accuracy = drafter_of(5, 8, 128, 262_144)
     total = arena_bytes(accuracy, max_batch_size=128, max_seq_len=4096, draft_len=4)
     assert total / GIB == pytest.approx(10.09, abs=0.005)
-    # #16005: 5 layers, 8 heads of 128, TP 2; 64 slots (the one for padding came later) of 131,083 + 8 rows: 80 "GB".
+    # #16005: 5 layers, 8 heads of 128, TP 2; 64 slots (the padding slot came later) of 131,083 + 8 rows: 80 "GB".
     reported = drafter_of(5, 8, 128, 1_048_576)
     total = arena_bytes(reported, max_batch_size=63, max_seq_len=131_083, draft_len=7, tensor_parallel=2)
     assert total == 64 * 131_091 * 10 * 1024
@@ -135,14 +137,16 @@ def test_the_arena_is_as_tensorrt_llm_computes_it() -> None:
 def test_tensorrt_llms_own_configurations_fit(
     inventories: dict[str, Inventory], gpu: str, weights: int
 ) -> None:
-    """Its accuracy tests run with an arena of 10.09 GiB beside so many GiB of weights: room for it must be left."""
+    """Its accuracy tests run with an arena of 10.09 GiB beside this many GiB of weights. The plan must leave space
+    for it.
+    """
     free = find_gpu(gpu).memory_bytes - weights * GIB - 4 * GIB - 6 * GIB
     accuracy = drafter_of(5, 8, 128, 262_144)
     assert arena_bytes(accuracy, max_batch_size=128, max_seq_len=4096, draft_len=4) <= free
 
 
 def test_kv_cache_per_token_by_hand(inventories: dict[str, Inventory]) -> None:
-    """gpt-oss-120b: 36 layers of K and V, 8 heads of 64, BF16; its drafter 8 layers; FP8 halves it."""
+    """gpt-oss-120b: 36 layers of K and V, 8 heads of 64, BF16. Its drafter has 8 layers. FP8 halves it."""
     found = estimate_memory(inventories["gpt-oss-120b"], settings())
     assert found.kv_bytes_per_token == 2 * 36 * 8 * 64 * 2
     assert found.drafter_bytes_per_token == 2 * 8 * 8 * 64 * 2
@@ -167,7 +171,7 @@ def test_the_limits_are_tight(inventories: dict[str, Inventory], engine: str, ba
     batch = 64 if engine != "onnxruntime" else 32
     longest = replace(s, max_batch_size=batch)
     assert not estimate_memory(inventory, longest).fits
-    assert found.longest_context == 40960  # what both models were made for
+    assert found.longest_context == 40960  # the maximum of both models
     single = replace(s, max_batch_size=1, max_seq_len=found.longest_context)
     assert estimate_memory(inventory, single).largest_batch >= 1
 
@@ -184,14 +188,16 @@ def test_the_parts_make_the_whole(inventories: dict[str, Inventory]) -> None:
 
 
 def test_what_tensorrt_rtx_widens_is_counted(inventories: dict[str, Inventory]) -> None:
-    """Scratch memory of both plans as docs/tensorrt.md has it, in bytes: room for it, and not for twice as much."""
+    """Scratch memory of both plans in bytes, as in docs/tensorrt.md. The plan has space for it, but not for twice as
+    much.
+    """
     measured = {"qwen3-4b": 285e6, "qwen3-coder-30b-a3b": 673e6, "gpt-oss-20b": 528e6, "gpt-oss-120b": 528e6}
     s = settings(engine="tensorrt-rtx", max_seq_len=4096, max_batch_size=2, block_size=8)
     for name, scratch in measured.items():
         assert scratch < estimate_memory(inventories[name], s).activation_bytes < 2 * scratch, name
     quantized = replace(s, precision=parse_precision("target=nvfp4"))
     assert 468e6 < estimate_memory(inventories["qwen3-coder-30b-a3b"], quantized).activation_bytes < 2 * 468e6
-    # Plugins widen nothing, but there are none for other experts than gpt-oss's.
+    # Plugins widen nothing, but exist only for gpt-oss's experts.
     with_plugins = {
         name: estimate_memory(inventories[name], replace(s, engine="tensorrt")) for name in measured
     }
@@ -208,7 +214,7 @@ def test_precision_changes_the_weights_it_names(inventories: dict[str, Inventory
 
     base, fp8 = weights(Precision()), weights(parse_precision("target=fp8"))
     matrices = 2 * inventory.target.num_hidden_layers * 128 * 2  # bytes of q and k norms, which stay
-    rows = 36 * (2 * 12_288 + 4096)  # of gate, up and down projections: a scale for each
+    rows = 36 * (2 * 12_288 + 4096)  # rows of gate, up and down projections, with one scale each
     assert fp8["target"]["mlp"] == {"fp8": base["target"]["mlp"]["bf16"] // 2 + 4 * rows}
     assert fp8["target"]["attention"]["bf16"] == matrices
     assert fp8["target"]["embedding"] == base["target"]["embedding"]
@@ -218,7 +224,7 @@ def test_precision_changes_the_weights_it_names(inventories: dict[str, Inventory
 
 
 def test_a_pass_reads_the_experts_it_uses(inventories: dict[str, Inventory]) -> None:
-    """At most block x 4 of 128 experts; dense weights, head included, once; no embedding."""
+    """At most block x 4 of 128 experts. Dense weights, with the head, once. No embedding."""
     inventory = inventories["gpt-oss-120b"]
     found = estimate_memory(inventory, settings())
     sizes = {role: sum(n.values()) for role, n in found.weights["target"].items()}

@@ -1,4 +1,4 @@
-"""Checkpoints that NVIDIA's Model Optimizer writes are read to the numbers that it computes with."""
+"""Checkpoints from NVIDIA's Model Optimizer are read as the numbers that it computes with."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def outputs(layer: str) -> int:
 
 
 def exported(source: Path, out: Path, config: str) -> tuple[dict[str, Floats], Floats | None]:
-    """Export the model to `out`; returns its rounded weights, and its logits where a CPU can round inputs."""
+    """Export the model to `out`. Returns its rounded weights, and its logits if a CPU can round inputs."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     chosen: dict[str, Any] = deepcopy(getattr(mtq, config))
     if config == "INT4_AWQ_CFG":
@@ -103,7 +103,7 @@ def test_logits_are_those_of_model_optimizer(
     assert all(checkpoint.quantization.algorithm(layer) is not None for layer in LAYERS)
     ours = logits_of(tmp_path / "exported", drafter, tmp_path / "bundle")
     plain = logits_of(target, drafter, tmp_path / "plain")
-    # What is left is rounding that falls the other way somewhere, and scales that the export makes fused layers share.
+    # The rest is rounding to the other side in some places, and scales that the export makes fused layers share.
     assert np.linalg.norm(ours - expected) < 0.02 * np.linalg.norm(expected)
     assert np.linalg.norm(ours - expected) < np.linalg.norm(plain - expected) / 2
 
@@ -120,7 +120,7 @@ def test_weights_are_read_to_the_same_numbers(pair: tuple[Path, Path], tmp_path:
             assert (stored.pre_quant_scale is not None) == (config == "INT4_AWQ_CFG")
             np.testing.assert_allclose(found, weights[layer], rtol=1e-6, atol=1e-9)
             continue
-        # The export makes these share scales, and moves AWQ's factors into the norm before them.
+        # The export makes these layers share scales, and moves AWQ's factors into the preceding norm.
         norm = "input_layernorm" if "self_attn" in layer else "post_attention_layernorm"
         norm = f"{layer.rpartition('.')[0].rpartition('.')[0]}.{norm}.weight"
         whole = found * (checkpoint.array(norm) / original.array(norm))
@@ -198,7 +198,7 @@ def test_a_scale_that_is_missing_is_named(pair: tuple[Path, Path], tmp_path: Pat
 
 
 def test_mxfp4_is_read_to_the_same_numbers(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Model Optimizer's configuration of weights only, which leaves attention as it is."""
+    """Model Optimizer's configuration for weights only, which leaves attention unchanged."""
     exported(pair[0], tmp_path / "exported", "MXFP4_MLP_WEIGHT_ONLY_CFG")
     checkpoint = Checkpoint(tmp_path / "exported")
     assert checkpoint.quantization.name == "MXFP4"
@@ -254,7 +254,7 @@ def test_logits_of_experts_are_those_of_model_optimizer(
     weights, expected = exported(moe[0], tmp_path / "exported", config)
     assert expected is not None
     for layer, w in experts_of(Checkpoint(tmp_path / "exported")).items():
-        # Model Optimizer's export divides where its simulation multiplies: a tie may fall the other way.
+        # Model Optimizer's export divides where its simulation multiplies, so a tie may fall to the other side.
         assert (~np.isclose(w, weights[layer], rtol=1e-6, atol=1e-9)).mean() < 1e-3
     ours = logits_of(tmp_path / "exported", moe[1], tmp_path / "bundle")
     plain = logits_of(moe[0], moe[1], tmp_path / "plain")
@@ -290,7 +290,7 @@ def test_four_bit_experts_are_read_to_the_same_numbers(
 
 
 def test_calibrating_experts_with_model_optimizer(moe: tuple[Path, Path], tmp_path: Path) -> None:
-    """One token reaches two of the experts; all have its scale. Down projections can be left as they are."""
+    """One token reaches two of the experts, but all get its scale. Down projections can stay unquantized."""
     prompts = [[5]]
     theirs = Checkpoint(quantize_with_modelopt(moe[0], tmp_path / "theirs", "fp8", prompts))
     assert len(experts_of(theirs)) == 2 * 3 * EXPERTS

@@ -1,4 +1,4 @@
-"""Quantized linears through TensorRT-RTX, with no GPU: what builds where, and that plans keep weights packed."""
+"""Quantized linear layers in TensorRT-RTX without a GPU: builds per GPU, and packed weights in plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.doubles.family_checkpoints import make_qwen3_moe
 
 SIZE, LAYER = 2048, "layers.0.mlp.up_proj"
 BF16_BYTES = 2 * SIZE * SIZE
-# Bytes per weight, scales included, and what a plan has besides at most.
+# Bytes per weight with its scales, then the largest additional size of a plan.
 PACKED = {"fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125, "int4": 0.515625}
 KERNELS = 800_000
 EXPERTS, COUNT, WIDTH = "layers.0.mlp.experts", 8, 768

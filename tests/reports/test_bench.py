@@ -1,4 +1,4 @@
-"""The benchmark's loads, figures, table, JSON line and drawing, on a small random pair."""
+"""The benchmark's loads, figures, table, JSON line and chart, for a small random pair."""
 
 from __future__ import annotations
 
