@@ -1,4 +1,4 @@
-"""DFlash for TensorRT and ONNX Runtime: block-diffusion speculative decoding, the same tokens faster."""
+"""DFlash for TensorRT and ONNX Runtime: block-diffusion speculative decoding. The same tokens, faster."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # On first use, so that the command line starts without loading an engine.
+    # Imported on first use, so that the command line starts without loading an engine.
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     if name == "__version__":

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: many requests at once, from asyncio. One thread runs the engine; requests come and go between rounds."""
+"""`AsyncLLM`: concurrent requests from asyncio. One thread runs the engine; requests come and go between rounds."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from dflash_trt.errors import BusyError, DFlashError, EngineError, RequestError,
 from dflash_trt.runtime import Messages, Prompt, Runtime
 from dflash_trt.text.text_thread import TextThread
 
-# What the engine thread hands to a stream: a chunk, or why there will be no more.
+# An item from the engine thread to a stream: a chunk, or the error that ends the stream.
 _Item = Chunk | DFlashError
-_LONG = 1e9  # seconds: as good as no timeout
+_LONG = 1e9  # seconds: practically no timeout
 
 
 @dataclass(slots=True)
 class _Stream:
-    """Where the chunks of a request go; before `due`, a time of perf_counter, only the last one does."""
+    """The destination of a request's chunks. Before the time `due` (perf_counter), only the last chunk is delivered."""
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[_Item]
@@ -38,16 +38,18 @@ class _Stream:
 
 
 class AsyncLLM:
-    """A bundle that serves many requests at a time. Arguments as `LLM`'s, and:
+    """A bundle that serves many requests at a time. Arguments as for `LLM`, and:
 
-    max_queue: requests that may wait beyond the `max_batch_size` being decoded; further ones get BusyError at once.
-    block_length: tokens verified per round, 1..block_size (default: what is expected to be fastest, see
+    max_queue: requests that may wait beyond the `max_batch_size` being decoded. Further ones get BusyError at once.
+    block_length: tokens verified per round, 1..block_size (default: the number expected to be fastest, see
         `AdaptiveLength`).
-    stream_interval: seconds. What follows a chunk of a stream sooner is held back and comes as one chunk, by the first
-        step of the engine after them; the end never waits (default 0: a chunk per round).
+    stream_interval: the least number of seconds between chunks of a stream. Tokens in between are held back and
+    delivered as
+        one chunk, in the first round after the interval. The end is never held back (default 0: a chunk per round).
 
-    A request's tokens do not depend on what else is served. An error of one request ends that request and no other.
-    Use it as an async context manager, or `await close()`. What runs when the interpreter exits is cancelled.
+    A request's tokens do not depend on the other requests. An error of one request ends only that request. Use it as
+    an
+    async context manager, or `await close()`. Requests that run when the interpreter exits are cancelled.
     """
 
     def __init__(
@@ -81,26 +83,28 @@ class AsyncLLM:
         self._limit = max_batch_size + max_queue
         self._stream_interval = stream_interval
         self._streams: dict[Request, _Stream] = {}
-        self._held: dict[Request, list[Emission]] = {}  # what streams wait for; the engine thread's
+        self._held: dict[
+            Request, list[Emission]
+        ] = {}  # tokens held back from streams; used by the engine thread only
         self._arrivals: list[Request] = []
         self._texts, self._preparing = TextThread(), 0
-        self._departures: list[Request] = []  # whose streams have left before the end
+        self._departures: list[Request] = []  # streams that ended early
         self._wake = threading.Condition()
         self._closing = self._cancelling = False
         self._failure: EngineError | None = None
         self._thread = threading.Thread(target=self._serve, name="dflash-trt engine", daemon=True)
-        # A thread that computes while the interpreter goes down aborts the process.
+        # A thread that computes while the interpreter shuts down aborts the process.
         atexit.register(self._exit)
         self._thread.start()
 
     @property
     def metrics(self) -> Metrics:
-        """What was served so far."""
+        """Metrics of everything served so far."""
         return self._runtime.scheduler.metrics
 
     @property
     def in_flight(self) -> int:
-        """Requests being tokenized, waiting or being decoded."""
+        """Requests that are tokenized, waiting or decoded."""
         return len(self._streams) + self._preparing
 
     async def stream(
@@ -112,16 +116,19 @@ class AsyncLLM:
         block_length: int | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Complete one prompt, as chunks: runs of tokens, as rounds commit them (see `stream_interval`).
+        """Complete one prompt in chunks: the tokens that rounds commit (see `stream_interval`).
 
         A consumer that leaves (`aclose`, a cancelled task) frees the slot before the next round. After `timeout`
-        seconds the request ends with finish_reason "timeout". `block_length`: most tokens that a round verifies for
-        this request (default: what the rounds are made for).
+        seconds the
+        request ends with finish_reason "timeout". `block_length` limits the tokens that a round verifies for this
+        request.
 
         Raises:
-            RequestError: the request cannot be met.  BusyError: too many requests wait already.
-            DecodingError: decoding this request failed; the others go on.
-            EngineError: the engine failed, and takes no more requests.  DFlashError: this object is closed.
+            RequestError: the request is impossible.
+            BusyError: too many requests are waiting.
+            DecodingError: decoding this request failed; the others continue.
+            EngineError: the engine failed and accepts no more requests.
+            DFlashError: this object is closed.
         """
         request, queue = await self._admit(
             prompt, sampling_params, speculate, block_length, timeout, interval_from=0.0
@@ -152,13 +159,15 @@ class AsyncLLM:
     def chat_prompt(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Token ids of the rendered chat, ready for `stream` and `generate`. It tokenizes where it is called: a long
-        chat holds an event loop up, unless it is given to `asyncio.to_thread`.
+        """Token ids of the rendered chat, ready for `stream` and `generate`.
+
+        Tokenizes in the calling thread. For a long chat, use `asyncio.to_thread`, so that the event loop is not
+        blocked.
         """
         return self._runtime.chat_prompt(messages, chat_template_kwargs)
 
     async def close(self, *, finish: bool = True) -> None:
-        """Take no more requests; finish those in flight, or cancel them; then free the engines."""
+        """Accept no more requests, finish or cancel those in flight, then free the engines."""
         self._stop(finish=finish)
         await asyncio.to_thread(self._thread.join)
         atexit.unregister(self._exit)
@@ -191,8 +200,9 @@ class AsyncLLM:
         *,
         interval_from: float,
     ) -> tuple[Request, asyncio.Queue[_Item]]:
-        """A request in its place, and where its chunks will come. Long texts are tokenized in a thread; who leaves
-        meanwhile leaves its place.
+        """A place for a request, and the queue of its chunks. A thread tokenizes long texts.
+
+        A caller that leaves meanwhile gives its place back.
         """
         if timeout is not None and (
             not isinstance(timeout, Real) or isinstance(timeout, bool) or not timeout >= 0
@@ -227,13 +237,11 @@ class AsyncLLM:
                 self._wake.notify()
 
     def _check_room(self) -> None:
-        """Raise why no further request is taken. Under the lock."""
+        """Raise the reason why no further request is accepted. Call it under the lock."""
         if self._failure is not None or self._closing:
             raise self._failure or DFlashError("this AsyncLLM is closed; open the bundle again")
         if self.in_flight >= self._limit:
-            raise BusyError(
-                f"{self.in_flight} requests are in flight, the most taken at a time; try again later"
-            )
+            raise BusyError(f"{self.in_flight} requests are in flight, which is the limit; try again later")
 
     async def _follow(self, request: Request, queue: asyncio.Queue[_Item]) -> AsyncGenerator[Chunk, None]:
         try:
@@ -252,7 +260,7 @@ class AsyncLLM:
                 self._wake.notify()
 
     def _serve(self) -> None:
-        """The engine thread. It frees the engines, too, so that no pass is running then."""
+        """The engine thread. It also frees the engines, so that no pass is running then."""
         try:
             self._serve_requests()
         except BaseException as error:
@@ -278,7 +286,7 @@ class AsyncLLM:
             self._deliver(scheduler.step(self._lengths))
 
     def _deliver(self, emissions: list[Emission]) -> None:
-        """Hand what is due to the streams, with one wake-up per event loop."""
+        """Deliver the chunks that are due, with one wake-up per event loop."""
         for emission in emissions:
             self._held.setdefault(emission.request, []).append(emission)
         now = perf_counter()
@@ -290,7 +298,7 @@ class AsyncLLM:
                     continue
                 stream.due = now + self._stream_interval
                 by_loop.setdefault(stream.loop, []).extend((stream.queue, item) for item in items(held))
-                if held[-1].finish_reason is not None:  # its place is free, whoever reads the end
+                if held[-1].finish_reason is not None:  # its place is free, even if nobody reads the end
                     self._streams.pop(request, None)
             del self._held[request]
         for loop, due in by_loop.items():
@@ -300,29 +308,29 @@ class AsyncLLM:
                 self._forget(loop)
 
     def _forget(self, loop: asyncio.AbstractEventLoop) -> None:
-        """A closed loop runs nothing any more, not even the end of its streams."""
+        """Drop the streams of a closed event loop. It can no longer run them."""
         with self._wake:
             for request in [r for r, stream in self._streams.items() if stream.loop is loop]:
                 self._departures.append(request)
                 del self._streams[request]
 
     def _fail(self, error: BaseException) -> None:
-        """The engine is in an unknown state: end every stream with the error, and take no more requests."""
+        """End every stream with the error and accept no more requests. The engine's state is unknown."""
         with self._wake:
             self._failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
             self._failure.__cause__ = error
             streams, self._streams, self._arrivals = self._streams, {}, []
         for request, stream in streams.items():
             last: list[_Item] = [*items(self._held.pop(request, [])), self._failure]
-            with contextlib.suppress(RuntimeError):  # of a closed loop
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 stream.loop.call_soon_threadsafe(_put, [(stream.queue, item) for item in last])
 
 
 def _size(prompt: Prompt, params: SamplingParams) -> int:
-    """Characters, or tokens, that a request has to be made of."""
+    """The length of a request's prompt and texts, in characters or tokens."""
     try:
         return len(prompt) + sum(map(len, (*params.stop, *params.bad_words)))
-    except TypeError:  # which the request will be refused for
+    except TypeError:  # the request will be refused for it
         return 0
 
 

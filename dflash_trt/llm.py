@@ -25,14 +25,19 @@ from dflash_trt.runtime import Messages, Prompt, Runtime
 class LLM:
     """A target and its drafter, loaded from a bundle.
 
-    max_batch_size: sequences decoded at the same time; each holds cache memory for max_seq_len tokens.
-    prefill_chunk: prompt tokens per pass.  threads: CPU threads per pass (default: every core this process may use).
-    prefix_cache_bytes: most memory for cache rows of requests that have ended, which prompts with the same beginning
-    take over; 0 reuses no rows at all.
-    check: how much of the bundle is verified before it is used, see `Bundle.open`.
+    max_batch_size: sequences decoded at the same time. Each needs cache memory for max_seq_len tokens.
+    prefill_chunk: prompt tokens per pass.
+    threads: CPU threads per pass (default: every core this process may use).
+    prefix_cache_bytes: memory limit for cache rows of finished requests. Prompts with the same beginning reuse them.
+    0
+        reuses no rows at all.
+    check: how thoroughly the bundle is verified first, see `Bundle.open`.
 
-    Raises BundleError if the bundle is not whole. One call generates at a time (`AsyncLLM` serves many); use it as a
-    context manager, or `close()` it, to free the memory. A call that is interrupted (Ctrl-C) leaves nothing behind.
+    One call generates at a time (`AsyncLLM` serves many). Use it as a context manager, or `close()` it, to free the
+    memory.
+    An interrupted call (Ctrl-C) leaves nothing behind.
+
+    Raises BundleError if the bundle is incomplete.
     """
 
     def __init__(
@@ -55,9 +60,9 @@ class LLM:
         )
         self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
         self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
-        # Held while the engines run. `close` waits for it, and so never takes the memory of a pass that runs.
+        # Held while the engines run. `close` waits for it, so it never frees the memory of a running pass.
         self._engines = threading.RLock()
-        # Whose turn it is to generate: a reference to what lives as long as that call.
+        # The call that may generate: a reference to an object that lives as long as the call.
         self._turn: weakref.ref[_Turn] | None = None
         self._closed = False
         self._free = weakref.finalize(self, _free, self._engines, self._runtime)
@@ -90,21 +95,23 @@ class LLM:
         speculate: bool = True,
         block_length: int | None = None,
     ) -> Completion | list[Completion]:
-        """Complete one prompt (text or token ids), or a list of them, in the order given.
+        """Complete one prompt (text or token ids), or a list of them, in the given order.
 
-        The tokens are the same with and without `speculate`, for every `block_length` and in every batch: only the
-        speed differs. `block_length` is the number of tokens verified per round; by default each round drafts and
-        verifies what is expected to be fastest, plain decoding included (`AdaptiveLength`).
+        The tokens are the same with and without `speculate`, for every `block_length` and in every batch. Only the
+        speed
+        differs. `block_length` is the number of tokens verified per round. By default each round drafts and verifies
+        the number
+        that is expected to be fastest, or none (`AdaptiveLength`).
 
-        A request of a list that fails while it is decoded does not end the others: they are finished, and BatchError
-        has their completions.
+        If a request of a list fails during decoding, the others are finished, and BatchError has their completions.
 
         Raises:
-            RequestError: a prompt is empty or too long for max_seq_len, or a parameter is out of range; nothing was
-                generated then.
-            DecodingError: decoding this prompt failed.  BatchError: decoding some prompts of a list failed.
-            EngineError: an engine failed; nothing is finished.
-            DFlashError: this object is closed, or was closed by another thread meanwhile.
+            RequestError: a prompt is empty or too long for max_seq_len, or a parameter is out of range. Nothing was
+                generated.
+            DecodingError: decoding this prompt failed.
+            BatchError: decoding some prompts of a list failed.
+            EngineError: an engine failed; no request is finished.
+            DFlashError: this object is closed, or another thread closed it meanwhile.
         """
         single = _is_single(prompts)
         listed = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
@@ -138,7 +145,7 @@ class LLM:
         speculate: bool = True,
         block_length: int | None = None,
     ) -> Iterator[Chunk]:
-        """Complete one prompt, as chunks: runs of tokens, as each round commits them. See `generate`."""
+        """Complete one prompt in chunks: the tokens that each round commits. See `generate`."""
         request = self._runtime.request(prompt, sampling_params or SamplingParams(), draft=speculate)
         return _chunks(self._decode([request], speculate, block_length))
 
@@ -164,7 +171,7 @@ class LLM:
         block_length: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Chunk]:
-        """`chat`, as chunks."""
+        """`chat`, in chunks."""
         prompt = self.chat_prompt(messages, chat_template_kwargs)
         return self.stream(prompt, sampling_params, speculate=speculate, block_length=block_length)
 
@@ -189,13 +196,13 @@ class LLM:
 
     @property
     def metrics(self) -> Metrics:
-        """What was generated so far."""
+        """Metrics of everything generated so far."""
         return self._runtime.scheduler.metrics
 
     def close(self) -> None:
         """Free the engines and their caches. Further calls raise DFlashError.
 
-        Where another thread generates, this waits for the pass that runs; the call there then raises DFlashError.
+        If another thread generates, this waits for the current pass. The call there then raises DFlashError.
         """
         self._closed = True
         self._free()
@@ -218,7 +225,7 @@ class LLM:
             with self._engines:
                 self._take_turn(turn)
                 with _engine_errors():
-                    scheduler.clear()  # what an interruption may have left
+                    scheduler.clear()  # an interruption may have left some
                     lengths = self._runtime.lengths(speculate, length)
                 for request in requests:
                     request.arrived = perf_counter()
@@ -231,17 +238,17 @@ class LLM:
                         emissions = scheduler.step(lengths)
                     idle = scheduler.idle
                 yield from emissions
-        finally:  # also of a stream that was not read to its end
+        finally:  # also for a stream that was not read to its end
             self._end_turn(turn)
 
     def _take_turn(self, turn: _Turn) -> None:
         self._check_open()
         if self._turn is not None and self._turn() is not None:
-            raise RequestError("this LLM is generating already; finish or close that stream first")
+            raise RequestError("this LLM is already generating; finish or close that stream first")
         self._turn = weakref.ref(turn)
 
     def _end_turn(self, turn: _Turn) -> None:
-        """Rows of requests that were not finished stay for others. What an error left, the next call clears."""
+        """Keep the rows of unfinished requests for reuse. The next call clears the rest after an error."""
         with self._engines:
             if self._turn is None or self._turn() is not turn:
                 return
@@ -256,7 +263,7 @@ class LLM:
 
 
 class _Turn:
-    """Lives as long as the call that generates, however that ends."""
+    """An object that lives as long as the call that generates."""
 
 
 @contextmanager
@@ -270,7 +277,7 @@ def _engine_errors() -> Iterator[None]:
 
 
 def _chunks(emissions: Generator[Emission]) -> Iterator[Chunk]:
-    with closing(emissions):  # before an error goes on its way: whoever handles it may generate
+    with closing(emissions):  # before an error propagates: its handler may generate
         for emission in emissions:
             for item in items([emission]):
                 if isinstance(item, RequestError):
@@ -284,7 +291,9 @@ def _free(engines: threading.RLock, runtime: Runtime) -> None:
 
 
 def _is_single(prompts: Any) -> bool:
-    """Whether this is one prompt: a text, token ids, or what is no list of prompts at all, as its request will say."""
+    """Whether this is one prompt: a text, token ids, or anything that is not a list of prompts. Its request will
+    refuse that.
+    """
     if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Sequence | np.ndarray):
         return True
     return getattr(prompts, "ndim", 1) == 0 or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))

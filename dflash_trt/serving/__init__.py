@@ -1,1 +1,1 @@
-"""Triton Inference Server: a model repository for a bundle, the engine process behind it, the server's launch."""
+"""Serving with Triton Inference Server: a bundle's model repository, its engine process, and the server's launch."""

@@ -1,4 +1,4 @@
-"""Where tritonserver is, and what it is told."""
+"""Find tritonserver, and set its arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STUB = "triton_python_backend_stub"
 
 @dataclass
 class Server:
-    """A tritonserver: how to start it, and what its environment needs beyond this process's."""
+    """A tritonserver: its command, and its additional environment variables."""
 
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
@@ -29,8 +29,9 @@ class Server:
 def find_server(directory: Path) -> Server | None:
     """The tritonserver on the PATH, else the one of nvidia-pytriton's wheel, else None.
 
-    The wheel's needs its backend put together with the stub for this Python: done in `directory`, with links.
-    Raises DFlashError if the wheel has none for this Python, or libpython is missing.
+    The wheel's backend has to be combined with the stub for this Python. That is done in `directory`, with links.
+
+    Raises DFlashError if the wheel has no stub for this Python, or libpython is missing.
     """
     if found := shutil.which("tritonserver"):
         return Server([found])
@@ -42,16 +43,15 @@ def find_server(directory: Path) -> Server | None:
     stub = root / "python_backend_stubs" / version / STUB
     if not stub.is_file():
         known = ", ".join(sorted(path.parent.name for path in root.glob(f"python_backend_stubs/*/{STUB}")))
-        raise DFlashError(
-            f"nvidia-pytriton has no Python backend for Python {version}, only for {known}: use one of these"
-        )
+        raise DFlashError(f"nvidia-pytriton has no Python backend for Python {version}; use one of: {known}")
     backend = directory / "backends" / "python"
     backend.mkdir(parents=True)
     for file in (stub, *(path for path in (root / "backends" / "python").iterdir() if path.is_file())):
         if not (backend / file.name).exists():
             (backend / file.name).symlink_to(file)
     libraries = [str(_libpython(version).parent), os.environ.get("LD_LIBRARY_PATH", "")]
-    # The stub embeds the interpreter whose python3 it finds first: this one, so that it has its packages.
+    # The stub embeds the first python3 that it finds. This interpreter comes first, so that its packages are
+    # available.
     path = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     command = [str(root / "bin" / "tritonserver"), "--backend-directory", str(backend.parent)]
     environment = {"LD_LIBRARY_PATH": ":".join(filter(None, libraries)), "PATH": ":".join(path)}
@@ -76,7 +76,7 @@ def _libpython(version: str) -> Path:
 
 
 def server_arguments(repository: Path, sockets: Sockets, log_level: LogLevel) -> list[str]:
-    """tritonserver's arguments. Models are loaded on request, so that one that has failed can be loaded again."""
+    """tritonserver's arguments. Models are loaded on request, so that a failed one can be loaded again."""
     shown = get_args(LogLevel).index(log_level)
     arguments = {
         "model-repository": repository,
@@ -86,6 +86,6 @@ def server_arguments(repository: Path, sockets: Sockets, log_level: LogLevel) ->
         "log-verbose": int(shown >= 3),
         "log-info": "true" if shown >= 2 else "false",
         "log-warning": "true" if shown >= 1 else "false",
-        "exit-timeout-secs": 3600,  # `Supervisor` has the patience
+        "exit-timeout-secs": 3600,  # `Supervisor` limits the time instead
     }
     return [f"--{name}={value}" for name, value in arguments.items()]

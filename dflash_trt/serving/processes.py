@@ -1,4 +1,4 @@
-"""Processes of this machine, as /proc shows them."""
+"""Processes of this machine, from /proc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Process = tuple[str, str, str]  # name, state, arguments
 
 
 def descendants(root: int) -> dict[int, Process]:
-    """The processes below one: pid to name, state (as /proc has it) and arguments."""
+    """The processes below one: pid -> name, state (as in /proc) and arguments."""
     found: dict[int, Process] = {}
     pending = [root]
     while pending:
@@ -35,12 +35,12 @@ def _process(pid: int) -> Process:
 
 
 def is_same(pid: int, process: Process) -> bool:
-    """Whether a process is still the one it was: numbers are used again."""
+    """Whether `pid` is still the same process. Process ids are reused."""
     return bool(process[2]) and _process(pid)[2] == process[2]
 
 
 def has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait for so long."""
+    """Wait for the process. Returns False if it runs for more than this many seconds."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return process.poll() is not None

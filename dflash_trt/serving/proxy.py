@@ -1,10 +1,11 @@
-"""The process that clients talk to: it reads HTTP and gRPC, and passes on to tritonserver what it has checked.
+"""The process that clients talk to. It reads HTTP and gRPC, checks requests, and passes them on to tritonserver.
 
     python -m dflash_trt.serving.proxy FD SETTINGS
 
 tritonserver listens on Unix sockets in a directory that only its user may enter. Its HTTP server must not read what
-strangers send: version 24.10 ends at one chunked request (CVE-2025-23310) and at one deeply nested JSON body. On FD,
-a socket, this process says {"ready": true} or {"fatal": why}; it ends when the other end is closed.
+strangers send: one chunked request (CVE-2025-23310) or one deeply nested JSON body ends version 24.10. FD is a
+socket.
+This process writes {"ready": true} or {"fatal": reason} to it, and ends when the other side closes it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from pathlib import Path
 
 from dflash_trt.errors import DFlashError
 
-_LONGEST_PATH = 107  # of a Unix socket, on Linux
+_LONGEST_PATH = 107  # characters of a Unix socket's path on Linux
 
 
 @dataclass(frozen=True)
 class Settings:
-    """host: the address to listen on.  upstream: the directory of tritonserver's sockets.
+    """The proxy's settings.
 
-    max_bytes: the longest body or gRPC message that is taken from a client.
+    host: the address to listen on.
+    upstream: the directory of tritonserver's sockets.
+    max_bytes: the longest body or gRPC message that a client may send.
     """
 
     host: str
@@ -43,21 +46,23 @@ class Settings:
 
 
 def max_request_bytes(max_seq_len: int) -> int:
-    """What the longest prompt of a bundle may take: 64 bytes a token, as JSON or protobuf, and 1 MiB of the rest."""
+    """The size limit of a request for this bundle: 64 bytes per prompt token, as JSON or protobuf, and 1 MiB for the
+    rest.
+    """
     return (1 << 20) + 64 * max_seq_len
 
 
 @dataclass(frozen=True)
 class Sockets:
-    """tritonserver's sockets in a directory. Raises DFlashError where its path is too long for them."""
+    """tritonserver's sockets in a directory. Raises DFlashError if its path is too long for them."""
 
     directory: Path
 
     def __post_init__(self) -> None:
         if len(bytes(self.metrics)) > _LONGEST_PATH:
             raise DFlashError(
-                f"{self.directory}: too long for Unix sockets, whose paths have {_LONGEST_PATH} bytes at most; name a "
-                "shorter directory in TMPDIR"
+                f"{self.directory}: too long for Unix sockets, whose paths have at most {_LONGEST_PATH} bytes; "
+                "set TMPDIR to a shorter directory"
             )
 
     @property
@@ -70,29 +75,29 @@ class Sockets:
 
     @property
     def grpc(self) -> Path:
-        return self.directory / "grpc:1"  # tritonserver puts the port behind the address
+        return self.directory / "grpc:1"  # tritonserver appends the port to the address
 
     def arguments(self) -> dict[str, str | int]:
-        """What tritonserver is told, to listen there and nowhere else."""
+        """tritonserver's arguments for listening on these sockets only."""
         return {
             "http-address": f"unix:{self.http}",
-            "http-port": 1,  # wanted, and without effect
+            "http-port": 1,  # required, without effect
             "grpc-address": f"unix:{self.directory / 'grpc'}",
             "grpc-port": 1,
             "metrics-address": f"unix:{self.metrics}",
             "metrics-port": 1,
             "allow-sagemaker": "false",
-            "allow-vertex-ai": "false",  # else a variable of the environment opens one more port
+            "allow-vertex-ai": "false",  # otherwise an environment variable could open one more port
         }
 
     def remove(self) -> None:
-        """Of a server that has ended: the next one could not listen."""
+        """Remove the sockets of a server that has ended. Otherwise the next one could not listen."""
         for path in (self.http, self.metrics, self.grpc):
             path.unlink(missing_ok=True)
 
 
 def check_installed() -> None:
-    """Raises DFlashError where a package of the extra `serve` is missing."""
+    """Raise DFlashError if a package of the extra `serve` is missing."""
     try:
         import aiohttp  # noqa: F401
         import grpc  # noqa: F401
@@ -112,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def serve(connection: socket.socket, settings: Settings) -> int:
-    """Until the other end of the connection is closed; the exit code."""
+    """Serve until the other side closes the connection. Returns the exit code."""
     from dflash_trt.serving.proxy_grpc import serve_grpc
     from dflash_trt.serving.proxy_http import serve_http
 

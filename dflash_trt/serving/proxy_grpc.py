@@ -1,7 +1,8 @@
-"""gRPC in front of tritonserver: grpc core reads messages, and those of open methods are passed on unread.
+"""gRPC in front of tritonserver. grpc core reads the messages; those of open methods are passed on unread.
 
-The methods that load models, map shared memory, trace and log are not passed on, and a message has a greatest length,
-which tritonserver's own gRPC server has not.
+Methods that load models, map shared memory, trace or log are closed. Messages have a size limit, which tritonserver's
+own
+gRPC server does not have.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _METHODS = {
     *(_SERVICE + name for name in ("ModelConfig", "ModelStatistics", "ModelInfer")),
 }
 _STREAM = _SERVICE + "ModelStreamInfer"
-_HEADERS = ("triton_grpc_error",)  # of a client's, those that mean something to Triton
+_HEADERS = ("triton_grpc_error",)  # headers of a client that Triton interprets
 
 
 class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Methods with messages as bytes, each of which asks the channel the same."""
+    """Methods with messages as bytes. Each calls the same method of the channel."""
 
     def __init__(self, channel: aio.Channel) -> None:
         self._channel = channel
@@ -63,7 +64,7 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
         except aio.AioRpcError as error:
             await _fail(context, error)
         finally:
-            call.cancel()  # of a client that has left; nothing where it is over
+            call.cancel()  # the client has left; no effect on a finished call
 
 
 def _metadata(context: aio.ServicerContext) -> list[tuple[str, str | bytes]]:
@@ -71,13 +72,13 @@ def _metadata(context: aio.ServicerContext) -> list[tuple[str, str | bytes]]:
 
 
 async def _fail(context: aio.ServicerContext, error: aio.AioRpcError) -> None:
-    """End a call as the server did."""
+    """End a call with the server's status."""
     await context.abort(error.code(), error.details() or "", error.trailing_metadata() or ())
 
 
 @asynccontextmanager
 async def serve_grpc(settings: Settings) -> AsyncIterator[None]:
-    """Raises DFlashError where the address cannot be had."""
+    """Serve gRPC. Raises DFlashError if the address is not available."""
     upstream = [
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
@@ -98,7 +99,7 @@ async def serve_grpc(settings: Settings) -> AsyncIterator[None]:
         server.add_generic_rpc_handlers((GrpcProxy(channel),))
         try:
             server.add_insecure_port(f"{host}:{settings.grpc_port}")
-        except RuntimeError:  # it says no more than that
+        except RuntimeError:  # the exception gives no reason
             raise DFlashError(
                 f"cannot listen on {host}:{settings.grpc_port} for gRPC; give another --grpc-port or --host"
             ) from None

@@ -1,6 +1,7 @@
-"""HTTP in front of tritonserver: aiohttp reads requests, checks them, and passes them on to a Unix socket.
+"""HTTP in front of tritonserver. aiohttp reads requests; checked ones are passed on to a Unix socket.
 
-What is passed on is written anew: one of the paths below, a whole body with its length, none of the client's headers.
+A passed-on request is written anew: one of the paths below, a complete body with its length, none of the client's
+headers.
 """
 
 from __future__ import annotations
@@ -21,15 +22,13 @@ from aiohttp.http_exceptions import HttpProcessingError
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving.proxy import Settings, Sockets
 
-# Seconds: for a connection to send the head of a request, for a body to arrive, for a client to take what it is sent.
+# Seconds for: a connection to send the head of a request, a body to arrive, a client to read its answer.
 IDLE_SECONDS, BODY_SECONDS, TAKE_SECONDS = 15.0, 30.0, 60.0
-MAX_CONNECTIONS = 4096  # the longest idle ones make room for more
-MAX_HELD_BYTES = 256 << 20  # bodies of all clients at one time
-MAX_CHUNKS = (
-    4096  # of a body without a length: reading chunks of a byte takes 100 times as long as reading a body
-)
-# Levels of lists and objects in a body, and how many there are. A request has two levels and a handful; Triton 24.10
-# ends at 100,000 levels, which take 200 kB.
+MAX_CONNECTIONS = 4096  # beyond this, the longest idle ones are closed
+MAX_HELD_BYTES = 256 << 20  # bodies of all clients together
+MAX_CHUNKS = 4096  # bytes per read of a body without a length: reading single bytes takes 100 times as long
+# Nesting depth and number of lists and objects in a body. A request has two levels and a handful of objects. Triton
+# 24.10 crashes at 100,000 levels, which take 200 kB.
 MAX_NESTING, MAX_NESTED = 8, 1000
 
 _MODEL = r"/v2/models/\w[\w.-]*(?:/versions/\d+)?"
@@ -40,11 +39,11 @@ _GENERATE = re.compile(rf"{_MODEL}/generate(?:_stream)?", re.A)
 _METRICS = re.compile("/metrics")
 _NOTHING = re.compile("(?!)")
 _STREAM = "text/event-stream"
-_LOST = "the server ended before it had answered; it is being started again"
+_LOST = "the server ended before it answered; it is being restarted"
 
 
 class Refused(Exception):
-    """A request that is not passed on: status and message."""
+    """A request that is not passed on, with the status and message of its answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -52,19 +51,19 @@ class Refused(Exception):
 
 
 class HttpProxy:
-    """Passes GET of the paths `read` and POST of the paths `ask` on to a server at a Unix socket.
+    """Pass on GET for the paths `read` and POST for the paths `ask` to a server at a Unix socket.
 
-    max_bytes: the longest body that is taken.
+    max_bytes: the longest body that is accepted.
     """
 
     def __init__(self, socket: Path, read: re.Pattern[str], ask: re.Pattern[str], max_bytes: int) -> None:
         self._socket, self._read, self._ask, self._max_bytes = socket, read, ask, max_bytes
-        self._busy: set[Any] = set()  # connections with a request that has arrived and is not answered
-        self._held = 0  # bytes of bodies
+        self._busy: set[Any] = set()  # connections with an unanswered request
+        self._held = 0  # bytes of all bodies
 
     @asynccontextmanager
     async def serve(self, host: str, port: int, option: str) -> AsyncIterator[None]:
-        """option: what the port is called on the command line. Raises DFlashError where the address cannot be had."""
+        """Serve HTTP. `option` sets the port on the command line. Raises DFlashError if it is not available."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(
@@ -76,7 +75,7 @@ class HttpProxy:
             lingering_time=2.0,
             shutdown_timeout=3.0,
         )
-        # A connection for each request: tritonserver does not stop while one is open.
+        # A new connection per request: tritonserver does not stop while a connection is open.
         connector = UnixConnector(str(self._socket), limit=0, force_close=True)
         timeout = ClientTimeout(total=None, sock_connect=5)
         async with ClientSession(
@@ -97,7 +96,9 @@ class HttpProxy:
                 await runner.cleanup()
 
     async def _sweep(self, runner: web.AppRunner) -> None:
-        """Close connections that have sent no whole head for too long, or the longest idle ones of too many."""
+        """Close connections that have not sent a complete head in time, and the longest idle ones if there are too
+        many.
+        """
         since = dict[Any, float]()
         while True:
             await asyncio.sleep(1)
@@ -116,11 +117,11 @@ class HttpProxy:
             return await self._pass_on(request)
         except Refused as refused:
             response = _error(refused.status, str(refused))
-            if not request.content.is_eof():  # what else of it arrives is not worth reading
+            if not request.content.is_eof():  # nothing else of it needs to be read
                 response.force_close()
             return response
         except ClientConnectorError:
-            return _error(503, "the server is being started; try again")
+            return _error(503, "the server is starting; try again")
         except ClientError:
             return _error(502, _LOST)
         finally:
@@ -141,9 +142,9 @@ class HttpProxy:
         return await self._exchange(request, "GET", None)
 
     async def _body(self, request: web.Request) -> bytes:
-        """The body, counted in `_held` until the request has been answered. Raises Refused."""
+        """The body. It counts in `_held` until the request is answered. Raises Refused."""
         too_long = (
-            f"the body is longer than {self._max_bytes} bytes, more than a prompt of this model can need"
+            f"the body is longer than {self._max_bytes} bytes, the most that a prompt of this model needs"
         )
         _need(
             request.headers.get("Content-Encoding", "identity") == "identity", 415, "send the body as it is"
@@ -156,10 +157,12 @@ class HttpProxy:
                     body += part
                     chunks += ends
                     if chunks > MAX_CHUNKS and request.transport is not None:
-                        request.transport.abort()  # an answer would mean to read the rest
+                        request.transport.abort()  # an answer would require reading the rest
                     self._held += len(part)
                     _need(len(body) <= self._max_bytes, 413, too_long)
-                    _need(self._held <= MAX_HELD_BYTES, 503, "too much is being sent at one time; try again")
+                    _need(
+                        self._held <= MAX_HELD_BYTES, 503, "too many bytes are being sent at once; try again"
+                    )
             check_json(bytes(body))
         except BaseException as error:
             self._held -= len(body)
@@ -169,7 +172,7 @@ class HttpProxy:
         return bytes(body)
 
     async def _exchange(self, request: web.Request, method: str, body: bytes | None) -> web.StreamResponse:
-        """Ask the server, and answer the client as it does: events one by one, everything else in one piece."""
+        """Ask the server and pass its answer on: events one by one, everything else in one piece."""
         headers = {"Content-Type": "application/json"} if body is not None else {}
         url = f"http://localhost{request.path}"
         async with self._session.request(method, url, data=body, headers=headers) as answer:
@@ -184,9 +187,9 @@ class HttpProxy:
                 async for part in answer.content.iter_any():
                     async with asyncio.timeout(TAKE_SECONDS):
                         await response.write(part)
-            except ClientError:  # the client is told as it is of every other error inside a stream
+            except ClientError:  # the client learns it as it learns of any error inside a stream
                 await response.write(b"data: " + json.dumps({"error": _LOST}).encode() + b"\n\n")
-            except (TimeoutError, ConnectionError):  # a client that does not read, or has left
+            except (TimeoutError, ConnectionError):  # the client does not read, or has left
                 if request.transport is not None:
                     request.transport.abort()
                 return response
@@ -195,7 +198,7 @@ class HttpProxy:
 
 
 def check_json(body: bytes) -> None:
-    """Raises Refused unless the body is a JSON object that every parser reads alike and none drowns in."""
+    """Raise Refused unless the body is a JSON object that all parsers read alike, within limits."""
     try:
         fields = json.loads(body.decode())
     except (ValueError, RecursionError) as error:
@@ -216,8 +219,8 @@ def check_json(body: bytes) -> None:
 def _unknown(path: str) -> tuple[int, str]:
     shown = ascii(path[:100])
     if path.startswith("/v2/"):
-        return 403, f"{shown} is not open to clients: health, metadata, config, stats and generate are"
-    return 404, f"{shown}: there is nothing here; models are asked at /v2/models/NAME/generate"
+        return 403, f"{shown} is not open to clients; open are health, metadata, config, stats and generate"
+    return 404, f"{shown}: not found; send requests to /v2/models/NAME/generate"
 
 
 def _need(holds: bool, status: int, message: str) -> None:
@@ -231,7 +234,7 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def _logger() -> logging.Logger:
-    """Errors of this program, not of what clients send."""
+    """A logger for errors of this program, not for bad requests."""
     logger = logging.getLogger("dflash_trt.proxy")
     logger.addFilter(
         lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
@@ -241,7 +244,7 @@ def _logger() -> logging.Logger:
 
 @asynccontextmanager
 async def serve_http(settings: Settings) -> AsyncIterator[None]:
-    """The model's port and the metrics' port. Raises DFlashError where one cannot be had."""
+    """Serve the model's port and the metrics port. Raises DFlashError if one is not available."""
     sockets = Sockets(Path(settings.upstream))
     models = HttpProxy(sockets.http, _READ, _GENERATE, settings.max_bytes)
     metrics = HttpProxy(sockets.metrics, _METRICS, _NOTHING, 0)

@@ -1,4 +1,4 @@
-"""Keeps tritonserver and the proxy in front of it running until it is told to stop."""
+"""Keep tritonserver and the proxy in front of it running until told to stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PROXY = "dflash_trt.serving.proxy"
 _WORKER = "dflash_trt.serving.worker"
 _LOOK_SECONDS = 0.5
 _DEAD_SECONDS = 1.0
-# Between the end of a server and the start of the next: doubled until one has served for STEADY_SECONDS.
+# Pause before a restart: doubled each time, until a server has served for STEADY_SECONDS.
 FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.25, 30.0, 60.0
 _PROXY_SECONDS = 60.0
 
@@ -35,20 +35,23 @@ Say = Callable[[str], None]
 
 
 class Supervisor:
-    """Runs tritonserver and the proxy, and starts again whichever of them dies, however it does.
+    """Run tritonserver and the proxy, and restart whichever of them ends.
 
-    It loads the model again after its engine has died, and starts the server again after its backend process has
-    (Triton leaves such a model's requests hanging, and can neither reload it nor stop). A server that has never served
-    is not started again: what is wrong with it will not change.
+    The model is loaded again after its engine ended. The server is restarted after its backend process ended: Triton
+    then
+    leaves the model's requests hanging, and can neither reload it nor stop. A server that has never served is not
+    restarted,
+    because it would fail again.
 
-    sockets: in a directory that only this user may enter.  grace: seconds that requests have to finish after SIGINT or
-    SIGTERM; those that have not are cancelled, and answered so.
+    sockets: in a directory that only this user may enter.
+    grace: seconds for requests to finish after SIGINT or SIGTERM. Then they are cancelled, and their clients are
+    told.
     """
 
     def __init__(
         self, server: Server, arguments: list[str], sockets: Sockets, proxy: Settings, grace: float
     ) -> None:
-        region = f"dflash_trt_{os.getpid()}_"  # of the backend's shared memory
+        region = f"dflash_trt_{os.getpid()}_"  # prefix of the backend's shared memory
         self._command = [
             *server.command,
             *arguments,
@@ -61,9 +64,9 @@ class Supervisor:
         self._served = False
 
     def run(self, ready: Callable[[], None], say: Say) -> int:
-        """Until a signal, or until it is clear that the server cannot serve; returns the exit code.
+        """Run until a signal, or until the server is known to be unable to serve. Returns the exit code.
 
-        Calls `ready` when clients are first answered. Raises DFlashError where an address cannot be had.
+        Calls `ready` when clients can first be answered. Raises DFlashError if an address is not available.
         """
         before = {n: signal.signal(n, lambda *_: self._stop.set()) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -81,7 +84,7 @@ class Supervisor:
             process = subprocess.Popen(
                 [sys.executable, str(_TIED), str(os.getpid()), *self._command],
                 env=self._environment,
-                # A session of its own: Ctrl-C in a terminal would reach it too, and end requests at once.
+                # Its own session: otherwise Ctrl-C in a terminal reaches it and ends requests at once.
                 start_new_session=True,
             )
             began = monotonic()
@@ -96,7 +99,7 @@ class Supervisor:
         return 0
 
     def _watch(self, process: subprocess.Popen[bytes], ready: Callable[[], None], say: Say) -> int:
-        """Until it has to be stopped or started again; its exit code, 0 where it has not ended by itself."""
+        """Watch until a stop or a restart is due. Returns the exit code; 0 if the server is still running."""
         serves, dead = False, dict[int, float]()
         while not self._stop.wait(_LOOK_SECONDS if serves else 0.1):
             if (code := process.poll()) is not None:
@@ -106,7 +109,7 @@ class Supervisor:
             self._tree = descendants(process.pid)
             dead = dead_since(self._tree, dead, now := monotonic())
             if any(now - since >= _DEAD_SECONDS for since in dead.values()):
-                say("the model's backend process has died: starting the server again")
+                say("the model's backend process has died: restarting the server")
                 return 1
             self._proxy.start_again_if_ended(say)
             if self._ask("GET", f"/v2/models/{MODEL}/ready"):
@@ -116,20 +119,18 @@ class Supervisor:
                     say("tritonserver serves again")
                 self._served = serves = True
             elif serves and self._ask("GET", "/v2/health/live"):
-                say("the model is not ready: loading it again")
+                say("the model is not ready: reloading it")
                 self._ask("POST", f"/v2/repository/models/{MODEL}/load", timeout=600)
         return 0
 
     def _end(self, process: subprocess.Popen[bytes], say: Say) -> None:
-        """Stop the server: requests finish, then are cancelled; then everything is killed."""
-        tree = self._tree | descendants(
-            process.pid
-        )  # of a server that was killed, /proc no longer tells its children
+        """Stop the server: requests finish or are cancelled, then everything is killed."""
+        tree = self._tree | descendants(process.pid)  # /proc does not show the children of a killed server
         if self._stop.is_set() and process.poll() is None:
             say(f"stopping: requests have {self._grace:g} s to finish")
             process.terminate()
             if not has_ended(process, self._grace):
-                say("cancelling the requests that have not finished")
+                say("cancelling unfinished requests")
                 tree |= descendants(process.pid)
                 for pid, (_, _, arguments) in tree.items():
                     if _WORKER in arguments:
@@ -145,7 +146,7 @@ class Supervisor:
             region.unlink(missing_ok=True)
 
     def _ask(self, method: str, path: str, timeout: float = 5) -> bool:
-        """Whether the server says yes; on its own socket, which clients do not reach."""
+        """Whether the server answers with success, on its own socket, which clients cannot reach."""
         with suppress(OSError, http.client.HTTPException):
             connection = UnixConnection(self._sockets.http, timeout)
             try:
@@ -157,7 +158,7 @@ class Supervisor:
 
 
 class Proxy:
-    """The proxy's process. Entering starts it; raises DFlashError where it cannot listen."""
+    """The proxy's process. Entering starts it. Raises DFlashError if it cannot listen."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -167,18 +168,18 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()  # answers that are being sent have a few seconds
+        self._socket.close()  # answers in transit have a few seconds
         if not has_ended(self._process, 10):
             self._process.kill()
             self._process.wait()
 
     def start_again_if_ended(self, say: Say) -> None:
         if (code := self._process.poll()) is not None:
-            say(f"the proxy ended with {_how(code)}: starting it again")
+            say(f"the proxy ended with {_how(code)}: restarting it")
             self._socket.close()
             try:
                 self._start()
-            except DFlashError as error:  # tried again at the next look
+            except DFlashError as error:  # the next check tries again
                 say(str(error))
 
     def _start(self) -> None:
@@ -213,9 +214,9 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 def dead_since(processes: Mapping[int, Process], before: Mapping[int, float], now: float) -> dict[int, float]:
-    """Backend processes that have died, and when each was first seen so, of which `before` tells.
+    """Backend processes that have died -> the time this was first seen, continuing `before`.
 
-    Triton collects those that it has done with in a moment, as while it loads a model.
+    A finished process may be dead for a moment before Triton collects it, for example while it loads a model.
     """
     dead = [pid for pid, (name, state, _) in processes.items() if (name, state) == (STUB[:15], "Z")]
     return {pid: before.get(pid, now) for pid in dead}

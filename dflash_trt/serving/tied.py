@@ -1,8 +1,8 @@
-"""Becomes another program that is killed when the process that started it ends, however that ends.
+"""Become another program, which is killed when its parent process ends for any reason.
 
     python tied.py PID PROGRAM ARGUMENT...
 
-PID is the process that starts it. Linux only. Nothing of this package is imported, so that it starts at once.
+PID is the parent process. Linux only. Imports nothing of this package, so that it starts fast.
 """
 
 import ctypes
@@ -14,5 +14,5 @@ PR_SET_PDEATHSIG = 1
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == int(sys.argv[1]):  # else it has ended before this was asked for
+    if os.getppid() == int(sys.argv[1]):  # otherwise the parent had already ended
         os.execv(sys.argv[2], sys.argv[2:])

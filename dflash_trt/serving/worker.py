@@ -2,10 +2,11 @@
 
     python -m dflash_trt.serving.worker FD SETTINGS
 
-It says {"ready": true} and how long a line it takes. The model (triton_repo/dflash/1/model.py), which starts it, then
-sends one object per line: a request with its id, or {"cancel": id}. Back go lists of [id, update]; an update has text
-and token_ids, the last one of a request finish_reason and statistics, or error: [code, message]. The end of input ends
-this process; SIGTERM cancels what is in flight, and SIGINT is the server's business.
+The model (triton_repo/dflash/1/model.py) starts it. The worker first writes {"ready": true} and the longest line it
+accepts. The model sends one object per line: a request with its id, or {"cancel": id}. The answers are lists of
+[id, update]. An update has text and token_ids. The last update of a request also has finish_reason and statistics, or
+error: [code, message]. The end of input ends this process. SIGTERM cancels all requests. SIGINT is left to the
+server.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(settings: dict[str, str]) -> dict[str, Any]:
-    """`AsyncLLM`'s arguments: what the parameters of config.pbtxt say, where they say something."""
+    """`AsyncLLM`'s arguments, from the parameters in config.pbtxt."""
     options: dict[str, Any] = {}
     for name, value in settings.items():
         if value == "" or (name, value) == ("block_length", "auto"):
@@ -63,15 +64,15 @@ class Worker:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        # JSON writes a byte of UTF-8 as 6 at most. Besides the prompt there are the words and the parameters.
+        # JSON writes a byte of UTF-8 as at most 6 bytes. The rest is for stop words and parameters.
         self._longest_line = 6 * llm.tokenizer.most_bytes(llm.max_seq_len) + (1 << 20)
-        self._updates: list[str] = []  # in JSON, of each request by itself
+        self._updates: list[str] = []  # JSON, one string per update
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._failed = False
         self._closing: asyncio.Task[None] | None = None
 
     async def serve(self, connection: socket.socket) -> int:
-        """Until the end of input; the exit code."""
+        """Serve until the end of input. Returns the exit code."""
         self._reader, self._writer = await asyncio.open_connection(sock=connection, limit=self._longest_line)
         ready = {"ready": True, "longest_line": self._longest_line}
         self._writer.write(json.dumps(ready).encode() + b"\n")
@@ -88,7 +89,7 @@ class Worker:
                 self._tasks[key] = asyncio.create_task(self._answer(key, message))
                 self._tasks[key].add_done_callback(partial(self._ended, key))
         show.cancel()
-        if self._failed:  # the answers in flight have said so
+        if self._failed:  # the requests in flight have already reported it
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             self._flush()
             await self._writer.drain()
@@ -133,16 +134,16 @@ class Worker:
             self._send(key, {"error": ["UNAVAILABLE", text]})
 
     def _ended(self, key: int, task: asyncio.Task[None]) -> None:
-        """Whatever ended the task of a request, the request is answered."""
+        """Answer the request, whatever ended its task."""
         del self._tasks[key]
-        if task.cancelled():  # perhaps before it began
+        if task.cancelled():  # perhaps before it started
             self._send(key, {"error": ["CANCELLED", "the client has left"]})
-        elif error := task.exception():  # of a kind that nobody thought of; a library's panic, too
+        elif error := task.exception():  # an unexpected error, or a library's panic
             traceback.print_exception(error)
             self._send(key, {"error": ["INTERNAL", f"{type(error).__name__}: {error}"]})
 
     def _about_prompt(self, ids: list[int] | None, echo: bool) -> dict[str, Any]:
-        """What the first update of a request has besides its tokens; `ids` is None for the others."""
+        """Fields of a request's first update besides its tokens. `ids` is None for later updates."""
         if ids is None:
             return {}
         about: dict[str, Any] = {"num_input_tokens": len(ids)}
@@ -155,7 +156,7 @@ class Worker:
         return [] if end_id == -1 else [end_id]
 
     def _send(self, key: int | str, update: Any) -> None:
-        """Write soon: what a round gives to all its requests goes out in one line."""
+        """Send soon. All updates of a round go out in one line."""
         text = json.dumps([key, update])
         if not self._updates:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -171,7 +172,7 @@ class Worker:
             await asyncio.sleep(METRICS_SECONDS)
 
     def _fail(self) -> None:
-        """The engine has failed: end this process, so that the model is known to be unready."""
+        """End this process after an engine failure, so that the model becomes unready."""
         self._failed = True
         self._reader.feed_eof()
 
@@ -196,7 +197,7 @@ def _times(s: Statistics, arrived: int) -> list[int]:
 
 
 def _named(message: str, field: str) -> str:
-    """An error of the engine in the words of the inputs."""
+    """An engine's error, with the input's name for the field."""
     for ours, theirs in (("the prompt", field), ("stop", "stop_words")):
         if message.startswith(f"{ours} "):
             return theirs + message.removeprefix(ours)

@@ -1,1 +1,1 @@
-"""Drafters for targets of one's own: answers to learn from, training, measurement. Behind the extra `train`."""
+"""Train drafters for your own targets: collect answers, train, measure. Needs the extra `train`."""

@@ -1,7 +1,7 @@
-"""The target's own answers: what a drafter is trained on. One JSON line each, appended as they are finished.
+"""The target's own answers, on which a drafter is trained. A finished answer is appended as one JSON line.
 
-A line: `id` and `category` of the prompt, `prompt_ids` (the rendered chat), `answer_ids` (with the end token, where the
-answer came to an end), `temperature` and `finish_reason`.
+A line has the prompt's `id` and `category`, `prompt_ids` (the rendered chat), `answer_ids`, `temperature` and
+`finish_reason`. A complete answer ends with its end token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Answer:
 
 
 class AnswerFile:
-    """A JSON Lines file of answers that grows. A last line that was cut off by a kill is dropped when it is opened."""
+    """A JSON Lines file of answers that grows. Opening it drops a last line that is incomplete after a kill."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,9 +53,9 @@ class AnswerFile:
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The answers of a file, in its order; a last line without its end is still being written, and left out.
+    """The answers of a file, in its order. An incomplete last line is still being written and is left out.
 
-    Raises RequestError naming the file and line of a malformed answer.
+    Raises RequestError, naming the file and line of a malformed answer.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -91,7 +91,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def temperature_of(prompt_id: str, temperatures: Sequence[float]) -> float:
-    """The temperature at which a prompt is answered: by its id, so that it does not depend on order or number."""
+    """The temperature of a prompt's answer. It depends only on the prompt's id, not on order or number."""
     return temperatures[_number(prompt_id, "temperature") % len(temperatures)]
 
 
@@ -106,7 +106,7 @@ def _number(prompt_id: str, purpose: str) -> int:
 
 
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Counts of answers: in all, by category, and how many came to their end."""
+    """Counts of answers: in total, by category, and of complete ones."""
     categories: dict[str, int] = {}
     for answer in answers:
         categories[answer.category] = categories.get(answer.category, 0) + 1
@@ -120,5 +120,5 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def in_order(answers: Sequence[Answer]) -> Iterator[Answer]:
-    """Answers by the hash of their ids: an order that does not depend on which was finished first."""
+    """Answers ordered by a hash of their ids, which does not depend on the order of completion."""
     yield from sorted(answers, key=lambda answer: _number(answer.id, "order"))

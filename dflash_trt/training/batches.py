@@ -1,4 +1,4 @@
-"""Which answers make up a step, by its number alone: a run that goes on later sees what it would have seen."""
+"""Choose the answers of a step from the step's number alone. So a resumed run sees the same batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dflash_trt.errors import RequestError
 from dflash_trt.training.answers import Answer, in_order
 from dflash_trt.training.target import FeatureCache, FrozenTarget
 
-_WINDOW = 16  # batches among which answers are put together by length
+_WINDOW = 16  # batches whose answers are grouped by length
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Batch:
 
 
 class Batches:
-    """Answers in batches of like length, in an order that every epoch shuffles anew.
+    """Answers in batches of similar length. Every epoch has a new order.
 
-    An answer longer than `max_length`, with its prompt, is cut off there; one that has fewer than two tokens of its
-    answer before that is left out.
+    A prompt with its answer is cut at `max_length` tokens. An answer with fewer than two tokens before the cut is
+    left out.
 
-    Raises RequestError where there are fewer answers than a batch has.
+    Raises RequestError if there are fewer answers than a batch needs.
     """
 
     def __init__(self, answers: Sequence[Answer], size: int, max_length: int, seed: int) -> None:
@@ -41,8 +41,8 @@ class Batches:
         self.size, self.max_length, self.seed = size, max_length, seed
         if len(self.answers) < size:
             raise RequestError(
-                f"{len(self.answers)} answers have two tokens or more within {max_length} tokens with their prompts, "
-                f"but a step takes {size}: regenerate more, or lower --batch-size"
+                f"only {len(self.answers)} answers have two tokens or more within {max_length} tokens with their "
+                f"prompts, but a step needs {size}: regenerate more, or lower --batch-size"
             )
         self.per_epoch = len(self.answers) // size
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
@@ -73,7 +73,7 @@ class Batches:
 
 
 def features_of(batch: Batch, target: FrozenTarget, cache: FeatureCache | None) -> Tensor:
-    """Features [B, T, taps * D] of a batch, from the cache where it has them all, else by a pass of the target."""
+    """Features [B, T, taps * D] of a batch: from the cache if it has them all, else from a pass of the target."""
     lengths = batch.ends.tolist()
     if cache is not None:
         found = [cache.get(a, n) for a, n in zip(batch.answers, lengths, strict=True)]

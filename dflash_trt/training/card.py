@@ -1,4 +1,4 @@
-"""The model card of a trained drafter: what it is for, what it was trained on, and how long its drafts are."""
+"""The model card of a trained drafter: its purpose, its training data, and its acceptance length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ def model_card(
     counts: Mapping[str, Any],
     history: Sequence[Mapping[str, Any]],
 ) -> str:
-    """README.md of a checkpoint. `counts`: of answers.summary, and "steps". The last of `history` may be of it."""
+    """README.md of a checkpoint.
+
+    counts: the result of answers.summary, and "steps".
+    history: evaluations. The last one may be of this checkpoint.
+    """
     size = config["block_size"]
     taps = ", ".join(str(layer) for layer in config["dflash_config"]["target_layer_ids"])
     categories = ", ".join(f"{count} {name or 'others'}" for name, count in counts["categories"].items())
@@ -29,8 +33,8 @@ def model_card(
         f"# DFlash drafter for {target}",
         "",
         f"A block-diffusion drafter (arXiv 2602.06036) of {config['num_hidden_layers']} layers. It drafts "
-        f"{size - 1} tokens in one pass, from hidden states of the target behind layers {taps}. It is of use only with "
-        "that target, whose tokens stay exactly what they are without it.",
+        f"{size - 1} tokens in one pass, from hidden states of the target after layers {taps}. It works only with that "
+        "target, and does not change the target's tokens.",
         "",
         f"    dflash-trt build --target {target} --drafter THIS_DIRECTORY",
         "",
@@ -49,11 +53,11 @@ def model_card(
 
 
 def _table(figures: Mapping[str, Any], size: int) -> list[str]:
-    """Tokens per verification pass on prompts that were not trained on, and how often each place is accepted."""
+    """Tokens per verification pass on held-out prompts, and the acceptance of each position."""
     places = [str(place) for place in range(1, size)]
     rows = [
-        "Greedy decoding of held-out prompts by dflash-trt's own loop, whole blocks: tokens per verification pass,",
-        "and the share of passes that accepted the draft at each place.",
+        "Greedy decoding of held-out prompts with dflash-trt's own loop, whole blocks: tokens per verification pass,",
+        "and the share of passes that accepted the draft at each position.",
         "",
         "| category | tokens per pass | " + " | ".join(places) + " |",
         "|---" * (len(places) + 2) + "|",

@@ -1,4 +1,4 @@
-"""Drafter checkpoints in z-lab's layout: made, read and written, with a model card."""
+"""Drafter checkpoints in z-lab's layout: create, read and write them, with a model card."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEFAULT_TAPS = 5
 
 
 def default_taps(layers: int, taps: int = _DEFAULT_TAPS) -> list[int]:
-    """Which layers are tapped: evenly from the second to the third-to-last, as in z-lab's drafters."""
+    """The tapped layers: evenly from the second to the third-to-last, as in z-lab's drafters."""
     start, end = min(1, layers - 1), max(layers - 3, 0)
     if end <= start:
         return [end]
@@ -33,9 +33,9 @@ def default_taps(layers: int, taps: int = _DEFAULT_TAPS) -> list[int]:
 
 
 def default_mask_token(tokenizer: Tokenizer, target: TargetConfig) -> int:
-    """A token that is embedded and does not occur: one without a text, else a special one that chats do not use.
+    """A token that is embedded and does not occur: one without text, else a special token that chats do not use.
 
-    Raises DFlashError where there is none.
+    Raises DFlashError if there is none.
     """
     backend = tokenizer.backend
     vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -61,7 +61,7 @@ def default_mask_token(tokenizer: Tokenizer, target: TargetConfig) -> int:
 def new_config(
     target: TargetConfig, *, layers: int, taps: list[int], block_size: int, mask_token_id: int
 ) -> dict[str, Any]:
-    """config.json of a drafter with the target's sizes and its RoPE base, without RoPE scaling."""
+    """config.json of a drafter with the target's sizes and RoPE base, without RoPE scaling."""
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -94,9 +94,9 @@ def new_config(
 
 
 def open_drafter(configuration: Path, weights: Path | None, target: Path) -> Drafter:
-    """A drafter in float32: config.json of one directory, and the weights of another, or new ones.
+    """A drafter in float32: config.json from one directory, and weights from another, or new ones.
 
-    Raises CheckpointError or PairError where it cannot be read, or does not belong to the target.
+    Raises CheckpointError or PairError if it cannot be read or does not belong to the target.
     """
     config = read_drafter_config(configuration)
     check_pair(read_target_config(target), config)
@@ -105,9 +105,7 @@ def open_drafter(configuration: Path, weights: Path | None, target: Path) -> Dra
     checkpoint = Checkpoint(weights)
     if checkpoint.quantization.name is not None:
         name = checkpoint.quantization.name
-        raise CheckpointError(
-            f"{weights}: is quantized ({name}); train on from the drafter that it was made from"
-        )
+        raise CheckpointError(f"{weights}: is quantized ({name}); continue from the unquantized drafter")
     tensors: dict[str, Tensor] = {}
     for file in checkpoint.files:
         tensors |= load_file(file)
@@ -120,7 +118,7 @@ def open_drafter(configuration: Path, weights: Path | None, target: Path) -> Dra
 def write_checkpoint(
     weights: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path, card: str
 ) -> None:
-    """Write config.json, model.safetensors in BF16 and README.md; `directory` appears, or is replaced, whole."""
+    """Write config.json, model.safetensors (BF16) and README.md. `directory` appears or is replaced when complete."""
     work = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)

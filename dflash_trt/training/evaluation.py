@@ -1,4 +1,4 @@
-"""How good a drafter is: acceptance length per category and place, by this package's own decoding loop."""
+"""Measure a drafter: acceptance length by category and position, with this package's own decoding loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELD_OUT = SHIPPED_PROMPTS / "natural"
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked: prompts, how many tokens of an answer, temperature, and how many prompts at a time."""
+    """The questions of a measurement: prompts, tokens per answer, temperature, and prompts at a time."""
 
     prompts: Sequence[Prompt]
     max_tokens: int = 96
@@ -29,12 +29,14 @@ class Questions:
 
     @property
     def max_seq_len(self) -> int:
-        """Room for prompts of any of the shipped sizes."""
+        """A length that fits any shipped prompt and its answer."""
         return 2048 + self.max_tokens
 
 
 def held_out_prompts(file: Path | None, limit: int) -> list[Prompt]:
-    """The first `limit` prompts of a file, each category in turn (0: all); by default of the shipped natural ones."""
+    """The first `limit` prompts of a file, taking the categories in turn (0: all). By default the shipped natural
+    prompts.
+    """
     if file is not None:
         return read_prompts(file, limit)
     files = sorted(HELD_OUT.glob("*.jsonl"))
@@ -43,10 +45,11 @@ def held_out_prompts(file: Path | None, limit: int) -> list[Prompt]:
 
 
 def measure(target: Path, drafter: Path, questions: Questions, work: Path) -> dict[str, Any]:
-    """Build the pair into `work` and decode with whole blocks; per category, and under "all" of all of them:
+    """Build the pair in `work` and decode with whole blocks. Returns figures per category, and for all under "all":
 
-    acceptance_length: tokens per verification pass. acceptance_by_place[i]: share of passes that accepted the draft at
-    place i of the block (from 0). tokens, passes: how many there were.
+    acceptance_length: tokens per verification pass.
+    acceptance_by_place[i]: share of passes that accepted the draft at position i of the block (from 0).
+    tokens, passes: their numbers.
     """
     from dflash_trt.building.build import build
     from dflash_trt.llm import LLM
@@ -93,13 +96,13 @@ def _figures(parts: Sequence[Statistics]) -> dict[str, Any]:
 
 
 def average(figures: Mapping[str, Any]) -> float:
-    """The mean of the categories' acceptance lengths: each counts alike."""
+    """The mean of the categories' acceptance lengths, with equal weights."""
     each = [part["acceptance_length"] for category, part in figures.items() if category != ALL]
     return sum(each) / len(each)
 
 
 def read_history(file: Path) -> list[dict[str, Any]]:
-    """Earlier evaluations: {"step": ..., "figures": ...} each; without what a kill cut off."""
+    """Earlier evaluations, {"step": ..., "figures": ...} each. An incomplete line after a kill is left out."""
     if not file.exists():
         return []
     lines = file.read_text(encoding="utf-8").split("\n")[:-1]
@@ -107,7 +110,7 @@ def read_history(file: Path) -> list[dict[str, Any]]:
 
 
 def curve(history: Sequence[Mapping[str, Any]]) -> str:
-    """An SVG of the acceptance length over steps, a line per category."""
+    """An SVG of the acceptance length over steps, one line per category."""
     series: dict[str, list[tuple[float, float, str]]] = {}
     for entry in history:
         for category, part in entry["figures"].items():

@@ -1,4 +1,4 @@
-"""Weights of a new drafter, taken from the target where it has something alike."""
+"""Initialize a new drafter from the target, where the target has a similar tensor."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from dflash_trt.training.model import Drafter
 
 _MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-_NOISE = 0.1  # of the freshly initialized fc that stays beside the copied tap
+_NOISE = 0.1  # scale of the new fc weights beside the copied tap
 
 
 def start_from_target(drafter: Drafter, target: Checkpoint, config: TargetConfig) -> list[str]:
-    """Copy the target's last layers, its last tap and its final norm; returns the names of what was copied.
+    """Copy the target's last layers, its last tap and its final norm. Returns the names of the copied tensors.
 
-    The drafter's rows go through the target's head, which expects rows normed as by the target. Its layers see keys and
-    values of the context, which are the target's own where `fc` hands on the last tap alone. What has another shape in
-    the target, is quantized or is not there (an expert layer has no `mlp.gate_proj`) stays as it was initialized.
+    The drafter's rows go through the target's head, so they need the target's final norm. If `fc` passes only the
+    last tap
+    on, the drafter's layers see the target's own keys and values of the context. A tensor keeps its random start if
+    the
+    target's is missing, quantized or of another shape. An expert layer has no `mlp.gate_proj`, for example.
     """
     taken: list[str] = []
     first = max(0, config.num_hidden_layers - drafter.config.num_hidden_layers)
@@ -63,12 +65,12 @@ def _copy(drafter: Drafter, name: str, target: Checkpoint, source: str, taken: l
 def _imitate_scale(
     drafter: Drafter, index: int, side: str, target: Checkpoint, source: str, taken: list[str]
 ) -> None:
-    """A target without norms of q and k has scores of some size: give the drafter's norms the size of its q and k."""
+    """Set the drafter's norms of q and k from the size of the target's q and k, if the target has no such norms."""
     matrix = _read(target, f"{source}.self_attn.{side}_proj.weight")
     gain = _read(target, f"{source}.input_layernorm.weight")
     if matrix is None or gain is None:
         return
     name = f"layers.{index}.self_attn.{side}_norm.weight"
-    with torch.no_grad():  # rows of the input have a root mean square of 1 before the gain
+    with torch.no_grad():  # before the gain, rows of the input have a root mean square of 1
         drafter.get_parameter(name).fill_(float((matrix * gain).square().sum(1).mean().sqrt()))
     taken.append(name)

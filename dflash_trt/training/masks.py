@@ -1,8 +1,10 @@
-"""What a block row of a training batch may look at, as a dense mask or as FlexAttention's block-sparse one.
+"""Attention masks of training batches, as a dense mask or as FlexAttention's block-sparse one.
 
-A row of block b, anchored at position a of its sequence, sees the features of positions before a and the rows of its
-own block; in layers with a window or a direction, only those of them that it would see while decoding. The feature of
-the anchor itself does not exist when the block is drafted (arXiv 2602.06036, section 4.2).
+A block is anchored at position a of its sequence. Its rows see the features of positions before a, and the rows of
+the
+block itself. Windows and causal layers restrict them as in decoding. The feature of the anchor does not exist yet
+when
+the block is drafted (arXiv 2602.06036, section 4.2).
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ Mask = Any
 def visible(
     kind: LayerAttention, anchors: Tensor, lengths: Tensor, context: int, size: int
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention's mask_mod(batch, head, query, key): the rule itself, for tensors of indices.
+    """FlexAttention's mask_mod(batch, head, query, key): the rule itself, on tensors of indices.
 
-    anchors [B, A]: position of each block's first row, -1 where there is no block. lengths [B, A]: rows that the block
-    has. Queries are the A * size block rows; keys are `context` features, then the block rows.
-    A block that is not there sees itself, so that no row of the softmax is empty.
+    anchors [B, A]: position of each block's first row; -1 for a missing block.
+    lengths [B, A]: rows of each block.
+    Queries are the A * size block rows. Keys are `context` features, then the block rows. A missing block sees
+    itself, so
+    that no row of the softmax is empty.
     """
 
     def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -39,7 +43,7 @@ def visible(
         key_row = other % size
         key_position = torch.where(of_context, key, anchor + key_row)
         inside = torch.where(of_context, key < anchor, (other // size == block) & (key_row < length))
-        # A row behind a shortened block has no effect; it sees itself, as those of missing blocks do.
+        # A row behind a shortened block has no effect. Like a missing block, it sees itself.
         itself = ~of_context & (other == query)
         if kind.window is not None:
             inside = inside & (key_position > position - kind.window)
@@ -63,7 +67,7 @@ def dense_mask(kind: LayerAttention, anchors: Tensor, lengths: Tensor, context: 
 
 
 def flex_mask(kind: LayerAttention, anchors: Tensor, lengths: Tensor, context: int, size: int) -> Mask:
-    """The same as a BlockMask, which skips tiles that nothing sees."""
+    """The dense mask as a BlockMask, which skips empty tiles."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     batch, blocks = anchors.shape
@@ -83,7 +87,7 @@ _flex: Callable[..., Tensor] | None = None
 
 
 def _compiled() -> Callable[..., Tensor]:
-    """FlexAttention computes whole score matrices unless it is compiled."""
+    """FlexAttention, compiled: otherwise it computes whole score matrices."""
     global _flex
     if _flex is None:
         from torch.nn.attention.flex_attention import flex_attention

@@ -1,6 +1,6 @@
-"""The DFlash drafter in torch, to train: the same network as models/drafter.py builds, over many blocks at once.
+"""The DFlash drafter in torch for training: the network of models/drafters/dflash.py, over many blocks at once.
 
-Names of parameters are those of z-lab's checkpoints (arXiv 2602.06036, section 4.1; layers are Qwen3's).
+Parameters have the names of z-lab's checkpoints (arXiv 2602.06036, section 4.1; layers are Qwen3's).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Norm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """RoPE as the configuration asks for it."""
+    """RoPE with the frequencies of the configuration."""
 
     frequencies: Tensor
 
@@ -116,7 +116,7 @@ class Layer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """`weights` of a checkpoint, or freshly initialized (normal, 0.02; less where a residual is added)."""
+    """The drafter with a checkpoint's `weights`, or freshly initialized (normal, 0.02; less before a residual sum)."""
 
     def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor] | None = None) -> None:
         super().__init__()
@@ -146,10 +146,11 @@ class Drafter(nn.Module):
         positions: Tensor,
         masks: Mapping[LayerAttention, Mask],
     ) -> Tensor:
-        """Normed rows [B, Q, D] of embedded block rows.
+        """Normalized rows [B, Q, D] of embedded block rows.
 
-        features: [B, S, taps * D] of context rows at context_positions [B, S]. block: [B, Q, D], embedded anchors and
-        mask tokens of all blocks at positions [B, Q]. masks: what block rows see, for each kind of attention.
+        features: [B, S, taps * D] of context rows at context_positions [B, S].
+        block: [B, Q, D], embedded anchors and mask tokens of all blocks at positions [B, Q].
+        masks: one mask for each kind of attention.
         """
         context = self.hidden_norm(self.fc(features))
         rotary = self.rotary(positions)

@@ -1,4 +1,4 @@
-"""Prompts to the target's own answers: with a bundle, or with any server that has OpenAI's chat completions."""
+"""Collect the target's own answers to prompts, from a bundle or from a server with OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dflash_trt.training.answers import Answer, AnswerFile, seed_of, temperature
 _PROGRESS_SECONDS = 10.0
 Report = Callable[
     [int, int, int, float], None
-]  # answers so far, of how many, tokens of this run, its seconds
+]  # finished answers, all answers, tokens of this run, seconds of this run
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn: each prompt gets one of the temperatures, by its id, and a seed of its own."""
+    """How answers are sampled. A prompt's id selects its temperature and its seed."""
 
     max_tokens: int = 256
     temperatures: Sequence[float] = (0.0, 0.7)
@@ -55,12 +55,13 @@ def regenerate_with_bundle(
     threads: int | None = None,
     report: Report | None = None,
 ) -> None:
-    """Answer the prompts that `out` does not have yet, `concurrency` at a time, without drafts.
+    """Answer the prompts that `out` does not have yet, `concurrency` at a time, without drafting.
 
-    An answer follows from its prompt and the seed alone, so an interrupted run ends as an uninterrupted one would.
-    Prompts that leave no room for an answer within the bundle's max_seq_len are left out.
+    An answer depends only on its prompt and the seed, so an interrupted run ends with the same answers. Prompts that
+    leave
+    no space for an answer within the bundle's max_seq_len are skipped.
 
-    Raises RequestError where two prompts have one id.
+    Raises RequestError if two prompts have the same id.
     """
 
     async def run() -> None:
@@ -110,18 +111,19 @@ def regenerate_with_server(
     timeout: float = 600.0,
     report: Report | None = None,
 ) -> None:
-    """As regenerate_with_bundle, by POST to `url`/chat/completions; OPENAI_API_KEY goes with it where it is set.
+    """As regenerate_with_bundle, by POST to `url`/chat/completions, with OPENAI_API_KEY if it is set.
 
-    The server gives text: the answer's tokens are those of the target's own tokenizer, with `end_token_id` behind what
-    came to an end. `tokenizer` also renders the prompts, which must be chats.
+    The server returns text. The target's own tokenizer turns it into tokens, and a complete answer gets
+    `end_token_id`. The
+    tokenizer also renders the prompts, which must be chats.
 
-    Raises RequestError where the server refuses a request or its answer is malformed.
+    Raises RequestError if the server refuses a request or its answer is malformed.
     """
     endpoint = url.rstrip("/") + "/chat/completions"
 
     async def answer(prompt: Prompt) -> Answer | None:
         if isinstance(prompt.content, str):
-            raise RequestError(f"prompt {prompt.id}: is a text, but a server of chats wants messages")
+            raise RequestError(f"prompt {prompt.id}: is a text, but a chat server needs messages")
         params = sampling.of(prompt.id)
         body = {
             "model": model,
@@ -129,7 +131,7 @@ def regenerate_with_server(
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "seed": (params.seed or 0) >> 33,  # servers take 31 bits or more
+            "seed": (params.seed or 0) >> 33,  # servers accept 31 bits or more
         }
         found = await asyncio.to_thread(_post, endpoint, body, timeout)
         try:
@@ -159,10 +161,10 @@ def _post(endpoint: str, body: dict[str, Any], timeout: float) -> Any:
             return json.load(response)
     except urllib.error.HTTPError as error:
         said = error.read(200).decode(errors="replace")
-        raise RequestError(f"{endpoint}: refuses the request ({error.code} {error.reason}): {said}") from None
+        raise RequestError(f"{endpoint}: refused the request ({error.code} {error.reason}): {said}") from None
     except (OSError, ValueError) as error:
         raise RequestError(
-            f"{endpoint}: gives no answer ({error}); run the command again to continue"
+            f"{endpoint}: gave no answer ({error}); run the command again to continue"
         ) from None
 
 
@@ -173,16 +175,14 @@ async def _answer_all(
     concurrency: int,
     report: Report | None,
 ) -> None:
-    """Keep `concurrency` prompts under way; the first error ends all of them, with what is finished on disk."""
+    """Keep `concurrency` prompts in flight. The first error ends all of them; finished answers are on disk."""
     twice = (
         next((p.id for i, p in enumerate(prompts) if p.id in {q.id for q in prompts[:i]}), None)
         if len({p.id for p in prompts}) < len(prompts)
         else None
     )
     if twice is not None:
-        raise RequestError(
-            f"two prompts have the id {twice!r}; answers are told apart by the ids of their prompts"
-        )
+        raise RequestError(f"two prompts have the id {twice!r}; every prompt needs its own id")
     file = AnswerFile(out)
     waiting = [prompt for prompt in prompts if prompt.id not in file.done]
     ready, began, tokens, told = len(prompts) - len(waiting), monotonic(), 0, 0.0

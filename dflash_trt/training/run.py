@@ -1,6 +1,6 @@
-"""A whole training run in a folder: data and drafter in; checkpoints, a curve and a model card out.
+"""A complete training run in a folder: from data and drafter to checkpoints, a curve and a model card.
 
-OUT/checkpoint/     the newest weights            OUT/best/      those with the longest acceptance so far
+OUT/checkpoint/     the newest weights            OUT/best/      the weights with the longest acceptance so far
 OUT/evaluation.jsonl, OUT/acceptance.svg          OUT/log.jsonl, OUT/recipe.json, OUT/drafter.json, OUT/state/
 """
 
@@ -34,7 +34,7 @@ from dflash_trt.training.target import FeatureCache, FrozenTarget, matrix_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """A drafter to begin with: a checkpoint, or the sizes of a new one. None leaves a size to its default."""
+    """The initial drafter: a checkpoint, or the sizes of a new one. None means the default size."""
 
     checkpoint: Path | None = None
     layers: int | None = None
@@ -57,9 +57,9 @@ def run(
     evaluate_every: int = 0,
     report: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """Train a drafter for the target in `out`, or go on where a run in it was.
+    """Train a drafter for the target in `out`, or resume the run there.
 
-    Raises DFlashError where `out` holds a run of another drafter or recipe, and what reading the inputs raises.
+    Raises DFlashError if `out` holds a run with another drafter or recipe, and any error of reading the inputs.
     """
     accelerator = make_accelerator()
     target_config = read_target_config(target)
@@ -72,7 +72,7 @@ def run(
         (begin / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (out / "drafter.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     accelerator.wait_for_everyone()
-    torch.manual_seed(recipe.seed)  # a new drafter's weights
+    torch.manual_seed(recipe.seed)  # for the weights of a new drafter
     drafter = drafters.open_drafter(begin, design.checkpoint, target)
     if design.checkpoint is None:
         start_from_target(drafter, Checkpoint(target), target_config)
@@ -118,13 +118,15 @@ def run(
 
 
 def _drafter_config(file: Path, target: Path, target_config: TargetConfig, design: Design) -> dict[str, Any]:
-    """config.json of the drafter; where a run has begun, it must be that run's."""
+    """config.json of the drafter. If a run exists, it must be the same as that run's."""
     if design.checkpoint is not None:
         config = read_object(design.checkpoint / "config.json")
         for option in ("layers", "taps", "mask_token_id"):
             if (asked := getattr(design, option)) is not None:
                 name = option.replace("_", "-")
-                raise DFlashError(f"--{name} is {asked}, but {design.checkpoint} has its own: leave it out")
+                raise DFlashError(
+                    f"--{name} is {asked}, but {design.checkpoint} determines it: leave --{name} out"
+                )
         if design.block_size is not None:
             config = {**config, "block_size": design.block_size}
             config["dflash_config"] = {k: v for k, v in config["dflash_config"].items() if k != "block_size"}
@@ -143,8 +145,8 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
     if file.exists() and (before := read_object(file)) != config:
         differing = next(key for key in config | before if config.get(key) != before.get(key))
         raise DFlashError(
-            f"{file}: {differing} is {before.get(differing)}, but now {config.get(differing)}; a run goes on with the "
-            "drafter it began with; choose another --out"
+            f"{file}: {differing} is {before.get(differing)}, but now {config.get(differing)}; a run continues with "
+            "the drafter it began with; choose another --out"
         )
     return config
 
@@ -153,7 +155,7 @@ def _check_ids(answers: Sequence[Any], config: TargetConfig, data: Path) -> None
     for answer in answers:
         if (largest := max(answer.token_ids)) >= config.vocab_size:
             raise DFlashError(
-                f"{data}: answer {answer.id} has token {largest}, but the target embeds {config.vocab_size}: the "
+                f"{data}: answer {answer.id} has token {largest}, but the target embeds only {config.vocab_size}: the "
                 "answers are of another target"
             )
 

@@ -1,4 +1,4 @@
-"""What a run needs to go on where it was: weights and optimizer in safetensors, everything else in JSON. No pickle."""
+"""The state of a run, for resuming it: weights and optimizer in safetensors, the rest in JSON. No pickle."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SEPARATOR = "|"
 def save_state(
     folder: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int, *, write: bool
 ) -> None:
-    """Save the state after `step` steps. All processes call it, the one with `write` writes.
+    """Save the state after `step` steps. All processes call this; only the one with `write` writes.
 
-    `folder` is replaced when the new state is whole and its files are closed.
+    `folder` is replaced when the new state is complete and its files are closed.
     """
     weights, optimizer = get_state_dict(module, optimizers, options=_OPTIONS)
     if not write:
@@ -47,14 +47,14 @@ def save_state(
 
 
 def load_state(folder: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Restore the last state that was saved whole; returns the number of steps done, 0 where there is none.
+    """Restore the last complete state. Returns the number of finished steps, 0 without a state.
 
-    Raises DFlashError where the state is of another model or optimizer.
+    Raises DFlashError if the state belongs to another model or optimizer.
     """
     for place in (
         folder,
         folder.with_name(f".{folder.name}.old"),
-    ):  # a kill between two renames leaves the old one
+    ):  # a kill between two renames leaves only the old one
         if (place / "state.json").exists():
             break
     else:
@@ -71,7 +71,7 @@ def load_state(folder: Path, module: nn.Module, optimizers: Sequence[torch.optim
             state.setdefault(parameter, {})[key] = value
     _, made = get_state_dict(module, optimizers, options=_OPTIONS)
     if {n: set(v) for n, v in made["state"].items()} != {n: set(v) for n, v in state.items()}:  # type: ignore[arg-type]
-        raise DFlashError(f"{place}: is the state of another drafter or optimizer; choose another --out")
+        raise DFlashError(f"{place}: belongs to another drafter or optimizer; choose another --out")
     optimizer: dict[str, Any] = {"state": state, "param_groups": made["param_groups"]}
     set_state_dict(module, optimizers, model_state_dict=weights, optim_state_dict=optimizer, options=_OPTIONS)
     return int(step)

@@ -1,4 +1,4 @@
-"""Serving from asyncio: streams, cancellation, deadlines, refusal, failure and the end. Nothing is left behind."""
+"""Serving from asyncio: streams, cancellation, deadlines, refusal, failure and closing. Nothing is left behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(str(target), str(drafter), directory / "bundle", max_seq_len=256).path
 
 
-# What is asked in these tests: prompts that share beginnings, greedy and sampled.
+# Prompts with common beginnings, greedy and sampled.
 ASKED = [
     (prompt(30, 1)[: 10 + i] + prompt(5 * (i % 3), i), SamplingParams(max_tokens=n, temperature=t, seed=i))
     for i, (n, t) in enumerate([(24, 0.0), (40, 0.9), (1, 0.0), (60, 0.0), (33, 1.2), (7, 0.0)])
@@ -51,7 +51,7 @@ def alone(bundle: Path) -> list[Completion]:
 
 
 def serve(bundle: Path, body: Callable[[AsyncLLM], Coroutine[Any, Any, None]], **options: Any) -> None:
-    """Run `body` and close; afterwards no stream, slot or task may be left."""
+    """Run `body` and close. Afterwards no stream, slot or task may be left."""
 
     async def main() -> None:
         options.setdefault("max_batch_size", 3)
@@ -97,7 +97,7 @@ def test_streams_and_completions_are_what_each_request_gets_alone(bundle, alone,
 
 
 def test_what_follows_a_chunk_too_soon_comes_as_one(bundle, monkeypatch) -> None:
-    """By a clock that every step of the engine moves on by 10 ms, and one token per step."""
+    """Each step of the engine advances the clock by 10 ms and gives one token."""
     params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=True)
 
     async def chunks(llm: AsyncLLM) -> list[Chunk]:

@@ -1,4 +1,4 @@
-"""Requests are bounded before work is done for them, and what they still cost is no other request's time."""
+"""Limits are checked before work is done for a request. The remaining work does not delay other requests."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.api.test_async import bundle, prompt, until
 __all__ = ["bundle"]  # the fixture
 
 FEW = SamplingParams(max_tokens=3, ignore_eos=True)
-SPACES = "a" + " " * 5000  # too long to be tokenized by the event loop
+SPACES = "a" + " " * 5000  # too long for tokenizing in the event loop
 
 
 class Watched:
-    """A tokenizer that says what it encodes, and waits when told to."""
+    """A tokenizer that records its texts, and waits if told to."""
 
     def __init__(self, backend: Any) -> None:
         self.backend, self.encoded = backend, list[str]()
@@ -168,7 +168,7 @@ def test_only_the_beginning_of_a_text_of_too_many_tokens_is_tokenized(llm: LLM) 
 
 
 def test_a_text_is_not_refused_for_its_length_while_its_tokens_fit(llm: LLM) -> None:
-    """However many characters a token has: the longest token of the vocabulary over and over."""
+    """Even with the longest tokens: the longest token of the vocabulary, repeated."""
     longest = max(llm.tokenizer.backend.get_vocab().items(), key=lambda entry: len(entry[0]))[1]
     ids = [longest] * (llm.max_seq_len - 3)
     text = llm.tokenizer.decode(ids, skip_special_tokens=False)
@@ -239,7 +239,7 @@ def test_a_long_text_holds_nobody_up_while_it_is_tokenized(bundle: Path) -> None
         slow = asyncio.create_task(llm.generate(SPACES, FEW))
         await until(lambda: len(tokenizer.encoded) > 0)
         assert llm.in_flight == 1
-        done = await llm.generate("short", FEW)  # here, while the other is being tokenized
+        done = await llm.generate("short", FEW)  # handled while the other one is being tokenized
         assert len(done.token_ids) == 3
         assert not slow.done()
         tokenizer.go_on.set()
@@ -260,8 +260,8 @@ def test_who_leaves_while_a_text_is_tokenized_leaves_its_place(bundle: Path) -> 
             await llm.generate(SPACES, FEW)
         with pytest.raises(BusyError):
             await llm.generate("short", FEW)
-        tasks[0].cancel()  # which is being tokenized
-        tasks[1].cancel()  # which waits for that
+        tasks[0].cancel()  # the one being tokenized
+        tasks[1].cancel()  # the one that waits for it
         await asyncio.gather(*tasks[:2], return_exceptions=True)
         assert llm.in_flight == 1
         last = asyncio.create_task(llm.generate(texts[3], FEW))

@@ -1,4 +1,4 @@
-"""The programs in examples/ that need no server; server_tests/test_examples.py runs the clients."""
+"""The programs in examples/ that need no server. server_tests/test_examples.py runs the clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation through the public interface: token for token what the oracle decodes, drafting or not."""
+"""Generation through the public interface gives the oracle's tokens, with and without drafting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.doubles.reference import Choose, Drafter, decode, decode_drafting, lo
 CHUNK, SLOTS, MAX_SEQ_LEN = 16, 3, 160
 SLIDING, FULL = "sliding_attention", "full_attention"
 
-# name: (target, drafter). The first two draft right now and then, the third almost never.
+# name: (target, drafter). The drafts of the first two are sometimes right, those of the third almost never.
 RANDOM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lucky": ({"favourites": 6}, {}),
     "windows": (
@@ -113,7 +113,7 @@ def oracle(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> tuple[Pair
 
 
 def chooser(params: SamplingParams, prompt: list[int]) -> Choose:
-    """The product's own sampling, on the oracle's logits."""
+    """The product's own sampling on the oracle's logits."""
 
     def choose(logits: Any, position: int, tokens: list[int]) -> int:
         counts = None
@@ -127,7 +127,7 @@ def chooser(params: SamplingParams, prompt: list[int]) -> Choose:
 
 
 def watch_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[list[int]]]:
-    """Fills, as generation goes on, with the drafts of each request, by its place in the call."""
+    """Collects the drafts of each request during generation, by the request's index in the call."""
     drafts: dict[int, list[list[int]]] = defaultdict(list)
     runtime, numbers = pair.llm._runtime, dict[Any, int]()
     propose, make = runtime.pair.propose, runtime.request
@@ -152,7 +152,7 @@ def watch_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[
 @pytest.mark.parametrize("block_length", [1, 2, 5, 8])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_every_round_is_the_oracle_s(oracle, sampling, block_length, monkeypatch) -> None:
-    """The same tokens, from the same drafts, of which the same number was accepted in each round."""
+    """The same tokens from the same drafts, with the same number accepted in each round."""
     pair, target, drafter = oracle
     prompt = pair.prompt(21)
     params = replace(SAMPLING[sampling], max_tokens=40, ignore_eos=True)
@@ -188,7 +188,7 @@ def test_prompt_lengths_around_chunk_boundaries(oracle, length) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_drafting_and_batches_change_no_token(pair: Pair, sampling: str) -> None:
-    """Seven requests of different lengths through three slots, against each alone without drafting."""
+    """Seven requests of different lengths in three slots, compared with each alone without drafting."""
     lengths = [3, 40, 17, 1, 16, 60, 9]
     prompts = [pair.prompt(n, seed=n) for n in lengths]
     params = [
@@ -207,7 +207,9 @@ def test_drafting_and_batches_change_no_token(pair: Pair, sampling: str) -> None
 
 @pytest.mark.parametrize("sampling", ["greedy", "1.0"])
 def test_every_draft_in_a_batch_is_the_oracle_s(oracle, sampling, monkeypatch) -> None:
-    """Wrong features would change no token, only the drafts: so look at those, while requests come and go."""
+    """Wrong features would change only the drafts, not the tokens. So the drafts are compared while requests come and
+    go.
+    """
     pair, target, drafter = oracle
     prompts = [pair.prompt(n, seed=n) for n in (3, 40, 17, 1, 16, 60, 9)]
     params = [
@@ -218,7 +220,7 @@ def test_every_draft_in_a_batch_is_the_oracle_s(oracle, sampling, monkeypatch) -
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
         expected = decode_drafting(target, drafter, prompt, p.max_tokens, chooser(p, prompt), block_length=5)
         assert completions[i].token_ids == expected.tokens
-        # Near its end a request alone drafts less, but in a batch it drafts as much as the others need.
+        # Near its end, a request alone drafts less. In a batch it drafts as much as the others need.
         whole = [draft for draft in expected.drafts if len(draft) == 4]
         assert drafts.get(i, [])[: len(whole)] == whole
 
@@ -299,7 +301,9 @@ def test_end_tokens_of_the_model_end_the_text_unless_ignored(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("sampling", ["greedy", "1.0"])
 def test_stop_strings_inside_and_across_blocks(pair: Pair, sampling: str) -> None:
-    """For every string of one to three characters that the text has: cut at its first place, never shown."""
+    """Every substring of one to three characters of the text: the text is cut at its first place, and it is never
+    shown.
+    """
     prompt = pair.prompt(21, seed=3)
     params = replace(SAMPLING[sampling], max_tokens=30, ignore_eos=True)
     whole = pair.plain(prompt, params)
@@ -331,7 +335,7 @@ def test_max_tokens_is_exact(lucky: Pair, speculate: bool) -> None:
 
 @pytest.mark.parametrize("sampling", ["greedy", "1.0"])
 def test_the_context_may_be_filled_to_the_last_token(oracle, sampling) -> None:
-    """All slots at once: what is written past the last token must not reach anybody."""
+    """In all slots at once: rows written past the last token must not affect any request."""
     pair, target, _ = oracle
     prompts = [
         pair.prompt(n, seed=n) for n in (MAX_SEQ_LEN - 1, MAX_SEQ_LEN - 25, MAX_SEQ_LEN - 9, MAX_SEQ_LEN - 40)
@@ -418,7 +422,7 @@ def test_one_call_at_a_time_and_a_stream_may_be_left_early(lucky: Pair) -> None:
     expected = lucky.plain(lucky.prompt(21), params).token_ids
     stream = lucky.llm.stream(lucky.prompt(33), params)
     next(stream)
-    with pytest.raises(RequestError, match="generating already"):
+    with pytest.raises(RequestError, match="already generating"):
         lucky.llm.generate([1], params)
     next(stream)
     stream.close()

@@ -1,4 +1,4 @@
-"""The Triton model over a double of Triton's Python module: each request is answered, once."""
+"""The Triton model with a double of Triton's Python module: each request is answered once."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_answers_of_a_server_become_tokens_of_the_target(
     try:
         arguments = (url, "tiny", tokenizer, 2, ASKED[:4], out, Sampling(16, (0.5,)))
         regenerate_with_server(*arguments, concurrency=1)
-        regenerate_with_server(*arguments, concurrency=1)  # all are there
+        regenerate_with_server(*arguments, concurrency=1)  # all are answered
         monkeypatch.setattr(_Server, "status", 404)
         with pytest.raises(RequestError, match=r"404 .*no such model"):
             regenerate_with_server(*arguments[:4], ASKED[:5], *arguments[5:])
@@ -100,7 +100,7 @@ def test_answers_of_a_server_become_tokens_of_the_target(
         assert tokenizer.decode(answer.answer_ids) == f"answer to {prompt.content[-1]['content']}"
         rendered = tokenizer.apply_chat_template(prompt.content)
         assert answer.prompt_ids == tokenizer.encode(rendered, add_special_tokens=False)
-    with pytest.raises(RequestError, match="gives no answer"):
+    with pytest.raises(RequestError, match="gave no answer"):
         regenerate_with_server(*arguments[:4], ASKED[:5], *arguments[5:], timeout=5)
 
 

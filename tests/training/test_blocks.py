@@ -1,4 +1,4 @@
-"""A training batch: what blocks see, what they predict, and the loss and its gradient."""
+"""A training batch: masks and labels of blocks, and the loss with its gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MASK, SIZE = 999, 4
 
 
 def drawn(anchors: int = 6, seed: int = 0, shorter: float = 0.5) -> tuple[Tensor, Tensor, Tensor, Blocks]:
-    """Three sequences: a long answer, one of three tokens, and one that leaves no place for an anchor."""
+    """Three sequences: a long answer, one of three tokens, and one without a position for an anchor."""
     tokens = torch.arange(3 * 20).view(3, 20)
     first, ends = torch.tensor([4, 10, 7]), torch.tensor([20, 13, 8])
     made = draw_blocks(
@@ -33,7 +33,7 @@ def drawn(anchors: int = 6, seed: int = 0, shorter: float = 0.5) -> tuple[Tensor
 
 
 def sees(kind: LayerAttention, blocks: Blocks, context: int, row: int, query: int, key: int) -> bool:
-    """The rule once more, one pair at a time, as decoding has it."""
+    """The rule again, one pair at a time, as in decoding."""
     block, place = divmod(query, SIZE)
     anchor, length = int(blocks.anchors[row, block]), int(blocks.lengths[row, block])
     if key >= context:
@@ -81,7 +81,7 @@ def test_flex_attention_computes_what_the_dense_mask_does(
     rows, context = blocks.tokens.shape[1], tokens.shape[1]
     q = torch.randn(3, 4, rows, 16, generator=generator)
     k, v = (torch.randn(3, 2, context + rows, 16, generator=generator) for _ in range(2))
-    monkeypatch.setattr("dflash_trt.training.masks._flex", flex_attention)  # uncompiled: what a CPU can do
+    monkeypatch.setattr("dflash_trt.training.masks._flex", flex_attention)  # uncompiled, as a CPU needs it
     sparse = attend(q, k, v, flex_mask(kind, blocks.anchors, blocks.lengths, context, SIZE))
     dense = attend(q, k, v, dense_mask(kind, blocks.anchors, blocks.lengths, context, SIZE))
     torch.testing.assert_close(sparse, dense, atol=1e-5, rtol=1e-5)

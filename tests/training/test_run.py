@@ -1,4 +1,4 @@
-"""Training for real, on the shipped target `tiny`: its answers, a new drafter, acceptance, going on after a kill."""
+"""Real training for the shipped target `tiny`: its answers, a new drafter, acceptance, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def target() -> FrozenTarget:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread, float32: the same numbers on every machine, and no waiting for cores that others use."""
+    """One thread and float32: the same numbers on every machine, without waiting for busy cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
@@ -85,7 +85,7 @@ def small_drafter(seed: int = 0) -> Drafter:
 
 
 def rounds(drafter: Drafter, target: FrozenTarget, answer: Answer) -> list[int]:
-    """Drafts that each round accepts, where the answer is greedy: drafted by the training module, from its own mask."""
+    """Drafts accepted in each round of a greedy answer. The training module drafts with its own mask."""
     config, tokens = drafter.config, torch.tensor([answer.token_ids])
     features = target.features(tokens, torch.tensor([tokens.shape[1]]))
     anchor, accepted = len(answer.prompt_ids), []
@@ -125,7 +125,7 @@ def test_the_module_that_is_trained_drafts_what_the_engine_drafts(bundle: Path, 
             expected = done.statistics.acceptance_histogram + [0] * (
                 8 - len(done.statistics.acceptance_histogram)
             )
-            # The last round may draft beyond the end of the answer, or nothing where one token is left.
+            # The last round may draft beyond the end of the answer, or nothing if one token is left.
             assert sum(abs(a - b) for a, b in zip(histogram, expected, strict=True)) <= 2
             assert 0 <= sum(histogram) - sum(expected) <= 1
 
@@ -136,7 +136,7 @@ def test_features_from_the_cache_are_those_of_the_target(
     batch = Batches(read_answers(answers), 4, 128, 0)(0)
     cache = FeatureCache(tmp_path / "features", {"target": "tiny"})
     fresh = features_of(batch, target, cache)
-    monkey, target.decoder = target.decoder, None  # what is cached needs no pass
+    monkey, target.decoder = target.decoder, None  # cached features need no pass
     try:
         cached = features_of(batch, target, cache)
     finally:
@@ -181,7 +181,7 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(
         )
 
     assert go(tmp_path / "whole", "whole", 6, 0) == 6
-    # Killed after step 5, which was not saved: it goes on behind step 4. A new process has other weights at first.
+    # Killed after step 5, which was not saved, so it resumes after step 4. A new process has other initial weights.
     cut = tmp_path / "cut"
     stop = 5
     calls = {"count": 0}
@@ -232,7 +232,7 @@ def test_a_short_training_makes_drafts_longer(answers: Path, tmp_path: Path) -> 
     lengths = [average(entry["figures"]) for entry in history]
     assert 1 < lengths[0] < lengths[1]
     assert lengths[1] > 1.2  # an untrained one has 1.0
-    # A category counts its own passes; the best checkpoint is the one with the longest acceptance.
+    # A category counts its own passes. The best checkpoint is the one with the longest acceptance.
     figures = history[-1]["figures"]
     assert set(figures) == {"chat", "code", "math", "tools", ALL}
     assert figures[ALL]["passes"] == sum(part["passes"] for name, part in figures.items() if name != ALL)
@@ -271,13 +271,13 @@ def test_answers_of_another_target_and_drafters_of_another_size_are_refused(
     (other / "config.json").write_text(json.dumps({**config, "num_target_layers": 12}))
     with pytest.raises(PairError, match="num_target_layers is 12"):
         open_drafter(other, other, TARGET)
-    with pytest.raises(DFlashError, match="a step takes 400"):
+    with pytest.raises(DFlashError, match="a step needs 400"):
         Batches(read_answers(answers), 400, 128, 0)
 
 
 def test_defaults_of_a_new_drafter_follow_from_the_target() -> None:
     config = read_target_config(TARGET)
-    assert default_taps(36) == [1, 9, 17, 25, 33]  # z-lab's for Qwen3-8B
+    assert default_taps(36) == [1, 9, 17, 25, 33]  # as z-lab's for Qwen3-8B
     assert default_taps(30) == [1, 8, 14, 20, 27]
     assert [default_taps(n) for n in (1, 2, 3, 5)] == [[0], [0], [0], [1, 2]]
     mask = default_mask_token(Tokenizer(TARGET), config)
