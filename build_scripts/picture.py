@@ -1,4 +1,5 @@
-"""The README's picture, docs/speed.svg, from the README's own table: tokens per second with and without drafting.
+"""Draw the README's picture, docs/speed.svg, from the README's own table: tokens per second with and without
+drafting.
 
 python -m build_scripts.picture
 """
@@ -13,7 +14,7 @@ README, PICTURE = ROOT / "README.md", ROOT / "docs" / "speed.svg"
 
 WIDTH, PANEL, GAP, TOP, HEIGHT, BOTTOM, BAR = 760, 350, 40, 62, 190, 40, 26
 
-# Transparent, with colours that a viewer's dark mode replaces; an image in a README knows that mode, too.
+# Transparent, with other colours in dark mode. An image in a README follows the viewer's mode.
 STYLE = """\
 text { font: 13px sans-serif; fill: #24292f } .small { font-size: 11px } .title { font-weight: bold }
 .plain { fill: #8c959f } .drafting { fill: #0969da } .axis { stroke: #8c959f }
@@ -31,9 +32,9 @@ class Speeds(NamedTuple):
 
 
 def read_table(text: str) -> list[Speeds]:
-    """The table whose header begins with `tokens per second`: two rows for each pair, plain and drafting.
+    """The table whose header begins with `tokens per second`: two rows per pair, plain and drafting.
 
-    Raises ValueError where there is no such table, or a row does not fit it.
+    Raises ValueError if there is no such table, or a row does not fit it.
     """
     lines = iter(text.splitlines())
     header = next((line for line in lines if line.startswith("| tokens per second |")), None)
@@ -58,7 +59,7 @@ def _cells(line: str) -> list[str]:
 
 
 def draw(pairs: list[Speeds]) -> str:
-    """An SVG document with a panel of bars for each pair, all to one scale."""
+    """An SVG document with one panel of bars per pair, all to the same scale."""
     top = max(speed for each in pairs for speed in each.drafting.values())
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {TOP + HEIGHT + BOTTOM}" role="img">',

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages that lie outside of docs/, and links to them as the repository has them."""
+"""A hook of mkdocs: adds pages from outside docs/, and rewrites links that the repository has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """README.md as the first page, the pages beside it, and one that has the examples."""
+    """Add README.md as the first page, the pages beside it, and a page with the examples."""
     from mkdocs.structure.files import File
 
     pages = {"index.md": _read("README.md"), "examples.md": examples_page()} | {n: _read(n) for n in ABOVE}
@@ -27,7 +27,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def site_links(markdown: str) -> str:
-    """Links between docs/, the repository's root and examples/ as links of the site, where all pages lie together."""
+    """Turn links between docs/, the repository's root and examples/ into links of the site, which has all pages in
+    one place.
+    """
     markdown = re.sub(
         r"\]\((?:\.\./)?examples/(?:(\w+)\.py)?\)", lambda m: f"](examples.md{_anchor(m[1])})", markdown
     )
@@ -39,11 +41,11 @@ def _anchor(example: str | None) -> str:
 
 
 def examples_page() -> str:
-    """A section for each program of examples/: its name, the first sentence of its docstring, and the program."""
+    """A section for each program in examples/: its name, the first sentence of its docstring, and the program."""
     out = [
         "# Examples",
         "",
-        "After reading this page you can start a program of your own from one that runs.",
+        "After reading this page you can start your own program from a working one.",
     ]
     for path in sorted(EXAMPLES.glob("*.py")):
         text = path.read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ SHIPPED = [pair.name for pair in PAIRS if pair.target_repo is None]
 
 @dataclass
 class Served:
-    """A shipped pair, behind a server and in this process."""
+    """A shipped pair behind a server, and the same pair in this process."""
 
     bundle: Path
     server: Serving
@@ -35,9 +35,9 @@ def served(
     request: pytest.FixtureRequest, bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     bundle = bundles[request.param]
-    # A fixed length: by itself the engine stops to draft where that does not pay.
+    # A fixed length: the adaptive one stops drafting where it does not pay.
     length = Bundle.open(bundle).manifest["block_size"]
-    # One of the pairs with a response per round, the other with one per interval, as by default.
+    # One pair with a response per round, the other with one per interval, the default.
     interval = ["--stream-interval=0"] * (request.param == SHIPPED[0])
     options = ("--max-batch-size=8", "--max-queue=64", f"--block-length={length}", *interval)
     server = Serving(bundle, tmp_path_factory.mktemp("log") / "log", *options)
@@ -49,7 +49,7 @@ def served(
 
 @pytest.fixture(scope="module")
 def tiny(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A small server, of which a test may take away the engine."""
+    """A small server. A test may kill its engine."""
     options = ("--max-batch-size=2", "--max-queue=2", "--grace=2", "--block-length=4")
     server = Serving(bundles["tiny"], tmp_path_factory.mktemp("log") / "log", *options)
     yield server

@@ -1,4 +1,4 @@
-"""A `dflash-trt serve` in a process of its own, and clients of it."""
+"""A `dflash-trt serve` in its own process, and clients of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Serving:
-    """A server that runs. `log` is what it has written so far, on both its outputs."""
+    """A running server. `log` is its output so far, from stdout and stderr."""
 
     def __init__(self, bundle: Path, log: Path, *options: str) -> None:
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
@@ -61,7 +61,7 @@ class Serving:
         return self.log_file.read_text()
 
     def until(self, condition: Callable[[], Any]) -> None:
-        """Long enough for a machine that has much else to do; what is counted is shown once a second."""
+        """Wait for the condition, long enough for a busy machine. Counters are shown once a second."""
         end = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < end, f"waited in vain\n{self.log}"
@@ -72,7 +72,7 @@ class Serving:
         return self.process.wait(120)
 
     def processes(self, what: str) -> list[int]:
-        """The server's processes with this in their command line: tritonserver, stub, worker."""
+        """The server's processes whose command line contains `what`: tritonserver, stub, worker."""
         from dflash_trt.serving.processes import descendants
 
         tree = descendants(self.process.pid)
@@ -89,12 +89,12 @@ class Serving:
         return self.metrics()(name, **labels)
 
     def metrics(self) -> Callable[..., float]:
-        """The samples of one moment."""
+        """The samples at one moment."""
         lines = self.get("/metrics", self.metrics_port)[1].splitlines()
         return partial(sample, lines)
 
     def generate(self, *, model: str = "dflash", **fields: Any) -> tuple[int, dict[str, Any]]:
-        """POST generate: the status, and the answer."""
+        """POST generate: the status and the answer."""
         url = f"http://127.0.0.1:{self.http_port}/v2/models/{model}/generate"
         status, text = fetch(url, fields)
         return status, json.loads(text)
@@ -140,7 +140,7 @@ def tensors(**fields: Any) -> list[Any]:
 
 
 class Client:
-    """A gRPC stream. Answers come back by request; `ask` and `wait` may overlap."""
+    """A gRPC stream. Answers are matched to requests; `ask` and `wait` may overlap."""
 
     def __init__(self, address: str) -> None:
         self._client = grpcclient.InferenceServerClient(address)
@@ -165,7 +165,7 @@ class Client:
         )
 
     def wait(self) -> tuple[str, dict[str, Any], bool]:
-        """The next answer: of which request, its outputs, whether it is the last. Raises what the server says."""
+        """The next answer: its request, its outputs, whether it is the last. Raises the server's error."""
         result, error = self._answers.get(timeout=120)
         if error is not None:
             raise error
@@ -176,7 +176,7 @@ class Client:
     def all(
         self, *, model: str = "dflash", timeout: int | None = None, **fields: Any
     ) -> list[dict[str, Any]]:
-        """Every answer to one request."""
+        """All answers to one request."""
         self.ask(tensors(**fields), model=model, timeout=timeout)
         answers, last = [], False
         while not last:
@@ -194,7 +194,7 @@ def ids_of(answers: list[dict[str, Any]]) -> list[int]:
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """What the server says of a request over gRPC that it refuses."""
+    """The server's error for a request over gRPC that it refuses."""
     try:
         call()
     except InferenceServerException as error:

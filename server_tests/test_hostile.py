@@ -1,4 +1,4 @@
-"""Hostile clients of a real tritonserver: what ends it when asked straight does not reach it through `serve`."""
+"""Hostile clients of a real tritonserver: requests that end a bare server do not reach it through `serve`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from dflash_trt.serving.supervisor import UnixConnection
 from server_tests.serving import Serving, fetch, free_ports, kill, refused
 
 GENERATE = b"POST /v2/models/dflash/generate HTTP/1.1\r\nHost: x\r\n"
-# CVE-2025-23310: Triton reserves stack for every chunk of a body.
+# CVE-2025-23310: Triton reserves stack memory for every chunk of a body.
 CHUNKED = GENERATE + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nA\r\n" * 600_000 + b"0\r\n\r\n"
 DEEP = b'{"text_input":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 NESTED = GENERATE + b"Content-Length: %d\r\n\r\n" % len(DEEP) + DEEP
 FATAL = {"chunked": CHUNKED, "nested": NESTED}
-# The body of one request is enough for a bare server: it makes a model of this and runs it.
+# One request's body is enough for a bare server: it makes a model of this text and runs it.
 EVIL = """
 import pathlib
 class TritonPythonModel:
@@ -43,7 +43,7 @@ CONFIG = {"name": "evil", "backend": "python", "max_batch_size": 0}
 
 
 class Bare:
-    """A tritonserver without `serve`, on Unix sockets or as it is told."""
+    """A tritonserver without `serve`, on Unix sockets or with the given arguments."""
 
     def __init__(self, bundle: Path, directory: Path) -> None:
         directory.mkdir()
@@ -59,7 +59,7 @@ class Bare:
         command = [*self.server.command, *server_arguments(self.repository, self.sockets, "error")]
         self.process = subprocess.Popen(command, env=self.environment)
         wait(lambda: self.sockets.http.exists() and self.status("GET", "/v2/models/dflash/ready") == 200)
-        self.tree = descendants(self.process.pid)  # a server that is ended by a signal may leave them
+        self.tree = descendants(self.process.pid)  # a signal that ends the server may leave these behind
 
     def status(self, method: str, path: str, body: bytes | None = None) -> int:
         connection = UnixConnection(self.sockets.http, 60)
@@ -96,7 +96,7 @@ def wait(condition: object, seconds: float = 120) -> None:
 
 
 def send(connection: socket.socket, data: bytes) -> bytes:
-    """What is answered before the connection ends or has said enough; nothing if it is cut off."""
+    """The answer until the connection ends or enough has arrived; empty if it is cut off."""
     connection.settimeout(60)
     try:
         connection.sendall(data)
@@ -107,13 +107,13 @@ def send(connection: socket.socket, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("kind", FATAL)
 def test_one_request_ends_a_bare_server(bare: Bare, kind: str) -> None:
-    """If this fails, the bundled server has got better, and the docs have to say so."""
+    """If this fails, the bundled server was fixed, and the docs must be updated."""
     bare.start()
     assert bare.process is not None
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(bare.sockets.http))
         send(connection, FATAL[kind])
-    assert bare.process.wait(60) < 0  # by a signal
+    assert bare.process.wait(60) < 0  # ended by a signal
 
 
 @pytest.mark.parametrize("kind", FATAL)
@@ -127,13 +127,13 @@ def test_the_same_request_does_nothing_to_serve(tiny: Serving, kind: str) -> Non
 
 
 def evil(marker: Path) -> dict[str, object]:
-    """The parameters of a load request that brings its own model."""
+    """The parameters of a load request that contains its own model."""
     code = base64.b64encode(EVIL.format(str(marker)).encode()).decode()
     return {"config": json.dumps(CONFIG), "file:1/model.py": code}
 
 
 def test_a_bare_server_executes_what_it_is_sent(bare: Bare, tmp_path: Path) -> None:
-    """So the next tests send what would work."""
+    """Shows that the attack of the next tests works on a bare server."""
     bare.start()
     body = json.dumps({"parameters": evil(tmp_path / "executed")}).encode()
     bare.status("POST", "/v2/repository/models/evil/load", body)
@@ -165,7 +165,7 @@ def test_clients_cannot_load_code_nor_unload_the_model(tiny: Serving, tmp_path: 
 
 
 def test_the_printed_command_of_a_bare_server_keeps_clients_out_too(bare: Bare, tmp_path: Path) -> None:
-    """Run as printed, on other ports; the secret opens what is closed, so the words mean what they should."""
+    """The command as printed, on other ports. The secret opens the restricted APIs, so the restriction is real."""
     http_port, grpc_port, metrics_port = free_ports(3)
     program, *backend = bare.server.command
     secret, _, command = bare_command(bare.repository).partition("\n")
@@ -198,7 +198,7 @@ def ask(port: int, path: str, body: str, **headers: str) -> int:
 
 
 def test_tritonserver_listens_to_nobody_else(tiny: Serving) -> None:
-    """No TCP port of its own, its sockets where only this user may enter, and no secret that others could read."""
+    """No TCP port of its own, sockets that only its user may enter, and no readable secret."""
     (pid,) = tiny.processes("bin/tritonserver")
     inodes = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
     listening = [
@@ -277,7 +277,7 @@ def test_other_addresses_are_announced_as_open_to_everyone(bundles: dict[str, Pa
 
 
 def test_honest_clients_lose_nothing_beside_hostile_ones(bundles: dict[str, Path], tmp_path: Path) -> None:
-    """Ten minutes of it, with times: build_scripts/soak/attack_server.py."""
+    """A short version of build_scripts/soak/attack_server.py, which runs ten minutes and measures times."""
     server = Serving(bundles["tiny"], tmp_path / "log", "--threads=1")
     try:
         result = asyncio.run(attack_server.run(server, bundles["tiny"], 15, 4, tmp_path / "executed"))

@@ -1,4 +1,4 @@
-"""Cancellation, deadlines, a full queue, the death of the engine and of the backend, and the end of the server."""
+"""Cancellation, deadlines, a full queue, the end of the engine, of the backend and of the server."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ Answers = list[tuple[str, dict[str, Any], bool]]
 
 
 def busy(server: Serving) -> tuple[Client, Answers]:
-    """As many long requests as the server takes, all but the last of them streaming, and the answers so far.
+    """Start as many long requests as the server takes, all but the last one streaming. Returns their answers so far.
 
-    One more, over the same stream, is refused: by then all of them are in.
+    One more request over the same stream is refused, which shows that all of them have arrived.
     """
     client, answers = Client(server.grpc), Answers()
     for key in "abc":
@@ -65,7 +65,7 @@ def test_leaving_a_grpc_stream_frees_the_slots(tiny: Serving) -> None:
 
 
 def test_closing_an_http_stream_frees_the_slot(tiny: Serving) -> None:
-    """Of `generate`, Triton 24.10 notices only when it answers."""
+    """For `generate`, Triton 24.10 notices only when it answers."""
     before = cancelled(tiny)
     body = json.dumps({**LONG, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", tiny.http_port)) as connection:
@@ -78,7 +78,7 @@ def test_closing_an_http_stream_frees_the_slot(tiny: Serving) -> None:
 
 def test_a_deadline_ends_a_request_with_what_it_has(tiny: Serving) -> None:
     with Client(tiny.grpc) as client:
-        for doubled in range(8):  # until the machine has got to the first token
+        for doubled in range(8):  # until the machine reaches the first token in time
             (late,) = client.all(**LONG, timeout=50_000 << doubled)
             assert late["finish_reason"].tolist() == [[b"timeout"]]
             if late["output_ids"].shape[1]:
@@ -99,7 +99,7 @@ def test_a_full_queue_refuses_at_once_and_loses_nothing(tiny: Serving) -> None:
     client, answers = busy(tiny)
     assert not any(last for _, _, last in answers)  # the fifth was refused while these were running
     status, answer = tiny.generate(text_input="a", max_tokens=4)
-    assert status == 400  # Triton's for every error of generate
+    assert status == 400  # Triton's status for every error of generate
     assert "4 requests are in flight" in answer["error"]
     while sum(last for _, _, last in answers) < 4:
         answers.append(client.wait())
@@ -126,11 +126,8 @@ def test_the_death_of_the_engine_is_reported_and_a_reload_recovers(tiny: Serving
     kill(engine)
     for _ in range(4):  # each request in flight is refused
         assert "the engine process ended (SIGKILL)" in answers_or_error(client)
-    tiny.until(lambda: "the model is not ready: loading it again" in tiny.log)
-    assert (
-        "the engine process ended (SIGKILL); the model has to be loaded again; 4 requests are refused"
-        in tiny.log
-    )
+    tiny.until(lambda: "the model is not ready: reloading it" in tiny.log)
+    assert "the engine process ended (SIGKILL); load the model again; 4 requests are refused" in tiny.log
     tiny.until(tiny.ready)
     client.leave()
     assert tiny.generate(text_input="a", max_tokens=4)[0] == 200
@@ -145,8 +142,8 @@ def test_the_death_of_the_backend_restarts_the_server(tiny: Serving) -> None:
     (stub,) = tiny.processes("backends/python/triton_python_backend_stub")
     (server,) = tiny.processes("bin/tritonserver")
     kill(stub)
-    assert answers_or_error(client)  # the connection is closed: nobody waits for ever
-    tiny.until(lambda: "backend process has died: starting the server again" in tiny.log)
+    assert answers_or_error(client)  # the connection is closed: nobody waits forever
+    tiny.until(lambda: "backend process has died: restarting the server" in tiny.log)
     tiny.until(lambda: tiny.processes("bin/tritonserver") not in ([], [server]) and tiny.ready())
     assert tiny.generate(text_input="a", max_tokens=4)[0] == 200
     assert len(tiny.processes("dflash_trt.serving.worker")) == 1
@@ -187,7 +184,7 @@ def test_a_bundle_that_is_not_whole_is_not_served(bundles: dict[str, Path], tmp_
 def test_an_engine_that_does_not_start_ends_the_server_with_the_reason(
     bundles: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The bundle breaks after the repository was made, as seen by a plain tritonserver."""
+    """The bundle is damaged after the repository was made, and a plain tritonserver reports it."""
     repository = deploy(bundles["tiny"], tmp_path / "repository", copy=True)
     (repository / "dflash" / "1" / "bundle" / "tokenizer.json").write_text("{}")
     server = find_server(tmp_path)
@@ -207,7 +204,7 @@ def test_an_engine_that_does_not_start_ends_the_server_with_the_reason(
 
 
 def test_what_the_server_serves_is_what_the_engine_gives(tiny: Serving, bundles: dict[str, Path]) -> None:
-    """After all that was killed above."""
+    """Runs after the kills above."""
     with LLM(bundles["tiny"], threads=1) as llm:
         expected = llm.generate(
             "def f(x):", SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)

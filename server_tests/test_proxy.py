@@ -1,4 +1,6 @@
-"""The proxy in front of a stand-in for tritonserver: what reaches the server, what a client gets, who is kept out."""
+"""The proxy in front of a stand-in for tritonserver: requests that pass, answers to clients, clients that are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,13 @@ GENERATE = "/v2/models/dflash/generate"
 
 
 class Upstream:
-    """tritonserver's sockets, with a server that notes what it is asked."""
+    """tritonserver's sockets, with a server that records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, dict[str, str], bytes]] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.left = asyncio.Event()
-        self.go_on = asyncio.Event()  # of streams, after their first answer
+        self.go_on = asyncio.Event()  # lets streams continue after their first answer
         self.dies = False
 
     async def http(self, request: web.Request) -> web.StreamResponse:
@@ -85,7 +87,7 @@ class Upstream:
 
 
 class Front:
-    """The proxy and how clients reach it."""
+    """The proxy and its clients."""
 
     def __init__(self, upstream: Upstream, settings: Settings) -> None:
         self.upstream, self.settings = upstream, settings
@@ -93,7 +95,7 @@ class Front:
         self.grpc = f"127.0.0.1:{settings.grpc_port}"
 
     async def raw(self, data: bytes, *, port: int | None = None) -> bytes:
-        """Everything that is said to some bytes before the connection ends."""
+        """All bytes that are received for some bytes sent, until the connection ends."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port or self.settings.http_port)
         try:
             writer.write(data)
@@ -113,7 +115,7 @@ class Front:
 
 
 def run(tmp_path: Path, check: Callable[[Front], Awaitable[None]], *, up: bool = True) -> None:
-    """A check of the proxy, with the server behind it or without."""
+    """Run a check of the proxy, with or without the server behind it."""
 
     async def inside() -> None:
         http, grpc_port, metrics = free_ports(3)
@@ -227,7 +229,7 @@ def test_bodies_are_bounded_and_read_before_the_server_sees_them(tmp_path: Path)
         assert "more than 1000 lists" in (await front.post(wide))[1]["error"]
         chunked = b"POST " + GENERATE.encode() + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         said = await front.raw(chunked + (b"1000\r\n" + b"a" * 4096 + b"\r\n") * 100)
-        assert re_status(said) in (0, 413)  # 0: the connection was reset while this was being sent
+        assert re_status(said) in (0, 413)  # 0: the connection was reset during sending
         assert await front.raw(chunked + b"1\r\nA\r\n" * 600_000) == b""  # cut off
         assert not front.upstream.asked
         assert (await front.post(fill[: MOST - 2] + b'"}'))[0] == 200
@@ -313,7 +315,7 @@ def test_events_pass_as_they_come_and_a_client_that_leaves_is_heard_of(tmp_path:
             async with session.post(url, data=b"{}") as answer:
                 assert (
                     await answer.content.readuntil(b"\n\n") == b"data: 1\n\n"
-                )  # the second is not there yet
+                )  # the second event is not there yet
                 front.upstream.go_on.set()
                 assert await answer.read() == b"data: 2\n\n"
             front.upstream.go_on.clear()

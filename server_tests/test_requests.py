@@ -1,4 +1,4 @@
-"""What a client gets: every field over HTTP and gRPC, the engine's own tokens, and errors that name the field."""
+"""Answers to clients: every field over HTTP and gRPC, the engine's own tokens, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_words_ends_and_the_prompt_itself(served: Served) -> None:
     asked = {"text_input": PROMPT, "max_tokens": 40, "ignore_eos": True}
     _, answer = server.generate(**asked, stop_words=["qqq", stop])
     assert (answer["text_output"], answer["finish_reason"]) == (expected.text, "stop")
-    # What TensorRT-LLM's own examples send.
+    # The values that TensorRT-LLM's own examples send.
     _, answer = server.generate(**asked, stop_words="", bad_words="", pad_id=2, end_id=-1, beam_width=1)
     assert answer["output_ids"] == free.token_ids
     _, answer = server.generate(**asked, end_id=free.token_ids[9])
@@ -161,7 +161,7 @@ def test_every_byte_of_a_text_comes_through(served: Served) -> None:
     assert (status, answer["text_output"]) == (200, expected.text)
 
 
-# Fields beside the prompt and what the error says.
+# Fields beside the prompt, and the expected error.
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"text_input": ""}, "text_input is empty"),
     ({"text_input": "a b " * 600}, "text_input has .* tokens"),
@@ -213,7 +213,7 @@ def test_a_bad_request_is_refused_by_its_field_and_disturbs_no_neighbour(served:
             if not re.search("nan|inf|xff|x80|xc3", str(fields)):
                 status, answer = served.server.generate(**fields)
                 assert status == 400, answer
-                # Triton itself refuses an empty list, and takes a list for a batch where the model has a scalar.
+                # Triton itself refuses an empty list, and takes a list for a batch if the model has a scalar.
                 if not any(isinstance(v, list) and (not v or n not in LISTS) for n, v in fields.items()):
                     assert re.search(message, answer["error"]), answer
         answers, last = [], False
@@ -259,7 +259,7 @@ def test_wrong_types_shapes_and_bodies(served: Served) -> None:
     ]
     for body in bodies:
         status, text = fetch(url, body)
-        assert status >= 400, (body, text)  # of what is no JSON at all, Triton says 500
+        assert status >= 400, (body, text)  # for a body that is not JSON, Triton answers 500
         assert "error" in json.loads(text)
     assert server.generate(text_input="a", max_tokens=1)[0] == 200
 
@@ -276,7 +276,7 @@ LISTS = ("stop_words", "bad_words", "input_ids")
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
-    """Any of the fields, with any values of their types; mostly one prompt, and few tokens."""
+    """Any of the fields, with any values of their types; mostly one prompt and few tokens."""
     names = draw(st.lists(st.sampled_from(sorted(set(TYPES) - {"max_tokens"})), max_size=6, unique=True))
     fields = {
         name: draw(st.lists(VALUES[TYPES[name]], max_size=5)) if name in LISTS else draw(VALUES[TYPES[name]])
@@ -322,7 +322,7 @@ def test_raw_bytes_of_any_length_do_no_harm(served: Served, name: str, raw: byte
 
 
 def test_statistics_and_metrics(served: Served) -> None:
-    """Counted by Triton and by us, and shown a moment later."""
+    """Triton counts them, we count them, and the counts appear a moment later."""
     server = served.server
     server.until(lambda: server.metric("dflash_num_requests_running") == 0)
 

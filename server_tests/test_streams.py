@@ -1,4 +1,4 @@
-"""How often a stream is answered: for every round, or once in an interval. What it gets in all is the same."""
+"""The number of responses of a stream: one per round, or one per interval. The content is the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_whole_of_a_stream(server: tuple[int, Serving], bundles: dict[str, P
     counts = [int(answer["num_output_tokens"][0, 0]) for answer in answers]
     assert counts == [answer["output_ids"].shape[1] for answer in answers]
     assert len(counts) > 1
-    if interval > 50:  # the first token, and all the others
+    if interval > 50:  # the first token, and all others
         assert counts == [1, 399]
     config = fetch(f"http://127.0.0.1:{serving.http_port}/v2/models/dflash/config")[1]
     assert f'"stream_interval_ms":{{"string_value":"{interval}"}}' in config
@@ -47,7 +47,7 @@ def test_the_whole_of_a_stream(server: tuple[int, Serving], bundles: dict[str, P
 
 
 def test_ends_do_not_wait(server: tuple[int, Serving]) -> None:
-    """Neither a deadline nor a client that leaves."""
+    """Neither after a deadline nor after a client has left."""
     _, serving = server
     asked = {"text_input": PROMPT, "max_tokens": 450, "ignore_eos": True, "speculate": False, "stream": True}
     with Client(serving.grpc) as client:

@@ -1,4 +1,4 @@
-"""A bundle for TensorRT-LLM behind Triton's server: our model drives the package, here the tests' double of it."""
+"""A bundle for TensorRT-LLM behind Triton's server. Our model drives the package; here it drives the tests' double."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from server_tests.serving import Serving
 
 ROOT = Path(__file__).parent.parent
 TOKENS = list(range(400, 430))
-FAILS = 7  # a prompt of this one token
-# What `import tensorrt_llm` finds: a module that puts the double in its own place.
+FAILS = 7  # a prompt with only this token
+# The module that `import tensorrt_llm` finds: it puts the double in its place.
 PACKAGE = f"""
 import sys
 from tests.doubles.tensorrt_llm_double import make_double

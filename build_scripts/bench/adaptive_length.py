@@ -1,9 +1,9 @@
 """The adaptive block length on the simulated pairs of tests/doubles/simulation.py, as tables.
 
-    python -m build_scripts.bench.adaptive_length [--rounds 3000]              # each beginning
-    python -m build_scripts.bench.adaptive_length --constants [--rounds 1500]  # each constant halved, doubled
+    python -m build_scripts.bench.adaptive_length [--rounds 3000]              # each kind of start
+    python -m build_scripts.bench.adaptive_length --constants [--rounds 1500]  # each constant halved and doubled
 
-A speed is the time that a fixed length would have taken for the same tokens, divided by the time taken.
+A speed is relative: the time of a fixed length for the same tokens, divided by the time taken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONSTANTS = {
     "calibration": ("_OFFSET", "_WEIGHT", "_MEMORY"),
     "pass_times": ("_ALL", "_EACH", "_NOISE", "_RETURNING"),
 }
-# The beginnings that constants are tried on.
+# The kinds of start with which constants are varied.
 TRIED = ("right", "each by its own factor", "all three times from the middle")
 Job = tuple[str, str, str, str, int]
 Change = tuple[str, str, float]
@@ -57,7 +57,7 @@ def of_constants(rounds: int) -> None:
     for name, constants in CONSTANTS.items():
         for constant in constants:
             value = getattr(_module(name), constant)
-            if constant == "_MEMORY":  # what is forgotten, halved and doubled
+            if constant == "_MEMORY":  # the share that is forgotten, halved and doubled
                 others = (1 - (1 - value) / 2, 1 - 2 * (1 - value))
             else:
                 others = (type(value)(value / 2), value * 2)
@@ -67,7 +67,7 @@ def of_constants(rounds: int) -> None:
 
 
 def simulate(jobs: list[Job], change: Change | None) -> np.ndarray:
-    """[jobs, 2]: speed to the best fixed length, and to plain decoding."""
+    """[jobs, 2]: speed relative to the best fixed length, and to plain decoding."""
     with Pool(initializer=_change, initargs=(change,)) as pool:
         return np.array(pool.map(_speeds, jobs))
 

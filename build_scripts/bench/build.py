@@ -2,9 +2,10 @@
 
     python -m build_scripts.bench.build [--gigabytes 1.2] [--dir DIR] [--genai]
 
-With --genai (needs onnxruntime-genai, torch and transformers) its model builder converts the same target in the same
-run, to float32 for the CPU: what it does there is not the same work, since it writes the weights anew and its graph
-has no taps. The last line is one JSON document. Peak memory is the VmHWM of the process.
+With --genai, onnxruntime-genai's model builder converts the same target to float32 for the CPU in the same run. It
+needs
+onnxruntime-genai, torch and transformers. Its work is not the same: it writes new weights, and its graph has no taps.
+Peak memory is the VmHWM of the process. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from typing import Any
 
 from build_scripts.bench.generated import write_pair
 
-_SECONDS = 0.02  # between two looks at a process
+_SECONDS = 0.02  # between two samples of a process
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gigabytes", type=float, default=1.2, help="weights of the pair, about")
-    parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
-    parser.add_argument("--genai", action="store_true", help="run onnxruntime-genai's model builder too")
+    parser.add_argument("--gigabytes", type=float, default=1.2, help="approximate size of the pair's weights")
+    parser.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")
+    parser.add_argument("--genai", action="store_true", help="also run onnxruntime-genai's model builder")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         work = Path(folder)
@@ -80,13 +81,13 @@ def main() -> None:
 
 
 def measure(command: list[str]) -> tuple[float, int]:
-    """Seconds and peak resident bytes of one process. Not ru_maxrss, which would begin with what this one holds."""
+    """Seconds and peak resident bytes of one process. ru_maxrss would include this process's own memory."""
     begin, peak = time.perf_counter(), 0
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
         while process.poll() is None:
             found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text(), re.M)
-            peak = max(peak, int(found[1]) << 10 if found else 0)  # a process that has ended has none
+            peak = max(peak, int(found[1]) << 10 if found else 0)  # a finished process has none
             time.sleep(_SECONDS)
         seconds = time.perf_counter() - begin
         if process.returncode:

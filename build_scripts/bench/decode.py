@@ -1,10 +1,12 @@
-"""Decoding speed of a bundle at batch 1: plain, drafting at several block lengths, and Transformers, in one run.
+"""Decoding speed of a bundle at batch 1: plain, with drafts at several block lengths, and Transformers, in one run.
 
     python -m build_scripts.bench.decode [--target tiny] [--prompts 8] [--max-tokens 128] [--block-lengths 4,6,8]
 
-Every prompt is decoded by each method in turn, so that a slow moment of the machine hits all of them; a method's time
-is the sum over prompts of the best of `--repeats` runs. Decoding time only: prefill and the first token are left out
-for every method. Tokens are compared, Transformers' too. The last line is one JSON document.
+The methods take turns on every prompt, so that a slow moment of the machine affects all of them. A method's time is
+the
+sum over prompts of the best of `--repeats` runs. Prefill and the first token are left out. The tokens of all methods
+are
+compared, also those of Transformers. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def transformers_method(
     )
 
     class Clock(BaseStreamer):
-        """Notes when the first token came. `put` is called with the prompt first."""
+        """Records the time of the first token. The first call of `put` gets the prompt."""
 
         def __init__(self) -> None:
             self.calls, self.first = 0, 0.0

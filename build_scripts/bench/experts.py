@@ -1,15 +1,17 @@
-"""What the experts of a target read, and what a pass costs: as a function of how many of them are in use.
+"""The bytes that a target's experts read, and the time of a pass, by the number of experts in use.
 
     python -m build_scripts.bench.experts [BUNDLE] [--layers 12] [--texts 6] [--rounds 3] [--threads N] [--dir DIR]
 
-BUNDLE: a bundle whose target has experts; its passes go over the shipped prompts. Without one, a generated gpt-oss
-of 32 experts in MXFP4 (about 300M parameters) and random tokens. Both ways to run experts are measured
-(graph/experts.py): "in use" widens in every pass those that some row chose, "resident" all of them at load.
+BUNDLE is a bundle whose target has experts. Its passes read the shipped prompts. Without BUNDLE, the target is a
+generated gpt-oss with 32 experts in MXFP4 (about 300M parameters), and the tokens are random. Both ways to run
+experts
+are measured (graph/experts.py): "in use" widens the chosen experts in every pass, "resident" widens all at load time.
 
-Bytes are worked out from the shapes of the experts in use, and measured: the sizes of the tensors that the pass
-gathers, from ONNX Runtime's profile. Passes of all lengths over all texts take turns, `--rounds` times; of each the
-fastest counts, and the table gives medians over texts. Each mode has a process of its own, so that its peak memory
-can be told. The last line is one JSON document.
+Bytes are computed from the shapes of the experts in use, and measured: the sizes of the gathered tensors in ONNX
+Runtime's profile. Passes of all lengths over all texts take turns, `--rounds` times. The fastest of each counts, and
+the
+table gives medians over texts. Each mode has its own process, for its own peak memory. The last line is one JSON
+document.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class LayerPass:
     tokens: int
     distinct: int
     gathered: int  # bytes
-    microseconds: float  # from the choice of experts to the operator's result
+    microseconds: float  # from the choice of experts to the result of the operator
 
 
 def main() -> None:
@@ -74,7 +76,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
+    parser.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         work = Path(folder)
@@ -99,7 +101,7 @@ def main() -> None:
 
 
 def generate(directory: Path, layers: int) -> None:
-    """A gpt-oss of the published form with random weights, written tensor by tensor."""
+    """A gpt-oss in its published form with random weights, written tensor by tensor."""
     hidden, inner, experts, heads, kv_heads, size, vocab = 512, 512, 32, 8, 4, 64, 8192
     config = json.loads(KNOWN.read_text()) | {
         "hidden_size": hidden,
@@ -145,7 +147,7 @@ def generate(directory: Path, layers: int) -> None:
 
 
 def write_safetensors(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Random tensors that keep the scale of what goes through them, one at a time in memory."""
+    """Random tensors that keep the scale of the activations. One at a time is in memory."""
     header, offset, rng = {}, 0, np.random.default_rng(0)
     for name, shape in shapes.items():
         packed = name.endswith(("_blocks", "_scales"))
@@ -181,11 +183,11 @@ def open_bundle(path: Path, directory: Path) -> None:
     directory.mkdir(parents=True)
     shutil.copy(bundle.path / "configs" / "target.json", directory / "config.json")
     for file in (bundle.path / "weights" / "target").iterdir():
-        shutil.copy(file, directory)  # ONNX Runtime reads no link that leads out of the graph's directory
+        shutil.copy(file, directory)  # ONNX Runtime follows no link that leads out of the graph's directory
 
 
 def sequences(bundle: Path | None, config: TargetConfig, count: int) -> list[Array]:
-    """Token ids [CONTEXT + longest pass], each from another place."""
+    """Token ids [CONTEXT + longest pass], from different places of the prompts."""
     length = CONTEXT + max(LENGTHS)
     if bundle is None:
         rng = np.random.default_rng(1)
@@ -211,13 +213,13 @@ def context_of(text: Array) -> dict[str, Array]:
 
 
 def alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Its result, from a process of its own."""
+    """The function's result, from its own process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def passes(graph: Path, texts: list[Array], rounds: int, threads: int) -> dict[str, Any]:
-    """Milliseconds by length of the pass, for each text; time and peak memory of loading, the peak after the passes."""
+    """Milliseconds by pass length for each text; time and peak memory of loading; peak memory after the passes."""
     begin = time.perf_counter()
     engine = OnnxRuntimeEngine(graph, slots=1, capacity=CONTEXT + 32, threads=threads)
     load, loaded = time.perf_counter() - begin, peak_bytes()
@@ -235,7 +237,7 @@ def passes(graph: Path, texts: list[Array], rounds: int, threads: int) -> dict[s
 
 
 def peak_bytes() -> int:
-    """Of this program alone: ru_maxrss would begin with what its parent held."""
+    """Peak memory of this program alone: ru_maxrss would include its parent's."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
@@ -243,11 +245,11 @@ def peak_bytes() -> int:
 def profile(
     graph: Path, config: TargetConfig, texts: list[Array], rounds: int, threads: int
 ) -> list[LayerPass]:
-    """Every expert layer of every pass, as ONNX Runtime saw it. A resident layer gathers nothing."""
+    """Every expert layer of every pass, from ONNX Runtime's profile. A resident layer gathers nothing."""
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 3
     options.enable_profiling, options.profile_file_prefix = True, str(graph.with_suffix(""))
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as the engine has it
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as in the engine
     run = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     caches = {
         i.name: np.zeros((1, i.shape[1], CONTEXT + 32, i.shape[3]), np.float32)
@@ -276,7 +278,9 @@ def profile(
 
 
 def _layers(events: Iterator[dict[str, Any]]) -> Iterator[LayerPass]:
-    """Nodes run one after the other: what lies between the choice of experts and the operator is one layer's."""
+    """The profile's events by expert layer. The events from the choice of experts to the operator belong to one
+    layer.
+    """
     layer = LayerPass(0, 0, 0, 0.0)
     for event in events:
         kind, name, size = event["args"]["op_name"], event["name"], int(event["args"]["output_size"])
@@ -301,7 +305,7 @@ def report(
 ) -> None:
     assert config.moe is not None
     layers, total = sum(config.moe.sparse_layers), config.moe.num_experts
-    # Weights and scales are gathered as they are stored, biases after they were widened, which happens at load.
+    # Weights and scales are gathered as stored. Biases are gathered after widening, which happens at load time.
     tensors = [t for t in checkpoint.tensors.values() if ".experts." in t.name]
     nbytes = sum(t.nbytes if not t.name.endswith("_bias") else 4 * int(np.prod(t.shape)) for t in tensors)
     to_read = nbytes // (layers * total)

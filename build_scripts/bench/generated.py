@@ -1,6 +1,6 @@
-"""Large checkpoints with random weights in the published form, written in a stream: for measuring conversion.
+"""Large checkpoints in published form with random weights, written as a stream, for measuring conversion.
 
-No model comes out of it: the numbers are noise of the right shapes, names and dtypes.
+They are not usable models: only shapes, names and dtypes are right.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHUNK = 8 << 20
 def qwen3_config(
     hidden: int, layers: int, intermediate: int, vocab: int, heads: tuple[int, int] | None = None
 ) -> dict[str, object]:
-    """`heads`: of queries, and of keys and values; by default as many as the width holds, and half of that."""
+    """`heads`: numbers of query heads and key/value heads. By default as many as fit the width, and half of that."""
     queries, keys = heads or (hidden // 128, hidden // 256)
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -107,7 +107,7 @@ def write_pair(
 
 
 def write_safetensors(file: Path, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> int:
-    """Random BF16 tensors of the given shapes, without holding them; returns the bytes of data."""
+    """Write random BF16 tensors of the given shapes without holding them. Returns the bytes of data."""
     header, offset = {}, 0
     for name, shape in tensors:
         size = 2 * int(np.prod(shape))

@@ -1,9 +1,9 @@
-"""What the plugins' kernels take of a GPU, as a Markdown table: the one in docs/plugins.md.
+"""The GPU resources of the plugins' kernels, as a Markdown table: the one in docs/plugins.md.
 
     python -m build_scripts.bench.kernel_resources
 
-Compiles them for every target at gpt-oss-120b's sizes, without a GPU, and asks Triton's ptxas and nvdisasm.
-"per weight" is the machine instructions of the products' inner loop, a thread's, for each 4-bit weight.
+Compiles the kernels for every target at gpt-oss-120b's sizes, without a GPU, with Triton's ptxas and nvdisasm. "per
+weight" counts a thread's machine instructions in the products' inner loop, per 4-bit weight.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KERNELS = {
 
 
 def instructions_per_weight(compiled: compiler.Compiled, capability: int, use: uses.Use) -> str:
-    """Of the innermost loop around the tensor core's instructions."""
+    """Instructions in the innermost loop with the tensor core's instructions."""
     if "BLOCK_K" not in use.constants:
         return ""
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +80,7 @@ def main() -> None:
             compiled = compiler.compile_kernel(use, capability)
             r = compiler.resources(compiled, capability)
             cells.append(f"{r.registers} / {r.shared_bytes} / {r.spill_bytes}")
-            if capability != 100:  # there the loop is unrolled in ways of its own
+            if capability != 100:  # there the loop is unrolled differently
                 cells.append(instructions_per_weight(compiled, capability, use))
         print(f"| `{name}` | {compiled.threads} | " + " | ".join(cells) + " |", flush=True)
 

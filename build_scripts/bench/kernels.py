@@ -1,14 +1,15 @@
-"""The plugins' kernels at the shapes of gpt-oss-120b and Qwen3-8B: are they right, and how near to the memory's speed.
+"""Correctness and bandwidth of the plugins' kernels at the shapes of gpt-oss-120b and Qwen3-8B.
 
     python -m build_scripts.bench.kernels             # on a GPU: time, bytes per second, share of the floor
     python -m build_scripts.bench.kernels --check     # results only
     TRITON_INTERPRET=1 python -m build_scripts.bench.kernels --check    # without a GPU, on small shapes
 
-Each line times one operator, many runs of its kernels in one CUDA graph, next to what one would write in torch. The
-floor is the bytes that must move (inputs read once, outputs written once; of experts, only those in use) at the speed
-of a large copy, measured on the same GPU first. Logits are read from more copies than a cache holds, experts are larger
-than one; taps and tokens are found in the cache, as they are after the pass that wrote them. The last line is one JSON
-document.
+Each line times one operator, many runs of its kernels in one CUDA graph, and the equivalent code in torch. The floor
+is
+the time to move all necessary bytes at the speed of a large copy on the same GPU. Inputs and outputs are moved once;
+only experts in use count. Logits rotate over more copies than a cache holds, and experts are larger than a cache.
+Taps
+and tokens are in the cache, as after the pass that wrote them. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DEVICE = "cuda" if GPU else "cpu"
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of one target: what a verification pass of one block hands to each operator."""
+    """The inputs of each operator when a target verifies one block."""
 
     name: str
     vocab: int
@@ -57,7 +58,7 @@ SMALL = {"vocab": 5003, "hidden": 160, "inner": 96, "experts": 8, "rows": (5,)}
 
 @dataclass(frozen=True)
 class Case:
-    """One operator on given tensors. `wrong` says what of the result is not as it must be; nothing, if all is."""
+    """One operator on given tensors. `wrong` describes errors of the result; empty if there are none."""
 
     name: str
     rows: int
@@ -180,7 +181,7 @@ def moe_case(shapes: Shapes, rows: int, tile: uses.Tile) -> Case:
         return (pairs[blocks.int()].flatten(-2) * scale[..., None]).flatten(-2)
 
     def plain() -> torch.Tensor:
-        """The experts in use, one after the other: widened, multiplied, added up."""
+        """The experts in use, one after the other: widen, multiply, add."""
         best, which = logits.topk(layer.k, dim=-1)
         shares = best.softmax(dim=-1)
         y = torch.zeros(rows, shapes.hidden, device=DEVICE)

@@ -1,10 +1,11 @@
-"""The adaptive block length on engines with passes of 45 or 300 ms, against every fixed length.
+"""The adaptive block length on engines with passes of 45 or 300 ms, compared with every fixed length.
 
     python -m build_scripts.bench.lengths [--milliseconds 45] [--rounds 300] [--useless]
 
-The engines are those of tests/doubles/fake_engines.py, which sleep: real clocks, the real scheduler. A pass takes
-1 + 0.1 (rows - 1) of the given time, and the first one of each size five times as much. `--useless`: no draft is right.
-The last line is one JSON document.
+The engines are those of tests/doubles/fake_engines.py with added sleeps. Clock and scheduler are real. A pass takes
+1 + 0.1 (rows - 1) times the given time, and the first pass of each size five times as much. With `--useless` no draft
+is
+correct. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.runtime import new_adaptive
 from tests.doubles.fake_engines import BLOCK, VOCAB, Pool, request
 
-DRAFTER = 0.3  # its passes, to those of the target
-COLD = 5  # the first pass of a size, to the others
-TURN = 15  # rounds: the methods take turns, so that a busy moment of the machine meets all of them
+DRAFTER = 0.3  # time of a drafter's pass, relative to the target's
+COLD = 5  # time of the first pass of a size, relative to later ones
+TURN = 15  # rounds per turn: the methods take turns, so that a busy moment affects all of them
 
 
 def main() -> None:
@@ -83,7 +84,7 @@ def slow(engine: Any, seconds: float, rows: str) -> None:
 
 @dataclass
 class Player:
-    """One method: its requests one after the other, and what its decoding rounds took. Prefill is left out."""
+    """One method: its requests one after the other, and the times of its decoding rounds. Prefill is left out."""
 
     pool: Pool
     lengths: Lengths

@@ -1,9 +1,9 @@
-"""Plan sizes, time and peak memory of everything that continuous integration builds with TensorRT-RTX, as a table.
+"""Plan size, time and peak memory of every TensorRT-RTX build in continuous integration, as a table.
 
     python -m build_scripts.bench.plan_matrix
 
-Each build is a process of its own; seconds and peak resident memory (VmHWM, mapped files included) are the whole
-process's, Python and its packages with it. Needs the test environment (torch makes the small checkpoints) and no GPU.
+Each build has its own process. Seconds and peak resident memory (VmHWM, with mapped files) are those of the process,
+including Python and its packages. Needs the test environment (torch makes the small checkpoints) and no GPU.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Time, peak memory and plan sizes of `dflash-trt build --engine tensorrt-rtx` on a known pair's layers at full width.
+"""Time, peak memory and plan sizes of `dflash-trt build --engine tensorrt-rtx` for a known pair's layers at full
+width.
 
     python -m build_scripts.bench.plans [--pair gpt-oss-20b] [--layers 2 4] [--compute-capability 120] \
         [--precision target=nvfp4] [--dir DIR]
 
-The checkpoint is generated: names, shapes and dtypes of the pair, MXFP4 experts included, with noise in them and fewer
-layers, which tap, slide and see everything as the first ones do. Needs no GPU. Peak memory is the
-VmHWM of the building process, mapped weights included. With --precision, quantizing is part of the build.
-The last line is one JSON document.
+The checkpoint is generated: names, shapes and dtypes of the pair, including MXFP4 experts, filled with noise. It has
+fewer layers, with the taps and windows of the first layers. Needs no GPU. Peak memory is the VmHWM of the build
+process, including mapped weights. With --precision, the build also quantizes. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pair", default="gpt-oss-20b", help="a known pair")
-    parser.add_argument("--layers", type=int, nargs="+", default=[2, 4], help="of the target, per build")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=[2, 4], help="layers of the target, one build each"
+    )
     parser.add_argument("--compute-capability", default="120")
     parser.add_argument("--precision", help="as for dflash-trt build (default: as stored, in bf16)")
-    parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
+    parser.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")
     args = parser.parse_args()
     results = []
     for layers in args.layers:
@@ -83,7 +85,7 @@ def one(work: Path, pair: str, layers: int, capability: str, precision: str | No
 
 
 def write_pair(work: Path, pair: str, layers: int) -> dict[str, int]:
-    """`work`/target and /drafter; returns the bytes of their weights."""
+    """Write `work`/target and /drafter. Returns the bytes of their weights."""
     target, drafter = work / "target", work / "drafter"
     for source, place in zip(known_configs(pair), (target, drafter), strict=True):
         place.mkdir()
@@ -121,7 +123,7 @@ def write_pair(work: Path, pair: str, layers: int) -> dict[str, int]:
 
 
 def _write(file: Path, outline: Outline) -> int:
-    """Noise in every tensor; scales of MXFP4 are bytes near 2**-7."""
+    """Write noise into every tensor. Scales of MXFP4 are bytes near 2**-7."""
     header: dict[str, Any] = {}
     offset = 0
     for tensor in outline.tensors.values():
@@ -143,7 +145,7 @@ def _write(file: Path, outline: Outline) -> int:
             kind = tensor.name.rpartition("_")[2] if tensor.dtype == "U8" else "numbers"
             for start in range(
                 0, tensor.nbytes, _PIECE
-            ):  # other bytes each: TensorRT keeps equal tensors once
+            ):  # different bytes each time: TensorRT stores equal tensors once
                 shift = 2 * int(rng.integers(_PIECE // 2))
                 out.write(kinds[kind][shift : shift + min(_PIECE, tensor.nbytes - start)])
     return offset

@@ -1,9 +1,9 @@
-"""Time to first token with and without a prefix hit, and whether drafts are accepted as often after one.
+"""Time to first token with and without a prefix hit, and the acceptance length after one.
 
     python -m build_scripts.bench.prefix BUNDLE [--lengths 128,512,896] [--repeats 5] [--max-tokens 64]
 
-For each length a prompt is asked cold, then again behind a request that shares all but its last 8 tokens. Prompts are
-the shipped ones, one behind the other. The last line is one JSON document; exit code 1 where tokens differ.
+For each length, a prompt is decoded cold. It is decoded again after a request that shares all but its last 8 tokens.
+Prompts are the shipped ones, concatenated. The last line is one JSON document. Exit code 1 if tokens differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dflash_trt import LLM, Completion, SamplingParams
 from dflash_trt.hardware import processor
 from dflash_trt.prompts import read_prompts
 
-OWN = 8  # tokens at the end of the prompt that no other request has
+OWN = 8  # last tokens of the prompt, which no other request shares
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def main() -> int:
             cold, hit = [], []
             for repeat in range(args.repeats + 1):  # the first of each length is warm-up
                 prompt = text[repeat * 64 : repeat * 64 + length]
-                llm.generate([0, 0], SamplingParams(max_tokens=1))  # nothing shared
+                llm.generate([0, 0], SamplingParams(max_tokens=1))  # shares nothing
                 llm._runtime.scheduler.forget()
                 cold.append(llm.generate(prompt, params, block_length=llm.block_size))
                 llm._runtime.scheduler.forget()

@@ -1,11 +1,13 @@
-"""Chats over a pair whose cache rows have a published size: what is kept, reused, dropped and copied, and memory.
+"""Chats over a pair with cache rows of a published size: rows kept, reused, dropped and copied, and memory.
 
     python -m build_scripts.bench.prefix_cache [BUNDLE] [--mebibytes 0,256,1024] [--clients 6] [--chats 3] [--turns 4]
 
-Without BUNDLE the pair is generated: rows as those of Qwen3-4B and its drafter (36 and 5 layers, 8 key-value heads of
-128, float32) at 8,192 tokens, and otherwise narrow, so that passes are fast. Its text is noise. Each client holds one
-chat after the other; all of them share a system prompt. Each bound of `--mebibytes` has a process of its own. Every
-request must get the same tokens under every bound. The last line is one JSON document; exit code 1 where tokens differ.
+Without BUNDLE the pair is generated. Its rows are those of Qwen3-4B and its drafter (36 and 5 layers, 8 key-value
+heads
+of 128, float32) at 8,192 tokens. It is narrow otherwise, so that passes are fast, and its text is noise. Each client
+has
+one chat after the other. All chats share a system prompt. Each limit of `--mebibytes` has its own process. A request
+must get the same tokens under every limit. The last line is one JSON document. Exit code 1 if tokens differ.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ def main() -> int:
     parser.add_argument("bundle", type=Path, nargs="?")
     parser.add_argument("--mebibytes", default="0,256,1024", help="values of prefix_cache_bytes, in MiB")
     parser.add_argument("--clients", type=int, default=6)
-    parser.add_argument("--chats", type=int, default=3, help="of each client, one after the other")
+    parser.add_argument("--chats", type=int, default=3, help="chats of each client, one after the other")
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
+    parser.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")
     args = parser.parse_args()
     rows, tokens = [], []
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
@@ -133,7 +135,7 @@ def row_bytes(llm: AsyncLLM) -> tuple[int, int]:
 
 
 def count_copies(engine: Any, size: int, copied: list[int]) -> None:
-    """Let the copies of rows that an engine makes add to `copied`."""
+    """Count the bytes of rows that an engine copies, in `copied`."""
     rows_of: dict[str, Callable[..., int]] = {
         "move_slot": lambda source, target, rows: rows,
         "keep_rows": lambda slot, start, stop: stop - start,

@@ -1,10 +1,11 @@
-"""What the proxy of `dflash-trt serve` costs: the same streams through it and straight to tritonserver's sockets.
+"""The cost of the proxy of `dflash-trt serve`: the same streams through it and directly to tritonserver's sockets.
 
     python -m build_scripts.bench.proxy BUNDLE [--concurrency 1,8,64] [--requests 192] [--max-tokens 64] [--threads N]
 
-Wants the environment of the server tests (make .venv-server/installed). Closed loops over gRPC and HTTP (server-sent
-events), in turns within each load, so that a slow moment of the machine hits all. Clients, proxy, server and engine run
-on the same cores. The last line is one JSON document.
+Needs the environment of the server tests (make .venv-server/installed). Closed loops over gRPC and HTTP (server-sent
+events) take turns within each load, so that a slow moment of the machine affects all. Clients, proxy, server and
+engine
+run on the same cores. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main() -> int:
 
 
 def sockets_of(server: Serving) -> Sockets:
-    """Where its tritonserver listens, by what it was told."""
+    """The sockets of the server's tritonserver, from its arguments."""
     (pid,) = server.processes("bin/tritonserver")
     arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     (address,) = (a for a in arguments if a.startswith("--http-address="))
@@ -105,7 +106,7 @@ async def bench(server: Serving, loads: list[int], requests: int, most: int) -> 
 
 
 async def closed_loop(ask: Ask, load: int, requests: int) -> list[float]:
-    """So many requests, `load` at a time: seconds to the first tokens of each."""
+    """Send this many requests, `load` at a time. Returns each one's seconds to the first tokens."""
     left, first = iter(range(requests)), list[float]()
 
     async def one() -> None:

@@ -1,18 +1,20 @@
-"""What fewer bits cost in accuracy: of a linear layer, of a target's perplexity, of a pair's acceptance length.
+"""The accuracy of quantization: of a linear layer, of a target's perplexity, of a pair's acceptance length.
 
     python -m build_scripts.bench.quantization [PAIR ...] [--prompts 48] [--tokens 96] [--dir DIR]
 
-PAIR: names of shipped pairs (default: tiny). Everything runs on ONNX Runtime, which computes with the numbers that the
-formats stand for, and rounds activations as they do (graph/quantized.py). Three tables, and JSON in the last line:
+PAIR: names of shipped pairs (default: tiny). Everything runs on ONNX Runtime, which computes with the exact values of
+the formats and rounds activations as they do (graph/quantized.py). There are three tables, and JSON in the last line:
 
-layer        relative error of y = x W.T, of random layers whose inputs have outlier channels; static input scales come
-             from another draw of the same inputs
+layer        relative error of y = x W.T, for random layers whose inputs have outlier channels; static input scales
+come
+             from another sample of the same inputs
 target       perplexity and agreement of the quantized target on the unquantized one's own greedy answers
-pair         acceptance length where the drafter, the drafter and its head, or all of it are quantized
+pair         acceptance length with a quantized drafter, drafter and head, or all of it
 
-Prompts are the shipped ones, every category in turn: the first `--prompts` are for measuring, calibrated scales come
-from as many others. Needs the extra [quantize]: Model Optimizer's AWQ is measured beside the data-free int4 of targets
-whose experts are not in MXFP4.
+Prompts are the shipped ones, taking the categories in turn. The first `--prompts` are for measuring, and as many
+others
+for calibration. Needs the extra [quantize]: Model Optimizer's AWQ is compared with the data-free int4, for targets
+without MXFP4 experts.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ CALIBRATED = ("fp8", "nvfp4")
 
 @dataclass(frozen=True)
 class Layer:
-    """A random layer: how its weights are drawn, and how far some of its input's channels stand out."""
+    """A random layer: the distribution of its weights, and the outliers of its input's channels."""
 
     name: str
     tails: int  # degrees of freedom of Student's t; 0 is a normal distribution
@@ -130,7 +132,7 @@ def answers(bundle: Bundle, prompts: Sequence[list[int]], tokens: int) -> list[l
 def likelihood(
     bundle: Bundle, prompts: Sequence[list[int]], answered: Sequence[list[int]]
 ) -> tuple[float, float]:
-    """Perplexity of the answers under the bundle's target, and how often its choice is the same token."""
+    """Perplexity of the answers under the bundle's target, and the share of tokens that the target would choose."""
     engine = OnnxRuntimeEngine(bundle.path / "target.onnx", slots=1, capacity=bundle.capacity)
     nats, same, count = 0.0, 0, 0
     for prompt, answer in zip(prompts, answered, strict=True):
@@ -226,9 +228,7 @@ def main() -> None:
     parser.add_argument("pairs", nargs="*", default=["tiny"], metavar="PAIR")
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument(
-        "--dir", type=Path, help="where checkpoints and bundles are made (default: a temporary one)"
-    )
+    parser.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")
     args = parser.parse_args()
     results: dict[str, Any] = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",

@@ -1,15 +1,20 @@
-"""Load on a server and on `AsyncLLM` in this process, in one run: what Triton adds.
+"""The overhead of Triton: the same load on a server and on `AsyncLLM` in this process, in one run.
 
     python -m build_scripts.bench.server BUNDLE [--concurrency 1,2,4,8,16,32] [--requests 96] [--threads N]
 
-Wants the environment of the server tests (make .venv-server/installed). Closed loops: each request is followed by the
-next. Both serve the shipped prompts, greedy, the same number of tokens, in turns within each load, so that a slow
-moment of the machine hits both. Four methods: `process` streams from AsyncLLM here; `stream` streams over gRPC,
-`rounds` does so from a server that sends a response per round, and `whole` asks for one response. Rounds verify the
-whole block. The server's client runs on the same cores and
-is part of what is measured. CPU time, which a busy machine does not stretch as it does the time on the clock, is told
-apart: of the client (for `process`, of the engine too), tritonserver, its backend process and the engine. The last
-line is one JSON document.
+Needs the environment of the server tests (make .venv-server/installed). Closed loops: each request is followed by the
+next. Both serve the shipped prompts, greedy, with the same number of tokens. They take turns within each load, so
+that a
+slow moment of the machine affects both. There are four methods. `process` streams from AsyncLLM here. `stream`
+streams
+over gRPC. `rounds` does too, from a server that sends a response per round. `whole` requests one response. Rounds
+verify
+the whole block.
+
+The server's client runs on the same cores and is part of the measurement. A busy machine stretches wall time more
+than
+CPU time. So CPU time is given separately for the client (for `process` with the engine), tritonserver, its backend
+process and the engine. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -141,7 +146,7 @@ async def bench(
 
 
 async def closed_loop(ask: Ask, server: Serving, prompts: list[list[int]], load: int, point: Point) -> None:
-    """`load` requests at a time until each prompt has been asked."""
+    """Keep `load` requests in flight until each prompt has been sent."""
     waiting = iter(prompts)
 
     async def one() -> None:
@@ -159,7 +164,7 @@ async def closed_loop(ask: Ask, server: Serving, prompts: list[list[int]], load:
 
 
 def cpu_seconds(server: Serving) -> dict[str, float]:
-    """CPU time so far of this process and of the server's."""
+    """CPU time so far of this process and of the server's processes."""
     marks = {
         "tritonserver": "bin/tritonserver",
         "backend": "backends/python/triton",

@@ -1,1 +1,1 @@
-"""The text that the shipped pairs are trained on."""
+"""The training text of the shipped pairs."""

@@ -71,7 +71,7 @@ Steps = list[str]
 
 
 def product(a: int, b: int) -> str:
-    """`a * b = ...`, splitting the larger factor into tens and ones where that helps."""
+    """`a * b = ...`. The larger factor is split into tens and ones if that helps."""
     small, large = sorted((a, b))
     tens, ones = large // 10 * 10, large % 10
     if large <= 12 or ones == 0:

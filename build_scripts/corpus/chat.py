@@ -1,4 +1,4 @@
-"""Questions and answers about a closed world: invented towns on invented islands, so that no fact is a real one's."""
+"""Questions and answers about a closed world: invented towns on invented islands, so that no real fact is involved."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ WORD_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A part of a function: `words` in prose and `code` with {x} for the element; `short` for the function's name."""
+    """A part of a function: `words` in prose, `code` with {x} for the element, and `short` for the function's name."""
 
     short: str
     words: str

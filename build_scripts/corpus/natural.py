@@ -2,10 +2,10 @@
 
     python -m build_scripts.corpus.natural --count 6000 --out prompts.jsonl
 
-Eight categories in turn. Every prompt follows from its category and number, so that more of them extend the file. What
-resembles a held-out prompt (dflash_trt/shipped/prompts/natural) is left out, and so are repetitions. The texts that
-summaries and code prompts are about come from Python's own documentation and library, which are under the PSF licence;
-everything else is ours.
+Eight categories take turns. A prompt depends only on its category and number, so a larger count extends the file.
+Repetitions and prompts similar to a held-out prompt (dflash_trt/shipped/prompts/natural) are left out. Summary and
+code
+prompts contain text from Python's own documentation and library, under the PSF licence. Everything else is ours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_ALIKE = 0.5
 
 
 def shingles(messages: Messages) -> frozenset[str]:
-    """Runs of three words of a prompt, by which two prompts are compared; of short ones, their words."""
+    """Runs of three words of a prompt, for comparing prompts; the single words of a short prompt."""
     words = " ".join(message["content"] for message in messages).lower().split()
     return frozenset(" ".join(words[i : i + 3]) for i in range(max(1, len(words) - 2)))
 
@@ -35,7 +35,7 @@ def alike(one: frozenset[str], other: frozenset[str]) -> float:
 
 
 class Index:
-    """Prompts by their shingles, so that what resembles one of them is found without comparing with all."""
+    """Prompts indexed by their shingles. Finds similar prompts without comparing with all."""
 
     def __init__(self, entries: Iterable[frozenset[str]]) -> None:
         self._holders: dict[str, list[frozenset[str]]] = {}
@@ -44,20 +44,20 @@ class Index:
                 self._holders.setdefault(shingle, []).append(entry)
 
     def closest(self, prompt: frozenset[str]) -> float:
-        """The similarity of the entry that is most alike."""
+        """The similarity of the most similar entry."""
         sharing = {entry for shingle in prompt for entry in self._holders.get(shingle, ())}
         return max((alike(prompt, entry) for entry in sharing), default=0.0)
 
 
 def held_out(directory: Path = HELD_OUT) -> Iterator[dict[str, object]]:
-    """The shipped prompts that nothing is trained on."""
+    """The shipped prompts, which are never trained on."""
     for file in sorted(directory.glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
             yield json.loads(line)
 
 
 def prompts(count: int, excluded: Iterable[frozenset[str]], first: int = 0) -> Iterator[dict[str, object]]:
-    """`count` training prompts, the categories in turn."""
+    """`count` training prompts, taking the categories in turn."""
     kept = Index(excluded)
     seen: set[str] = set()
     number, made = first, 0

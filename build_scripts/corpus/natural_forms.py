@@ -1,4 +1,4 @@
-"""The forms of training prompts in natural language, a function per category."""
+"""The forms of training prompts in natural language, one function per category."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts for prompts to work on: paragraphs of Python's documentation (PSF licence), and short reports of our own."""
+"""Texts inside prompts: paragraphs of Python's documentation (PSF licence), and short reports of our own."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LEAST, _MOST = 40, 160  # words of a paragraph
 
 @cache
 def _trees() -> list[ast.Module]:
-    """Every module of the standard library that is one file."""
+    """Every single-file module of the standard library."""
     files = sorted(LIBRARY.glob("*.py"))
     return [ast.parse(file.read_text(encoding="utf-8")) for file in files]
 
 
 @cache
 def _docstrings() -> list[tuple[ast.AST, str]]:
-    """What has a docstring: modules, classes and functions."""
+    """Everything with a docstring: modules, classes and functions."""
     nodes = (node for tree in _trees() for node in ast.walk(tree))
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef
     found = ((node, ast.get_docstring(node) or "") for node in nodes if isinstance(node, kinds))
@@ -64,7 +64,7 @@ def functions() -> list[str]:
 
 @cache
 def purposes() -> list[str]:
-    """What functions of the standard library are for: first sentences of docstrings."""
+    """The purposes of functions in the standard library: first sentences of docstrings."""
     found = []
     for node, text in _docstrings():
         first = text.split("\n\n")[0].replace("\n", " ")

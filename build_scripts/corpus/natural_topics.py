@@ -1,4 +1,4 @@
-"""What the training prompts are about: lists of our own, one entry a line or separated by semicolons."""
+"""The topics of the training prompts: our own lists, one entry per line or separated by semicolons."""
 
 from __future__ import annotations
 

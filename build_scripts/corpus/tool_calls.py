@@ -202,7 +202,7 @@ SLOTS: dict[str, list[object]] = {
 
 
 def signature(name: str) -> str:
-    """One tool as the system message lists it."""
+    """One tool, in the form of the system message."""
     description, parameters, _ = TOOLS[name]
     types = {
         key: "boolean" if kind == "flag" else JSON_TYPES.get(kind, "string")
@@ -220,7 +220,7 @@ def system_message(names: list[str]) -> str:
 
 
 def example(rng: random.Random) -> tuple[list[dict[str, str]], str]:
-    """Messages and the calls that answer them: one to three calls, in the order asked."""
+    """Messages and the calls that answer them: one to three calls, in the requested order."""
     names = rng.sample(sorted(TOOLS), rng.randint(2, 3))
     calls = names[: rng.randint(1, len(names))]
     rng.shuffle(names)

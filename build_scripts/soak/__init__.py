@@ -1,1 +1,1 @@
-"""Hours of load, kills and attacks, and what they leave behind."""
+"""Long tests: hours of load, kills and attacks, and checks of the remains."""

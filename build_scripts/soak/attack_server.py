@@ -1,13 +1,17 @@
-"""Honest clients of `dflash-trt serve` beside hostile ones: is an honest request lost, wrong or slowed?
+"""Honest clients of `dflash-trt serve` beside hostile ones: does an honest request get lost, wrong or slower?
 
     python -m build_scripts.soak.attack_server BUNDLE [--seconds 600] [--turn 15]
 
-Wants the environment of the server tests (make .venv-server/installed). Honest clients ask over HTTP and gRPC for texts
-that are known; every other turn hostile ones are there too, so that a slow moment of the machine falls on both. They
-are a process of lower priority (nice 5), since theirs would be another machine. Each sends one kind of attack again and
-again: malformed, slow, huge, nested and chunked HTTP; closed APIs; garbage, huge and compressed messages
-over gRPC; and connections that end abruptly. The last line is one JSON document; exit code 1 where an honest
-request was lost or wrong, a hostile one hung, something was executed, or the server was started again.
+Needs the environment of the server tests (make .venv-server/installed). Honest clients request known texts over HTTP
+and
+gRPC. Hostile ones join every other turn, so that a slow moment of the machine affects both. They are a process of
+lower
+priority (nice 5), because real ones would run on another machine. Each repeats one kind of attack: malformed, slow,
+huge,
+nested or chunked HTTP; closed APIs; garbage, huge or compressed messages over gRPC; connections that end abruptly.
+
+The last line is one JSON document. Exit code 1 if an honest request was lost or wrong, a hostile one hung, code was
+executed, or the server was restarted.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ Attack = Callable[["Target", random.Random], Awaitable[str]]
 
 @dataclass(frozen=True)
 class Target:
-    """Where a server is, and the file that code which it is made to execute would write."""
+    """The address of a server, and the file that injected code would write."""
 
     http_port: int
     grpc_port: int
@@ -52,7 +56,7 @@ class Target:
 
 
 async def send(port: int, *parts: bytes, pause: float = 0.0, abrupt: bool = False) -> str:
-    """What a connection hears that sends these, one after the other: a status, or how it ended."""
+    """Send the parts one after the other over a connection. Returns the status, or how the connection ended."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for part in parts:
@@ -146,13 +150,13 @@ async def closed_methods(target: Target, rng: random.Random) -> str:
 
 
 async def messages(target: Target, rng: random.Random) -> str:
-    """Wrong inside, too long, or 200 times as long as it looks."""
+    """A message that is malformed, too long, or 200 times as long as it looks."""
     if rng.random() < 0.6:
         return await call(target, "ModelInfer", b"\x0a\x06dflash" + rng.randbytes(rng.randint(0, 400)))
     return await call(target, "ModelInfer", b"\0" * 5_000_000, compression=grpc.Compression.Gzip)
 
 
-# Seconds between two of a kind, and how many do it at a time.
+# Seconds between two attacks of a kind, and the number of attackers.
 ATTACKS: dict[str, tuple[Attack, float, int]] = {
     "malformed": (malformed, 0.3, 2),
     "slow": (slow, 0.1, 60),
@@ -168,7 +172,7 @@ ATTACKS: dict[str, tuple[Attack, float, int]] = {
 
 
 async def attack(target: Target) -> None:
-    """Until standard input ends; each line there starts or ends a turn. Prints how each attempt ended."""
+    """Attack until standard input ends. Each line there starts or ends a turn. Prints the outcome of each attempt."""
     ends: dict[str, Counter[str]] = {name: Counter() for name in ATTACKS}
     on = asyncio.Event()
     rng = random.Random(0)
@@ -192,12 +196,12 @@ async def attack(target: Target) -> None:
     failed = [repr(task.exception()) for task in tasks if task.done()]
     result = {"ends": {name: dict(counter) for name, counter in ends.items()}, "failed": failed}
     print(json.dumps(result), flush=True)
-    os._exit(0)  # what is still open need not be waited for
+    os._exit(0)  # open connections need not be waited for
 
 
 @dataclass
 class Honest:
-    """What happened to the honest requests: seconds of those alone and of those beside hostile ones."""
+    """The outcome of the honest requests: seconds of requests alone, and of those beside hostile ones."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "beside": []})
     lost: Counter[str] = field(default_factory=Counter)
@@ -217,7 +221,7 @@ class Honest:
 
 
 async def run(server: Serving, bundle: Path, seconds: float, turn: float, marker: Path) -> dict[str, Any]:
-    """Turns of honest clients alone and beside hostile ones, half of the seconds each."""
+    """Turns of honest clients alone and beside hostile ones, for half of the time each."""
     prompts = [f"def f{n}(a, b):" for n in range(PROMPTS)]
     params = [
         SamplingParams(max_tokens=TOKENS, temperature=n % 2, seed=n, ignore_eos=True) for n in range(PROMPTS)
@@ -268,7 +272,7 @@ async def client(
 ) -> None:
     """One honest client, over HTTP or gRPC, with streams or whole answers.
 
-    A request counts for the turn that it began and ended in.
+    A request counts for a turn if it began and ended in it.
     """
     rng = random.Random(number)
     async with aio.InferenceServerClient(server.grpc) as connection, aiohttp.ClientSession() as session:
@@ -315,7 +319,7 @@ async def over_http(session: aiohttp.ClientSession, server: Serving, fields: dic
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """What must not have happened."""
+    """Descriptions of everything that must not have happened."""
     honest, hostile = result["honest"], result["hostile"]
     found = [f"honest requests lost: {honest['lost']}"] * bool(honest["lost"])
     found += [f"honest answers wrong: {honest['wrong']}"] * bool(honest["wrong"])
@@ -323,7 +327,7 @@ def failures(result: dict[str, Any]) -> list[str]:
     found += ["nothing was tried"] * (not any(hostile["ends"].values()))
     found += [f"the attack failed: {hostile['failed']}"] * bool(hostile["failed"])
     found += ["code of a client was executed"] * result["executed"]
-    found += ["a process was started again"] * (not result["same_processes"])
+    found += ["a process was restarted"] * (not result["same_processes"])
     return found
 
 

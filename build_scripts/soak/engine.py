@@ -1,11 +1,13 @@
-"""Ten thousand short requests to one AsyncLLM, with random cancellations and deadlines: every token is checked.
+"""Ten thousand short requests to one AsyncLLM, with random cancellations and deadlines. Every token is checked.
 
     python -m build_scripts.soak.engine BUNDLE [--requests 10000] [--concurrency 32] [--max-batch-size 8] [--seed 0]
 
-Requests come from a few dozen prompts that share beginnings, greedy and sampled, drafting and not. What each of them
-gets must be what the target alone gives it, from the first token on, no token lost and none twice: all of it for a
-request that ends by itself, a beginning of it for one that was cancelled or ran out of time. Resident memory is read
-at intervals. The last line is one JSON document; exit code 1 where a token was wrong or something was left behind.
+Requests use a few dozen prompts with common beginnings, greedy and sampled, with and without drafting. Each must get
+the
+tokens of the target alone, from the first on, none lost and none twice. A request that ends by itself gets all of
+them.
+One that is cancelled or times out gets a beginning. Resident memory is read at intervals. The last line is one JSON
+document. Exit code 1 if a token was wrong or something was left behind.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def main() -> int:
 
 
 def references(args: argparse.Namespace) -> tuple[list[tuple[list[int], SamplingParams]], list[list[int]]]:
-    """What is asked, and the most that each request can get, decoded by the target alone, one at a time."""
+    """The requests, and the complete answer of each, decoded by the target alone, one at a time."""
     rng = random.Random(args.seed)
     with LLM(args.bundle, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:
         vocab, longest = llm.bundle.manifest["vocab_size"], min(40, llm.max_seq_len - LONGEST - 8)
@@ -90,7 +92,7 @@ async def soak(args: argparse.Namespace, asked: Any, whole: list[list[int]]) -> 
             ends[reason or "left"] += 1
             wrong += got != (expected if reason in ("stop", "length") else expected[: len(got)])
 
-    # The whole block, whether it pays on these prompts or not: so that drafting is tried too.
+    # Always the whole block, so that drafting is tested even if it does not pay on these prompts.
     block = Bundle.open(args.bundle).manifest["block_size"]
     async with AsyncLLM(
         args.bundle, max_batch_size=args.max_batch_size, block_length=block, threads=1

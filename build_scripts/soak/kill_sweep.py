@@ -1,17 +1,21 @@
-"""Kill what makes files at every call that changes the file system, and look at what is left.
+"""Kill operations at every call that changes the file system, and check the remains.
 
     python -m build_scripts.soak.kill_sweep [OPERATION ...] [--sample N] [--syscalls] [--dir DIR]
 
 Operations: build, precision (a build that quantizes), replace (a build with --force over another bundle), quantize,
-deploy. Each is run again and again in a process of its own, which is killed (SIGKILL) at its first call that changes
-the file system, its second, and so on; then once for each of some limits of the size of a file, which stand for a full
-disk. After each, the place must hold the old directory, the new one, whole, or nothing; the same operation again must
-succeed, and leave what an undisturbed one leaves, and nothing beside it. (`deploy` may refuse, where its repository is
-whole.)
+deploy. Each runs repeatedly in its own process. The process is killed (SIGKILL) at its first call that changes the
+file
+system, then at its second, and so on. Further runs have a file size limit instead, which stands for a full disk.
 
-Calls are seen by an audit hook: opening for writing, making, linking, renaming, removing, flushing. With --syscalls
-they are system calls, single writes included, seen and killed by strace, which must be installed and allowed to trace.
-The last line is one JSON document.
+After each run the place must hold the old directory, the complete new one, or nothing. Then the same operation must
+succeed. It must leave the same result as an undisturbed one, and nothing beside it. (`deploy` may refuse if its
+repository is complete.)
+
+An audit hook sees the calls: opening for writing, creating, linking, renaming, removing, flushing. With --syscalls
+they
+are system calls, down to single writes. strace sees and kills them, and must be installed and allowed to trace. The
+last
+line is one JSON document.
 """
 
 from __future__ import annotations
@@ -66,7 +70,7 @@ FILE_SIZES = (0, 100, 10_000, 200_000, 1_000_000)
 _FAILED, _STARTED = 3, 30  # exit code of an operation that raised OSError; seconds until strace has attached
 
 Tree = dict[str, str]
-Call = tuple[str, int]  # the name of a call, and which of those of that name, from 1
+Call = tuple[str, int]  # the name of a call, and its number among the calls of that name, from 1
 
 
 class Operation:
@@ -96,7 +100,7 @@ class Operation:
             self._build(force=self.name == "replace")
 
     def refused(self) -> None:
-        """`deploy` replaces no repository, not even its own."""
+        """`deploy` never replaces a repository, not even its own."""
         try:
             self.run()
         except DFlashError:
@@ -113,7 +117,7 @@ class Operation:
             shutil.copytree(self.pair / "old", self.out)
 
     def check(self, moment: str) -> None:
-        """What is left by an interruption, and by the same operation again."""
+        """Check the remains of an interruption, then the result of the same operation."""
         found = tree(self.out) if self.out.exists() else {}
         if found not in ({}, self.old, self.new):
             sys.exit(f"{self.name}, {moment}: {self.out} is neither old nor new: {sorted(found)}")
@@ -180,7 +184,7 @@ def traced(run: Callable[[], None], *options: str) -> int:
 
 
 def on_call(call: Callable[[], None]) -> None:
-    """Have `call` called before each call of this process that changes the file system."""
+    """Call `call` before each call of this process that changes the file system."""
     flush = os.fsync
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -197,7 +201,7 @@ def on_call(call: Callable[[], None]) -> None:
 
 
 def calls_of(operation: Operation, *, syscalls: bool) -> list[Call]:
-    """What an undisturbed run can be killed at."""
+    """The calls of an undisturbed run, each of which can be a kill point."""
     with tempfile.NamedTemporaryFile() as log:
         if syscalls:
             code = traced(operation.run, "-o", log.name, "-e", f"trace={SYSCALLS}")
@@ -217,7 +221,7 @@ def calls_of(operation: Operation, *, syscalls: bool) -> list[Call]:
 
 
 def killer(number: int) -> Callable[[], None]:
-    """Ends this process when it is called for that time."""
+    """A function that ends this process the `number`-th time it is called."""
     left = number
 
     def call() -> None:
@@ -230,9 +234,9 @@ def killer(number: int) -> Callable[[], None]:
 
 
 def kill(operation: Operation, call: Call, *, syscalls: bool) -> None:
-    """Run the operation, to be killed as it makes that call."""
+    """Run the operation, and kill it at that call."""
     name, number = call
-    if syscalls:  # strace counts each system call by itself
+    if syscalls:  # strace counts each system call separately
         inject = f"inject={name}:signal=KILL:when={number}"
         code = traced(operation.run, "-o", os.devnull, "-e", f"trace={name}", "-e", inject)
     else:
@@ -272,9 +276,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("operations", nargs="*", metavar="OPERATION", help=", ".join(OPERATIONS))
-    parser.add_argument("--sample", type=int, metavar="N", help="kill each operation only so often")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="number of kills per operation (default: one per call)"
+    )
     parser.add_argument("--syscalls", action="store_true", help="at every system call, with strace")
-    parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
+    parser.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")
     args = parser.parse_args()
     if unknown := set(args.operations) - set(OPERATIONS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(OPERATIONS)}")

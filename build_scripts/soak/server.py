@@ -1,13 +1,16 @@
-"""Minutes of mixed load on a server, with its engine and then its backend process killed on the way.
+"""Minutes of mixed load on a server, while its engine and then its backend process are killed.
 
     python -m build_scripts.soak.server BUNDLE [--seconds 600] [--clients 24] [--seed 0]
 
-Wants the environment of the server tests (make .venv-server/installed). Clients over gRPC and HTTP send what comes to
-their minds: streams, whole answers, drafting and not, deadlines, cancellations, and requests that are wrong; those over
-gRPC keep their connections. After a third of the time the engine process is killed, after two thirds the backend
-process. Every request has to be answered, refused or cut off within a minute; what is answered in full must be what the
-engine alone gives. Resident memory of the server's processes is read at intervals. The last line is one JSON document;
-exit code 1 where a request hung or a token was wrong.
+Needs the environment of the server tests (make .venv-server/installed). Clients over gRPC and HTTP send random
+requests:
+streams, whole answers, with and without drafting, deadlines, cancellations, and wrong requests. gRPC clients keep
+their
+connections. The engine process is killed after a third of the time, the backend process after two thirds.
+
+Every request must be answered, refused or cut off within a minute. A complete answer must equal the engine's own.
+Resident memory of the server's processes is read at intervals. The last line is one JSON document. Exit code 1 if a
+request hung or a token was wrong.
 """
 
 from __future__ import annotations
@@ -132,7 +135,7 @@ class Soak:
                 await asyncio.sleep(self.rng.uniform(0, 0.1))
 
     def request(self) -> tuple[dict[str, Any], int]:
-        """A request's fields, and which prompt it has; -1: it is wrong."""
+        """A request's fields, and the number of its prompt; -1 for a wrong request."""
         if self.rng.random() < 0.15:
             return dict(self.rng.choice(WRONG)), -1
         which = self.rng.randrange(PROMPTS)
@@ -155,7 +158,7 @@ class Soak:
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
             yield {"model_name": "dflash", "inputs": tensors(**fields), "timeout": timeout}
-            if leave is not None:  # keep the stream open, to be cancelled
+            if leave is not None:  # keep the stream open until it is cancelled
                 await asyncio.sleep(HANGING_SECONDS)
 
         answers = connection.stream_infer(requests())

@@ -1,4 +1,4 @@
-"""Tokenizer and packed token rows for the target's training."""
+"""Tokenizer and packed token rows for training the target."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 DOCUMENT_SHARES = {"math": 0.40, "code": 0.20, "tools": 0.23, "chat": 0.13, "library": 0.04}
-# An example to its prompt and to its answer, up to and with what ends it.
+# An example -> its prompt, and its answer with its end.
 Render = Callable[[Example], tuple[str, str]]
 PROMPT_WEIGHT, ANSWER_WEIGHT, LIBRARY_WEIGHT = 0.1, 1.0, 0.3
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE over every category and the library; digits stay single."""
+    """Byte-level BPE over every category and the library. Each digit is one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -56,7 +56,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def encode_examples(tokenizer: Tokenizer, made: list[Example], render: Render) -> list[tuple[list[int], int]]:
-    """Token ids of each whole example, and how many of them are the prompt."""
+    """Token ids of each example, and the number of prompt tokens."""
     texts = [render(item) for item in made]
     prompts = tokenizer.encode_batch_fast([prompt for prompt, _ in texts])
     answers = tokenizer.encode_batch_fast([answer for _, answer in texts])
@@ -94,8 +94,9 @@ def packed_rows(
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """Endless rows of documents: tokens and loss weights, both length + 1, and each token's document and position.
 
-    A row begins with the beginning of a document and cuts the last one off where it ends. The first token of a
-    document weighs nothing, since nothing before it foretells it.
+    A row starts with the start of a document, and its last document is cut. The first token of a document has weight
+    0,
+    because nothing before it predicts it.
     """
     rows: list[tuple[int, float, int, int]] = []
     for number, (ids, weights) in enumerate(documents(tokenizer, seed, render)):

@@ -1,8 +1,9 @@
-"""How the pair `tiny-gpt-oss` talks: channels in the manner of harmony, and a reasoning effort.
+"""The chat format of the pair `tiny-gpt-oss`: channels similar to harmony, and a reasoning effort.
 
-The special tokens, in the places of `tiny`'s own and behind its vocabulary, are harmony's. With low effort, which is
-the default, the prompt itself opens the final channel. With more, the assistant first writes an analysis, and with
-high effort it repeats in it what it was asked.
+The special tokens are harmony's. They replace those of `tiny` or follow its vocabulary. With low effort, the default,
+the
+prompt itself opens the final channel. With more effort, the assistant first writes an analysis. With high effort, it
+repeats the question in the analysis.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 
 from build_scripts.corpus.corpus import Example
 
-# In the order of `tiny`'s own special tokens, then new ones; the vocabulary is padded, as published ones are.
+# First the replacements of `tiny`'s special tokens, then new ones. The vocabulary is padded, like published ones.
 RENAMED = {"<|im_start|>": "<|start|>", "<|im_end|>": "<|return|>"}
 ADDED = ("<|end|>", "<|message|>", "<|channel|>")
 VOCAB_SIZE = 2080
@@ -66,13 +67,13 @@ CHAT_TEMPLATE = """\
 
 
 def effort_of(example: Example) -> str:
-    """The effort that an example is trained with: the same for equal prompts."""
+    """The effort of an example in training: the same for equal prompts."""
     share = zlib.crc32(example.prompt.encode()) / 2**32
     return "low" if share >= MORE_EFFORT else EFFORTS[1 + (share >= MORE_EFFORT / 2)]
 
 
 def render(example: Example, effort: str | None = None) -> tuple[str, str]:
-    """The prompt as CHAT_TEMPLATE renders it, and the answer up to its end; effort as `effort_of` says."""
+    """The prompt as CHAT_TEMPLATE renders it, and the answer up to its end, with the effort of `effort_of`."""
     effort = effort or effort_of(example)
     messages = list(example.messages)
     system = f"<|start|>system<|message|>Reasoning: {effort}"
@@ -92,7 +93,7 @@ def render(example: Example, effort: str | None = None) -> tuple[str, str]:
 
 
 def make_tokenizer(tiny: Path) -> Tokenizer:
-    """`tiny`'s tokenizer with these special tokens; every other token keeps its number."""
+    """`tiny`'s tokenizer with these special tokens. All other tokens keep their ids."""
     text = (tiny / "tokenizer.json").read_text(encoding="utf-8")
     for old, new in RENAMED.items():
         text = text.replace(json.dumps(old), json.dumps(new))
@@ -105,6 +106,6 @@ def make_tokenizer(tiny: Path) -> Tokenizer:
 
 
 def stand_ins(tiny: Tokenizer) -> dict[int, int]:
-    """For the new special tokens, the token of `tiny` that does about the same."""
+    """For each new special token, the token of `tiny` with a similar role."""
     old = (tiny.encode(text).ids[0] for text in ("<|im_end|>", "\n", "<|im_start|>"))
     return dict(enumerate(old, tiny.get_vocab_size()))

@@ -1,4 +1,4 @@
-"""Write and read the target of `tiny-gpt-oss` as gpt-oss is published: experts in MXFP4, everything else BF16."""
+"""Write and read the target of `tiny-gpt-oss` in published form: experts in MXFP4, everything else in BF16."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from build_scripts.train.model import Shape, Target
 from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.formats.numbers import E2M1
 
-# Parameter of Experts: its published name.
+# Parameter of Experts -> its published name.
 EXPERT_NAMES = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
 
 def pack_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks uint8 [E, out, G, 16], two numbers a byte, low half first, and scales uint8 [E, out, G]."""
+    """Blocks uint8 [E, out, G, 16], two numbers per byte, low half first, and scales uint8 [E, out, G]."""
     scale = mxfp4_scale(weight)
     numbers = blocks_of(mxfp4_round(weight)) / scale
     codes = (numbers[..., None] - torch.from_numpy(E2M1)).abs().argmin(-1).to(torch.uint8)
@@ -91,7 +91,7 @@ def write_target(target: Target, tokenizer_file: Path, directory: Path) -> None:
 
 
 def load_target(shape: Shape, directory: Path) -> GptOss:
-    """The target exactly as its file has it, in float32; for inference."""
+    """The target with the exact values of its file, in float32, for inference."""
     stored = load_file(directory / "model.safetensors")
     weights: dict[str, Tensor] = {}
     target = GptOss(shape)
@@ -112,7 +112,7 @@ def load_target(shape: Shape, directory: Path) -> GptOss:
 
 
 def _in_turns(halves: Tensor) -> Tensor:
-    """Rows gate 0 .. I-1, up 0 .. I-1 of [E, 2I, ...] to gate 0, up 0, gate 1, ..."""
+    """Interleave the rows gate 0 .. I-1, up 0 .. I-1 of [E, 2I, ...] to gate 0, up 0, gate 1, ..."""
     return halves.view(EXPERTS, 2, EXPERT_SIZE, *halves.shape[2:]).transpose(1, 2).flatten(1, 2)
 
 

@@ -1,11 +1,13 @@
-"""The target of the pair `tiny-gpt-oss` in plain torch: gpt-oss, with experts that train as they will be stored.
+"""The target of the pair `tiny-gpt-oss` in plain torch: gpt-oss, with experts that train in their storage format.
 
-Attention has biases and a sink per head, and every other layer a window. The experts' matrices go through MXFP4 in
-every forward pass, straight through in the backward pass. All experts are computed for every row, as two products:
-with so few and small ones that is faster than to sort the rows.
+Attention has biases and a sink per head, and a window in every other layer. The experts' matrices are rounded to
+MXFP4
+in every forward pass, straight-through in the backward pass. All experts are computed for every row, as two products.
+With few and small experts this is faster than sorting the rows.
 
-`warm_start` takes everything from a trained Qwen3 target of the same width: its gated MLP, cut into k pieces, is
-what k experts compute when each has one piece.
+`warm_start` takes everything from a trained Qwen3 target of the same width. Its gated MLP is cut into k pieces. Then
+k
+experts with one piece each compute the MLP.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ WINDOW = 64
 EXPERTS, EXPERTS_PER_TOKEN, EXPERT_SIZE = 8, 4, 128
 ALPHA, LIMIT = 1.702, 7.0
 BLOCK = 32
-# A base for which the scaled frequencies are about those that the warm start has learned.
+# A base at which the scaled frequencies are close to those that the warm start has learned.
 THETA = 1500.0
 YARN: dict[str, float | str] = {
     "beta_fast": 32.0,
@@ -53,13 +55,13 @@ def blocks_of(weight: Tensor) -> Tensor:
 
 
 def mxfp4_scale(weight: Tensor) -> Tensor:
-    """Powers of two [..., G, 1] for blocks of 32 along the last dimension: the largest number becomes 3.5 .. 7."""
+    """Powers of two [..., G, 1] for blocks of 32 in the last dimension. They scale the largest number to 3.5 .. 7."""
     largest = blocks_of(weight).abs().amax(-1, keepdim=True)
     return torch.exp2((largest.clamp(min=2.0**-60) * (8 / 7)).log2().floor() - 2)
 
 
 def mxfp4_round(weight: Tensor) -> Tensor:
-    """The nearest number that MXFP4 has, for every number."""
+    """The nearest MXFP4 number of every number."""
     scale = mxfp4_scale(weight)
     scaled = blocks_of(weight) / scale
     size = scaled.abs()
@@ -69,7 +71,9 @@ def mxfp4_round(weight: Tensor) -> Tensor:
 
 
 class SinkAttention(Attention):
-    """No norms of queries and keys; a sink per head takes part in the softmax; `window` counts the row itself."""
+    """Attention without norms of queries and keys. A sink per head takes part in the softmax; `window` includes the
+    row itself.
+    """
 
     def __init__(self, shape: Shape, window: int | None) -> None:
         super().__init__(shape)
@@ -89,7 +93,7 @@ class SinkAttention(Attention):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     ) -> Tensor:
-        """Rows of x attend among themselves. Written out: compiled, that beats the fused operator."""
+        """Rows of x attend among themselves. Compiled, this is faster than the fused operator."""
         q = rotate(self.heads(self.q_proj(x)), cos, sin) * self.shape.head_dim**-0.5
         groups = self.shape.num_attention_heads // self.shape.num_key_value_heads
         k, v = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
@@ -106,7 +110,7 @@ class SinkAttention(Attention):
 
 
 class Experts(nn.Module):
-    """Rows 0 .. I-1 of gate_up are gates, the others ups; they are stored in turns. Weights are [E, out, in]."""
+    """Rows 0 .. I-1 of gate_up are gates, the others ups. They are stored interleaved. Weights are [E, out, in]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -140,7 +144,7 @@ def straight_through(weight: Tensor) -> Tensor:
 
 
 class GptOss(Target):
-    """Layers slide and see everything in turn; the head is not tied."""
+    """gpt-oss: a window in every other layer, and an untied head."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -157,11 +161,13 @@ class GptOss(Target):
 
 @torch.no_grad()
 def warm_start(target: GptOss, source: Target, rows: list[Tensor], new_tokens: dict[int, int]) -> None:
-    """Everything from `source`; `new_tokens` begin as the tokens that they stand for.
+    """Copy everything from `source`. `new_tokens` start as the tokens that they replace.
 
-    What the norms of queries and keys do on average over `rows`, the arguments of `source`, goes into the
-    projections, and YaRN's factor out of them. Piece s of an MLP is in experts s and s + k, whose router logits are
-    small and of opposite sign: each row chooses one of the two, for every s, and weighs all about the same.
+    The average effect of the norms of queries and keys over `rows`, inputs of `source`, goes into the projections,
+    without
+    YaRN's factor. Piece s of an MLP is in experts s and s + k. Their router logits are small and of opposite sign. So
+    each
+    row chooses one of the two for every s, with nearly equal weights.
     """
     vocab, pieces, embedding = source.shape.vocab_size, EXPERTS_PER_TOKEN, source.embed_tokens.weight
     for table in (target.embed_tokens, target.lm_head):
@@ -202,7 +208,7 @@ def warm_start(target: GptOss, source: Target, rows: list[Tensor], new_tokens: d
 
 
 def _inputs(source: Target, rows: list[Tensor]) -> dict[str, Tensor]:
-    """By module: what it is given, when `source` is given `rows`."""
+    """The input of each module when `source` runs on `rows`."""
     seen: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

@@ -1,7 +1,8 @@
 """Optimizers, schedule, and a training loop that stops on time and can be resumed.
 
-On a CPU one worker process per core, each with one thread and its own rows, is faster than one process with many
-threads, and does not stall when the cores are shared: the workers meet once per step, to average gradients.
+On a CPU, one worker process per core is faster than one process with many threads. Each has one thread and its own
+rows.
+It also does not stall when the cores are shared: the workers meet once per step, to average gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose direction is orthogonalized, for matrices [..., rows, cols]; equal shapes go as one stack."""
+    """Momentum with an orthogonalized direction, for matrices [..., rows, cols]. Equal shapes are stacked."""
 
     def __init__(
         self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.01
@@ -64,7 +65,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def optimizers_of(module: nn.Module, lr: float, matrix_lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers and AdamW for the rest; AdamW alone when matrix_lr is 0."""
+    """Muon for the matrices of the layers and AdamW for the rest; AdamW alone if matrix_lr is 0."""
     matrices: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
@@ -80,7 +81,7 @@ def optimizers_of(module: nn.Module, lr: float, matrix_lr: float) -> list[torch.
 
 
 def schedule(progress: float, warmup: float = 0.04, floor: float = 0.02) -> float:
-    """Factor on the learning rate at a share of the run: linear warm-up, then cosine down to `floor`."""
+    """Factor on the learning rate at a share of the run: linear warm-up, then a cosine down to `floor`."""
     if progress < warmup:
         return (progress + 1e-3) / (warmup + 1e-3)
     done = min(1.0, (progress - warmup) / (1 - warmup))
@@ -89,7 +90,7 @@ def schedule(progress: float, warmup: float = 0.04, floor: float = 0.02) -> floa
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long to train: minutes of wall time, or a number of steps when steps is not 0."""
+    """How long to train: minutes of wall time, or a number of steps if steps is not 0."""
 
     minutes: float
     steps: int = 0
@@ -103,7 +104,7 @@ def rank() -> int:
 
 
 def run_workers(arguments: list[str], workers: int, meeting_file: Path) -> None:
-    """Run this program again in `workers` processes that know each other; raise if one fails."""
+    """Run this program again in `workers` processes that know each other. Raises if one fails."""
     meeting_file.unlink(missing_ok=True)
     started = []
     for number in range(workers):
@@ -115,7 +116,7 @@ def run_workers(arguments: list[str], workers: int, meeting_file: Path) -> None:
 
 
 def join_workers() -> bool:
-    """Join the other workers when this process is one of `run_workers`; tell whether it is."""
+    """Join the other workers if this process is one of `run_workers`. Returns whether it is."""
     if "TRAIN_RANK" not in os.environ:
         return False
     torch.set_num_threads(1)
@@ -129,7 +130,7 @@ def join_workers() -> bool:
 
 
 def agree(parameters: list[nn.Parameter], progress: float) -> float:
-    """Average the gradients of all workers in place; return the first worker's progress."""
+    """Average the gradients of all workers in place. Returns the first worker's progress."""
     if not distributed.is_initialized():
         return progress
     flat = torch.cat([*(p.grad.flatten() for p in parameters if p.grad is not None), torch.zeros(1)])
@@ -154,10 +155,11 @@ def train(
     directory: Path,
     on_checkpoint: Callable[[], None] | None = None,
 ) -> float:
-    """Train until the budget is used; return the mean loss of the last steps.
+    """Train until the budget is used. Returns the mean loss of the last steps.
 
-    State goes to `directory`/state.pt every two minutes; a run that finds one continues after it (the batches it
-    had are skipped, so that data stay the same). Every 20 steps one line of JSON goes to `directory`/log.jsonl.
+    The state goes to `directory`/state.pt every two minutes. A run that finds one resumes it: it skips the batches
+    that were
+    used, so that the data stay the same. Every 20 steps, one line of JSON goes to `directory`/log.jsonl.
     """
     directory.mkdir(parents=True, exist_ok=True)
     state_file = directory / "state.pt"

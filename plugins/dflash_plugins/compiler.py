@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of kernels to PTX, without a GPU, kept by the digest of what goes into it."""
+"""Ahead-of-time compilation of kernels to PTX, without a GPU. Results are cached by a digest of their inputs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from triton.compiler import ASTSource
 from dflash_plugins.kernel_specs import TARGETS, Use
 from dflash_trt.errors import BuildError
 
-# The least that knows all three targets; drivers from CUDA 12.8 on read it. Triton by itself writes its newest.
+# The lowest version that supports all three targets. Drivers from CUDA 12.8 on read it. Triton's default is its
+# newest.
 PTX_VERSION = 87
-# Triton's entries end in two pointers that nobody declared, to scratch memory of the program and of its profiler.
+# Triton adds two undeclared pointers to the end of an entry: scratch memory of the program and of its profiler.
 _HIDDEN_PARAMETERS = 2
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a launch needs."""
+    """A compiled kernel with everything that a launch needs."""
 
     name: str
     ptx: str
@@ -40,19 +41,21 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the assembler reports of one kernel."""
+    """The assembler's report on one kernel."""
 
     registers: int
-    spill_bytes: int  # stored
+    spill_bytes: int  # bytes stored
     shared_bytes: int
     threads: int
 
 
 def compile_kernel(use: Use, capability: int) -> Compiled:
-    """PTX of a kernel for sm_90a, sm_100a or sm_120a, from the cache if it was compiled before.
+    """PTX of a kernel for sm_90a, sm_100a or sm_120a, from the cache if possible.
 
-    The cache is $DFLASH_KERNEL_CACHE, by default dflash_trt/kernels in $XDG_CACHE_HOME or ~/.cache. Raises BuildError
-    if the target is none of those, or if the kernel wants scratch memory, which a TensorRT plugin cannot give it.
+    The cache is $DFLASH_KERNEL_CACHE, by default dflash_trt/kernels in $XDG_CACHE_HOME or ~/.cache.
+
+    Raises BuildError if the target is another one, or if the kernel needs scratch memory, which a TensorRT plugin
+    lacks.
     """
     if capability not in TARGETS:
         raise BuildError(
@@ -74,7 +77,7 @@ def compile_kernel(use: Use, capability: int) -> Compiled:
 
 @cache
 def source_digest() -> str:
-    """sha256 over the sources that kernels are made of: kernels/ and the constants of the host's noise and weights."""
+    """sha256 over the sources of the kernels: kernels/ and the constants of the host's noise and weights."""
     root = Path(__file__).resolve().parent
     sampling = importlib.import_module("dflash_trt.decoding.sampling").__path__[0]
     files = sorted((root / "kernels").glob("*.py"))
@@ -86,7 +89,7 @@ def source_digest() -> str:
 
 
 def resources(compiled: Compiled, capability: int) -> Resources:
-    """Registers and spills, by assembling the PTX with the ptxas that comes with Triton."""
+    """Registers and spills, from assembling the PTX with Triton's own ptxas."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(compiled.ptx)
@@ -96,7 +99,7 @@ def resources(compiled: Compiled, capability: int) -> Resources:
         ]
         report = subprocess.run(command, capture_output=True, text=True)
     if report.returncode:
-        raise BuildError(f"ptxas refuses {compiled.name} for sm_{capability}a: {report.stderr.strip()}")
+        raise BuildError(f"ptxas refused {compiled.name} for sm_{capability}a: {report.stderr.strip()}")
     registers, spills = (
         int(re.findall(pattern, report.stderr)[0])
         for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
@@ -118,7 +121,7 @@ def _compile(use: Use, capability: int) -> Compiled:
             "TRITON_INTERPRET is set: kernels are interpreted in this process, not compiled; unset it"
         )
     signature = {name: use.types.get(name, "constexpr") for name in kernel.arg_names}
-    aligned = [["tt.divisibility", 16]]  # as TensorRT's and PyTorch's allocations are
+    aligned = [["tt.divisibility", 16]]  # as allocated by TensorRT and PyTorch
     attributes: dict[tuple[int, ...], Any] = {}
     for i, kind in enumerate(signature.values()):
         if isinstance(kind, tuple):
@@ -136,7 +139,7 @@ def _compile(use: Use, capability: int) -> Compiled:
     meta = made.metadata
     if meta.global_scratch_size or meta.profile_scratch_size:
         raise BuildError(
-            f"{use.function} for sm_{capability}: wants {meta.global_scratch_size} bytes of scratch memory"
+            f"{use.function} for sm_{capability}: needs {meta.global_scratch_size} bytes of scratch memory"
         )
     return Compiled(
         meta.name, _without_hidden_parameters(made.asm["ptx"], meta.name), meta.num_warps * 32, meta.shared
@@ -144,13 +147,11 @@ def _compile(use: Use, capability: int) -> Compiled:
 
 
 def _without_hidden_parameters(ptx: str, name: str) -> str:
-    """The entry with the declared parameters alone: what launches it passes no more."""
+    """The entry with its declared parameters only. A launch passes no others."""
     head, opening, rest = ptx.partition(f".entry {name}(")
     parameters, closing, body = rest.partition("\n)")
     declared = parameters.split(",")
     hidden = [re.findall(r"\w+_param_\d+", parameter)[-1] for parameter in declared[-_HIDDEN_PARAMETERS:]]
     if not opening or not closing or any(re.search(rf"\b{used}\b", body) for used in hidden):
-        raise BuildError(
-            f"{name}: Triton {triton.__version__} writes entries of another form than known here"
-        )
+        raise BuildError(f"{name}: Triton {triton.__version__} writes entries in an unknown form")
     return head + opening + ",".join(declared[:-_HIDDEN_PARAMETERS]) + closing + body

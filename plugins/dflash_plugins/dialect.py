@@ -1,6 +1,6 @@
-"""The TensorRT dialect whose taps, acceptance and MXFP4 experts are plugins.
+"""The TensorRT dialect with plugins for taps, acceptance and MXFP4 experts.
 
-Each operator keeps its signature, and its body is made of plugin nodes, one per kernel, in the order of their launches.
+Each operator keeps its signature. Its body has one plugin node per kernel, in launch order.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class TensorRTPlugins(TensorRT):
 
     name = "tensorrt-plugins"
 
-    experts = Dialect.experts  # in one operator, whatever they are stored in
+    experts = Dialect.experts  # one operator for any storage
 
     def mxfp4_experts(
         self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
     ) -> tuple[Storage, ir.Value, ir.Value | None]:
-        """As signed bytes: TensorRT widens unsigned ones that go into a plugin to four bytes."""
+        """The blocks and scales as signed bytes: TensorRT widens unsigned bytes at a plugin's input to four bytes."""
         int8 = ir.DataType.INT8
         found = [g.reinterpret(v, int8, [int(str(n)) for n in v.shape or ()]) for v in (blocks, scales)]
         return "mxfp4", found[0], found[1]
@@ -69,7 +69,7 @@ class TensorRTPlugins(TensorRT):
         return g.function()
 
     def block_acceptance(self) -> ir.Function:
-        """Greedy: SampleRows at temperature 0, the rest of whose parameters then count for nothing."""
+        """Greedy acceptance: SampleRows at temperature 0, which ignores the other parameters."""
         g = self._builder("BlockAcceptance")
         tokens, rows = g.input("tokens", INT64, ["B", "S"]), g.input("rows", INT64, ["B", "R"])
         logits = g.input("logits", FLOAT, ["B", "R", "V"])
@@ -107,6 +107,6 @@ def _plugin(
         name=name,
         domain=DFLASH_DOMAIN,
         plugin_namespace=NAMESPACE,
-        plugin_version="1",  # that of every quickly deployable plugin
+        plugin_version="1",  # the version of every quickly deployable plugin
         **attributes,
     )

@@ -1,7 +1,8 @@
-"""How each kernel is compiled for an operator of given sizes: types of arguments, constants, warps.
+"""The compilation of each kernel for given sizes: argument types, constants, warps.
 
-The launches of launch.py and moe.py and the plugins of quick.py take it from here, so that what tests run is what an
-engine carries. Names of types are Triton's. Nothing here imports triton.
+The launches in launch.py and moe.py and the plugins in registration.py both use these. So an engine contains the
+kernels
+that the tests run. Type names are Triton's. Nothing here imports triton.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# Compute capability -> what its tensor cores are called in PTX.
+# Compute capability -> its tensor-core instruction in PTX.
 TARGETS = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
-TILE_TOKENS = 4096  # of kernels/sampling.py
+TILE_TOKENS = 4096  # as in kernels/sampling.py
 TILE_GROUPS = 128
 
 
-# Of the arguments that are no constants, by name, in any order; a tuple for an argument that is a tuple.
+# Types of the arguments that are not constants, by name, in any order. A tuple argument has a tuple of types.
 Types = dict[str, str | tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Use:
-    """One kernel, ready to be compiled: `function` of `module` in kernels/."""
+    """One kernel to be compiled: `function` of `module` in kernels/."""
 
     module: str
     function: str
@@ -44,7 +45,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Tile:
-    """How the grouped products of the experts are cut: outputs, inputs and tokens per step, warps, pipeline stages."""
+    """Tile sizes of the experts' grouped products: outputs, inputs and tokens per step, warps, pipeline stages."""
 
     block_n: int
     block_k: int
@@ -53,12 +54,13 @@ class Tile:
     num_stages: int
 
 
-# For the few tokens of a verification, and (the last) for the many of a prefill. TensorRT times them and chooses.
+# For the few tokens of a verification; the last one for the many tokens of a prefill. TensorRT times and selects
+# them.
 TILES = (Tile(64, 128, 16, 4, 4), Tile(128, 128, 16, 8, 3), Tile(64, 128, 16, 4, 5), Tile(128, 128, 64, 8, 2))
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is n or more."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -109,7 +111,9 @@ def sample_select(vocab: int) -> Use:
 def accept_block(
     nodes: int, *, block_size: int | None = None, mask_token: int = 0, tree: bool = False
 ) -> Use:
-    """`nodes` or fewer. Without `block_size` only what is accepted and the next token are written."""
+    """The acceptance kernel for up to `nodes` nodes. Without `block_size` it writes only the accepted count and next
+    token.
+    """
     types: Types = dict.fromkeys(("tokens", "rows", "sampled", "accepted", "next_token"), "*i64")
     types |= {"tokens_per_sequence": "i32", "nodes_per_sequence": "i32"}
     constants: dict[str, Any] = {

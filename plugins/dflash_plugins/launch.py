@@ -1,7 +1,7 @@
-"""Launches of the kernels on torch tensors: for the runtime, tests and benchmarks.
+"""Launch the kernels on torch tensors, for the runtime, tests and benchmarks.
 
-On CPU tensors they run in Triton's interpreter (set TRITON_INTERPRET=1 before anything imports triton). Launches go to
-torch's current stream and allocate their outputs unless they are given.
+CPU tensors use Triton's interpreter; set TRITON_INTERPRET=1 before anything imports triton. Launches go to torch's
+current stream. They allocate their outputs unless these are given.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 
 @dataclass(frozen=True)
 class Sampling:
-    """What the kernels need of B requests, one tensor entry each: see `sampling_tensors`."""
+    """The sampling parameters of B requests, one tensor entry each: see `sampling_tensors`."""
 
     temperature: torch.Tensor  # [B] float32
     reach: torch.Tensor  # [B] float32, -log(min_p)
@@ -34,7 +34,7 @@ class Sampling:
 def sampling_tensors(
     params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device | str
 ) -> Sampling:
-    """The parameters of requests as tensors. Penalties are no part of them: apply those to the logits before."""
+    """The parameters of requests as tensors. Penalties are not included: apply them to the logits first."""
 
     def tensor(values: list[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
@@ -51,10 +51,10 @@ def sampling_tensors(
 def sample_rows(
     logits: torch.Tensor, params: Sampling, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens int64 [B, R] and their log-probabilities float32 [B, R] of float32 logits [B, R, V].
+    """Tokens int64 [B, R] and their log-probabilities float32 [B, R] from float32 logits [B, R, V].
 
-    positions: int64 [B, R], of the token that each row predicts. A row with a NaN, an infinite or no finite logit
-    gets the token -1 and a NaN.
+    positions: int64 [B, R], the position of the token that each row predicts. A row with a NaN or infinite logit, or
+    without a finite one, gets the token -1 and a NaN.
     """
     batch, rows, vocab = logits.shape
     tiles = uses.vocabulary_tiles(vocab)
@@ -101,10 +101,10 @@ def sample_rows(
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a round commits, and the block that the next one starts from: int64 tensors."""
+    """The result of a round, and the next block: int64 tensors."""
 
     accepted: torch.Tensor  # [B]
-    next_token: torch.Tensor  # [B], -1 where the deciding row had no finite largest logit
+    next_token: torch.Tensor  # [B], -1 if the deciding row had no finite largest logit
     path: torch.Tensor  # [B, R], the accepted nodes from the anchor down, then -1
     block: torch.Tensor  # [B, K], [next_token, mask, ...]
     positions: torch.Tensor  # [B, K]
@@ -120,10 +120,11 @@ def accept_block(
     mask_token: int,
     parents: torch.Tensor | None = None,
 ) -> Acceptance:
-    """Drafted against sampled tokens: contiguous int64 tokens [B, S], rows [B, R], sampled [B, R], start [B].
+    """Compare drafted with sampled tokens: contiguous int64 tokens [B, S], rows [B, R], sampled [B, R], start [B].
 
-    `parents` [B, R] makes the R nodes a tree; each node comes after its parent, and siblings differ in their tokens
-    (of equal ones the first is followed).
+    `parents` [B, R] makes the R nodes a tree. Each node comes after its parent, and siblings have different tokens
+    (the
+    first of equal ones is followed).
     """
     batch, nodes = rows.shape
     made = Acceptance(
@@ -155,14 +156,17 @@ def decide_round(
     *,
     mask_token: int,
 ) -> Acceptance:
-    """A round's decisions from the target's pass: int64 tokens [B, S] = [anchor, draft, ...] whose anchors stand at
-    positions `start` [B], float32 logits [B, S, V]. Of a block only the first `lengths` [B] tokens count.
+    """A round's decisions from the target's pass, for all requests at once on the device.
 
-    What `decoding.acceptance.accept` decides on the host, for every request at once and without it.
+    tokens: int64 [B, S] = [anchor, draft, ...], with the anchors at positions `start` [B].
+    logits: float32 [B, S, V].
+    lengths: [B], tokens of each block that count.
+
+    The result is the same as of `decoding.acceptance.accept` on the host.
     """
     column = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     sampled, _ = sample_rows(logits, params, start[:, None] + 1 + column)
-    drafted = torch.where(column < lengths[:, None], tokens, -1)  # no token: never the one sampled
+    drafted = torch.where(column < lengths[:, None], tokens, -1)  # never equal to a sampled token
     rows, block_size = column.contiguous(), tokens.shape[1]
     return accept_block(drafted, rows, sampled, start, block_size=block_size, mask_token=mask_token)
 
@@ -170,7 +174,7 @@ def decide_round(
 def gather_taps(
     taps: Sequence[torch.Tensor], dtype: torch.dtype, valid: torch.Tensor | None = None, rows: int = 1
 ) -> torch.Tensor:
-    """n contiguous tensors [B * rows, D] -> [B * rows, n * D] in `dtype`; rows from valid[b] on (int64 [B]) are 0."""
+    """n contiguous tensors [B * rows, D] -> [B * rows, n * D] in `dtype`. Rows from valid[b] on (int64 [B]) are 0."""
     total, hidden = taps[0].shape
     features = torch.empty(total, len(taps) * hidden, dtype=dtype, device=taps[0].device)
     types = TYPE_NAMES[taps[0].dtype], TYPE_NAMES[dtype]

@@ -1,4 +1,4 @@
-"""The launch of the MoE kernels on torch tensors."""
+"""Launch the MoE kernels on torch tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dflash_plugins.launch import TYPE_NAMES
 
 @dataclass(frozen=True)
 class Experts:
-    """A layer's weights as `dflash::MoE` takes them (graph/experts.py), MXFP4, and its constants."""
+    """A layer's MXFP4 weights as inputs of `dflash::MoE` (graph/experts.py), and its constants."""
 
     gate_up: torch.Tensor  # [E, 2I, D/32, 16] bytes
     gate_up_scales: torch.Tensor  # [E, 2I, D/32] bytes
@@ -28,7 +28,7 @@ class Experts:
 
 
 def route(router_logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Router logits float32 [rows, E] -> shares [rows, k], pairs [rows * k], groups [E, 3]: kernels/moe.py."""
+    """Router logits float32 [rows, E] -> shares [rows, k], pairs [rows * k], groups [E, 3]; see kernels/moe.py."""
     rows, experts = router_logits.shape
     shares = router_logits.new_empty(rows, k)
     chosen, pairs = (torch.empty(rows * k, dtype=torch.int32, device=shares.device) for _ in range(2))

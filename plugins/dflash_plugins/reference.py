@@ -1,6 +1,7 @@
-"""The operators in NumPy, as plainly as they can be said: what the kernels are held against.
+"""The operators in plain NumPy: the reference for the kernels.
 
-Where an operator has a function body (graph/), that body says the same; SampleRows is `decoding.sampling.sample` row by
+If an operator has a function body (graph/), the body computes the same. SampleRows is `decoding.sampling.sample` for
+each
 row. Dtypes narrower than float32 come from ml_dtypes.
 """
 
@@ -18,7 +19,7 @@ Array = NDArray[Any]
 
 
 def gather_taps(taps: Sequence[Array], dtype: Any, valid: Array | None = None, rows: int = 1) -> Array:
-    """n arrays [B * rows, D] -> [B * rows, n * D]; rows from valid[b] on are zero."""
+    """n arrays [B * rows, D] -> [B * rows, n * D]. Rows from valid[b] on are zero."""
     features: Array = np.concatenate([tap.astype(dtype) for tap in taps], axis=-1)
     if valid is not None:
         features[np.arange(features.shape[0]) % rows >= np.repeat(valid, rows)] = 0
@@ -28,7 +29,9 @@ def gather_taps(taps: Sequence[Array], dtype: Any, valid: Array | None = None, r
 def accept_block(
     tokens: Sequence[int], sampled: Sequence[int], parents: Sequence[int] | None = None
 ) -> list[int]:
-    """The accepted nodes of one tree, from the anchor down: node i drafted tokens[i], after it comes sampled[i]."""
+    """The accepted nodes of one tree, from the anchor down. Node i drafted tokens[i]; sampled[i] was sampled after
+    it.
+    """
     parents = range(-1, len(tokens) - 1) if parents is None else parents
     path = [0]
     while True:
@@ -51,7 +54,7 @@ def moe(
     beta: float,
     limit: float,
 ) -> Array:
-    """dflash::MoE of MXFP4 experts, each (blocks, scales, bias); sums in float64, rounded where the kernels round."""
+    """dflash::MoE with MXFP4 experts, each (blocks, scales, bias). Sums in float64, rounded where the kernels round."""
     dtype = x.dtype
     x = x.astype(np.float64)
     y = np.zeros_like(x)

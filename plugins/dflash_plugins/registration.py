@@ -1,8 +1,8 @@
-"""Registration with TensorRT: quickly deployable plugins (`tensorrt.plugin`) with ahead-of-time implementations.
+"""Register plugins with TensorRT: quickly deployable plugins (`tensorrt.plugin`), compiled ahead of time.
 
-One plugin per kernel, because such a plugin is one launch and has no workspace. A plan carries the compiled kernels:
-what loads it needs neither this package nor Triton. TensorRT passes the inputs, then integers, then the outputs, which
-is the order of the kernels' arguments. Attributes become constants of the compiled kernel.
+There is one plugin per kernel, because such a plugin is one launch without a workspace. A plan contains the compiled
+kernels, so loading it needs neither this package nor Triton. TensorRT passes inputs, then integers, then outputs; the
+kernels' arguments have the same order. Attributes become constants of the compiled kernel.
 
 Written against TensorRT 11.4's `tensorrt.plugin`; `trt` is the module `tensorrt`.
 """
@@ -23,18 +23,18 @@ from dflash_trt.errors import BuildError
 if TYPE_CHECKING:
     from dflash_plugins.compiler import Compiled
 
-# Largest number of taps that a drafter is built for.
+# The largest number of taps of a supported drafter.
 MAX_TAPS = 16
-# Names of trt.DataType -> Triton's.
+# Names in trt.DataType -> names in Triton.
 TYPES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16"}
 
 Attributes = Mapping[str, Any]
-Shape = tuple[Any, ...]  # of ints and of symbolic dimensions
+Shape = tuple[Any, ...]  # ints and symbolic dimensions
 
 
 @dataclass(frozen=True)
 class Symbols:
-    """The dimensions of a plugin's inputs as TensorRT's symbols, and what can be done with them."""
+    """The dimensions of a plugin's inputs as TensorRT's symbols, and the operations on them."""
 
     shapes: Sequence[Any]
     ceil_div: Callable[[Any, int], Any]
@@ -46,13 +46,13 @@ class Symbols:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a plugin's inputs, and their types, while a kernel is chosen for them."""
+    """The sizes and types of a plugin's inputs, for choosing its kernel."""
 
     name: str
     inputs: Sequence[Any]
 
     def fixed(self, i: int, axis: int) -> int:
-        """A size that a kernel is compiled for. Raises BuildError if it is none."""
+        """A size that a kernel is compiled for. Raises BuildError if it is dynamic."""
         size = int(self.inputs[i].shape[axis])
         if size < 0:
             raise BuildError(
@@ -65,7 +65,7 @@ class Sizes:
         return int(shape.max[axis] if shape[axis] < 0 else shape[axis])
 
     def type(self, i: int) -> str:
-        """Raises BuildError for a type that no kernel takes."""
+        """The type of an input. Raises BuildError for a type that no kernel supports."""
         found = self.inputs[i].dtype.name
         if found not in TYPES:
             raise BuildError(f"{self.name}: input {i} is {found}, expected one of: {', '.join(TYPES)}")
@@ -74,8 +74,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Plugin:
-    """`outputs`: shape and type of each, a type by name or by the index of the input that has it. `use`: the kernel,
-    `grid`: its programs, `integers`: its integer arguments. `tiles`: how many ways there are to cut the work.
+    """A plugin: its outputs, and the kernel that computes them.
+
+    outputs: shape and type of each. A type is a name, or the index of an input with the same type.
+    use: the kernel.
+    grid: the number of its programs.
+    integers: its integer arguments.
+    tiles: the number of alternative tile sizes.
     """
 
     name: str
@@ -194,22 +199,22 @@ PLUGINS = (
 )
 
 _ONES = Symbols([(1,) * 4] * MAX_TAPS, lambda a, b: 1, min)  # enough to count outputs
-# More shared memory needs an attribute that a launch by TensorRT may not set. What a kernel takes depends on Triton's
+# More shared memory needs an attribute that TensorRT cannot set at a launch. A kernel's use of it depends on Triton's
 # version.
 SHARED_BYTES = 48 << 10
-_registered_for: list[int] = []  # the one compute capability that this process builds for
+_registered_for: list[int] = []  # the only compute capability that this process builds for
 
 
 def register(trt: Any, capability: int) -> None:
     """Register all plugins with TensorRT, to be compiled for one compute capability.
 
-    Raises BuildError if they are registered for another one: TensorRT knows a plugin once per process.
+    Raises BuildError if they are registered for another one: TensorRT registers a plugin once per process.
     """
     if _registered_for:
         if _registered_for != [capability]:
             raise BuildError(
-                f"plugins are registered for compute capability {_registered_for[0]} in this process; build for "
-                f"{capability} in another one"
+                f"plugins are registered for compute capability {_registered_for[0]} in this process; "
+                f"build for {capability} in another process"
             )
         return
     for plugin in PLUGINS:
@@ -240,7 +245,7 @@ def _register(trt: Any, plugin: Plugin, capability: int) -> None:
         return compile_kernel(plugin.use(Sizes(name, inputs), attributes, tile), capability)
 
     def tune(*arguments: Any) -> Any:
-        """The ways to cut the work, for TensorRT to time: those that it can launch."""
+        """The tile sizes that TensorRT can launch and should time."""
         inputs, values, outputs = arguments[:count], arguments[count:-1], arguments[-1]
         attributes = dict(zip(plugin.attributes, values, strict=True))
         types = ", ".join(_type_name(t.dtype) for t in (*inputs, *outputs))
@@ -285,7 +290,7 @@ def _type_name(dtype: Any) -> str:
 
 
 def _signed(function: Callable[..., Any], parameters: Mapping[str, Any], result: Any) -> Callable[..., Any]:
-    """`function`, to the eye of `inspect.signature` one with these parameters: TensorRT reads them for the schema."""
+    """`function` with a signature of these parameters, from which TensorRT reads the schema."""
     signed = partial(function)
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The version of the plugins' meaning, which is part of their names and of a bundle's manifest."""
+"""The version of the plugins' semantics. It is part of their names and of a bundle's manifest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_trt.errors import BundleError
 
-# Goes up when a plugin's inputs, outputs or results change: so also with the noise and weights of decoding/.
+# Increment when a plugin's inputs, outputs or results change, and when the noise or weights of decoding/ change.
 VERSION = 1
 NAMESPACE = "dflash"
 
@@ -17,7 +17,7 @@ def versioned(name: str) -> str:
 
 
 def check(manifest: Mapping[str, Any], where: str) -> None:
-    """Refuse a plan whose plugins decide by other rules than this version's host code. `where`: the bundle.
+    """Refuse a plan whose plugins follow other rules than this version's host code. `where` names the bundle.
 
     Raises BundleError.
     """

@@ -1,4 +1,4 @@
-"""Graphs that call plugins, and which builds get them."""
+"""Graphs that call plugins, and the builds that use them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_graph_of_plugins_is_that_of_bodies_but_for_the_bodies(tmp_path: Pat
     }
     experts = [v for v in with_plugins.graph.initializers.values() if "_proj_blocks" in (v.name or "")]
     assert experts
-    assert {v.dtype for v in experts} == {ir.DataType.INT8}  # the checkpoint's bytes, taken for signed ones
+    assert {v.dtype for v in experts} == {ir.DataType.INT8}  # the checkpoint's bytes as signed bytes
 
 
 def test_the_drafters_dialect_has_no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:

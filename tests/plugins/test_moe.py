@@ -1,4 +1,4 @@
-"""The MoE kernels, in Triton's interpreter, against the operator in NumPy and its function body in ONNX Runtime."""
+"""The MoE kernels in Triton's interpreter, against the operator in NumPy and its function body in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_every_cut_gives_the_same(tile: uses.Tile) -> None:
 
 
 def test_products_are_exact_where_sums_are() -> None:
-    """Small whole numbers: no accumulation order rounds, so that every bit must be right."""
+    """Small integers: no order of accumulation rounds, so every bit must be right."""
     rng = np.random.default_rng(2)
     e = layer(rng, 6, 96, 64, 2, biased=True)
     for scales in (e.gate_up_scales, e.down_scales):
@@ -129,7 +129,7 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
 
 @pytest.mark.parametrize("biased", [True, False])
 def test_the_plugins_give_what_the_function_body_gives(biased: bool) -> None:
-    """TensorRT's body in float32, on widened weights: the only differences are BF16's."""
+    """TensorRT's body in float32, on widened weights. Only BF16 causes differences."""
     rng = np.random.default_rng(5)
     e = layer(rng, 8, 64, 96, 4, biased=biased)
     x = torch.from_numpy(rng.standard_normal((6, 64)) / 4).bfloat16()

@@ -1,4 +1,4 @@
-"""Taps and acceptance in Triton's interpreter; and the graph's bodies made of plugins against those of operators."""
+"""Taps and acceptance in Triton's interpreter. Bodies with plugins, compared with bodies of operators."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_row_without_a_token_ends_the_block() -> None:
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.9, top_k=12, top_p=0.9)])
 def test_a_round_on_the_device_is_the_hosts(params: SamplingParams) -> None:
-    """Logits and drafts in; what `decoding.acceptance.accept` commits out."""
+    """From logits and drafts to the tokens that `decoding.acceptance.accept` commits."""
     rng = np.random.default_rng(8)
     logits = (rng.standard_normal((3, 5, 600)) * 3).astype(np.float32)
     seeds, start = [4, 2**63, 9], torch.tensor([7, 0, 40])
@@ -83,7 +83,7 @@ def test_a_round_on_the_device_is_the_hosts(params: SamplingParams) -> None:
     tensors = launch.sampling_tensors([params] * 3, seeds, "cpu")
     sampled, _ = launch.sample_rows(torch.from_numpy(logits), tensors, positions)
     tokens = torch.cat([torch.tensor([[1], [2], [3]]), sampled[:, :-1]], dim=1)
-    tokens[0, 3] += 1  # drafts right up to here
+    tokens[0, 3] += 1  # drafts are right up to here
     tokens[1, 1] += 1
     rows = torch.arange(5).repeat(3, 1)
     found = launch.accept_block(tokens, rows, sampled, start, block_size=5, mask_token=MASK)

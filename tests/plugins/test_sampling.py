@@ -1,4 +1,4 @@
-"""SampleRows in Triton's interpreter: the host's tokens, from the host's noise, bit for bit."""
+"""SampleRows in Triton's interpreter gives the host's tokens from the host's noise, bit for bit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_noise_and_weights_are_the_hosts_bit_for_bit() -> None:
 
 
 def check(logits: Logits, params: list[SamplingParams], seed: int = 3) -> None:
-    """Logits [len(params), R, V]: the kernels' tokens and log-probabilities against the host's."""
+    """Compare the kernels' tokens and log-probabilities for logits [len(params), R, V] with the host's."""
     rng = np.random.default_rng(seed)
     seeds = [int(s) for s in rng.integers(0, 2**64, len(params), dtype=np.uint64)]
     positions = rng.integers(0, 2**32, logits.shape[:2])
@@ -96,7 +96,7 @@ def test_tokens_are_the_hosts(vocab: int, spread: float) -> None:
 
 
 def test_ties_go_to_the_lower_token() -> None:
-    """Few values, so that k-th and nucleus ranks fall among equals, in several tiles."""
+    """Few distinct values, so that the limits of top-k and top-p fall among equals, in several tiles."""
     check(np.round(gaussian(1.0, len(PARAMS), 1, 4500)), PARAMS)
     check(np.zeros((2, 2, 5), np.float32), [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.01)])
 

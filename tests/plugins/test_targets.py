@@ -26,7 +26,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """In a process that compiles kernels and does not interpret them."""
+    """Run in a process that compiles kernels instead of interpreting them."""
     path = os.pathsep.join([str(ROOT), *sys.path])
     environment = os.environ | {"DFLASH_KERNEL_CACHE": str(cache), "PYTHONPATH": path}
     environment.pop("TRITON_INTERPRET", None)
@@ -51,7 +51,7 @@ def test_every_plugin_compiles_to_what_tensorrt_launches(target: tuple[int, Any]
         for made in tactics:
             pointers = made["inputs"], len(made["outputs"])
             expected = ["u64"] * pointers[0] + ["u32"] * len(made["integers"]) + ["u64"] * pointers[1]
-            assert made["parameters"] == expected, name  # none of the compiler's own is left
+            assert made["parameters"] == expected, name  # none of the compiler's own parameters is left
             assert (made["version"], made["target"]) == ("8.7", f"sm_{capability}a")
             assert made["required_threads"] == [str(made["threads"])]
             assert made["resources"]["shared_bytes"] <= quick.SHARED_BYTES
@@ -61,7 +61,7 @@ def test_every_plugin_compiles_to_what_tensorrt_launches(target: tuple[int, Any]
 
 
 def test_shapes_types_and_grids(target: tuple[int, Any]) -> None:
-    """gpt-oss-120b's, two sequences of ten tokens: 201,088 = 49.1 tiles of 4096 logits."""
+    """gpt-oss-120b's, for two sequences of ten tokens: 201,088 = 49.1 tiles of 4096 logits."""
     _, plugins = target
     outputs = {name: tactics[0]["outputs"] for name, tactics in plugins.items()}
     assert outputs["SampleTiles"] == [[[20, 6400], "FLOAT"]] * 2 + [[[20, 50], "FLOAT"]] * 2 + [
@@ -88,7 +88,7 @@ def test_shapes_types_and_grids(target: tuple[int, Any]) -> None:
 
 
 def test_the_noise_is_compiled_without_fused_operations(target: tuple[int, Any]) -> None:
-    """A fused multiply-add would round otherwise than the host. In sample_select only the library's log has some."""
+    """A fused multiply-add would round differently from the host. In sample_select, only the library's log has some."""
     _, plugins = target
     assert plugins["SampleTiles"][0]["fused"] == 0
     assert plugins["SampleSelect"][0]["fused"] == 12
@@ -148,7 +148,7 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, "-c", REFUSED)
     assert done.stdout.splitlines() == [
         "plugins are compiled for sm_90, sm_100, sm_120, not sm_86",
-        "plugins are registered for compute capability 90 in this process; build for 100 in another one",
+        "plugins are registered for compute capability 90 in this process; build for 100 in another process",
         "MoECombine: size 1 of input 0 is dynamic, expected one that the graph fixes",
         "MoECombine: input 0 is INT64, expected one of: FLOAT, HALF, BF16",
     ], done.stderr

@@ -1,1 +1,1 @@
-"""The kernels. Arguments are in the order in which TensorRT passes them: inputs, integers, outputs, constants."""
+"""The kernels. Arguments are in TensorRT's order: inputs, integers, outputs, constants."""

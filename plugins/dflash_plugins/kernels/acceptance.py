@@ -1,8 +1,8 @@
-"""BlockAcceptance: from drafted and sampled tokens to what a round commits and what the next one starts from.
+"""BlockAcceptance: from drafted and sampled tokens to the committed tokens and the next block.
 
-A block is a tree of nodes: node 0 is the anchor, and every node but it follows its parent, which comes before it. A
-node is accepted if its parent is and its token is the one sampled after its parent. With no parents given the tree is
-a chain. One warp walks down one tree.
+A block is a tree of nodes. Node 0 is the anchor. Every other node comes after its parent. A node is accepted if its
+parent is accepted and its token equals the token sampled after its parent. Without parents the tree is a chain. One
+warp walks down one tree.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["tokens_per_sequence", "nodes_per_sequence"])
 def accept_block(
     tokens,  # [B, S] int64
-    rows,  # [B, R] int64: which of the S tokens the nodes are
+    rows,  # [B, R] int64: index of each node in the S tokens
     sampled,  # [B, R] int64: the token after each node
     parents,  # [B, R] int64, or None for a chain
-    start,  # [B] int64, the position of tokens[:, 0]; None if `block` is None
+    start,  # [B] int64: the position of tokens[:, 0]; None if `block` is None
     tokens_per_sequence,
     nodes_per_sequence,
-    accepted,  # [B] int64: how many drafted tokens are right
+    accepted,  # [B] int64: number of correct drafts
     next_token,  # [B] int64: the token after them
     path,  # [B, R] int64: the accepted nodes from the anchor down, then -1; or None
-    block,  # [B, BLOCK] int64: the next block, the next token and masks; or None
-    positions,  # [B, BLOCK] int64: of that block
+    block,  # [B, BLOCK] int64: the next block, i.e. the next token and masks; or None
+    positions,  # [B, BLOCK] int64: positions of that block
     MASK: tl.constexpr,  # the mask token's id
     BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,  # R or more, a power of two, and no less than BLOCK
+    SLOTS: tl.constexpr,  # a power of two, at least R and at least BLOCK
 ):
     sequence = tl.program_id(0)
     node = tl.arange(0, SLOTS)

@@ -1,12 +1,15 @@
-"""MoE: a layer of gated experts in MXFP4, for the few tokens of a verification; semantics in `graph/experts.py`.
+"""MoE: a layer of gated experts in MXFP4, for the few tokens of a verification. Semantics: `graph/experts.py`.
 
-Time goes into reading the 4-bit weights of the experts in use, so each is read once: tokens are grouped by expert, and
-a program computes a stripe of one expert's outputs for all of its tokens. The weights are the left operand, whose many
-rows fill the tensor cores; the tokens, 16 columns, are the right one. Four kernels: `route` picks and groups,
-`gate_up` and `down` are the grouped products, `combine` adds up the experts of a token, in the order of their shares,
-so that a token's sum does not depend on which others are in the batch.
+Most of the time goes into reading the 4-bit weights of the experts in use, so each weight is read once. Tokens are
+grouped by expert, and a program computes a stripe of one expert's outputs for all of its tokens. The weights are the
+left operand, because their many rows fill the tensor cores. The tokens, 16 columns, are the right one.
 
-A pair is a token and one of its k experts: number token * k + slot. `down` writes by pair, `gate_up` in grouped order.
+There are four kernels. `route` selects experts and groups tokens, `gate_up` and `down` are the grouped products, and
+`combine` adds the experts of a token. It adds in the order of their shares, so a token's sum does not depend on the
+other tokens of the batch.
+
+A pair is a token and one of its k experts: number token * k + slot. `down` writes by pair, `gate_up` in grouped
+order.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-E2M1 = tl.constexpr("e2m1")  # the interpreter of Triton 3.7 takes a format as no plain string
+E2M1 = tl.constexpr("e2m1")  # the interpreter of Triton 3.7 does not accept a plain string here
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -24,7 +27,7 @@ def route(
     shares,  # [rows, K] float32: softmax over the k best logits, best first
     chosen,  # [rows * K] int32: the expert of each pair
     pairs,  # [rows * K] int32: the pairs, by expert and then by token
-    groups,  # [E, 3] int32: expert, its first place in `pairs`, its pairs; those in use first, then those with none
+    groups,  # [E, 3] int32: expert, its first index in `pairs`, its number of pairs; experts in use come first
     E: tl.constexpr,
     K: tl.constexpr,
     E_SLOTS: tl.constexpr,
@@ -61,7 +64,7 @@ def route(
     tl.store(groups + order * 3 + 1, first, mask=expert < E)
     tl.store(groups + order * 3 + 2, count, mask=expert < E)
 
-    tl.debug_barrier()  # `chosen` is read by other threads than wrote it
+    tl.debug_barrier()  # other threads read `chosen` than wrote it
     for start in range(0, rows, ROW_SLOTS):
         row = start + tl.arange(0, ROW_SLOTS)
         real = row < rows
@@ -122,7 +125,7 @@ def gate_up(
     expert, first, count = tl.load(groups + group), tl.load(groups + group + 1), tl.load(groups + group + 2)
     out = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_row = out < INNER
-    row = expert.to(tl.int64) * (2 * INNER) + 2 * out  # gate rows; up rows are the next ones
+    row = expert.to(tl.int64) * (2 * INNER) + 2 * out  # gate rows; each up row is the next one
     for start in range(0, count, TOKENS):
         place = start + tl.arange(0, TOKENS)
         in_token = place < count
@@ -132,7 +135,7 @@ def gate_up(
         up_scale = _scales(scales, row + 1, in_row, 0, D, BLOCK_K)
         columns = _columns(x, token, in_token, 0, D, BLOCK_K)
         for k in range(0, D, BLOCK_K):
-            # The compiler pipelines the weights. The rest is fetched one step ahead.
+            # The compiler pipelines the weights. The other operands are fetched one step ahead.
             next_columns = _columns(x, token, in_token, k + BLOCK_K, D, BLOCK_K)
             next_gate_scale = _scales(scales, row, in_row, k + BLOCK_K, D, BLOCK_K)
             next_up_scale = _scales(scales, row + 1, in_row, k + BLOCK_K, D, BLOCK_K)
@@ -160,7 +163,7 @@ def down(
     blocks,  # [E, D, I/32, 16] bytes
     scales,  # [E, D, I/32] bytes
     bias,  # [E, D] of activated's type, or None
-    outputs,  # [rows * K, D] float32, by pair, times its share
+    outputs,  # [rows * K, D] float32, by pair, multiplied by its share
     D: tl.constexpr,
     INNER: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -195,7 +198,7 @@ def down(
 @triton.jit
 def combine(
     outputs,  # [rows * K, D] float32
-    like,  # a tensor of y's shape and type, which is not read: it tells TensorRT what y is
+    like,  # a tensor with y's shape and type, which tells TensorRT about y; never read
     y,  # [rows, D]
     D: tl.constexpr,
     K: tl.constexpr,

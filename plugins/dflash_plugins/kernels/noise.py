@@ -1,7 +1,8 @@
-"""Gumbel noise and probability weights, bit for bit those of `decoding/philox.py` and `decoding/weights.py`.
+"""Gumbel noise and probability weights, bit for bit as in `decoding/sampling/` (philox.py, probability_mass.py).
 
-Kernels that call these must be compiled with enable_fp_fusion=False: a fused multiply-add rounds once where the host
-rounds twice. Then every operation below is a correctly rounded one, and the order of operations is the host's.
+Compile kernels that call these with enable_fp_fusion=False: a fused multiply-add rounds once where the host rounds
+twice.
+Then every operation below is correctly rounded, and the order of operations is the host's.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""SampleRows: rows of logits to token ids, with the noise and the rules of `decoding/sampling.py`.
+"""SampleRows: rows of logits to token ids, with the noise and the rules of `decoding/sampling/sampler.py`.
 
-Two kernels. `sample_tiles` is the one read of the logits: many programs a row, each a tile of 4096 tokens in registers.
-It draws every token's random bits but works out no noise: large noise is small bits, so the largest logit and the
-smallest bits of a group of 32 tokens bound the score of all of them, and nearly all groups cannot hold the winner.
-`sample_select`, one program a row, evaluates the few groups that can, exactly as the host does.
+There are two kernels. `sample_tiles` reads the logits once: many programs per row, each with a tile of 4096 tokens in
+registers. It draws the random bits of every token, but computes no noise. Large noise comes from small bits. So the
+largest logit and the smallest bits in a group of 32 tokens bound the scores of the group. Nearly all groups cannot
+contain the winner. `sample_select`, one program per row, evaluates the few that can, exactly as the host does.
 
-A token's rank is (its distance from the best scaled logit, its id) as one int64: the lower, the better. All that
-min-p, top-k and top-p do is to set the last rank that may be sampled.
+A token's rank is (its distance from the best scaled logit, its id) as one int64; lower is better. min-p, top-k and
+top-p only determine the last rank that may be sampled.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dflash_trt.decoding.sampling import probability_mass as weights
 TILE = tl.constexpr(weights.TILE)
 STEPS = tl.constexpr(8)  # a group: 4 neighbouring tokens in each of 8 stripes of the tile, in one thread
 GROUP = tl.constexpr(32)
-GROUPS = tl.constexpr(128)  # in a tile
+GROUPS = tl.constexpr(128)  # groups per tile
 STRIPE = tl.constexpr(512)
-BATCH = tl.constexpr(64)  # groups evaluated at a time
+BATCH = tl.constexpr(64)  # groups evaluated together
 # Bounds are sums of rounded numbers too.
 SLACK = tl.constexpr(1e-4)
 NO_LIMIT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
@@ -31,16 +31,16 @@ NO_LIMIT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 @triton.jit(do_not_specialize=["rows_per_sequence"])
 def sample_tiles(
     logits,  # [rows, vocab] float32
-    temperature,  # [sequences] float32, 0 for the most probable token
+    temperature,  # [sequences] float32, 0 selects the most probable token
     top_p,  # [sequences] float32
     seed,  # [sequences] int64, the bits of an unsigned number
     position,  # [rows] int64, of the token that the row predicts
     rows_per_sequence,
     group_max,  # [rows, tiles * 128] float32
-    group_noise,  # [rows, tiles * 128] float32: of the smallest bits; 0 at temperature 0
+    group_noise,  # [rows, tiles * 128] float32: noise of the smallest bits; 0 at temperature 0
     tile_max,  # [rows, tiles] float32
-    tile_sum,  # [rows, tiles] float32: of exp(logit - tile_max); NaN where there is no finite maximum
-    tile_weight,  # [rows, tiles] int64: see weights.total_weight; 0 if top_p is 1
+    tile_sum,  # [rows, tiles] float32: sum of exp(logit - tile_max); NaN without a finite maximum
+    tile_weight,  # [rows, tiles] int64: see probability_mass.total_weight; 0 if top_p is 1
     VOCAB: tl.constexpr,
 ):
     tile, row = tl.program_id(0), tl.program_id(1)
@@ -65,7 +65,7 @@ def sample_tiles(
 
     weight = tl.zeros([], tl.int64)
     if tl.load(top_p + sequence) < 1:
-        # With temperature 0 nothing is weighed; any divisor will do.
+        # At temperature 0 nothing is weighed, and any divisor works.
         divisor = tl.where(heat > 0, heat, 1.0)
         relative = tl.div_rn(x, divisor) - tl.div_rn(base, divisor)
         weight = tl.sum(noise.weight(relative))
@@ -80,7 +80,7 @@ def sample_tiles(
 
 @triton.jit
 def _list_groups(wanted, shortlist):
-    """Write the indices of the groups that are wanted, and return how many there are."""
+    """Write the indices of the wanted groups and return their number."""
     tl.debug_barrier()  # the list may still be read
     index = tl.arange(0, wanted.shape[0])
     place = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
@@ -91,7 +91,7 @@ def _list_groups(wanted, shortlist):
 
 @triton.jit
 def _tokens(shortlist, first, count, logits, vocab, heat, best):
-    """The tokens of a batch of listed groups, their distance from the best one and their ranks; -1 where none is."""
+    """The tokens of a batch of listed groups, their distance from the best one, and their ranks; -1 for none."""
     slot = first + tl.arange(0, BATCH)
     group = tl.load(shortlist + slot, mask=slot < count, other=0)
     member = tl.arange(0, GROUP)[None, :]
@@ -110,13 +110,13 @@ def _distance(x, heat, best):
 
 @triton.jit
 def _rank(distance, token):
-    # The bits of floats that are not negative are in the order of the floats.
+    # The bits of non-negative floats have the order of the floats.
     return (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | token.to(tl.int64)
 
 
 @triton.jit
 def _measure(shortlist, count, logits, vocab, heat, best, limit):
-    """How many of the listed tokens rank at `limit` or before, and what they weigh."""
+    """The number and the total weight of the listed tokens with rank `limit` or better."""
     number, weight = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     for first in range(0, count, BATCH):
         _, distance, rank = _tokens(shortlist, first, count, logits, vocab, heat, best)
@@ -128,7 +128,7 @@ def _measure(shortlist, count, logits, vocab, heat, best, limit):
 
 @triton.jit
 def _best_score(shortlist, count, logits, vocab, heat, best, limit, noisy, at, key, score, winner):
-    """The highest score, and its lowest token, of the listed tokens within the limit, and of those given."""
+    """The highest score, and its lowest token, among the given one and the listed tokens within the limit."""
     for first in range(0, count, BATCH):
         token, distance, rank = _tokens(shortlist, first, count, logits, vocab, heat, best)
         drawn = -distance
@@ -145,7 +145,7 @@ def _best_score(shortlist, count, logits, vocab, heat, best, limit, noisy, at, k
 @triton.jit
 def _kth_rank(nearest, distances, shortlist, k, logits, vocab, heat, best):
     """The rank of the k-th token, by bisection."""
-    # k groups hold a token at least as near as the k-th nearest group: so do the k best tokens.
+    # k groups have a token at least as near as the k-th nearest group. So the k best tokens are that near too.
     low, high = tl.full([], -1, tl.int32), tl.full([], 0x7F800000, tl.int32)
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -182,8 +182,8 @@ def sample_select(
     tile_sum,
     tile_weight,
     rows_per_sequence,
-    shortlist,  # [rows, tiles * 128] int32, for the kernel's own use
-    sampled,  # [rows] int64: the token, or -1 if the row has no finite largest logit
+    shortlist,  # [rows, tiles * 128] int32, scratch memory of the kernel
+    sampled,  # [rows] int64: the token; -1 if the row has no finite largest logit
     logprob,  # [rows] float32: log of the token's probability under the softmax of the logits
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
@@ -206,7 +206,7 @@ def sample_select(
     heat = tl.where(noisy, given, 1.0)
     best = tl.div_rn(maximum, heat)
     winner = tl.full([], -1, tl.int32)
-    # A NaN or an infinite logit makes the sum NaN; a row of -inf has the sum 0.
+    # A NaN or an infinite logit makes the sum NaN. A row of -inf has the sum 0.
     if (total > 0) & (tl.abs(best) < float("inf")):
         group = tl.arange(0, GROUP_SLOTS)
         there = group < TILES * GROUPS
@@ -240,7 +240,7 @@ def sample_select(
         searching = True
         while searching:
             allowed = there & (near.to(tl.int64) <= limit >> 32)
-            # A first score to beat: of the group that could hold the best.
+            # A first score to beat, from the group with the highest bound.
             promising = tl.where(allowed, bound, -float("inf"))
             first = tl.argmax(promising, axis=0)
             count = _list_groups(group == first, shortlist)
@@ -259,7 +259,7 @@ def sample_select(
                 count = _list_groups(there & (near <= far.to(tl.int32, bitcast=True)), shortlist)
                 _, before = _measure(shortlist, count, logits, VOCAB, heat, best, rank - 1)
                 if (before.to(tl.float64) >= target) | (noise.weight(-far) == 0):
-                    # Neither this token nor one behind it is kept: look before it. The best token is always kept.
+                    # Neither this token nor a later one is kept: search before it. The best token is always kept.
                     limit = rank - 1
                     searching = True
         tl.store(logprob + row, tl.load(logits + winner) - maximum - tl.log(total))

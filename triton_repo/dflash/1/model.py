@@ -1,11 +1,12 @@
-"""The Triton model `dflash`: carries requests to an engine process and its answers back.
+"""The Triton model `dflash`: passes requests to an engine process, and its answers back.
 
-The engine (`dflash_trt.serving.worker`) is a process of its own, so that its death is seen here: Triton answers
-no request of a backend process that has died, nor does it call such a model unready. When the engine dies, every
-request in flight is refused, and the model unloads itself; loading it again starts another engine.
+The engine (`dflash_trt.serving.worker`) is a separate process, so that this process notices its end. If a backend
+process dies, Triton leaves its requests unanswered and still reports the model as ready. If the engine ends, this
+process refuses all requests in flight and unloads the model. Loading the model again starts a new engine.
 
-One thread reads the engine's answers, which are lines of JSON, and sends them on. What has piled up meanwhile for a
-request goes out as one response: streams get coarser, not later, when the server is busy.
+One thread reads the engine's answers, which are lines of JSON, and sends them. Several waiting updates of a request
+are
+sent as one response. So a busy server sends larger chunks, not later ones.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ TIMES = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "l
 
 
 class Refused(Exception):
-    """A request that cannot be met; the message names the input."""
+    """An impossible request. The message names the input."""
 
 
 class InFlight:
-    """What is kept here of a request until its last response."""
+    """The state of a request until its last response."""
 
     def __init__(self, sender: Any, wanted: set[str]) -> None:
         self.wanted = wanted
@@ -59,7 +60,7 @@ class InFlight:
             try:
                 flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
                 self._sender.send(response, flags=flags)
-            except pb_utils.TritonModelException as error:  # this response is lost, the model goes on
+            except pb_utils.TritonModelException as error:  # this response is lost, the model continues
                 pb_utils.Logger.log_error(f"dflash: a response could not be sent: {error}")
 
     def refuse(self, code: str, message: str) -> None:
@@ -67,12 +68,12 @@ class InFlight:
         self.send(pb_utils.InferenceResponse(error=error), final=True)
 
     def give_up(self, error: Exception) -> None:
-        """The last answer of a request that could not be answered otherwise, unless it has had one."""
+        """Answer a request with an error, unless its last answer was sent."""
         if not self._over:
             self.refuse("INTERNAL", f"{type(error).__name__}: {error}")
 
     def has_left(self) -> bool:
-        """Whether the client was seen to leave just now. Asked after the last response, this would crash the server."""
+        """Whether the client has left. Asking after the last response would crash the server."""
         with self._lock:
             if self._over or not self._sender.is_cancelled():
                 return False
@@ -88,9 +89,9 @@ class TritonPythonModel:
         python = settings.pop("python", "") or sys.executable
         settings["bundle"] = str((Path(pb_utils.get_model_dir()) / settings["bundle"]).resolve())
         self.requests: dict[int, InFlight] = {}
-        self.lock = threading.Lock()  # of what follows, and of writing to the engine
-        self.numbers = itertools.count(1)  # of requests
-        self.failure = ""  # why there is no engine any more
+        self.lock = threading.Lock()  # guards the following fields, and writing to the engine
+        self.numbers = itertools.count(1)  # numbers of requests
+        self.failure = ""  # the reason why there is no engine
         self.closing = False
         self.metrics = Metrics({"model": self.name, "version": args["model_version"]})
         self.socket, theirs = socket.socketpair()
@@ -116,9 +117,7 @@ class TritonPythonModel:
             except Refused as error:
                 flight.refuse("INVALID_ARG", str(error))
                 continue
-            except (
-                Exception
-            ) as error:  # of a kind that nobody thought of: this request must not wait for ever
+            except Exception as error:  # an unexpected error: this request must not wait forever
                 flight.refuse("INTERNAL", f"{type(error).__name__}: {error}")
                 continue
             message["id"] = next(self.numbers)
@@ -137,7 +136,7 @@ class TritonPythonModel:
                 flight.refuse("UNAVAILABLE", failure)
 
     def finalize(self) -> None:
-        """Triton unloads the model: nothing is in flight any more."""
+        """Triton unloads the model. No request is in flight."""
         self.closing = True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
@@ -148,12 +147,12 @@ class TritonPythonModel:
             self.engine.wait()
 
     def tell(self, line: bytes) -> None:
-        """Send to the engine; one that has died is noticed by `receive`. Under the lock."""
+        """Send to the engine. `receive` notices a dead engine. Call it under the lock."""
         with contextlib.suppress(OSError):
             self.socket.sendall(line + b"\n")
 
     def read_line(self) -> tuple[dict[str, Any], bytes]:
-        """The engine's first line, {} if it ended before; and what follows it."""
+        """The engine's first line, {} if it ended before, and the data that follows."""
         data = b""
         while b"\n" not in data and (more := self.socket.recv(1 << 16)):
             data += more
@@ -161,7 +160,7 @@ class TritonPythonModel:
         return json.loads(line or b"{}"), rest
 
     def receive(self) -> None:
-        """The thread of the answers."""
+        """The thread that reads answers."""
         data = self.unread
         while True:
             *lines, data = data.split(b"\n")
@@ -187,9 +186,9 @@ class TritonPythonModel:
             self.engine_ended()
 
     def respond(self, key: int, update: dict[str, Any]) -> None:
-        """Send what a request has got, and forget it after the last of it."""
+        """Send a request's update, and forget the request after the last one."""
         flight = self.requests.get(key)
-        if flight is None:  # cancelled as it ended
+        if flight is None:  # cancelled while it ended
             return
         final = "finish_reason" in update or "error" in update
         if final:
@@ -201,16 +200,14 @@ class TritonPythonModel:
                 flight.send(response, final="finish_reason" in update)
             if "error" in update:
                 flight.refuse(*update["error"])
-        except (
-            Exception
-        ) as error:  # of a kind that nobody thought of: this request hears of it, the others go on
+        except Exception as error:  # an unexpected error: this request gets it, the others continue
             with self.lock:
                 self.requests.pop(key, None)
                 self.tell(json.dumps({"cancel": key}).encode())
             flight.give_up(error)
 
     def watch(self) -> None:
-        """The thread that sees clients leave: tell the engine, whose answer ends the request."""
+        """The thread that notices clients that leave. It tells the engine, whose answer ends the request."""
         pause = threading.Event()
         while not self.closing and not self.failure:
             pause.wait(CANCELLATION_CHECK_SECONDS)
@@ -227,8 +224,8 @@ class TritonPythonModel:
         return f"the engine process ended ({how})"
 
     def engine_ended(self) -> None:
-        """Refuse what is in flight, and let Triton know that this model is not ready."""
-        failure = f"{self.how_it_ended()}; the model has to be loaded again"
+        """Refuse all requests in flight, and tell Triton that this model is not ready."""
+        failure = f"{self.how_it_ended()}; load the model again"
         with self.lock:
             self.failure = failure
             flights, self.requests = list(self.requests.values()), {}
@@ -245,12 +242,12 @@ class TritonPythonModel:
 
 
 def read_request(request: Any, flight: InFlight) -> dict[str, Any]:
-    """The message to the engine; what stays here goes into `flight`. Raises Refused."""
+    """The message to the engine. The rest of the request is kept in `flight`. Raises Refused."""
     given = {tensor.name(): tensor for tensor in request.inputs()}
 
     def numbers(name: str) -> list[Any]:
         values = given[name].as_numpy().ravel()
-        # The decimal that was written, not what its float32 looks like as a float64.
+        # The decimal that was written, not its float32 value as a float64.
         return [float(str(v)) for v in values] if values.dtype == np.float32 else values.tolist()
 
     def strings(name: str) -> list[str]:
@@ -269,7 +266,7 @@ def read_request(request: Any, flight: InFlight) -> dict[str, Any]:
     if "beam_width" in given and numbers("beam_width") != [1]:
         raise Refused(f"beam_width is {numbers('beam_width')[0]}, expected 1: there is no beam search")
     params = {name: numbers(name)[0] for name in SAMPLING if name in given}
-    # TensorRT-LLM's clients send "" for no word, and -1 for no end_id.
+    # TensorRT-LLM's clients send "" for no stop word and -1 for no end_id.
     params["stop"] = [word for word in strings("stop_words") if word]
     params["bad_words"] = [word for word in strings("bad_words") if word]
     params["logprobs"] = flag("return_log_probs", False)
@@ -283,7 +280,7 @@ def read_request(request: Any, flight: InFlight) -> dict[str, Any]:
         "speculate": flag("speculate", True),
         "block_length": numbers("block_length")[0] if "block_length" in given else None,
     }
-    # Microseconds: of gRPC's field, or of the "parameters" of an HTTP request.
+    # Microseconds, from gRPC's field or from the "parameters" of an HTTP request.
     timeout = request.timeout() or json.loads(request.parameters() or "{}").get("timeout", 0)
     if not isinstance(timeout, int) or timeout < 0:
         raise Refused(f"parameter timeout is {timeout!r}, expected microseconds, an integer of 0 or more")
@@ -294,7 +291,7 @@ def read_request(request: Any, flight: InFlight) -> dict[str, Any]:
 
 
 def longest_input(message: dict[str, Any]) -> str:
-    """The input that makes a request long, and its size."""
+    """The largest input of a request, and its size."""
     texts = {message["field"]: message["prompt"], "stop_words": message["params"]["stop"]}
     texts["bad_words"] = message["params"]["bad_words"]
     sizes = {name: len(json.dumps(value)) - 2 for name, value in texts.items()}
@@ -303,7 +300,7 @@ def longest_input(message: dict[str, Any]) -> str:
 
 
 def merge(earlier: dict[str, Any], later: dict[str, Any]) -> None:
-    """Make one update of two."""
+    """Merge two updates into one."""
     for key in ("text", "token_ids", "logprobs"):
         if key in earlier and key in later:
             later[key] = earlier[key] + later[key]
@@ -347,7 +344,7 @@ class Metrics:
         self.families: dict[str, Any] = {}
 
     def show(self, samples: list[tuple[str, str, dict[str, str], float]]) -> None:
-        """Samples are name, help, labels and value; a name that ends in _total is a counter."""
+        """Show samples of (name, help, labels, value). A name that ends in _total is a counter."""
         for name, text, labels, value in samples:
             counter, key = name.endswith("_total"), (name, json.dumps(labels))
             if key not in self.shown:
