@@ -1,4 +1,4 @@
-"""Several prompts at once, over one asyncio gRPC client; each is printed as it is finished.
+"""Several prompts at once over one asyncio gRPC client. Each completion is printed when it is finished.
 
 pip install 'tritonclient[grpc]'
 python examples/async_client.py "def add(a, b):" "What is 17 + 25?" "x = ["
@@ -17,7 +17,7 @@ from tritonclient.grpc.aio import InferenceServerClient
 
 
 async def complete(client: InferenceServerClient, prompt: str, max_tokens: int) -> str:
-    """The completion of one prompt, gathered from a stream; leaving the loop early would cancel the request."""
+    """The completion of one prompt, collected from a stream. Leaving the loop early would cancel the request."""
     inputs = [
         InferInput(n, [1, 1], t)
         for n, t in (("text_input", "BYTES"), ("max_tokens", "INT32"), ("stream", "BOOL"))

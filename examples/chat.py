@@ -1,4 +1,4 @@
-"""A chat on the terminal: each line of standard input is a message, each answer appears as it comes.
+"""A chat in the terminal: each line of standard input is a message, and its answer is printed as it is generated.
 
 python examples/chat.py bundles/tiny
 """
@@ -23,7 +23,7 @@ def main() -> None:
         for line in sys.stdin:
             messages.append({"role": "user", "content": line.strip()})
             answer = ""
-            # The next turn begins with this one, so that its rows are taken over and not computed again.
+            # The next turn begins with this one, so its rows are reused.
             for chunk in llm.stream_chat(messages, SamplingParams(max_tokens=args.max_tokens)):
                 print(chunk.text, end="", flush=True)
                 answer += chunk.text

@@ -1,8 +1,8 @@
-"""Ask a server (`dflash-trt serve bundles/tiny`) for a completion, over gRPC.
+"""Request a completion from a server (`dflash-trt serve bundles/tiny`) over gRPC.
 
 pip install 'tritonclient[grpc]'
 python examples/client.py "def add(a, b):"            # one answer
-python examples/client.py "def add(a, b):" --stream   # as it comes
+python examples/client.py "def add(a, b):" --stream   # as it is generated
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
         tensor("stream", "BOOL", args.stream),
         tensor("return_perf_metrics", "BOOL", True),
     ]
-    # The model is decoupled: also a single answer comes over a stream.
+    # The model is decoupled: even a single answer arrives over a stream.
     answers: Queue[tuple[Any, Any]] = Queue()
     with grpcclient.InferenceServerClient(args.url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))

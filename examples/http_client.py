@@ -1,4 +1,4 @@
-"""The same over HTTP, with the standard library alone: a POST to generate, or server-sent events.
+"""Request a completion over HTTP with only the standard library: a POST to generate, or server-sent events.
 
 python examples/http_client.py "def add(a, b):"
 python examples/http_client.py "def add(a, b):" --stream

@@ -1,4 +1,4 @@
-"""Many requests at once in one process: a stream each, with a deadline, and the metrics at the end.
+"""Many requests at once in one process. Each has a stream and a deadline; the metrics are printed at the end.
 
 python examples/many_requests.py bundles/tiny "def add(a, b):" "x = [" "What is 17 + 25?"
 """

@@ -3,8 +3,8 @@
 python examples/tools.py bundles/tiny "Give me the 3 day forecast for Oslo in celsius."
 
 The template of `tiny` shows the functions to the model and asks for calls in <tool_call> tags. The shipped pair has
-four million parameters: it knows only the functions it was trained on, and often names another city. An answer that is
-no call is printed as it is.
+four million parameters. It knows only the functions that it was trained on, and often names another city. An answer
+that is not a call is printed as it is.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def calls(text: str) -> list[dict[str, Any]]:
 
 
 def call(request: dict[str, Any]) -> str:
-    """The result as JSON. The model wrote the request: a name or an argument that does not fit is its error."""
+    """The result as JSON. The model wrote the request, so a wrong name or argument is its error."""
     function = FUNCTIONS.get(str(request.get("name")))
     try:
         result = {"result": function(**request["arguments"])} if function else {"error": "no such function"}

@@ -1,4 +1,4 @@
-"""Before anything imports triton: in the tests' process kernels run in its interpreter, on a CPU."""
+"""Settings that must precede any import of triton: kernels run in its interpreter, on a CPU."""
 
 from __future__ import annotations
 

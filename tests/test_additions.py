@@ -30,14 +30,14 @@ PARTS = {
 
 
 def blocks(part: str) -> list[tuple[str, str, str]]:
-    """Language, file and text of the blocks of a section."""
+    """Language, file and text of the code blocks of a section."""
     text = PAGE.read_text()
     section = text[text.index(f"\n### {part}\n") :].partition("\n### ")[2].partition("\n### ")[0]
     return re.findall(r"^```(python|diff)\n# (\S+)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
 
 def apply(root: Path, part: str) -> set[str]:
-    """Write the new files and change the old ones; which."""
+    """Write the new files and change the old ones. Returns them."""
     for language, name, text in blocks(part):
         file = root / name
         if language == "python":
@@ -55,7 +55,7 @@ def apply(root: Path, part: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy with all additions; the shipped weights are linked."""
+    """A copy with all additions. The shipped weights are links."""
     root = tmp_path_factory.mktemp("additions")
     shutil.copytree(
         ROOT / "dflash_trt",
@@ -83,7 +83,7 @@ def rename(config: Path, values: Mapping[str, object]) -> None:
 
 
 def test_the_added_family_drafter_format_command_and_engine_work(package: Path, tmp_path: Path) -> None:
-    """A pair under the new names decodes as under the old ones; the format is quantized to, read and planned with."""
+    """A pair under the new names decodes as under the old ones. The new format is quantized to, read and planned."""
     target = make_llama(tmp_path / "target")
     drafter = make_drafter(tmp_path / "drafter", target)
     build(str(target), str(drafter), tmp_path / "expected")

@@ -32,7 +32,7 @@ def service() -> dict[str, object]:
 
 
 def served() -> dict[str, object]:
-    """The arguments that the command line makes of the container's entry point and the compose file's command."""
+    """The command line's arguments from the container's entry point and the compose file's command."""
     (entry,) = (json.loads(text) for text in instructions("ENTRYPOINT"))
     assert entry[0] == "dflash-trt"
     command = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in service()["command"]]  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ def test_the_images_extras_exist_and_the_other_base_is_the_one_serve_names(
 
 def test_all_that_the_image_is_built_from_reaches_docker() -> None:
     lines = (ROOT / ".dockerignore").read_text().split()
-    assert lines[0] == "**"  # nothing, but what is named
+    assert lines[0] == "**"  # excludes everything that is not named
     named = [line[1:] for line in lines if line.startswith("!")]
     assert [name for name in named if not (ROOT / name).exists()] == []
     sources = {

@@ -1,5 +1,7 @@
-"""The shipped pairs from checkpoints to tokens, with nothing installed but the core's own dependencies, pytest and
-hypothesis: what `make test-floors` and `make test-newest` run.
+"""The shipped pairs from checkpoints to tokens, with only the core's own dependencies, pytest and hypothesis
+installed.
+
+`make test-floors` and `make test-newest` run this file.
 """
 
 from __future__ import annotations

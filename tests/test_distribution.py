@@ -1,4 +1,4 @@
-"""What a release holds: the source distribution, the wheel that is built from it, and the package once installed."""
+"""The content of a release: the source distribution, the wheel built from it, and the installed package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Folders of the checkout, and where the wheel has them.
+# Folders of the checkout, and their places in the wheel.
 PACKED = {
     "dflash_trt": "dflash_trt",
     "plugins/dflash_plugins": "dflash_plugins",
@@ -34,7 +34,7 @@ def build(project: Path, out: Path, target: str) -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution, unpacked."""
+    """The unpacked source distribution."""
     out = tmp_path_factory.mktemp("sdist")
     with tarfile.open(build(ROOT, out / "made", "sdist")) as packed:
         packed.extractall(out, filter="data")
@@ -48,7 +48,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel and nothing else."""
+    """An environment with only the wheel."""
     place = tmp_path_factory.mktemp("environment") / "venv"
     uv = [sys.executable, "-m", "uv", "--no-config", "--offline", "--quiet"]
     subprocess.run([*uv, "venv", "--python", sys.executable, str(place)], check=True)
@@ -58,8 +58,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(python: Path, *arguments: str, cwd: Path) -> str:
-    # The dependencies are those of the tests. The checkout stays out of sight: the tests' environment has it through a
-    # .pth file, and those do not count in a folder on PYTHONPATH.
+    # The dependencies are those of the tests. The checkout is invisible: the tests' environment finds it through a
+    # .pth
+    # file, and such files do not count in a folder on PYTHONPATH.
     environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
     done = subprocess.run([python, *arguments], capture_output=True, text=True, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The documents: links, files, symbols, modules and options that they name exist; the picture shows its table."""
+"""The docs: links, files, symbols, modules and options that they name exist, and the picture shows its table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings of a page, as GitHub makes them."""
+    """The anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -60,7 +60,7 @@ def test_named_modules_and_symbols_exist(page: Path) -> None:
 
 
 def resolve(name: str) -> object:
-    """A module, by its file alone, or what hangs below one."""
+    """A module, by its file alone, or a symbol in one."""
     parts = name.split(".")
     path = ROOT.joinpath(*parts)
     if path.with_suffix(".py").is_file() or path.is_dir():

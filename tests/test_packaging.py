@@ -1,4 +1,4 @@
-"""What an installation needs: the core runs with its declared dependencies alone."""
+"""The core runs with its declared dependencies alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ for name in names:
     importlib.import_module(name)
 print(len(names))
 """
-# Of extras, of a GPU, and of the tests.
+# Packages of extras, of a GPU, and of the tests.
 NOT_CORE = (
     *("torch", "transformers", "safetensors", "modelopt", "jsonschema", "triton", "gguf", "accelerate"),
     *("tensorrt", "tensorrt_rtx", "tensorrt_llm", "aiohttp", "grpc", "hypothesis", "pytest"),
@@ -34,7 +34,7 @@ NOT_CORE = (
 
 
 def test_the_core_imports_nothing_that_only_extras_install() -> None:
-    # What runs on a GPU or trains needs torch, what compiles kernels needs triton, and the proxy is the extra serve.
+    # GPU code and training need torch, compiling kernels needs triton, and the proxy needs the extra serve.
     plugins = [f"dflash_plugins.{name}" for name in ("kernels.", "launch", "moe", "compiler")]
     engines = [f"dflash_trt.engines.tensorrt.{name}" for name in ("engine", "device_pair")]
     proxy = [f"dflash_trt.serving.{name}" for name in ("proxy", "launch")]

@@ -1,4 +1,4 @@
-"""The training text: the same on every run, split without overlap, and right."""
+"""The training text is the same on every run, split without overlap, and correct."""
 
 from __future__ import annotations
 

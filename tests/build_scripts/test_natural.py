@@ -1,4 +1,4 @@
-"""Natural prompts: those held out are many, and nothing that is trained on resembles them."""
+"""Natural prompts: enough are held out, and no training prompt resembles them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def test_no_training_prompt_resembles_a_held_out_one() -> None:
     assert len({str(prompt["messages"]) for prompt in made}) == 800
     found, index = [shingles(prompt["messages"]) for prompt in made], Index(excluded)
     assert max(index.closest(one) for one in found) <= MOST_ALIKE
-    for one in found[:80]:  # the index leaves nothing out
+    for one in found[:80]:  # the index misses no similar prompt
         assert index.closest(one) == max(alike(one, other) for other in excluded)
-    # A held-out prompt itself, said a little differently, would be refused.
+    # A held-out prompt with a small change would be refused.
     words = HELD_OUT[0]["messages"][0]["content"] + " Please!"
     assert index.closest(shingles([{"role": "user", "content": words}])) > MOST_ALIKE
     assert not {p["id"] for p in prompts(16, [shingles(made[0]["messages"])])} & {made[0]["id"]}

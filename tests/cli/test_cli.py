@@ -1,4 +1,4 @@
-"""The command line: what each command prints, where, and with which exit code."""
+"""The command line: the output of each command, its stream, and its exit code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def usage_error(*arguments: str) -> None:
 
 
 class Output:
-    """What main() printed: exit code, standard output, standard error."""
+    """The result of main(): exit code, standard output, standard error."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Runs code in a process of its own with little memory and little time: what must be bounded is seen to be."""
+"""Run code in its own process with little memory and little time, to check limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-SECONDS, MEMORY = 20, 2 << 30  # of CPU; the second of address space
+SECONDS, MEMORY = 20, 2 << 30  # CPU seconds, and bytes of address space
 
 _LIMITS = """\
 import resource, sys
@@ -17,7 +17,7 @@ resource.setrlimit(resource.RLIMIT_AS, ({memory}, {memory}))
 
 
 def bounded(code: str, *arguments: object, seconds: int = SECONDS, memory: int = MEMORY) -> str:
-    """What `code` prints, with `arguments` in sys.argv. Fails where it does not end well within the limits."""
+    """The output of `code` with `arguments` in sys.argv. Fails if it does not end well within the limits."""
     limits = _LIMITS.format(seconds=seconds, memory=memory)
     command = [sys.executable, "-c", limits + code, *map(str, arguments)]
     # Every thread of a BLAS takes address space.

@@ -1,8 +1,8 @@
-"""Random checkpoints in the published form: a Qwen3 target, and a DFlash drafter as z-lab publishes them.
+"""Random checkpoints in published form: a Qwen3 target, and a DFlash drafter as z-lab publishes them.
 
-Every weight is drawn from a seeded generator and scaled so that logits have order 10, attention is neither
-uniform nor one-hot, and every norm, bias and tap matters. `favourites` makes a few tokens win nearly every
-argmax, so that even a random drafter guesses right now and then: blocks of every acceptance length occur.
+Every weight is drawn from a seeded generator. The scale is chosen so that logits have order 10, attention is neither
+uniform nor one-hot, and every norm, bias and tap matters. `favourites` makes a few tokens win nearly every argmax. So
+even a random drafter is sometimes right, and all acceptance lengths occur.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-VOCAB = (
-    384  # rows of the embedding; the tokenizer names the first 320, as published vocabularies are padded too
-)
+VOCAB = 384  # rows of the embedding; the tokenizer names the first 320, because published vocabularies are padded too
 ENDOFTEXT, IM_START, IM_END, MASK = 316, 317, 318, 319
 SPECIAL_TOKENS = {
     ENDOFTEXT: "<|endoftext|>",
@@ -105,10 +103,13 @@ def make_target(
 ) -> Path:
     """Write a random Qwen3ForCausalLM with its tokenizer into `directory`, and return it.
 
-    `layer_types` defaults to sliding and full attention in turn where there is a `sliding_window`, else full.
-    `rope_scaling` holds `rope_type` and its factors. `old_config` writes `rope_theta`, `rope_scaling` and
-    `torch_dtype` as Transformers 4 did, not `rope_parameters` and `dtype`. `shards` is the least number of
-    safetensors files (more than one brings the index). `eos` may be empty: no config names a stop id then.
+    layer_types: defaults to alternating sliding and full attention with a `sliding_window`, else to full attention.
+    rope_scaling: `rope_type` and its factors.
+    old_config: write `rope_theta`, `rope_scaling` and `torch_dtype` as Transformers 4 did, instead of
+    `rope_parameters`
+        and `dtype`.
+    shards: the least number of safetensors files. More than one needs an index.
+    eos: may be empty. Then no config names a stop id.
     """
     if layer_types is None and sliding_window is not None:
         layer_types = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
@@ -180,10 +181,10 @@ def make_drafter(
 ) -> Path:
     """Write a random DFlashDraftModel for the target in `target_dir` into `directory`, and return it.
 
-    `block_size_in` is "config" (top level) or "dflash_config". `is_causal` stands at top level and
-    `causal_in_dflash_config` as `dflash_config.causal`; where neither is given, sliding layers are causal
-    within the block. `old_config` spells RoPE and dtype as the first published checkpoints do, else as
-    Transformers 5 does.
+    block_size_in: "config" (top level) or "dflash_config".
+    is_causal: at the top level.
+    causal_in_dflash_config: as `dflash_config.causal`. Without either, sliding layers are causal within the block.
+    old_config: write RoPE and dtype as in the first published checkpoints, else as Transformers 5 does.
     """
     target = json.loads((target_dir / "config.json").read_text())
     hidden = target["hidden_size"]
@@ -259,7 +260,7 @@ def make_drafter(
 
 
 def draw(name: str, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """Norms near 1 (k_norm larger, for contrasts), biases of 0.3, matrices that keep the scale."""
+    """Norms near 1 (k_norm larger, for contrast), biases of 0.3, and matrices that keep the scale."""
     noise = torch.randn(tuple(shape), generator=generator)
     if name.endswith("k_norm.weight"):
         return 1.8 + 0.3 * noise

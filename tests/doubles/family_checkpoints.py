@@ -1,8 +1,9 @@
-"""Random checkpoints of Llama, Qwen3-MoE and gpt-oss, in the form in which they are published.
+"""Random checkpoints of Llama, Qwen3-MoE and gpt-oss in published form.
 
-config.json is a known pair's own with smaller numbers in it; the tensors have the published names, layouts and
-dtypes, written one by one, so that this side and Transformers each read them in their own way. Weights are drawn
-as in checkpoints.py: logits have order 10, and every bias, sink, clamp and norm matters.
+config.json is that of a known pair with smaller numbers. The tensors have the published names, layouts and dtypes.
+They
+are written one by one, so that this project and Transformers each read them in their own way. Weights are drawn as in
+checkpoints.py: logits have order 10, and every bias, sink, clamp and norm matters.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SMALL = {
     "pad_token_id": None,
 }
 ORIGINAL_LENGTH = 32  # of RoPE, before scaling
-# The published gpt-oss drafters: eight layers, biases, their target's YaRN.
+# The published gpt-oss drafters: eight layers, biases, and the target's YaRN.
 GPT_OSS_YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -59,12 +60,12 @@ GPT_OSS_DRAFTER: dict[str, Any] = {
     "rope_theta": 150_000,
     "rope_scaling": GPT_OSS_YARN,
 }
-# Root mean square of the sixteen E2M1 numbers
+# Root mean square of the sixteen E2M1 numbers.
 _E2M1_RMS = math.sqrt(68.5 / 8)
 
 
 def make_llama(directory: Path, *, seed: int = 0, favourites: int = 0, **fields: Any) -> Path:
-    """Write a random LlamaForCausalLM with Llama 3.1's RoPE; `fields` replace those of config.json."""
+    """Write a random LlamaForCausalLM with Llama 3.1's RoPE. `fields` replace fields of config.json."""
     config = _config("llama-3.1-8b", fields)
     tensors = _Tensors(config, seed)
     for i in range(config["num_hidden_layers"]):
@@ -74,7 +75,7 @@ def make_llama(directory: Path, *, seed: int = 0, favourites: int = 0, **fields:
 
 
 def make_qwen3_moe(directory: Path, *, seed: int = 0, favourites: int = 0, **fields: Any) -> Path:
-    """Write a random Qwen3MoeForCausalLM, three tensors per expert; `fields` replace those of config.json."""
+    """Write a random Qwen3MoeForCausalLM with three tensors per expert. `fields` replace fields of config.json."""
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
     config = _config("qwen3-coder-30b-a3b", sizes | fields)
     tensors = _Tensors(config, seed)
@@ -93,9 +94,9 @@ def make_qwen3_moe(directory: Path, *, seed: int = 0, favourites: int = 0, **fie
 def make_gpt_oss(
     directory: Path, *, quantized: bool = True, seed: int = 0, favourites: int = 0, **fields: Any
 ) -> Path:
-    """Write a random GptOssForCausalLM, its experts in MXFP4 or not; `fields` replace those of config.json.
+    """Write a random GptOssForCausalLM, with or without MXFP4 experts. `fields` replace fields of config.json.
 
-    Layers slide and see everything in turn, with a window of 8. Experts' preactivations pass the clamp at times.
+    Layers alternate between a window of 8 and full attention. Some preactivations of the experts exceed the clamp.
     """
     sizes = {"num_local_experts": 8, "num_experts_per_tok": 4, "experts_per_token": 4, "head_dim": 32}
     config = _config("gpt-oss-20b", sizes | {"sliding_window": 8, "initial_context_length": 32} | fields)
@@ -136,7 +137,7 @@ def draw_mxfp4(shape: tuple[int, int, int], gain: float, generator: torch.Genera
 
 
 def make_gpt_oss_drafter(directory: Path, target_dir: Path, **settings: Any) -> Path:
-    """Write a random drafter in the form of those published for gpt-oss; `settings` are make_drafter's."""
+    """Write a random drafter in the form of gpt-oss's published drafters. `settings` are those of make_drafter."""
     make_drafter(directory, target_dir, **(GPT_OSS_DRAFTER | settings))
     config = json.loads((directory / "config.json").read_text())
     config |= {"rms_norm_eps": 1e-5, "initial_context_length": ORIGINAL_LENGTH}
@@ -145,7 +146,7 @@ def make_gpt_oss_drafter(directory: Path, target_dir: Path, **settings: Any) -> 
 
 
 def _config(known: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The published config.json of a known target, shrunk; with the original length that fits its size."""
+    """The published config.json of a known target, with smaller sizes and a matching original length."""
     config = json.loads((KNOWN / known / "target" / "config.json").read_text()) | SMALL
     if config["rope_scaling"]:
         config["rope_scaling"] |= {"original_max_position_embeddings": ORIGINAL_LENGTH}
@@ -153,7 +154,7 @@ def _config(known: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Tensors:
-    """Draws tensors in the order in which they are asked for."""
+    """Draws tensors in the order of the requests."""
 
     def __init__(self, config: dict[str, Any], seed: int) -> None:
         self.config, self.values = config, dict[str, Tensor]()
@@ -189,7 +190,7 @@ class _Tensors:
 
 
 def _write(directory: Path, config: dict[str, Any], tensors: _Tensors, favourites: int) -> Path:
-    """Floating-point tensors in config.json's dtype; bytes as they are."""
+    """Write floating-point tensors in config.json's dtype, and bytes unchanged."""
     shape = (config["vocab_size"], config["hidden_size"])
     for name in ("embed_tokens", "norm"):
         tensors.add(f"model.{name}.weight", *shape[1 if name == "norm" else 0 :])

@@ -1,4 +1,4 @@
-"""Runs a body of plugin nodes as TensorRT would: each node's kernel, with its plugin's grid and arguments."""
+"""Run a body of plugin nodes as TensorRT would: each node's kernel, with its plugin's grid and arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(
     attributes: Mapping[str, Any],
     tile: uses.Tile = uses.TILES[0],
 ) -> list[torch.Tensor]:
-    """The outputs of a function of plugin nodes and the few standard ones that feed them."""
+    """The outputs of a function of plugin nodes and of the few standard nodes that feed them."""
     values: dict[Any, Any] = {
         value: inputs[value.name or ""] for value in function.inputs if value.name in inputs
     }
@@ -70,7 +70,7 @@ def launch(
     described = [SimpleNamespace(shape=t.shape, dtype=SimpleNamespace(name=NAMES[t.dtype])) for t in inputs]
     use = plugin.use(quick.Sizes(name, described), attributes, tile)
     kernel = getattr(import_module(f"dflash_plugins.kernels.{use.module}"), use.function)
-    # As the entry of the compiled kernel has them: in order, without the constants, a tuple flattened.
+    # The arguments of the compiled kernel's entry: in order, without constants, tuples flattened.
     passed: list[Any] = [*inputs, *plugin.integers(symbols), *outputs]
     flat: dict[str, Any] = {}
     for argument in (name for name in kernel.arg_names if name in use.types):
@@ -88,6 +88,6 @@ def launch(
 
 
 def arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    """For ONNX's reference evaluator, which computes in float32."""
+    """Arrays for ONNX's reference evaluator, which computes in float32."""
     found = {name: to_numpy(tensor) for name, tensor in tensors.items()}
     return {name: a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for name, a in found.items()}

@@ -1,6 +1,6 @@
-"""Build every plugin as TensorRT would, for one target, and print what it would be given: one JSON document.
+"""Build every plugin as TensorRT would, for one target, and print the data that TensorRT gets, as one JSON document.
 
-Run in a process of its own, because kernels are compiled here, and interpreted in the tests'.
+Runs in its own process: kernels are compiled here, but interpreted in the process of the tests.
 Usage: python -m tests.doubles.plugin_targets CAPABILITY
 """
 
@@ -20,7 +20,7 @@ from dflash_plugins.version import NAMESPACE, versioned
 from tests.doubles import tensorrt_double as double
 from tests.doubles.tensorrt_double import DataType
 
-# gpt-oss-120b: hidden and inner size 2880, 128 experts of which 4, vocabulary 201,088, 5 taps, blocks of 10.
+# gpt-oss-120b: hidden and inner size 2880, 4 of 128 experts, vocabulary 201,088, 5 taps, blocks of 10.
 F, H, I4, I8, BYTE = DataType.FLOAT, DataType.BF16, DataType.INT32, DataType.INT64, DataType.INT8
 SIZES = {"B": 2, "S": 10, "R": 10, "rows": 20, "pairs": 80}
 VOCAB, D, E = 201_088, 2880, 128
@@ -119,7 +119,7 @@ def build(trt: Any, name: str, capability: int) -> list[dict[str, Any]]:
 
 
 class Integers(list[Any]):
-    """What TensorRT has the extra arguments written to."""
+    """The object into which TensorRT has the extra arguments written."""
 
     def __setattr__(self, name: str, value: int) -> None:
         assert name == "nbSymExprs"

@@ -65,7 +65,7 @@ def encoded(layer: str, algorithm: str, w: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def rounded(algorithm: str, x: np.ndarray, input_scale: float | None) -> np.ndarray:
-    """x as the format rounds it."""
+    """x rounded as the format does."""
     if not algorithm.startswith(("FP8", "NVFP4")):
         return x
     fp8 = algorithm.startswith("FP8")

@@ -1,8 +1,9 @@
-"""The oracle: a DFlash drafter and the decode loop in plain torch, float32, batch 1, nothing cached.
+"""The oracle: a DFlash drafter and the decoding loop in plain torch, float32, batch 1, without any cache.
 
-It reads the same checkpoints as the product through Transformers' Qwen3 classes and recomputes every row in
-every round, so that nothing here can go wrong in the ways a cache, a batch or a padded row can. Semantics:
-the DFlash paper (arXiv 2602.06036, section 4 and appendix A.3) and the published drafters' own code.
+It reads the same checkpoints as the product through Transformers' Qwen3 classes, and recomputes every row in every
+round. So it cannot have the faults of a cache, a batch or a padded row. Semantics: the DFlash paper (arXiv
+2602.06036,
+section 4 and appendix A.3) and the published drafters' own code.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     repeat_kv,
 )
 
-torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other
 
 Choose = Callable[[Tensor, int, list[int]], int]
 """`choose(logits [V], position, tokens)`: the token for `position`, given `tokens` = everything before it."""
@@ -35,10 +36,11 @@ def greedy(logits: Tensor, position: int, tokens: list[int]) -> int:
 
 
 class Drafter(nn.Module):
-    """A published drafter: un-prefixed tensors, no embedding, no head; weights widened to float32.
+    """A published drafter: tensors without prefix, no embedding, no head, weights widened to float32.
 
-    The layers are Transformers' for their parameters and MLP; attention is written out below, because context
-    rows enter it as keys and values only.
+    The layers are Transformers', for their parameters and MLP. Attention is written out below, because context rows
+    enter
+    it as keys and values only.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -75,7 +77,7 @@ class Drafter(nn.Module):
         return self.norm(block)
 
     def attend(self, index: int, context: Tensor, block: Tensor) -> Tensor:
-        """Attention [K, D] of normed block rows over context rows (not normed again) and block rows."""
+        """Attention [K, D] of normalized block rows over context rows (not normalized again) and block rows."""
         attention = self.layers[index].self_attn
         heads = (-1, attention.head_dim)
         rows = torch.cat([context, block])
@@ -92,7 +94,7 @@ class Drafter(nn.Module):
         return attention.o_proj((scores.softmax(-1) @ v)[0].transpose(0, 1).flatten(1))
 
     def visible(self, index: int, query: Tensor, key: Tensor) -> Tensor:
-        """[K, L]: whether position `query` sees position `key` in a layer; a window counts the row itself."""
+        """[K, L]: whether position `query` sees position `key` in a layer. A window includes the row itself."""
         distance = query[:, None] - key
         visible = torch.ones_like(distance, dtype=torch.bool)
         if self.causal[index]:
@@ -105,7 +107,7 @@ class Drafter(nn.Module):
     def propose(
         self, target: Qwen3ForCausalLM, features: Tensor, anchor: int, length: int | None = None
     ) -> Proposal:
-        """Draft after `anchor` from `features` [C, taps * D] of all before; K = `length` or the block size."""
+        """Draft after `anchor` from `features` [C, taps * D] of all earlier tokens. K = `length` or the block size."""
         block = torch.tensor([anchor] + [self.mask_token_id] * ((length or self.block_size) - 1))
         hidden = self(features, target.model.embed_tokens(block))
         best = target.lm_head(hidden[1:]).log_softmax(-1).max(-1)
@@ -123,7 +125,7 @@ class Proposal:
 class Decoded:
     tokens: list[int] = field(default_factory=list)  # without the prompt
     drafts: list[list[int]] = field(default_factory=list)  # the drafted tokens of each round
-    accepted: list[int] = field(default_factory=list)  # of them, before a stop cut them
+    accepted: list[int] = field(default_factory=list)  # the number of accepted drafts, before a stop cut them
 
 
 def load_target(directory: Path) -> Qwen3ForCausalLM:
@@ -137,7 +139,7 @@ def load_target(directory: Path) -> Qwen3ForCausalLM:
 def target_outputs(
     target: Qwen3ForCausalLM, tokens: Sequence[int], taps: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Logits [T, V] and features [T, taps * D]: the residual stream after each tapped layer, side by side."""
+    """Logits [T, V] and features [T, taps * D]: the residual streams after the tapped layers, side by side."""
     output = target(torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False)
     hidden = [output.hidden_states[tap + 1][0] for tap in taps]
     return output.logits[0], torch.cat(hidden, -1) if hidden else torch.empty(len(tokens), 0)
@@ -168,7 +170,7 @@ def decode_drafting(
     stop_ids: Collection[int] = (),
     block_length: int | None = None,
 ) -> Decoded:
-    """Draft, verify, accept, in blocks of `block_length`, anchor included, or of what may still come."""
+    """Draft, verify and accept in blocks of `block_length`, including the anchor, or shorter at the end."""
     result, tokens = Decoded(), list(prompt)
     logits, features = target_outputs(target, tokens, drafter.taps)
     tokens.append(choose(logits[-1], len(tokens), tokens))
@@ -190,10 +192,11 @@ def decode_drafting(
 
 
 def accept(logits: Tensor, draft: list[int], tokens: list[int], choose: Choose) -> list[int]:
-    """The tokens that one-by-one decoding would choose, for as long as the draft foresaw them; at least one.
+    """The tokens that one-by-one decoding would choose, as far as the draft predicted them, and one more.
 
-    `logits` [1 + len(draft), V] belong to the anchor and the drafted tokens. The last token returned is the
-    target's own: the first that differs from the draft, or the one after a draft accepted whole.
+    `logits` [1 + len(draft), V] belong to the anchor and the drafted tokens. The last returned token is the target's
+    own:
+    the first that differs from the draft, or the one after a completely accepted draft.
     """
     new: list[int] = []
     for row, drafted in zip(logits, [*draft, None], strict=True):

@@ -1,4 +1,4 @@
-"""A simulated pair: what passes take and whether drafts are right, by processes with known answers."""
+"""A simulated pair: pass times and correctness of drafts come from processes with known answers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.pass_times import PassTimes
 
 Cost = Callable[[int, int], float]
-# What a token that the drafter has yet to take in adds to its pass.
+# The time that each token the drafter still has to read adds to its pass.
 CATCH_UP = 0.01
 Kind = Literal["draft", "verify"]
-# What a pass is taken to cost at start-up, to what it costs: of (random numbers, kind, batch, length).
+# Assumed cost of a pass at start-up, relative to its real cost: of (random numbers, kind, batch, length).
 Beginning = Callable[[np.random.Generator, Kind, int, int], float]
-# What a pass costs from the middle of a run on, to what it cost before: of (kind, batch, length).
+# Cost of a pass from the middle of a run on, relative to its earlier cost: of (kind, batch, length).
 Drift = Callable[[Kind, int, int], float]
-# The true chance of each draft [requests, drafts], given those before it, and what the drafter says of it, for a round.
+# For a round: the true chance of each draft [requests, drafts] given the earlier ones, and the drafter's own
+# estimate.
 Drafts = Callable[[np.random.Generator, int, int, int], tuple[np.ndarray, np.ndarray]]
 
 
@@ -43,7 +44,9 @@ def steady(kind: Kind, batch: int, length: int) -> float:
 
 @dataclass
 class World:
-    """Times in units of a plain pass of one request. `noise`: of each pass, standard deviation of the logarithm."""
+    """Times in units of a plain pass of one request. `noise`: standard deviation of the logarithm of each pass's
+    time.
+    """
 
     block: int
     verify: Cost
@@ -54,9 +57,7 @@ class World:
     seed: int = 0
     beginning: Beginning = as_measured
     drift: Drift = steady
-    cold: float = (
-        1.0  # what the first pass of a size that start-up did not run is read to take, to the others
-    )
+    cold: float = 1.0  # time of the first pass of a size that start-up did not run, relative to later ones
     rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,14 +68,14 @@ class World:
         return seconds * (self.drift(kind, self.batch, length) if late else 1.0)
 
     def lengths(self) -> list[int]:
-        """Those that are measured at start-up."""
+        """The lengths measured at start-up."""
         return sorted({n for n in (1, 2, 4, 8, 16, self.block) if n <= self.block})
 
     def timed(self, seconds: float) -> float:
         return seconds * exp(self.noise * self.rng.normal())
 
     def start_up(self, kind: Kind) -> PassTimes:
-        """What is measured before the first request, and how wrong."""
+        """The start-up measurements, with their errors."""
         cost = self.verify if kind == "verify" else self.draft
         batches = sorted({1, 2, 4, self.batch})
         return PassTimes(
@@ -92,7 +93,7 @@ class World:
         return AdaptiveLength(self.block, self.start_up("draft"), self.start_up("verify"))
 
     def run(self, policy: AdaptiveLength, rounds: int) -> np.ndarray:
-        """[rounds, 3]: tokens that the choice was good for on average, true seconds, tokens verified per request."""
+        """[rounds, 3]: expected tokens of the chosen length, true seconds, tokens verified per request."""
         log, memory = np.zeros((rounds, 3)), np.zeros((self.batch, self.block - 1), np.float32)
         behind, warm = 0, {(kind, n) for kind in ("draft", "verify") for n in self.lengths()}
         for i in range(rounds):
@@ -101,13 +102,13 @@ class World:
             drafted = policy.draft(self.batch)
             verified, said = 1, None
             if drafted > 1:
-                said = memory[:, : drafted - 1]  # as an engine's output: the next round overwrites it
+                said = memory[:, : drafted - 1]  # like an engine's output, the next round overwrites it
                 said[...] = logprobs[:, : drafted - 1]
                 verified = policy.verify(drafts(said), range(self.batch))
             right = self.rng.random((self.batch, verified - 1)) < chance[:, : verified - 1]
             accepted = right.cumprod(axis=1).sum(axis=1)
             draft_seconds = 0.0
-            if drafted > 1:  # it also takes in what was committed since the last one
+            if drafted > 1:  # it also reads the tokens committed since its last pass
                 draft_seconds, behind = self.cost("draft", drafted, late) * (1 + CATCH_UP * behind), 0
             else:
                 behind += 1
@@ -145,7 +146,7 @@ class World:
         return rates
 
     def compare(self, log: np.ndarray) -> np.ndarray:
-        """The speed of a run, to that of each fixed length: the time that it would have taken for the same tokens."""
+        """The speed of a run, relative to that of each fixed length for the same tokens."""
         half = len(log) // 2
         tokens = np.array([log[:half, 0].sum(), log[half:, 0].sum()])
         ratios: np.ndarray = (tokens[:, None] / self.fixed(len(log))).sum(axis=0) / log[:, 1].sum()
@@ -156,7 +157,7 @@ class World:
 def _fixed_tokens(
     drafts: Drafts, batch: int, block: int, seed: int, rounds: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Expected tokens per round of every fixed length, in the first half of the rounds and in the second."""
+    """Expected tokens per round of every fixed length, in the first and in the second half of the rounds."""
     rng, tokens = np.random.default_rng(seed), np.zeros((2, block))
     for i in range(rounds):
         chance, _ = drafts(rng, i, batch, block - 1)
@@ -166,7 +167,7 @@ def _fixed_tokens(
 
 
 def dense_cpu(batch: int, length: int) -> float:
-    """Rows cost: a pass of 8 takes 1.6 passes of one."""
+    """Rows cost time: a pass of 8 takes 1.6 passes of one."""
     return 0.9 + 0.1 * batch * length
 
 
@@ -176,7 +177,7 @@ def gpu(batch: int, length: int) -> float:
 
 
 def moe(batch: int, length: int) -> float:
-    """Each row reads 4 of 32 experts: the distinct ones are what a pass costs."""
+    """Each row reads 4 of 32 experts. A pass costs the distinct ones."""
     return 0.3 + 0.7 * (1 - (1 - 4 / 32) ** (batch * length)) / (4 / 32) + 0.01 * batch * length
 
 
@@ -201,7 +202,7 @@ def _chance(x: np.ndarray) -> np.ndarray:
 
 
 def honest(mean: float, spread: float = 1.5, decay: float = 0.0) -> Drafts:
-    """The drafter's word is the chance. `mean` and `spread` in log-odds; `decay` per place."""
+    """The drafter's estimate is the true chance. `mean` and `spread` in log-odds; `decay` per position."""
 
     def drafts(rng: np.random.Generator, _: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         chance = _chance(mean - decay * np.arange(n) + spread * rng.normal(size=(batch, n)))
@@ -211,7 +212,7 @@ def honest(mean: float, spread: float = 1.5, decay: float = 0.0) -> Drafts:
 
 
 def biased(source: Drafts, offset: float) -> Drafts:
-    """The chance is what the drafter says, moved by `offset` in log-odds."""
+    """The true chance is the drafter's estimate, moved by `offset` in log-odds."""
 
     def drafts(rng: np.random.Generator, i: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         chance, said = source(rng, i, batch, n)
@@ -221,7 +222,7 @@ def biased(source: Drafts, offset: float) -> Drafts:
 
 
 def uninformative(chance: float) -> Drafts:
-    """What the drafter says has nothing to do with it."""
+    """The drafter's estimate has no relation to the true chance."""
 
     def drafts(rng: np.random.Generator, _: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         said = np.log(_chance(1.5 + 1.5 * rng.normal(size=(batch, n))))
@@ -231,7 +232,7 @@ def uninformative(chance: float) -> Drafts:
 
 
 def cliff(good: int, high: float = 0.92, low: float = 0.05) -> Drafts:
-    """The first `good` drafts are mostly right, those behind hardly ever; the drafter does not know."""
+    """The first `good` drafts are mostly right, later ones hardly ever. The drafter does not know it."""
 
     def drafts(rng: np.random.Generator, _: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         chance = np.tile(np.where(np.arange(n) < good, high, low), (batch, 1))
@@ -241,7 +242,7 @@ def cliff(good: int, high: float = 0.92, low: float = 0.05) -> Drafts:
 
 
 def turns(sources: list[Drafts], every: int) -> Drafts:
-    """One process after the other, each for so many rounds."""
+    """One process after the other, each for a number of rounds."""
 
     def drafts(rng: np.random.Generator, i: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         return sources[i // every % len(sources)](rng, i, batch, n)
@@ -265,7 +266,7 @@ DRAFTS: dict[str, Drafts] = {
 # Drafter, batch size and block size.
 PAIRS: dict[str, tuple[Cost, int, int]] = {"small": (small_drafter, 1, 8), "large": (large_drafter, 4, 16)}
 
-# Where wrong times do the most harm: one world for each kind of target and of drafter.
+# The worlds in which wrong times harm most: one for each kind of target and of drafter.
 HARD: list[tuple[str, str, str]] = [
     ("moe", "cliff", "small"),
     ("moe", "overconfident", "large"),
@@ -288,7 +289,7 @@ def one_length_by(wrong: int, factor: float) -> Beginning:
     return lambda rng, kind, batch, length: factor if kind == "verify" and length == wrong else 1.0
 
 
-# What is wrong at start-up, and what changes in the middle.
+# The errors at start-up, and the changes in the middle.
 BEGINNINGS: dict[str, tuple[Beginning, Drift]] = {
     "right": (as_measured, steady),
     "all a quarter": (all_by(0.25, 0.25), steady),

@@ -1,7 +1,7 @@
 """A module `tensorrt` whose `plugin` is the real one: the Python sources of NVIDIA's bindings wheel.
 
-What those sources take from the native library (expressions over dimensions, descriptors, the registry) is doubled
-here, as little as they use; an attribute that is not here is an error.
+The double provides the little that these sources use of the native library: expressions over dimensions, descriptors,
+the registry. Any other attribute is an error.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Registry:
 
 
 class Record:
-    """A native struct: its fields are set one by one."""
+    """A native struct. Its fields are set one by one."""
 
     def __init__(self, *args: Any) -> None:
         pass

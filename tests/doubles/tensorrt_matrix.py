@@ -1,4 +1,4 @@
-"""What continuous integration builds with TensorRT-RTX: family x precision x compute capability."""
+"""The builds with TensorRT-RTX in continuous integration: family x precision x compute capability."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.doubles.family_checkpoints import make_gpt_oss, make_llama, make_qwen
 
 @dataclass(frozen=True)
 class Case:
-    """`precision` as `--precision` takes it, "" for the default: BF16, and experts as they are stored."""
+    """`precision` as in `--precision`. "" is the default: BF16, and experts as they are stored."""
 
     pair: str
     precision: str
@@ -26,7 +26,7 @@ _QWEN3: dict[str, Any] = {
     "sliding_window": 7,
     "layer_types": ("sliding_attention", "full_attention"),
 }
-# Small random checkpoints, two layers each; what is not here is a shipped pair.
+# Small random checkpoints with two layers each. All other names are shipped pairs.
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen3": partial(make_target, **_QWEN3),
     "llama": partial(make_llama, num_hidden_layers=2, attention_bias=True),
@@ -61,7 +61,7 @@ CASES = [
 
 
 def make_pair(name: str, directory: Path) -> tuple[str, str | None]:
-    """The sources of a pair as `build` takes them; random ones are written into `directory`."""
+    """The sources of a pair for `build`. Random ones are written into `directory`."""
     if name not in FAMILIES:
         return name, None
     target = FAMILIES[name](directory / "target")

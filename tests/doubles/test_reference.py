@@ -1,4 +1,4 @@
-"""The oracle is sane: it agrees with itself, with Transformers' own decoding, and with the paper."""
+"""The oracle agrees with itself, with Transformers' own decoding, and with the paper."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def drafter(directory: Path, **settings) -> Drafter:
 
 
 def noisy(logits: torch.Tensor, position: int, tokens: list[int]) -> int:
-    """Sampling at temperature 1 whose noise depends on the position alone."""
+    """Sampling at temperature 1, with noise that depends only on the position."""
     noise = torch.rand(len(logits), generator=torch.Generator().manual_seed(position))
     return int((logits - (-noise.log()).log()).argmax())
 
@@ -101,7 +101,7 @@ def test_taps_are_the_outputs_of_the_layers(target):
 
 
 def test_the_drafter_attends_as_its_config_says(directory, target):
-    """A perturbed row moves exactly the block rows that see it, through one layer."""
+    """A perturbed row changes exactly the block rows that see it, through one layer."""
     cases = {
         "full": ({}, None, False),
         "sliding is causal unless told": (

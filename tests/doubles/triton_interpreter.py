@@ -1,4 +1,4 @@
-"""Triton's interpreter, in which conftest.py has kernels run, put right; and tensors as arrays."""
+"""Corrections of Triton's interpreter, in which conftest.py runs kernels, and tensors as arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _convert_float = interpreter._convert_float
 
 
 def _round_to_bfloat16(data: Any, source: Any, target: Any, mode: Any) -> Any:
-    """The interpreter cuts float32 off to bfloat16; the instruction on a GPU rounds to nearest, ties to even."""
+    """The interpreter truncates float32 to bfloat16. The instruction on a GPU rounds to nearest, ties to even."""
     if source == tl.float32 and target == tl.bfloat16:
         return data.astype(ml_dtypes.bfloat16).view(np.uint16)
     return _convert_float(data, source, target, mode)
@@ -28,7 +28,7 @@ interpreter._convert_float = _round_to_bfloat16
 def _create_dot_scaled(
     self: Any, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any, *rest: Any
 ) -> Any:
-    """MXFP4 weights [M, K/2] times BF16 or FP16 columns [K, N], added up in float32."""
+    """MXFP4 weights [M, K/2] times BF16 or FP16 columns [K, N], summed in float32."""
     assert lhs_format.name == "E2M1"
     assert rhs_scale is None
     groups = lhs.data.reshape(len(lhs.data), -1, BLOCK // 2)
@@ -39,12 +39,12 @@ def _create_dot_scaled(
 
 if not hasattr(
     interpreter.InterpreterBuilder, "create_dot_scaled"
-):  # Triton 3.7, which torch 2.13 for CUDA brings
+):  # Triton 3.7, which comes with torch 2.13 for CUDA
     interpreter.InterpreterBuilder.create_dot_scaled = _create_dot_scaled
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A CPU tensor as an array, bfloat16 as ml_dtypes has it."""
+    """A CPU tensor as an array. bfloat16 becomes ml_dtypes' type."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()

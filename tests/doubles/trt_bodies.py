@@ -1,7 +1,8 @@
-"""A graph for TensorRT as one that ONNX Runtime executes: its `trt::` operators as functions of standard ones.
+"""Make a graph for TensorRT executable by ONNX Runtime: its `trt::` operators become functions of standard ones.
 
-The functions say what NVIDIA documents of the operators (onnx-tensorrt, docs/TRT_custom_ops.md), lengths included, so
-that what is computed on a CPU is what the bodies ask TensorRT for.
+The functions do what NVIDIA documents for the operators (onnx-tensorrt, docs/TRT_custom_ops.md), including lengths.
+So
+the CPU computes what the bodies request from TensorRT.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ STANDARD = helper.make_opsetid("", 24)
 
 
 def executable(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same model for ONNX Runtime; weights must have been loaded."""
+    """The same model for ONNX Runtime. Its weights must be loaded."""
     _dequantize(model.graph)
     _dequantize_nvfp4(model.graph)
     for nodes in (model.graph.node, *(function.node for function in model.functions)):
@@ -48,7 +49,7 @@ def _cache_update() -> onnx.FunctionProto:
 
 
 def _attention() -> onnx.FunctionProto:
-    """Scores unscaled, a boolean mask, and keys and values beyond a sequence's length not there."""
+    """Attention with unscaled scores and a boolean mask. Keys and values beyond a sequence's length are absent."""
 
     def node(op: str, inputs: list[str], output: str, **attributes: object) -> onnx.NodeProto:
         return helper.make_node(op, inputs, [output], **attributes)
@@ -79,7 +80,7 @@ def _attention() -> onnx.FunctionProto:
 
 
 def _dequantize(graph: onnx.GraphProto) -> None:
-    """MXFP4 initializers as numbers: the scales' bytes are exponents, one for 32 elements of the last axis."""
+    """MXFP4 initializers as numbers. The scales' bytes are exponents, one per 32 elements of the last axis."""
     stored = {tensor.name: tensor for tensor in graph.initializer}
     for node in [n for n in graph.node if n.op_type == "TRT_MXFP8DequantizeLinear"]:
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -99,7 +100,7 @@ def _dequantize(graph: onnx.GraphProto) -> None:
 
 
 def _dequantize_nvfp4(graph: onnx.GraphProto) -> None:
-    """E2M1 codes as float32 numbers, in initializers too, and what multiplies them by a scale for each 16."""
+    """E2M1 codes as float32 numbers, also in initializers, and their multiplication by a scale per 16 numbers."""
     for tensor in graph.initializer:
         if tensor.data_type == TensorProto.FLOAT4E2M1:
             values = E2M1[unpack_pairs(np.frombuffer(tensor.raw_data, np.uint8))].reshape(tensor.dims)
@@ -112,7 +113,7 @@ def _dequantize_nvfp4(graph: onnx.GraphProto) -> None:
 
 
 def _in_blocks() -> onnx.FunctionProto:
-    """y = x * scale, one scale for 16 numbers of the last axis."""
+    """y = x * scale, one scale per 16 numbers of the last axis."""
     nodes = [
         helper.make_node("Constant", [], ["split"], value_ints=[-1, 16]),
         helper.make_node("Constant", [], ["column"], value_ints=[-1, 1]),

@@ -1,4 +1,4 @@
-"""Inputs that are almost right: valid ones, changed where readers look."""
+"""Almost valid inputs: valid ones, changed where readers look."""
 
 from __future__ import annotations
 
@@ -75,24 +75,24 @@ HOSTILE: tuple[Callable[[], Any], ...] = (
     lambda: {str(i): i for i in range(5_000)},
     lambda: _nested(80),
 )
-_LARGE = 200_000  # bytes beyond which nothing is made larger
+_LARGE = 200_000  # larger inputs are not enlarged further
 
 
 def mutate_json(random: Random, text: bytes) -> bytes:
-    """Some changes to the values of a document, and at times to its bytes."""
+    """Some changes to the values of a document, and sometimes to its bytes."""
     document = json.loads(text)
     for _ in range(random.choice((0, 1, 1, 1, 2, 3, 8))):
         document = _change(random, document)
     found = json.dumps(document).encode()
-    if random.random() < 0.1:  # a key twice
+    if random.random() < 0.1:  # a duplicate key
         found = found.replace(b"{", b'{"twice": 0, "twice": 1, ', 1).replace(b", }", b"}")
-    if random.random() < 0.05:  # a number that is none here
+    if random.random() < 0.05:  # a number that is not JSON
         found = found.replace(b"1", random.choice((b"1e999", b"1" + b"0" * 5000, b"-Infinity")), 1)
     return mutate_bytes(random, found) if random.random() < 0.15 else found
 
 
 def mutate_bytes(random: Random, data: bytes) -> bytes:
-    """Some bytes flipped, removed, repeated or put in."""
+    """Some bytes flipped, removed, repeated or inserted."""
     changed = bytearray(data)
     for _ in range(random.choice((1, 1, 2, 5))):
         at = random.randrange(len(changed) + 1)
@@ -113,7 +113,7 @@ def mutate_bytes(random: Random, data: bytes) -> bytes:
 
 
 def mutate_safetensors(random: Random, data: bytes) -> bytes:
-    """The header changed as JSON, with its length set right most of the time."""
+    """The header changed as JSON, mostly with its correct length."""
     size = int.from_bytes(data[:8], "little")
     header, body = data[8 : 8 + size], data[8 + size :]
     if random.random() < 0.2:
@@ -124,7 +124,7 @@ def mutate_safetensors(random: Random, data: bytes) -> bytes:
 
 
 def mutate_text(random: Random, text: bytes) -> bytes:
-    """A template with statements put in at the ends of its lines."""
+    """A template with statements inserted at the ends of its lines."""
     lines = text.decode().split("\n")
     for _ in range(random.choice((1, 2, 3))):
         lines.insert(random.randrange(len(lines) + 1), random.choice(_STATEMENTS))
@@ -163,7 +163,7 @@ def _change(random: Random, document: Any) -> Any:
         return document
     places: list[tuple[Any, Any]] = []
     level = [document]
-    while level:  # of the places to change; not all of a large list
+    while level:  # the places to change; of a large list, only some
         parents, level = level, []
         for parent in parents:
             children = parent.items() if isinstance(parent, dict) else list(enumerate(parent))[:200]

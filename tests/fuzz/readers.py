@@ -1,6 +1,6 @@
-"""Everything that reads what a stranger may have written: the files it reads, and a call that reads them.
+"""All readers of strangers' input: the files that each reads, and a call that reads them.
 
-A call must return, or raise DFlashError, within the bounds that run.py sets.
+A call must return or raise DFlashError within the limits that run.py sets.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ TINY = known_configs("tiny")
 
 @dataclass(frozen=True)
 class Reader:
-    """`prepare` puts what is never changed into a directory. `files`: name -> a valid content, and what changes it."""
+    """`prepare` writes the files that never change into a directory. `files`: name -> valid content, and its
+    mutation.
+    """
 
     files: Callable[[Path], Files]
     read: Callable[[Path], object]
@@ -154,7 +156,7 @@ def _llm(bundle: Path) -> LLM:
 
 
 def _requests(directory: Path) -> None:
-    """What a client may ask, by every way in; what is admitted is decoded for some tokens."""
+    """The requests of clients, by every way in. Admitted ones are decoded for some tokens."""
     llm = _llm(directory / "bundle")
     request = _parsed(directory / "request.json")
     if not isinstance(request, dict):

@@ -1,11 +1,12 @@
-"""Runs readers on almost right inputs, each in a process of its own that is held to time and memory.
+"""Run readers on almost valid inputs, each in its own process with limits on time and memory.
 
-    python -m tests.fuzz.run --minutes 60            # every reader in turn, again and again, with new inputs
+    python -m tests.fuzz.run --minutes 60            # all readers in turn, repeatedly, with new inputs
     python -m tests.fuzz.run --reader tokenizer --inputs 500 --seed 7
 
-An input is a failure where anything but DFlashError comes out, an error is not one short line, the process ends, or it
-takes more than SECONDS of CPU or MEMORY. Hypothesis makes it small where the process lives on. Failures are kept as
-files in tests/fuzz/seeds/READER/, which every run reads first: commit them with what mends them.
+An input fails if anything but DFlashError is raised, an error is not one short line, or the process ends. It also
+fails
+if it takes more than SECONDS of CPU or MEMORY. Hypothesis minimizes it if the process survives. Failures are kept in
+tests/fuzz/seeds/READER/, which every run reads first. Commit them together with their fix.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from random import Random
 
 SECONDS, MEMORY = 10, 3 << 30  # for one input
 SEEDS = Path(__file__).parent / "seeds"
-_LAST = "last.json"  # the input at hand, where a process that ends leaves it
+_LAST = "last.json"  # the current input, for the case that the process ends
 _MESSAGE_CHARACTERS = 20_000  # 4000, each escaped
 
 
@@ -51,11 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(name: str, inputs: int, seed: int, *, keep: bool = False) -> str | None:
-    """What went wrong over the kept inputs and some new ones, if anything did."""
+    """The failure among the kept inputs and some new ones, if any."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
         command = [sys.executable, "-m", "tests.fuzz.run", "--child", name, str(inputs), str(seed), scratch]
         threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
-        with (Path(scratch) / "output").open("w+") as output:  # panics of Rust may be many
+        with (Path(scratch) / "output").open("w+") as output:  # panics of Rust may be long
             code = subprocess.run(
                 command, stdout=output, stderr=output, env=os.environ | threads, check=False
             ).returncode
@@ -75,7 +76,7 @@ def run(name: str, inputs: int, seed: int, *, keep: bool = False) -> str | None:
 
 
 def child(name: str, inputs: int, seed: int, scratch: Path) -> None:
-    """All of one reader's inputs, in this process."""
+    """Run all inputs of one reader in this process."""
     from hypothesis import HealthCheck, Phase, given, settings, strategies
     from hypothesis import seed as seeded
 
@@ -126,7 +127,7 @@ def _check(read: object, directory: Path) -> None:
 
     before = time.process_time()
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    # Ends what never returns; a little later than what is too slow and does.
+    # Ends readers that never return, a little later than the limit for slow ones.
     resource.setrlimit(resource.RLIMIT_CPU, (int(before) + 2 * SECONDS, most))
     message = "nothing is wrong"
     try:
@@ -144,7 +145,7 @@ def _address_space() -> int:
 
 
 if __name__ == "__main__":
-    from tests.fuzz import run as fuzz  # this module by its name, as a test may have changed it
+    from tests.fuzz import run as fuzz  # this module by its name, because a test may have changed it
 
     if sys.argv[1:2] == ["--child"]:
         fuzz.child(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))

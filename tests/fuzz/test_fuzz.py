@@ -1,4 +1,4 @@
-"""What readers make of almost right files and requests: an answer or a DFlashError, in little time and memory."""
+"""Almost valid files and requests give a result or a DFlashError, in little time and memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz import readers
 from tests.fuzz.run import run
 
-INPUTS = 120  # per reader; `make fuzz` reads as many as it has time for
+INPUTS = 120  # per reader; `make fuzz` reads as many as its time allows
 
 
 @pytest.mark.parametrize("name", readers.READERS)
@@ -35,7 +35,7 @@ def test_kept_inputs_belong_to_a_reader() -> None:
     ids=["error", "hang", "memory", "crash", "message"],
 )
 def test_the_fuzzer_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, message: str) -> None:
-    """A reader with a fault, put in place of one in the process that reads."""
+    """Put a faulty reader in place of a real one, in the process that reads."""
     (tmp_path / "sitecustomize.py").write_text(
         "import tests.fuzz.run as run, tests.fuzz.readers as readers\n"
         "from dflash_trt.errors import DFlashError\n"
