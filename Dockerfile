@@ -1,9 +1,9 @@
 # Serves a bundle: docker build -t dflash-trt . (docs/serving.md, "In a container").
-# The base brings Python, the extra brings tritonserver. In NVIDIA's image tritonserver is there:
+# The base has Python, the extra adds tritonserver. NVIDIA's image already has tritonserver:
 #   docker build -t dflash-trt --build-arg BASE=nvcr.io/nvidia/tritonserver:26.07-py3 --build-arg EXTRA=serve .
 ARG BASE=python:3.11-slim-bookworm
 
-# A stage of its own: the image has no sources and nothing that builds them.
+# A separate stage: the final image has neither sources nor build tools.
 FROM ${BASE} AS wheel
 WORKDIR /src
 COPY . .
@@ -11,7 +11,7 @@ RUN python3 -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM ${BASE}
 ARG EXTRA=triton-local
-# NVIDIA's image marks its Python as the distribution's. Its Python backend starts that Python.
+# NVIDIA's image marks its Python as managed by the distribution, and its Python backend starts that Python.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 PYTHONUNBUFFERED=1
 COPY requirements/server.txt /opt/dflash-trt/constraints.txt
 COPY --from=wheel /wheels /opt/dflash-trt/wheels
@@ -19,12 +19,12 @@ RUN python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/constrain
         "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[${EXTRA}]" \
     && rm -r /opt/dflash-trt/wheels
 
-# A number without an account: nothing in the image belongs to it.
+# A user id without an account. No file of the image belongs to it.
 USER 65532:65532
 ENV HOME=/tmp
 WORKDIR /tmp
 EXPOSE 8000 8001 8002
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
     CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/v2/health/ready', timeout=4)"]
-# All addresses of the container: which of them anyone reaches is said where it is started.
+# Listen on all addresses of the container. The start of the container decides who reaches them.
 ENTRYPOINT ["dflash-trt", "serve", "/bundle", "--host", "0.0.0.0"]

@@ -1,20 +1,22 @@
-# make help lists the targets. They need make and Python 3.11 or newer; everything else is installed into .venv (run
-# time: demo), .venv-test (torch, pytest, linters: test, lint, bench), .venv-docs (docs) or .venv-server (tritonserver,
-# as `pip install 'dflash-trt[triton-local]'` brings it, which wants an older numpy: test), in the versions that
-# requirements/ names. .venv-floors and .venv-newest have the core alone, in the oldest versions that pyproject.toml
-# allows and in the newest there are.
+# `make help` lists the targets. They need make and Python 3.11 or newer. Everything else is installed into environments,
+# in the versions that requirements/ names:
+#   .venv         run time (demo)
+#   .venv-test    torch, pytest, linters (test, lint, bench)
+#   .venv-docs    the documentation site (docs)
+#   .venv-server  tritonserver from `dflash-trt[triton-local]`, which needs an older numpy (test)
+#   .venv-floors, .venv-newest  the core alone, in the oldest versions that pyproject.toml allows, and in the newest
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .PHONY: help demo docs test test-floors test-newest lint lock bench fuzz clean
 
-# The first interpreter that really runs (a pyenv shim may exist and fail), is new enough and can create a venv.
+# The first interpreter that runs (a pyenv shim may exist and fail), is new enough and can create a venv.
 RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '$(RUNS)' 2>/dev/null && echo $$p && break; done)
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TORCH := $(shell grep -om1 'torch==[0-9.]*' pyproject.toml)
 CORE_TESTS := tests/test_core.py tests/test_packaging.py tests/decoding/sampling $(addprefix tests/decoding/output/test_,automaton.py stopping.py)
-# What pyproject.toml asks for at least, as what is installed.
+# The lowest version of each dependency in pyproject.toml, as an exact version.
 FLOORS := import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
     print(*(need.replace('>=', '==') for need in project['dependencies']), sep='\n')
 
@@ -25,9 +27,9 @@ help:
 	@echo 'make docs    build the documentation site into site/'
 	@echo 'make test-floors, make test-newest'
 	@echo '             run the tests of the core with the oldest dependencies allowed, and with the newest'
-	@echo 'make lock    write the newest versions to requirements/, which the environments are installed from'
+	@echo 'make lock    write the newest versions to requirements/, which determines the environments'
 	@echo 'make bench   plain decoding, drafting and Transformers on the shipped pair'
-	@echo 'make fuzz    almost right files and requests for every reader; MINUTES=60 goes on for an hour'
+	@echo 'make fuzz    almost valid files and requests for every reader; MINUTES=60 runs for an hour'
 	@echo 'make clean   remove the environments and caches; bundles stay'
 
 demo: .venv/installed
@@ -40,7 +42,7 @@ test: .venv-test/installed .venv-server/installed
 test-floors: .venv-floors/installed
 	@.venv-floors/bin/python -m pytest $(CORE_TESTS)
 
-# Installed again each time: there may be newer ones.
+# Installed again each time, because there may be newer versions.
 test-newest:
 	$(call venv,.venv-newest)
 	@.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable . pytest hypothesis
@@ -59,7 +61,7 @@ lint: .venv-test/installed
 	@.venv-test/bin/mypy
 	@.venv-test/bin/lint-imports --no-cache --no-logo
 
-# Modules are read, not imported: the site needs nothing of the package.
+# The site reads the modules without importing them, so it needs no dependency of the package.
 docs: .venv-docs/installed
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
@@ -74,13 +76,13 @@ clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(wildcard dflash_trt plugins build_scripts tests) -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamp is touched last, so that an interrupted installation is done again.
+# The stamp is touched last, so that an interrupted installation is repeated.
 .venv/installed: pyproject.toml requirements/run.txt
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) --constraint requirements/run.txt --editable .
 	@touch $@
 
-# torch first and alone: pip then takes the CPU wheel where its configuration offers one.
+# torch first and alone: then pip takes the CPU wheel if its configuration offers one.
 .venv-test/installed: pyproject.toml requirements/test.txt
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) --constraint requirements/test.txt $(TORCH)
@@ -103,9 +105,9 @@ clean:
 	@$(@D)/bin/python $(PIP) --constraint $(@D)/floors.txt --editable . pytest hypothesis
 	@touch $@
 
-# Versions only: no hashes, since an index may have built its own wheels, and no index. For every platform and Python
-# but where nvidia-pytriton is needed, which Linux and Python up to 3.12 have. torch for CUDA asks for one version of
-# triton, which the torch of the tests leaves open.
+# Versions only: no index, and no hashes, because an index may build its own wheels. The versions are for every platform and
+# Python, except where nvidia-pytriton is needed: it exists for Linux and Python up to 3.12. torch for CUDA requires one
+# version of triton. The torch of the tests does not.
 define lock
 	@mkdir -p requirements
 	@.venv-test/bin/uv pip compile --quiet --upgrade --python-version 3.11 --no-header --no-annotate \
