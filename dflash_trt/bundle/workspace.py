@@ -250,7 +250,7 @@ def _settle(out: Path, name: str, parent: int) -> bool:
 
 
 def _remove(out: Path, name: str, parent: int) -> None:
-    """Remove a work directory. Of a replaced bundle inside it, only the files that its manifest lists are removed.
+    """Remove a work directory. A replaced bundle inside it loses only the files that its manifest lists.
 
     The record is removed last, so that an interrupted removal can be continued.
     """

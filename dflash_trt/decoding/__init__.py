@@ -1,3 +1,1 @@
-"""Decoding on the host: sampling, acceptance, stop conditions, text and statistics, and the loop over
-them.
-"""
+"""Decoding on the host: sampling, acceptance, stop conditions, text and statistics, and the decoding loop."""

@@ -18,11 +18,12 @@ from dflash_trt.errors import NonFiniteError
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a round decided for one request, over the nodes of its `Draft`.
+    """A round's decision for one request, over the nodes of its `Draft`.
 
-    path: the accepted nodes, from the anchor's child down. Of a chain: 1, 2, ...
+    path: the accepted nodes, from the anchor's child down. In a chain: 1, 2, ...
     token: the token after the last of them; -1 if not `ok`.
-    ok: whether the logits of that last node have a finite largest value. The nodes of `path` are right either way.
+    ok: whether the logits of that last node have a finite largest value. The nodes of `path` are accepted in either
+    case.
     """
 
     path: Sequence[int]
@@ -30,21 +31,21 @@ class Verdict:
     ok: bool = True
 
 
-# Of a request that failed before anything was decided for it.
+# The verdict of a request that failed before its decision.
 UNDECIDED = Verdict((), -1, ok=False)
 
 
 def judge(request: Request, draft: Draft, found: Verified, slot: int) -> Verdict:
-    """The verdict on a request's own part of its draft: the engine's decision where it has made one, else `accept`'s.
+    """The verdict on a request's own part of its draft: the engine's decision if it made one, else that of `accept`.
 
-    draft: the nodes that the round verified; the request's own part, the first of them, may be shorter.
+    draft: the verified nodes. The request's own part is the first of them, and may be shorter.
     """
     tokens, own = draft.tokens_of(slot), request.own_length(draft.nodes)
     if not found.decided[slot]:
         logits, position, parents = found.logits[slot], request.committed + 1, draft.parents_of(slot)
         return accept(tokens[:own], logits, request.params, request.seed, position, request.counts, parents)
     accepted, token = int(found.accepted[slot]), int(found.next_token[slot])
-    # A greedy decision is on the whole chain: the draft behind the own part was right, too.
+    # A greedy decision covers the whole chain. Here drafts beyond the own part were accepted too.
     if accepted >= own:
         accepted, token = own - 1, tokens[own]
     finite = found.finite[slot, : accepted + 1]
@@ -62,19 +63,22 @@ def accept(
     counts: TokenCounts | None = None,
     parents: Sequence[int] | None = None,
 ) -> Verdict:
-    """Which drafted nodes are right, and the token after them.
+    """The accepted nodes of a draft, and the token after them.
 
     tokens, parents: the N nodes of one request, as in `Draft`.
-    logits: float32 [N, V]; row i is the target's for the token after node i.
-    position: of the token that row 0 predicts.
-    counts: if `params.penalized`, every token up to the anchor, included; the committed tokens are added.
+    logits: float32 [N, V]. Row i holds the target's logits for the token after node i.
+    position: the position of the token that row 0 predicts.
+    counts: every token up to the anchor, if `params.penalized`. The committed tokens are added.
 
-    The logits of a node decide the token after it. While a child has that token, the child saw a true history
-    and its logits decide the next one. The walk ends where no child has it: all other nodes saw a history
-    that did not happen. So each committed token is `sample` of the logits that follow its own true history,
-    at its own position: what decoding one token at a time commits. Neither the drafts nor their number
-    appear in that; a better draft only makes the path longer. `sample` draws from the target's
-    distribution, so the result has it.
+    The logits of a node decide the token after it. If a child of the node has that token, the child saw a true
+    history, and
+    its own logits decide the next token. The walk ends when no child has the token: all other nodes saw a false
+    history. So
+    each committed token is `sample` of the logits after its own true history, at its own position. Decoding one token
+    at a
+    time commits the same. The drafts do not influence the tokens; better drafts only make the path longer. `sample`
+    draws
+    from the target's distribution, so the result has that distribution.
     """
     if not tokens:
         raise ValueError("accept needs at least the anchor's token")

@@ -1,4 +1,4 @@
-"""Which requests have to leave before their end, found without looking at those that stay."""
+"""Find the requests that have to leave early, without looking at those that stay."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import itertools
 
 from dflash_trt.decoding.request import Request
 
-_FEW = 64  # requests with a deadline that are not worth a search for the ended ones
+_FEW = 64  # fewer requests with a deadline are not worth a search for ended ones
 
 
 class Leaving:
-    """Requests that have been cancelled, and those whose deadline has passed. Not thread-safe.
+    """Cancelled requests, and requests whose deadline has passed. Not thread-safe.
 
-    A step costs as much as there are requests that leave, however many wait.
+    The cost of a step grows with the requests that leave, not with those that wait.
     """
 
     def __init__(self) -> None:
         self._cancelled: list[Request] = []
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; the number tells equal times apart
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; the number separates equal times
         self._numbers = itertools.count()
         self._worth = _FEW
 
     def watch(self, request: Request) -> None:
-        """From now on this request may leave."""
+        """Watch a request for cancellation and its deadline."""
         if request.cancelled:  # already
             self._cancelled.append(request)
         if request.deadline is None:
             return
         heapq.heappush(self._deadlines, (request.deadline, next(self._numbers), request))
-        if len(self._deadlines) > self._worth:  # half of them may have ended: forget those
+        if len(self._deadlines) > self._worth:  # half of them may have ended: remove those
             self._deadlines = [entry for entry in self._deadlines if entry[2].stop.finish_reason is None]
             heapq.heapify(self._deadlines)
             self._worth = max(_FEW, 2 * len(self._deadlines))
 
     def cancel(self, request: Request) -> None:
-        """This request leaves next; no effect on one that has ended."""
+        """Let this request leave next. No effect if it has ended."""
         request.cancelled = True
         self._cancelled.append(request)
 

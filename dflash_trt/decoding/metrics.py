@@ -1,4 +1,4 @@
-"""Counters and distributions of everything a scheduler has served, under vLLM's names, and as Prometheus reads them."""
+"""Counters and distributions of a scheduler's work, under vLLM's names, also in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -21,35 +21,38 @@ PREFIX = "dflash_"
 _BUCKETS = [m * 10.0**e for e in range(-4, 3) for m in (1, 2, 5)]  # 0.1 ms to 500 s
 _RECENT = 4096
 
-# name: (help, where the statistics have it)
+# name: (help, source in the statistics)
 _COUNTERS = {
-    "prompt_tokens": ("prompt tokens of requests that have ended", "num_prompt_tokens"),
-    "prompt_tokens_cached": ("those whose cache rows were taken over", "num_cached_tokens"),
+    "prompt_tokens": ("prompt tokens of ended requests", "num_prompt_tokens"),
+    "prompt_tokens_cached": (
+        "prompt tokens of ended requests whose cache rows were reused",
+        "num_cached_tokens",
+    ),
     "spec_decode_num_drafts": ("verifications with a draft", "num_drafts"),
     "spec_decode_num_draft_tokens": ("drafted tokens verified", "num_draft_tokens"),
     "spec_decode_num_accepted_tokens": ("drafted tokens accepted", "num_accepted_tokens"),
 }
 _PREFIX_GAUGES = {
-    "prefix_cache_limit_bytes": "most memory that kept prefixes may take",
-    "prefix_cache_bytes": "memory that kept prefixes take",
+    "prefix_cache_limit_bytes": "memory limit of kept prefixes",
+    "prefix_cache_bytes": "memory of kept prefixes",
     "prefix_cache_tokens": "tokens whose rows are kept",
 }
 _PREFIX_COUNTERS = {
-    "kept": "rows copied out of slots, to be kept",
+    "kept": "rows copied out of slots to keep them",
     "reused": "kept rows copied into slots",
     "dropped": "kept rows dropped to make room for others",
     "refused": "rows of ended requests that did not fit beside the beginning of their own prefix",
 }
 _DISTRIBUTIONS = {
     "time_to_first_token_seconds": "arrival to first token",
-    "request_time_per_output_token_seconds": "mean time per token after the first, of one request that came to its end",
+    "request_time_per_output_token_seconds": "mean time per token after the first, of one completed request",
     "request_queue_time_seconds": "arrival to first prefill pass",
-    "e2e_request_latency_seconds": "arrival to last token, of requests that came to their end",
+    "e2e_request_latency_seconds": "arrival to last token, of completed requests",
 }
 
 
 class Distribution:
-    """Seconds: cumulative buckets for ever, quantiles over the latest few thousand values."""
+    """Seconds: cumulative buckets since the start, and quantiles of the latest few thousand values."""
 
     def __init__(self) -> None:
         self.counts, self.sum, self.recent = [0] * (len(_BUCKETS) + 1), 0.0, deque[float](maxlen=_RECENT)
@@ -64,7 +67,7 @@ class Distribution:
         return sum(self.counts)
 
     def copy(self) -> Distribution:
-        """What it is now, for another thread to read."""
+        """A copy of the current state, for another thread to read."""
         made = Distribution()
         made.counts, made.sum, made.recent = list(self.counts), self.sum, self.recent.copy()
         return made
@@ -72,7 +75,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Family:
-    """One metric: its samples by the value of its only label, "" if it has none; of a histogram, its seconds."""
+    """One metric: its samples by the value of its only label ("" without one), or the seconds of a histogram."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -92,7 +95,7 @@ Sample = tuple[str, str, dict[str, str], float]
 
 
 class Metrics:
-    """What one scheduler has served. Written by the thread that runs it; any thread may read."""
+    """Metrics of one scheduler. Its thread writes them; any thread may read them."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -104,14 +107,14 @@ class Metrics:
         self._times = {name: Distribution() for name in _DISTRIBUTIONS}
 
     def observe_round(self, verified: int) -> None:
-        """One verification pass, of `verified` tokens per request."""
+        """Count one verification pass of `verified` tokens per request."""
         with self._lock:
             add_at(self._block_lengths, verified, 1)
 
     def observe_step(
         self, emissions: Sequence[Emission], running: int, waiting: int, prefixes: PrefixCounts | None = None
     ) -> None:
-        """What one step gave out, and who is there after it; what was done so far with prefixes."""
+        """Count one step: its emissions, the running and waiting requests after it, and the prefix counts so far."""
         with self._lock:
             self._running, self._waiting = running, waiting
             if prefixes is not None:
@@ -135,7 +138,7 @@ class Metrics:
                 self._times["request_time_per_output_token_seconds"].add(per_token)
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything, ready for JSON; of each distribution count, mean and the quantiles of the latest values."""
+        """Everything, ready for JSON. A distribution has count, mean and the quantiles of the latest values."""
         with self._lock:
             total = self._total
             counts = {name: getattr(total, source) for name, (_, source) in _COUNTERS.items()}
@@ -151,7 +154,7 @@ class Metrics:
             }
 
     def families(self) -> list[Family]:
-        """Every metric that servers show, under its whole name; the counters of requests rise when these end."""
+        """Every metric that servers show, under its full name. The counters of a request grow when it ends."""
         with self._lock:
             return [
                 Family(PREFIX + name, kind, text, dict(values), label)
@@ -166,7 +169,7 @@ class Metrics:
         total, prefixes = self._total, asdict(self._prefixes)
         yield "num_requests_running", "gauge", "requests running", {"": self._running}, ""
         yield "num_requests_waiting", "gauge", "requests waiting", {"": self._waiting}, ""
-        yield "request_success_total", "counter", "requests that have ended", self._reasons, "finished_reason"
+        yield "request_success_total", "counter", "ended requests", self._reasons, "finished_reason"
         yield "generation_tokens_total", "counter", "tokens given out", {"": self._generated}, ""
         for name, (text, source) in _COUNTERS.items():
             yield f"{name}_total", "counter", text, {"": getattr(total, source)}, ""
@@ -211,7 +214,8 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
     def samples(self) -> list[Sample]:
-        """For servers that take counters and gauges only: of distributions quantiles, and the rates of drafting.
+        """Samples for servers with counters and gauges only. Distributions become quantiles; rates of drafting are
+        added.
 
         Names of counters end in _total.
         """
@@ -238,7 +242,7 @@ class Metrics:
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """The smallest value that at least this fraction of a non-empty sequence does not exceed."""
+    """The smallest value of a non-empty sequence that at least this fraction of the values does not exceed."""
     return sorted(values)[max(0, math.ceil(fraction * len(values)) - 1)]
 
 
@@ -250,7 +254,7 @@ def _summary(times: Distribution) -> dict[str, float]:
 
 
 def _quantiles(times: Distribution) -> dict[float, float]:
-    """By fraction; nothing before the first value."""
+    """The quantiles by fraction; empty before the first value."""
     values = sorted(times.recent)
     return {fraction: quantile(values, fraction) for fraction in (0.5, 0.9, 0.99)} if values else {}
 

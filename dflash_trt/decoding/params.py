@@ -1,4 +1,4 @@
-"""What a caller asks for, and what comes back."""
+"""The parameters of a request, and its result."""
 
 from __future__ import annotations
 
@@ -12,34 +12,41 @@ import numpy as np
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import RequestError, quoted
 
-# "cancelled" and "timeout" come from outside, of requests that can be cancelled and have a deadline. "error" counts in
-# the metrics the requests that ended by an error of their own; who asked gets that error.
+# "cancelled" and "timeout" come from the caller. "error" exists only in the metrics, for requests that ended by their
+# own
+# error; their caller gets that error.
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
-MOST_WORDS = 1024  # of stop, bad_words and stop_token_ids
-MOST_CHARACTERS = 8192  # of stop, and of bad_words: what looks for them takes 120 bytes of memory for each
-_SMALLEST = 2.0**-126  # of float32; kernels may take what is smaller for 0
+MOST_WORDS = 1024  # for stop, bad_words and stop_token_ids
+MOST_CHARACTERS = 8192  # for stop, and for bad_words: the search takes 120 bytes of memory per character
+_SMALLEST = 2.0**-126  # the smallest normal float32; kernels may take smaller numbers for 0
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded; the names and meanings are vLLM's. Raises RequestError naming the field.
+    """The decoding parameters of one request, with vLLM's names and meanings. Raises RequestError naming the field.
 
     They apply in vLLM's order: penalties and bad words, temperature, min-p, top-k, top-p.
 
-    max_tokens: tokens to generate at most, stop token included.
+    max_tokens: the most tokens to generate, stop token included.
     temperature: 0 takes the most probable token; otherwise 0.01 to 100.
-    top_k: keep the k most probable tokens; 0 keeps all.  top_p: keep the smallest set that holds this
-    probability, at least the best token (numbers below 2**-126 count as that).
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the smallest set that holds this probability, at least the best token. Numbers below 2**-126 keep only
+    that.
     min_p: keep tokens at least this fraction as probable as the most probable one.
-    repetition_penalty: over prompt and output; presence_penalty, frequency_penalty: over the output.
+    repetition_penalty: over prompt and output.
+    presence_penalty, frequency_penalty: over the output.
     seed: 0 to 2**64 - 1; None draws one, reported in Completion.seed.
-    stop: strings that end the text (not part of it).  stop_token_ids: as the model's own end tokens.
-    ignore_eos: the model's own end tokens do not end the text; `stop` and `stop_token_ids` still do.
-    bad_words: words that are not generated: their token sequences, with and without a space before them, are never
-    completed. (The same letters may come out of other tokens.)
-    `stop` and `bad_words` have at most 1024 strings and 8192 characters each, `stop_token_ids` at most 1024 ids.
+    stop: strings that end the text. They are not part of it.
+    stop_token_ids: more end tokens, in addition to the model's own.
+    ignore_eos: ignore the model's own end tokens. `stop` and `stop_token_ids` still end the text.
+    bad_words: words that are not generated. Their token sequences, with and without a leading space, are never
+    completed.
+        Other tokens may still spell the same letters.
     logprobs: report the natural logarithm of each token's probability under the target, before temperature, penalties
-    and truncation.
+    and
+        truncation.
+
+    `stop` and `bad_words` have at most 1024 strings and 8192 characters each, `stop_token_ids` at most 1024 ids.
     """
 
     max_tokens: int = 256
@@ -88,13 +95,13 @@ class SamplingParams:
 
     @property
     def penalized(self) -> bool:
-        """Whether the tokens so far change the logits, so that a TokenCounts has to be kept."""
+        """Whether the tokens so far change the logits. Then a TokenCounts is needed."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return any(penalties) or bool(self.bad_words)
 
     @property
     def greedy(self) -> bool:
-        """Whether the plain argmax of the logits is the token: what the graph computes by itself."""
+        """Whether the token is the plain argmax of the logits, which the graph computes itself."""
         return self.temperature == 0 and not self.penalized
 
     def _integer(self, field: str, low: int, high: int) -> None:
@@ -131,7 +138,9 @@ class SamplingParams:
 
 
 def token_ids(values: Collection[object], name: str) -> list[int]:
-    """Token ids as Python's integers. Raises RequestError naming what is no integer: a float, a bool, a byte string."""
+    """Token ids as Python integers. Raises RequestError naming a value that is not an integer: a float, a bool,
+    bytes.
+    """
     kinds = {
         kind for kind in set(map(type, values)) if not issubclass(kind, Integral) or issubclass(kind, bool)
     }
@@ -145,8 +154,11 @@ def token_ids(values: Collection[object], name: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished request. `token_ids` has the stop token, `text` has not and ends before a stop string; `logprobs`,
-    if asked for, has one number per token.
+    """One finished request.
+
+    token_ids: include the stop token.
+    text: excludes the stop token, and ends before a stop string.
+    logprobs: one number per token, if requested.
     """
 
     text: str
@@ -160,8 +172,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One run of tokens of a stream. `text` may lag behind the tokens; the first chunk has the prompt's token ids, the
-    last one the statistics.
+    """Some tokens of a stream. `text` may lag behind the tokens.
+
+    The first chunk has the prompt's token ids, the last one the statistics.
     """
 
     text: str

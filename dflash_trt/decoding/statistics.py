@@ -1,4 +1,4 @@
-"""What happened in one request or in many, under the field names of vLLM's metrics."""
+"""Statistics of one request or of many, under the field names of vLLM's metrics."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 
 @dataclass
 class Statistics:
-    """Counts and times of one request; `merge` gives the aggregate of several. Times are in seconds.
+    """Counts and times of one request. `merge` gives the aggregate of several. Times are in seconds.
 
-    num_drafts: verification passes that had at least one drafted token (vLLM counts the same).
-    acceptance_histogram[k]: how many of them accepted exactly k drafted tokens.
-    block_length_histogram[n]: rounds that verified n tokens, the anchor included; 1 is a round without a draft.
-    prefill_time, draft_time, verify_time, host_time: time in passes that served this request (a batched pass
-        counts in full for each of its requests) and in host code between them.
-    num_cached_tokens: prompt tokens whose cache rows were taken over from another request.
-    queue_time: from arrival to the first prefill pass.  time_to_first_token: from arrival.
+    num_drafts: verification passes with at least one drafted token (as in vLLM).
+    acceptance_histogram[k]: the number of them that accepted exactly k drafted tokens.
+    block_length_histogram[n]: rounds that verified n tokens, including the anchor; 1 is a round without a draft.
+    prefill_time, draft_time, verify_time, host_time: time in passes that served this request, and in host code
+    between them.
+        A batched pass counts in full for each of its requests.
+    num_cached_tokens: prompt tokens whose cache rows were reused from another request.
+    queue_time: from arrival to the first prefill pass.
+    time_to_first_token: from arrival.
     generation_time: from the first generated token to the last.
     """
 
@@ -38,7 +40,7 @@ class Statistics:
     num_requests: int = 1
 
     def record_round(self, drafted: int, accepted: int) -> None:
-        """One verification of the anchor and `drafted` tokens, of which the first `accepted` were right."""
+        """Record one verification of the anchor and `drafted` tokens, which accepted the first `accepted` of them."""
         add_at(self.block_length_histogram, drafted + 1, 1)
         if drafted:
             add_at(self.acceptance_histogram, drafted, 0)  # as long as the longest block
@@ -53,7 +55,7 @@ class Statistics:
 
     @property
     def num_accepted_tokens_per_pos(self) -> list[int]:
-        """How often the draft at each place of the block (from 0) was accepted."""
+        """The number of accepted drafts at each position of the block (from 0)."""
         tail = sum(self.acceptance_histogram)
         return [tail := tail - n for n in self.acceptance_histogram[:-1]]
 
@@ -69,7 +71,7 @@ class Statistics:
 
     @property
     def time_per_output_token(self) -> float:
-        """Seconds per token after the first of each request; 0.0 where there was none."""
+        """Seconds per token after the first of each request; 0.0 without such tokens."""
         after_first = self.num_generation_tokens - self.num_requests
         return self.generation_time / after_first if after_first > 0 else 0.0
 
@@ -95,7 +97,7 @@ class Statistics:
 
 
 def add_at(histogram: list[int], index: int, count: int) -> None:
-    """Add to one place of a histogram, which grows to hold it."""
+    """Add to one entry of a histogram, which grows to hold it."""
     if len(histogram) <= index:
         histogram.extend([0] * (index + 1 - len(histogram)))
     histogram[index] += count

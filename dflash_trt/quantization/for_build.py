@@ -1,4 +1,4 @@
-"""A pair in the precision of a build. Checkpoints that are not quantized yet are quantized on the way."""
+"""A pair in the precision that a build was asked for: quantized on the way where its checkpoints are not yet."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ def in_precision(
     *,
     int4_by_row: bool = False,
 ) -> tuple[Weights, Weights, Weights | None]:
-    """The target, the drafter, and the drafter's own head, if it gets one.
+    """Target, drafter, and the head that the drafter has to itself, if any.
 
-    New checkpoints are made in `folder`. Those that an interrupted build made from the same checkpoints are reused.
-    Scales
-    come from the weights alone; for calibrated scales, run `dflash-trt quantize` first.
+    What is made lies in `folder`; what an interrupted build made there of the same checkpoints is taken over.
 
-    int4_by_row: for an engine that reads INT4 with two columns per byte, as ONNX does.
+    Scales come from the weights alone; calibrated ones are made before, by `dflash-trt quantize`. `int4_by_row`: for an
+    engine that reads INT4 with two columns in a byte, as ONNX has it.
 
-    Raises BuildError if a checkpoint is already quantized in another way.
+    Raises BuildError where a checkpoint is quantized already, otherwise than asked.
     """
     found = {"target": target, "drafter": drafter}
     head: Weights | None = None
@@ -49,14 +48,14 @@ def in_precision(
             stored = sorted({a.scheme for a in checkpoint.quantization.algorithms})
             if stored != [scheme]:
                 raise BuildError(
-                    f"--precision is {role}={scheme}, but {checkpoint.directory} is already {', '.join(stored)}; give "
-                    f"the unquantized checkpoint, or leave {role} out"
+                    f"--precision is {role}={scheme}, but {checkpoint.directory} is {', '.join(stored)} already; "
+                    f"give the checkpoint it was made from, or leave {role} out"
                 )
         elif isinstance(checkpoint, Checkpoint):
             out = _place(folder / role, checkpoint, scheme)
             found[role] = Checkpoint(quantize(checkpoint.directory, out, scheme, progress=progress))
         else:
-            # The widths of the layers are not known here.
+            # The layers' widths are not known here.
             algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
             path = checkpoint.directory / "config.json"
             found[role] = Outline(
@@ -79,13 +78,13 @@ def _head(target: Weights, scheme: str, folder: Path, progress: Progress) -> Wei
         return Outline(target.directory, Quantization(path, data_free(scheme)))
     if target.quantization.algorithm(HEAD) is not None and f"{HEAD}.weight_scale" in target.tensors:
         raise BuildError(
-            f"--precision is head={scheme}, but {target.directory} already has a quantized LM head: leave head out"
+            f"--precision is head={scheme}, but {target.directory} has a quantized LM head already: leave head out"
         )
     return Checkpoint(quantize_head(target.directory, _place(folder, target, scheme), scheme, progress))
 
 
 def _place(folder: Path, source: Checkpoint, made: str) -> Path:
-    """`folder`, for a checkpoint made from `source`. Anything that another source left there is removed."""
+    """`folder`, for what is made of `source`; what an interrupted build made there of anything else is removed."""
     files = [source.directory / "config.json", *source.files]
     inputs = json.dumps([made, [stamp(file.stat()) for file in files]]).encode()
     note = folder.with_name(f"{folder.name}.inputs")

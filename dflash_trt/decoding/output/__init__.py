@@ -1,1 +1,1 @@
-"""From token ids to text, and where an answer ends."""
+"""From token ids to text, and the end of an answer."""

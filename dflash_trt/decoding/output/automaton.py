@@ -1,7 +1,8 @@
-"""Many patterns looked for at once, at a cost per symbol that does not depend on how many there are.
+"""Search for many patterns at once. The cost per symbol does not depend on their number.
 
-Aho and Corasick 1975, "Efficient string matching". Symbols are whole numbers: code points of stop strings, or tokens of
-bad words.
+Aho and Corasick 1975, "Efficient string matching". Symbols are integers: code points of stop strings, or tokens of
+bad
+words.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from collections.abc import Iterable, Iterator
 
 
 class Automaton:
-    """Patterns as states: a state is the longest end of what was seen that begins a pattern; state 0 is nothing.
+    """Patterns as states. A state is the longest suffix of the input that begins a pattern; state 0 is empty.
 
     Equal patterns share a state. An empty pattern ends at every state.
     """
 
     def __init__(self, patterns: Iterable[Iterable[int]]) -> None:
-        self._next: dict[int, int] = {}  # of a state << 32 | symbol
+        self._next: dict[int, int] = {}  # key: state << 32 | symbol
         self.depth = array("i", [0])  # symbols of each state
-        self.state_of = [self._add(pattern) for pattern in patterns]  # the state that each pattern ends in
+        self.state_of = [self._add(pattern) for pattern in patterns]  # the end state of each pattern
         ends = set(self.state_of)
         self._shorter = array("i", [0]) * len(
             self.depth
-        )  # the longest other state that ends as this one does
-        # The state of the longest pattern that ends at a state; -1: none does.
+        )  # the longest other state that is a suffix of this one
+        # The state of the longest pattern that ends at a state; -1 if there is none.
         self.longest = array("i", [0 if 0 in ends else -1]) * len(self.depth)
         for key, longer in sorted(self._next.items(), key=lambda entry: self.depth[entry[1]]):
             if state := key >> 32:
@@ -40,7 +41,7 @@ class Automaton:
         return longer
 
     def ending(self, state: int) -> Iterator[int]:
-        """The states of the patterns that end here, the longest first."""
+        """The states of the patterns that end here, longest first."""
         state = self.longest[state]
         while state >= 0:
             yield state

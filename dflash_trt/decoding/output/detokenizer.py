@@ -1,6 +1,4 @@
-"""Text as tokens arrive: never taken back, and together exactly what decoding all the tokens at once
-gives.
-"""
+"""Text from arriving tokens. It is never taken back, and its sum equals the decoding of all tokens at once."""
 
 from __future__ import annotations
 
@@ -8,38 +6,42 @@ from collections.abc import Sequence
 
 import tokenizers
 
-_REPLACEMENT = "\ufffd"  # what bytes that are not (yet) a character decode to
-# A character has at most 4 bytes and a token at least one: so many tokens back, decoding no longer matters.
+_REPLACEMENT = "\ufffd"  # the decoding of bytes that are not (yet) a character
+# A character has at most 4 bytes and a token at least one. Tokens further back no longer matter.
 _REACH = 8
 _MOST_PENDING = (
-    32  # tokens after which the middle of what is pending is dropped: more is slower, fewer no faster
+    32  # tokens after which the middle of the pending ones is dropped: more is slower, fewer is not faster
 )
-_HELD = 3  # replacement characters at the end that the next token may turn into one character
+_HELD = 3  # replacement characters at the end that the next token may complete
 
 
 class Detokenizer:
-    """The text of one request, piece by piece, special tokens left out.
+    """The text of one request, in pieces, without special tokens.
 
-    `push(a) + push(b) + ... + flush()` equals `decode(a + b + ...)` for every byte-level tokenizer and any
-    tokens. With byte-fallback tokenizers that holds for well-formed text; there a wrong byte turns the
-    characters directly before it, already emitted, into replacement characters in a decode of the whole.
-    The time of a push does not depend on the tokens before it.
+    `push(a) + push(b) + ... + flush()` equals `decode(a + b + ...)` for every byte-level tokenizer and any tokens.
+    With
+    byte-fallback tokenizers this holds for well-formed text. There, a wrong byte turns the characters directly before
+    it
+    into replacement characters when everything is decoded at once; here they have already been emitted. The time of a
+    push
+    does not depend on the earlier tokens.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # Decoding a token can depend on those before it (bytes of one character; a space at the start of a
-        # text). The window begins with whole characters that are already out, as context.
+        # Decoding a token can depend on earlier ones (bytes of one character; a space at the start of a text). The
+        # window starts
+        # with complete, emitted characters as context.
         self._window: list[int] = []
         self._text = ""
-        self._shown = 0  # characters of self._text that are out
-        self._context_end = 0  # tokens of the window whose text was out, complete, at the last cut
+        self._shown = 0  # emitted characters of self._text
+        self._context_end = 0  # tokens of the window whose text was completely emitted at the last cut
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens make certain; "" while a character is incomplete."""
         window = [*self._window, *tokens]
         text = self._tokenizer.decode(window)
-        if text.endswith(_REPLACEMENT) and len(tokens) > 1:  # how far are its characters whole?
+        if text.endswith(_REPLACEMENT) and len(tokens) > 1:  # find the end of its complete characters
             return "".join([self.push((token,)) for token in tokens])
         end = len(text.rstrip(_REPLACEMENT))
         long = len(window) - self._context_end > _MOST_PENDING
@@ -54,20 +56,25 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The rest, at the end: bytes of an incomplete character become U+FFFD."""
+        """The rest of the text at the end. Bytes of an incomplete character become U+FFFD."""
         piece, self._shown = self._text[self._shown :], len(self._text)
         return piece
 
     def _cut(self) -> None:
-        """The text is out, every character whole: what came since the last cut is context enough."""
+        """Cut the window after all text was emitted in complete characters. The tokens since the last cut are enough
+        context.
+        """
         window = self._window[self._context_end :]
         if context := self._tokenizer.decode(window):
             self._window, self._context_end = window, len(window)
             self._text, self._shown = context, len(context)
 
     def _shorten(self) -> None:
-        """Of tokens that have made no whole text for long, keep the first ones, which say whether a text has
-        begun, and the last ones, whose bytes may become a character.
+        """Shorten tokens that have made no complete text for long.
+
+        The first ones stay, because they show whether a text has started. The last ones stay, because their bytes may
+        become a
+        character.
         """
         begun = self._context_end
         pending = [token for token in self._window[begun:] if not self._is_silent(token)]
@@ -79,7 +86,7 @@ class Detokenizer:
             self._window, self._text, self._shown = window, text, len(text) - len(rest)
 
     def _is_silent(self, token: int) -> bool:
-        """Whether decoding skips this token: it is a special one, or none."""
+        """Whether decoding skips this token: a special token, or an unknown id."""
         decode = self._tokenizer.decode
         return not decode((token,)) and bool(
             self._tokenizer.id_to_token(token) is None or decode((token,), skip_special_tokens=False)

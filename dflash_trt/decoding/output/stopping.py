@@ -1,4 +1,4 @@
-"""When a request ends, and which text may be shown before it does."""
+"""When a request ends, and which text may be shown before its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dflash_trt.decoding.params import FinishReason, SamplingParams
 
 
 class Emission(NamedTuple):
-    """What one run of tokens gave: the first `kept` of them count, `text` may be shown now."""
+    """The result of some tokens: the first `kept` of them count, and `text` may be shown now."""
 
     kept: int
     text: str
@@ -19,12 +19,14 @@ class Emission(NamedTuple):
 
 
 class StopChecker:
-    """Stop tokens, stop strings and the token budget of one request. How the tokens are cut into runs is not
-    seen.
+    """Stop tokens, stop strings and the token budget of one request. The result does not depend on how tokens are
+    grouped.
 
-    As in vLLM, a stop token is kept but has no text; the token that completes a stop string is kept, and the
-    text ends before the string. Of several stop strings the one complete first ends the text, the longest if
-    two end together. A stop wins over `max_tokens` when one token reaches both.
+    As in vLLM, a stop token is kept but has no text. The token that completes a stop string is kept, and the text
+    ends before
+    the string. The stop string that is complete first ends the text; the longest one, if two end together. A stop
+    takes
+    precedence over `max_tokens` if one token reaches both.
     """
 
     def __init__(
@@ -33,13 +35,13 @@ class StopChecker:
         self.finish_reason: FinishReason | None = None
         self._stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
         self._stops = Automaton(map(ord, stop) for stop in params.stop) if params.stop else None
-        self._state = 0  # how much of a stop string the held text ends with
+        self._state = 0  # the part of a stop string at the end of the held text
         self.remaining = params.max_tokens  # tokens that may still be kept
         self._detokenizer = detokenizer
-        self._held = ""  # decoded, but possibly the beginning of a stop string
+        self._held = ""  # decoded, but possibly the start of a stop string
 
     def push(self, tokens: Sequence[int]) -> Emission:
-        """Take the next run of tokens. After the end nothing is kept."""
+        """Take the next tokens. After the end, none are kept."""
         if self.finish_reason:
             return Emission(0, "", self.finish_reason)
         kept = min(len(tokens), self.remaining)
@@ -61,15 +63,15 @@ class StopChecker:
         return Emission(kept, text, reason)
 
     def abandon(self, reason: FinishReason) -> str:
-        """End from outside; returns the text that was held back."""
+        """End the request from outside. Returns the text that was held back."""
         if self.finish_reason:
             return ""
         self.finish_reason = reason
         return self._held + self._detokenizer.flush()
 
     def _match(self, stops: Automaton, tokens: Sequence[int], last: bool) -> tuple[str, int | None]:
-        """The text to show, and after how many tokens a stop string was complete; 0: only by the flush at the
-        end.
+        """The text to show, and the number of tokens that complete a stop string (0: the flush at the end completes
+        it).
         """
         for count, token in enumerate(tokens, 1):
             if (start := self._hold(stops, self._detokenizer.push((token,)))) is not None:
@@ -82,7 +84,7 @@ class StopChecker:
         return text, None
 
     def _hold(self, stops: Automaton, text: str) -> int | None:
-        """Hold more text; where the stop string that is complete first begins in what is held."""
+        """Hold more text. Returns the start of the first complete stop string in the held text, if any."""
         before = len(self._held)
         self._held += text
         for end, character in enumerate(text, before + 1):

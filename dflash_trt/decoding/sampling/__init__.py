@@ -1,1 +1,1 @@
-"""From logits to the token of a request: penalties, cuts, and noise that depends on nothing but seed and position."""
+"""From logits to the token of a request: penalties, truncation, and noise that depends only on seed and position."""

@@ -1,10 +1,11 @@
-"""Counter-based noise: the Gumbel noise of a token depends on (seed, position, token) and on nothing else.
+"""Counter-based noise: the Gumbel noise of a token depends only on (seed, position, token).
 
-The bits are Philox 4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). From bits
-to noise there are only correctly rounded float32 additions, subtractions, multiplications and divisions,
-conversions and integer operations: no fused multiply-add and no library logarithm. Every IEEE 754 machine
-that evaluates the expressions below in the order written, a GPU kernel included, therefore gets the same 32
-bits.
+The bits are Philox 4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). From bits to
+noise,
+all float32 operations are correctly rounded: additions, subtractions, multiplications, divisions and conversions.
+There
+is no fused multiply-add and no library logarithm. So every IEEE 754 machine that evaluates the expressions in the
+written order gets the same 32 bits, GPU kernels included.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _WORD = 0xFFFFFFFF
 _ROUNDS = 10
 _FEW = 8  # up to this many tokens, Python's integers are faster than 30 NumPy calls
 
-GUMBEL_MIN = np.float32(-3.099223)  # of bits 0xFFFFFFFE and 0xFFFFFFFF: -log(32 log 2)
-GUMBEL_MAX = np.float32(22.18071)  # of bits 0 and 1: 32 log 2
+GUMBEL_MIN = np.float32(-3.099223)  # for bits 0xFFFFFFFE and 0xFFFFFFFF: -log(32 log 2)
+GUMBEL_MAX = np.float32(22.18071)  # for bits 0 and 1: 32 log 2
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox 4x32-10 of one counter: four words in, four words out. The specification in plain integers."""
+    """Philox 4x32-10 of one counter: four words in, four words out. This is the specification in plain integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     m0, m1 = _MULTIPLIERS
@@ -40,11 +41,11 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 
 
 def philox4x32_array(counter: Bits, seed: int) -> Bits:
-    """Philox 4x32-10 of many counters: uint32 [4, N] in, uint32 [4, N] out; key = the two words of `seed`."""
+    """Philox 4x32-10 of many counters: uint32 [4, N] in, uint32 [4, N] out. The key is the two words of `seed`."""
     even, odd = counter[0::2], counter[1::2]
     multipliers, keys = _tables(seed)
     for key in keys:
-        # A little-endian uint64 product seen as uint32 is (low, high); the two products change places.
+        # A little-endian uint64 product seen as uint32 is (low, high). The two products change places.
         product = np.multiply(even, multipliers, order="C").view(np.uint32)
         odd, even = product[::-1, 0::2], product[::-1, 1::2] ^ odd ^ key
     return np.stack((even, odd), axis=1).reshape(4, -1)
@@ -61,8 +62,7 @@ def _tables(seed: int) -> tuple[NDArray[np.uint64], list[Bits]]:
 def token_bits(seed: int, position: int, tokens: NDArray[np.int64]) -> Bits:
     """The 32 random bits of each token, uint32 of the shape of `tokens` [N].
 
-    Token v owns word v % 4 of the counter (v // 4, position, 0, 0) under the key
-    (seed % 2**32, seed // 2**32).
+    Token v owns word v % 4 of the counter (v // 4, position, 0, 0) under the key (seed % 2**32, seed // 2**32).
     """
     if tokens.size <= _FEW:
         key = seed & _WORD, seed >> 32
@@ -84,19 +84,21 @@ def token_bits(seed: int, position: int, tokens: NDArray[np.int64]) -> Bits:
 
 _SCALE = np.float32(2.0**-32)
 _HALF, _ONE, _TWO = np.float32(0.5), np.float32(1), np.float32(2)
-LN2_HIGH = np.float32(0.693359375)  # 9 significant bits: its product with an exponent is exact
+LN2_HIGH = np.float32(0.693359375)  # 9 significant bits, so its product with an exponent is exact
 LN2_LOW = np.float32(-2.12194440e-4)
 SQRT_HALF_BITS = np.int32(0x3F3504F3)
-# 2 atanh(s) = s (2 + 2/3 s^2 + 2/5 s^4 + ...); with |s| <= 1/3 the first term left out is 1.4e-8 of the sum.
+# 2 atanh(s) = s (2 + 2/3 s^2 + 2/5 s^4 + ...). With |s| <= 1/3 the first omitted term is 1.4e-8 of the sum.
 ATANH = tuple(np.float32(2 / k) for k in (13, 11, 9, 7, 5, 3, 1))
 
 
 def gumbel_from_bits(bits: Bits) -> Floats:
     """Standard Gumbel noise -log(E), E ~ Exp(1), of uint32 random bits; float32 in [GUMBEL_MIN, GUMBEL_MAX].
 
-    E = -log(1 - x) with x = (bits | 1) / 2**32. Below one half, from x itself (which keeps the noise exact
-    where it is large, and largest noise is what wins); above, as the logarithm of 1 - x = (~bits | 1) /
-    2**32, which is exact in integers. Within 3 units in the last place of max(|noise|, 1).
+    E = -log(1 - x) with x = (bits | 1) / 2**32. Below one half it is computed from x itself. That keeps large noise
+    exact, and
+    large noise wins. Above one half it is the logarithm of 1 - x = (~bits | 1) / 2**32, which is exact in integers.
+    The error
+    is at most 3 units in the last place of max(|noise|, 1).
     """
     x = (bits | np.uint32(1)).astype(np.float32) * _SCALE
     y = (~bits | np.uint32(1)).astype(np.float32) * _SCALE
@@ -132,9 +134,9 @@ def gumbel(seed: int, position: int, tokens: NDArray[np.int64]) -> Floats:
 
 
 def rough_gumbel_from_bits(bits: Bits) -> Floats:
-    """The same noise within 1e-4, by NumPy's logarithm: to rule tokens out, never to decide between two."""
+    """The same noise within 1e-4, by NumPy's logarithm. It may rule tokens out, but never decide between two."""
     y = (~bits | np.uint32(1)).astype(np.float32) * _SCALE
     x = (bits | np.uint32(1)).astype(np.float32) * _SCALE
-    # -log(y) loses its digits as y nears 1, where E = x + x^2/2 + O(x^3).
+    # -log(y) loses its digits as y approaches 1, where E = x + x^2/2 + O(x^3).
     exponential = np.where(x < np.float32(2.0**-8), x + _HALF * x * x, -np.log(y))
     return -np.log(exponential)

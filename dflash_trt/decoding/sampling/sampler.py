@@ -1,10 +1,10 @@
 """From logits to a token: penalties, temperature, min-p, top-k, top-p, and the noise that chooses.
 
-The token at a position is argmax_v(process(logits)[v] + gumbel(seed, position, v)), the Gumbel-max form of
-sampling (Gumbel 1954; Maddison et al. 2014, "A* Sampling"), or the argmax of the penalized logits at temperature 0.
-`process` penalizes, divides by the temperature, and of the quotients keeps what min-p, top-k and top-p leave. It is a
-function of the logits, the parameters, the seed, the position and the tokens so far: of nothing that
-speculation changes.
+The token at a position is argmax_v(process(logits)[v] + gumbel(seed, position, v)), the Gumbel-max form of sampling
+(Gumbel 1954; Maddison et al. 2014, "A* Sampling"). At temperature 0 it is the argmax of the penalized logits.
+`process`
+applies penalties and the temperature, and keeps the tokens that min-p, top-k and top-p leave. It depends only on the
+logits, the parameters, the seed, the position and the tokens so far. Speculation changes none of these.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from dflash_trt.errors import NonFiniteError
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]
 
-# A token this far below the best cannot win, whatever its noise; the slack covers rounding of value + noise.
+# A token this far below the best cannot win with any noise. The slack covers rounding of value + noise.
 _REACH = np.float32(float(GUMBEL_MAX) - float(GUMBEL_MIN) + 1e-3)
-# Rough scores are within 2e-4 of the exact ones, so only the scores this close to the best have to be exact.
+# Rough scores are within 2e-4 of the exact ones. So only scores this close to the best must be exact.
 _MARGIN = np.float32(1e-3)
 
 
 class TokenCounts:
-    """The tokens of one request so far, for its penalties: the prompt's, and how often each was generated.
+    """The tokens of one request so far, for its penalties: the prompt's, and the count of each generated token.
 
-    bad_words: non-empty token sequences that are never completed; only generated tokens count as their beginning.
+    bad_words: non-empty token sequences that are never completed. Only generated tokens count as their beginning.
     """
 
     def __init__(self, prompt: Iterable[int], bad_words: Sequence[Sequence[int]] = ()) -> None:
@@ -48,9 +48,9 @@ class TokenCounts:
         self._tokens = np.empty(max(64, 2 * len(seen)), dtype=np.int64)
         self._tokens[: len(seen)] = list(seen)
         self._output = np.zeros(self._tokens.size, dtype=np.float32)
-        # The beginnings of bad words, and for each of them the tokens that would complete one.
+        # The beginnings of bad words, and for each of them the tokens that would complete a bad word.
         self._beginnings = Automaton(word[:-1] for word in bad_words) if bad_words else None
-        self._state = 0  # the longest of them that the generated tokens end with
+        self._state = 0  # the longest beginning at the end of the generated tokens
         self._last: dict[int, Tokens] = {}
         if self._beginnings is not None:
             last: dict[int, set[int]] = {}
@@ -59,7 +59,7 @@ class TokenCounts:
             self._last = {state: np.array(sorted(tokens)) for state, tokens in last.items()}
 
     def add(self, token: int) -> None:
-        """Count a generated token. Each row is sampled after every token before it was added."""
+        """Count a generated token. A row is sampled after all tokens before it were added."""
         slot = self._slot.setdefault(token, len(self._slot))
         if slot == self._tokens.size:
             self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))
@@ -88,10 +88,11 @@ class TokenCounts:
 def process(logits: Floats, params: SamplingParams, counts: TokenCounts | None = None) -> Floats:
     """Scaled logits, float32 [V]: the best token has 0, excluded tokens -inf. The temperature must not be 0.
 
-    In vLLM's order: penalties, temperature, min-p, top-k, top-p. top-p counts the probability of what min-p
-    and top-k left, and keeps the smallest set that reaches it, at least one token. Among equal logits, top-k
-    and top-p keep the lower token ids first. Raises NonFiniteError if no largest logit exists (NaN, or
-    infinite).
+    In vLLM's order: penalties, temperature, min-p, top-k, top-p. top-p uses the probability of the tokens that min-p
+    and
+    top-k left. It keeps the smallest set that reaches it, at least one token. Among equal logits, top-k and top-p
+    keep the
+    lower token ids first. Raises NonFiniteError if no largest logit exists (NaN, or infinite).
     """
     tokens, values = _kept(logits, params, counts)
     full = np.full_like(logits, -np.inf)
@@ -102,15 +103,14 @@ def process(logits: Floats, params: SamplingParams, counts: TokenCounts | None =
 def sample(
     logits: Floats, params: SamplingParams, seed: int, position: int, counts: TokenCounts | None = None
 ) -> int:
-    """The token at `position`, from its logits, float32 [V]; `counts`, if penalized, has the tokens before
-    it.
+    """The token at `position`, from its logits, float32 [V]. `counts`, if penalized, has the tokens before it.
 
     Ties go to the lowest token id. Raises NonFiniteError if no largest logit exists (NaN, or infinite).
     """
     if params.temperature == 0:
         if counts is not None:
             logits = counts.penalize(logits, params)
-        token = int(logits.argmax())  # the first NaN, if there is any
+        token = int(logits.argmax())  # the first NaN, if any
         _check_finite(logits[token])
         return token
     tokens, values = _kept(logits, params, counts)
@@ -164,11 +164,11 @@ def _kept(logits: Floats, params: SamplingParams, counts: TokenCounts | None) ->
 
 
 def _top_k(values: Floats, k: int) -> Tokens:
-    """Indices of the k largest values, ascending; lower indices first among equals."""
+    """Indices of the k largest values, ascending. Lower indices come first among equals."""
     width = values.size // (4 * k)
     indices = np.arange(values.size)
     if width > 1:
-        # k groups hold a value of at least `bound`, so the k largest values are all at least that.
+        # k groups hold a value of at least `bound`, so the k largest values are all at least `bound`.
         groups = values[: values.size // width * width].reshape(-1, width).max(axis=1)
         bound = np.partition(groups, -k)[-k]
         indices = (values >= bound).nonzero()[0]
@@ -177,13 +177,15 @@ def _top_k(values: Floats, k: int) -> Tokens:
 
 
 def _top_p(values: Floats, total: int, p: np.float32) -> Tokens:
-    """Indices, ascending, of the smallest set that holds p of the weight `total`; lower indices first among equals.
+    """Indices, ascending, of the smallest set that holds p of the weight `total`. Lower indices come first among
+    equals.
 
-    A token is in it if it weighs anything and those ranked before it weigh less than p * total.
+    A token belongs to it if it has weight, and the tokens ranked before it weigh less than p * total.
     """
     target = float(p) * float(total)
-    # All the tokens below this hold less than half of total - target together: the set can be found without them.
-    # (Half, because the tokens' sum may differ from `total` by rounding; for p very near 1 that would not be enough.)
+    # The tokens below `lowest` together weigh less than half of total - target, so the set can be found without them.
+    # It is
+    # half, because the tokens' sum may differ from `total` by rounding. For p very near 1 even that is not enough.
     least = (total - target) * 0.5 / values.size
     lowest = math.log(least / 2**WEIGHT_BITS) if target < total * (1 - 2.0**-16) else NEGLIGIBLE
     indices = (values >= np.float32(lowest)).nonzero()[0]
@@ -193,7 +195,7 @@ def _top_p(values: Floats, total: int, p: np.float32) -> Tokens:
     sure, held = indices[:0], 0
     if indices.size > 512:  # sort only the slice of values in which p is reached
         slices = (values[indices] * np.float32(-32)).astype(np.int64)
-        mass = np.cumsum(np.bincount(slices, weights=weights))  # exact: weights.py
+        mass = np.cumsum(np.bincount(slices, weights=weights))  # exact: probability_mass.py
         edge = min(int(np.searchsorted(mass, target)), mass.size - 1)
         sure, held = indices[slices < edge], int(mass[edge - 1]) if edge else 0
         indices, weights = indices[slices == edge], weights[slices == edge]

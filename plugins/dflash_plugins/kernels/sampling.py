@@ -5,8 +5,8 @@ registers. It draws the random bits of every token, but computes no noise. Large
 largest logit and the smallest bits in a group of 32 tokens bound the scores of the group. Nearly all groups cannot
 contain the winner. `sample_select`, one program per row, evaluates the few that can, exactly as the host does.
 
-A token's rank is (its distance from the best scaled logit, its id) as one int64; lower is better. min-p, top-k and
-top-p only determine the last rank that may be sampled.
+A token's rank is (its distance from the best scaled logit, its id) as one int64. Lower is better.
+The limits min-p, top-k and top-p only determine the last rank that may be sampled.
 """
 
 from __future__ import annotations
