@@ -155,7 +155,7 @@ def _check_ids(answers: Sequence[Any], config: TargetConfig, data: Path) -> None
     for answer in answers:
         if (largest := max(answer.token_ids)) >= config.vocab_size:
             raise DFlashError(
-                f"{data}: answer {answer.id} has token {largest}, but the target embeds only {config.vocab_size}: the "
+                f"{data}: answer {answer.id} has token {largest}, but the target embeds {config.vocab_size}: the "
                 "answers are of another target"
             )
 
