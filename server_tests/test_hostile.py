@@ -222,7 +222,7 @@ def test_a_killed_tritonserver_is_started_again(tiny: Serving) -> None:
         tiny.until(lambda times=times: tiny.log.count("tritonserver serves again") == times)
         assert not {*workers} & {*tiny.processes("serving.worker")}
         assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
-    assert tiny.log.count("tritonserver ended with SIGKILL: starting it again") == 2
+    assert tiny.log.count("tritonserver ended with SIGKILL: restarting it") == 2
     assert tiny.log.count("serving /") == 1
     assert tiny.generate(text_input="a", max_tokens=2)[0] == 200
 
@@ -232,7 +232,7 @@ def test_a_killed_proxy_is_started_again(tiny: Serving) -> None:
     (proxy,) = tiny.processes("serving.proxy")
     kill(proxy)
     tiny.until(lambda: tiny.processes("serving.proxy") not in ([], [proxy]) and tiny.ready())
-    assert "the proxy ended with SIGKILL: starting it again" in tiny.log
+    assert "the proxy ended with SIGKILL: restarting it" in tiny.log
     assert tiny.processes("bin/tritonserver") == [server]
 
 
@@ -268,7 +268,7 @@ def test_nothing_is_left_running(bundles: dict[str, Path], tmp_path: Path, numbe
 def test_other_addresses_are_announced_as_open_to_everyone(bundles: dict[str, Path], tmp_path: Path) -> None:
     server = Serving(bundles["tiny"], tmp_path / "log", "--host=127.0.0.2")
     try:
-        assert "whoever reaches 127.0.0.2 may use the model" in server.log
+        assert "anyone who reaches 127.0.0.2 may use the model" in server.log
         assert fetch(f"http://127.0.0.2:{server.http_port}/v2/health/ready")[0] == 200
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", server.http_port))

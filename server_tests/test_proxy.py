@@ -333,13 +333,13 @@ def test_a_server_that_dies_is_an_error_and_not_a_silence(tmp_path: Path) -> Non
         front.upstream.dies = True
         front.upstream.go_on.set()
         status, answer = await front.post(b"{}")
-        assert (status, "started again" in answer["error"]) == (502, True)
+        assert (status, "it is being restarted" in answer["error"]) == (502, True)
         async with (
             ClientSession() as session,
             session.post(f"{front.url}{GENERATE}_stream", data=b"{}") as got,
         ):
             *_, last = (await got.text()).strip().split("\n\n")
-            assert "started again" in json.loads(last.removeprefix("data: "))["error"]
+            assert "it is being restarted" in json.loads(last.removeprefix("data: "))["error"]
 
     run(tmp_path, check)
 

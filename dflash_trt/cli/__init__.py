@@ -50,9 +50,9 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 error or difference, 130 Ctrl-C, 141 closed pipe.
+    """Run one command. Returns the exit code: 0 done, 1 error or difference, 130 Ctrl-C, 141 closed pipe.
 
-    Wrong usage leaves through `SystemExit(2)`, `--help` through `SystemExit(0)`, as argparse does.
+    Wrong usage raises `SystemExit(2)`, `--help` raises `SystemExit(0)`, as in argparse.
     """
     args = _parser().parse_args(argv)
     try:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ndflash-trt: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has left (`| head`). The interpreter flushes stdout as it ends: let that succeed.
+        # The reader has left (`| head`). The interpreter flushes stdout when it ends. Let that succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (DFlashError, OSError, UnicodeError) as error:

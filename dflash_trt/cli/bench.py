@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 
 SUMMARY = "measure throughput and latency under load"
 DESCRIPTION = """\
-Serve the same requests, greedy, by plain decoding, by drafting blocks of a fixed length and of adaptive length, at
-several concurrencies (closed loop: each request is followed by the next) or arrival rates (open loop: Poisson
-arrivals).
-The methods take turns within each load. The last line is one JSON document.
+Serve the same greedy requests in three ways: plain decoding, drafting with a fixed block length, and drafting with the
+adaptive length. A closed loop sends a request after the previous answer. An open loop has Poisson arrivals. The methods
+take turns within each load. The last line is one JSON document.
 
-TPOT is the number to compare: (last token - first token) / (tokens - 1) of each request. The time between two tokens
-is bursty with block drafting: a round gives several tokens at once, and nothing comes until the next.
+Compare TPOT: (last token - first token) / (tokens - 1) of each request. The time between two tokens is bursty with
+block drafting, because a round gives several tokens at once.
 """
 EXAMPLES = """\
 examples:
@@ -42,26 +41,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         type=each(at_least(1)),
         metavar="N,...",
-        help="closed loops of so many requests at a time (default: 1,2,4,8,16, or none with --rate)",
+        help="closed loops: requests at a time (default: 1,2,4,8,16, or none with --rate)",
     )
     parser.add_argument(
         "--rate",
         type=each(_positive),
         default=[],
         metavar="R,...",
-        help="open loops of so many requests per second",
+        help="open loops: requests per second",
     )
     parser.add_argument(
-        "--requests", type=at_least(1), default=96, metavar="N", help="per load and method (default: 96)"
+        "--requests",
+        type=at_least(1),
+        default=96,
+        metavar="N",
+        help="requests per load and method (default: 96)",
     )
     parser.add_argument(
         "--max-tokens", type=at_least(2), default=64, metavar="N", help="tokens per request (default: 64)"
     )
     parser.add_argument(
         "--methods", type=each(_method), default=list(METHODS), metavar="M,...",
-        help="of plain, draft, adaptive (default: all)",
+        help="any of plain, draft, adaptive (default: all)",
     )  # fmt: skip
-    parser.add_argument("--block-length", type=int, metavar="N", help="of `draft` (default: the block size)")
+    parser.add_argument(
+        "--block-length", type=int, metavar="N", help="block length of `draft` (default: the block size)"
+    )
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="a JSONL file (default: the shipped prompts)"
     )

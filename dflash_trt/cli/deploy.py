@@ -10,15 +10,16 @@ from dflash_trt.cli.options import at_least, block_length
 
 SUMMARY = "write a Triton model repository that serves a bundle"
 DESCRIPTION = """\
-Write a model repository for Triton Inference Server: `dflash`, which serves the bundle with continuous batching, and
-`ensemble`, the same under the name that clients of TensorRT-LLM's models call. `dflash-trt serve` does this by itself.
+Write a model repository for Triton Inference Server. The model `dflash` serves the bundle with continuous batching.
+`ensemble` is the same model under the name that clients of TensorRT-LLM's models call. `dflash-trt serve` does this
+itself.
 """
 EXAMPLES = """\
 examples:
   dflash-trt deploy bundles/tiny --out triton
   dflash-trt deploy bundles/tiny --out triton --copy --max-batch-size 16 --max-queue 64
 
-It prints the command that serves the repository, on loopback and with what loads code closed to clients.
+It prints the command that serves the repository on loopback. APIs that load code are closed to clients.
 """
 
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `deploy` and `serve` both write into the repository."""
+    """Add the engine options that `deploy` and `serve` share."""
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--max-batch-size",
@@ -45,12 +46,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     engine.add_argument(
         "--block-length", type=block_length, metavar="auto|N",
-        help="tokens verified per round (default: auto, what is expected to be fastest, round by round)",
+        help="tokens verified per round (default: auto, the length that is expected to be fastest in each round)",
     )  # fmt: skip
     engine.add_argument(
         "--stream-interval", type=at_least(0), default=50, metavar="MS",
-        help="what follows a response of a stream within so many milliseconds is sent as one; 0: a response per round "
-        "(default: 50)",
+        help="least time between responses of a stream; tokens in between are sent as one response; 0: a response per "
+        "round (default: 50)",
     )  # fmt: skip
     engine.add_argument(
         "--threads", type=at_least(1), metavar="N", help="CPU threads per pass (default: all)"

@@ -1,4 +1,4 @@
-"""`dflash-trt doctor`: versions, and what this machine can build and run."""
+"""`dflash-trt doctor`: versions, and the engines that this machine can build and run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import argparse
 
 from dflash_trt.cli.output import byte_count, print_json, print_table
 
-SUMMARY = "show versions and what this machine can build and run"
+SUMMARY = "show versions and the engines that this machine can build and run"
 DESCRIPTION = """\
-Show the versions of everything that matters, the processor and GPUs, and what this machine can build and run.
-Exit code 1 when something required is missing.
+Show versions, the processor, the GPUs, and the engines that this machine can build and run.
+Exit code 1 if something required is missing.
 """
 EXAMPLES = """\
 examples:

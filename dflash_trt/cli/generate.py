@@ -1,4 +1,4 @@
-"""`dflash-trt generate`: text from a bundle, as it comes."""
+"""`dflash-trt generate`: text from a bundle, printed as it is generated."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 SUMMARY = "generate text from a prompt"
 DESCRIPTION = """\
-Generate text from a prompt and print it as it comes. The tokens are the same with and without drafting,
-at every block length: only the speed differs.
+Generate text from a prompt and print it as it is generated. The tokens are the same with and without drafting, at every
+block length. Only the speed differs.
 """
 EXAMPLES = """\
 examples:
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-length",
         type=block_length,
         metavar="auto|N",
-        help="tokens verified per pass (default: auto, what is expected to be fastest, round by round)",
+        help="tokens verified per pass (default: auto, the length that is expected to be fastest in each round)",
     )
     sampling = parser.add_argument_group("sampling")
     for name, (kind, metavar, text) in SAMPLING.items():
@@ -135,5 +135,5 @@ def _print_statistics(statistics: Statistics) -> None:
 
 
 def _histogram(counts: list[int]) -> str:
-    """How many rounds had which length: 1 x 3, 8 x 12."""
+    """The number of rounds of each length: 1 x 3, 8 x 12."""
     return ", ".join(f"{length} x {count}" for length, count in enumerate(counts) if count) or "no round"

@@ -1,4 +1,4 @@
-"""`dflash-trt inspect`: what a bundle or a checkpoint is."""
+"""`dflash-trt inspect`: describe a bundle or a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from dflash_trt.cli.output import byte_count, print_json, print_table
 
-SUMMARY = "show what a bundle or a checkpoint is"
-DESCRIPTION = "Show what a bundle or a checkpoint directory is: architecture, taps, block, parameters, bytes."
+SUMMARY = "describe a bundle or a checkpoint"
+DESCRIPTION = "Describe a bundle or a checkpoint directory: architecture, taps, block, parameters, bytes."
 EXAMPLES = """\
 examples:
   dflash-trt inspect bundles/tiny

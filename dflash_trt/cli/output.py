@@ -1,4 +1,4 @@
-"""How the commands print: aligned columns, byte counts, JSON, progress."""
+"""Output of the commands: aligned columns, byte counts, JSON, progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dflash-trt pairs`: the pairs known by name."""
+"""`dflash-trt pairs`: the pairs with a name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 from dflash_trt.cli.output import print_json, print_table
 
-SUMMARY = "list the pairs known by name"
+SUMMARY = "list the known pairs"
 DESCRIPTION = "List the target and drafter pairs that `build --target` knows by name."
 EXAMPLES = """\
 examples:

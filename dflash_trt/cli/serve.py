@@ -12,11 +12,11 @@ from dflash_trt.cli.deploy import add_engine_arguments, engine_settings
 SUMMARY = "serve a bundle with Triton Inference Server"
 DESCRIPTION = """\
 Serve a bundle with Triton Inference Server, over HTTP and gRPC, until Ctrl-C or SIGTERM. The server is the tritonserver
-on the PATH, or the one of nvidia-pytriton's wheel: pip install 'dflash-trt[triton-local]'. Where there is neither, this
-prints the command that serves the bundle in a container.
+on the PATH, or the one of nvidia-pytriton's wheel: pip install 'dflash-trt[triton-local]'. Without either, this prints
+the command that serves the bundle in a container.
 
-Clients talk to a proxy in front of the server. It bounds requests and passes on those that ask the model; what loads
-code, maps memory, traces or logs is not open. A server, proxy or engine that dies is started again.
+Clients talk to a proxy in front of the server. It limits requests and passes on only those to the model. APIs that load
+code, map memory, trace or log are closed. A server, proxy or engine that dies is restarted.
 """
 EXAMPLES = """\
 examples:
@@ -40,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS",
-        help="time that requests have to finish once it is told to stop (default: 30)",
+        help="time for requests to finish after a signal to stop (default: 30)",
     )  # fmt: skip
     parser.add_argument(
         "--log-level", default="warning", choices=("error", "warning", "info", "verbose"),
-        help="what the server logs on standard error (default: warning)",
+        help="log level of the server on standard error (default: warning)",
     )  # fmt: skip
     add_engine_arguments(parser)
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(f"dflash-trt serve: {text}", file=sys.stderr, flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="dflash-trt-") as temporary:  # which only this user may enter
+    with tempfile.TemporaryDirectory(prefix="dflash-trt-") as temporary:  # only this user may enter it
         directory = Path(temporary)
         server = find_server(directory)
         if server is None:
@@ -94,6 +94,6 @@ def run(args: argparse.Namespace) -> int:
             print(f"metrics  http://{args.host}:{args.metrics_port}/metrics", flush=True)
 
         if args.host not in ("127.0.0.1", "::1", "localhost"):
-            say(f"whoever reaches {args.host} may use the model: nobody is asked for a name or a key")
+            say(f"anyone who reaches {args.host} may use the model: there is no authentication")
         arguments = server_arguments(repository, sockets, args.log_level)
         return Supervisor(server, arguments, sockets, settings, args.grace).run(ready, say)

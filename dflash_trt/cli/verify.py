@@ -1,4 +1,4 @@
-"""`dflash-trt verify`: the same tokens with and without drafting, shown."""
+"""`dflash-trt verify`: compare the tokens with and without drafting."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 SUMMARY = "check that drafting does not change the tokens"
 DESCRIPTION = """\
-Generate from every prompt with and without drafting and compare the tokens, at several temperatures, block
-lengths and batch sizes. The first difference, if any, is shown with the gap between the two logits.
-Exit code 1 when anything differs.
+Generate from every prompt with and without drafting, and compare the tokens at several temperatures, block lengths and
+batch sizes. The first difference, if any, is shown with the gap between the two logits.
+Exit code 1 if anything differs.
 """
 EXAMPLES = """\
 examples:

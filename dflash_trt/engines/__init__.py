@@ -1,1 +1,1 @@
-"""Engines: named buffers in, named buffers out, caches kept in place."""
+"""Engines: named buffers in, named buffers out, caches updated in place."""

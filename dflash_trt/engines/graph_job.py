@@ -1,4 +1,4 @@
-"""The part of a build that engines of ours share: both models as graphs, with the files that they refer to."""
+"""The common part of a build for our own engines: both models as graphs, and the files that they refer to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dflash_trt.models.decoder import cache_bytes_per_token
 from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
 
-_HEAD_FOLDER = "weights/head"  # of the drafter's own copy of the LM head
+_HEAD_FOLDER = "weights/head"  # for the drafter's own copy of the LM head
 
 
 @dataclass(kw_only=True)
@@ -46,9 +46,9 @@ class GraphJob(BuildJob):
 def export(
     pair: CheckpointPair, dialects: Mapping[str, Dialect], capacity: int | str, progress: Progress
 ) -> dict[str, ir.Model]:
-    """Both graphs. Nothing of the weights is read; shapes and dtypes are checked against the configurations.
+    """Both graphs. Weights are not read; their shapes and dtypes are checked against the configurations.
 
-    `capacity`: cache rows per sequence, or the name of an axis that is fixed at run time.
+    capacity: cache rows per sequence, or the name of an axis that is fixed at run time.
     """
     progress("export target", 0, 1)
     target = build_target(
@@ -80,7 +80,7 @@ def export(
 def graph_fields(
     pair: CheckpointPair, dialects: Mapping[str, Dialect], models: Mapping[str, ir.Model]
 ) -> dict[str, Any]:
-    """The manifest's fields of a bundle of graphs."""
+    """The manifest's fields of a bundle with graphs."""
     return {
         "dialect": dialects["target"].name,
         "precision": {role: dialect.dtype.name.lower() for role, dialect in dialects.items()},
@@ -95,7 +95,7 @@ def graph_fields(
 
 
 def graph_files(pair: CheckpointPair) -> dict[str, Path]:
-    """Weights, tokenizer and configs: their names in the bundle, and where they are now."""
+    """Weights, tokenizer and configs: name in the bundle -> current path."""
     found: dict[str, Path] = {}
     for role, side in (("target", pair.target), ("drafter", pair.drafter)):
         found |= {f"{side.folder}/{file.name}": file for file in side.checkpoint.files}
@@ -105,7 +105,7 @@ def graph_files(pair: CheckpointPair) -> dict[str, Path]:
 
 
 def graph_digests(models: Mapping[str, ir.Model]) -> dict[str, str]:
-    """Of graphs without their weights, which are external data and have digests of their own."""
+    """Digests of the graphs without their weights, which are external data with their own digests."""
     return {
         name: hashlib.sha256(ir.to_proto(model).SerializeToString(deterministic=True)).hexdigest()
         for name, model in models.items()

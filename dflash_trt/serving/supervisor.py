@@ -103,7 +103,7 @@ class Supervisor:
         serves, dead = False, dict[int, float]()
         while not self._stop.wait(_LOOK_SECONDS if serves else 0.1):
             if (code := process.poll()) is not None:
-                again = ": starting it again" if self._served else ""
+                again = ": restarting it" if self._served else ""
                 say(f"tritonserver ended with {_how(code)}{again}")
                 return code or 1
             self._tree = descendants(process.pid)

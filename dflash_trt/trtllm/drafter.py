@@ -1,4 +1,4 @@
-"""The drafter as TensorRT-LLM loads it: taps in ascending order, in BF16, and no code to fetch."""
+"""The drafter as TensorRT-LLM loads it: taps in ascending order, in BF16, and without code to fetch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _DROPPED = ("auto_map", "dtype", "torch_dtype")
 
 
 def as_it_is(config: DrafterConfig, checkpoint: Checkpoint) -> bool:
-    """Whether the weights fit as they are: taps ascend already, and everything is BF16 in one file."""
+    """Whether the weights need no change: taps are ascending, and everything is BF16 in one file."""
     ascending = list(config.target_layer_ids) == sorted(config.target_layer_ids)
     dtypes = {tensor.dtype for tensor in checkpoint.tensors.values()}
     return ascending and dtypes == {"BF16"} and len(checkpoint.files) == 1
 
 
 def drafter_config(config: DrafterConfig) -> dict[str, Any]:
-    """config.json with what TensorRT-LLM reads in the places where it reads it, and no code to fetch."""
+    """config.json with every field where TensorRT-LLM reads it, and without code to fetch."""
     values = {key: value for key, value in read_object(config.path).items() if key not in _DROPPED}
     dflash = dict(values.get("dflash_config", {}))
     dflash |= {
@@ -43,7 +43,7 @@ def drafter_config(config: DrafterConfig) -> dict[str, Any]:
 
 
 def write_weights(config: DrafterConfig, checkpoint: Checkpoint, path: Path) -> None:
-    """One safetensors file in BF16, the columns of `fc` in the order of ascending taps."""
+    """Write one safetensors file in BF16, with the columns of `fc` in the order of ascending taps."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for name in sorted(checkpoint.tensors):
         array = checkpoint.array(name)

@@ -1,8 +1,10 @@
-"""Requests through TensorRT-LLM's own scheduler, behind the interface of ours: `submit`, `step`, emissions.
+"""Run requests through TensorRT-LLM's own scheduler, with our scheduler's interface: `submit`, `step`, emissions.
 
-Tokens come from `tensorrt_llm.LLM.generate_async(streaming=True)`, one response per decoding iteration; stop strings,
-text and statistics are ours, as for every engine. Sampling is TensorRT-LLM's: greedy requests give the target's
-argmax, others its own random numbers, so that the same seed gives other tokens than our engines do.
+Tokens come from `tensorrt_llm.LLM.generate_async(streaming=True)`, one response per decoding iteration. Stop strings,
+text
+and statistics are ours, as for every engine. Sampling is TensorRT-LLM's. Greedy requests get the target's argmax.
+Other
+requests use its random numbers, so the same seed gives other tokens than our engines.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.errors import DFlashError, EngineError, RequestError
 from dflash_trt.trtllm.installed import load
 
-_PATIENCE = 0.05  # seconds that a step waits for tokens before it looks at cancellations and deadlines again
+_PATIENCE = 0.05  # seconds that a step waits for tokens before it checks cancellations and deadlines
 
 
 class _Response(NamedTuple):
@@ -42,18 +44,18 @@ class _Response(NamedTuple):
 
 @dataclass
 class _Run:
-    """A request that TensorRT-LLM is working on. `result` is None until it has been handed over."""
+    """A running request of TensorRT-LLM. `result` is None until the request was handed over."""
 
     result: Any = None
-    iteration: int | None = None  # of the response before
+    iteration: int | None = None  # of the previous response
 
 
 class Driver:
     """One `tensorrt_llm.LLM`. As with `Scheduler`, one thread calls `submit` and `step`.
 
-    No step is ever `cut_short`: what it takes from one response is whole.
+    A step is never `cut_short`: it processes a response completely or not at all.
 
-    How many requests run at a time is the bundle's `max_batch_size`: TensorRT-LLM queues the others itself.
+    The bundle's `max_batch_size` limits the running requests. TensorRT-LLM queues the others itself.
     """
 
     cut_short = False
@@ -78,7 +80,9 @@ class Driver:
         return not self._runs
 
     def check(self, params: SamplingParams, *, draft: bool) -> None:
-        """Refuse what TensorRT-LLM cannot do, or not per request. Raises RequestError naming the field."""
+        """Refuse settings that TensorRT-LLM does not support, or not per request. Raises RequestError naming the
+        field.
+        """
         if not draft:
             raise RequestError(
                 "speculate is False, but TensorRT-LLM drafts for every request of an engine; leave it out, or remove "
@@ -87,7 +91,7 @@ class Driver:
         refused = {"min_p": params.min_p != 0, "logprobs": params.logprobs}
         for name in [name for name, asked in refused.items() if asked]:
             raise RequestError(
-                f"{name} is {getattr(params, name)}, which TensorRT-LLM has not with speculative decoding"
+                f"{name} is {getattr(params, name)}, which TensorRT-LLM does not support with speculative decoding"
             )
         if params.penalized:
             raise RequestError(
@@ -96,7 +100,7 @@ class Driver:
             )
 
     def check_block_length(self, length: int | None) -> None:
-        """Refuse a block length of one request or one caller: it is the engine's."""
+        """Refuse a block length of one request or one caller, because the engine determines it."""
         if length not in (None, self._draft_len + 1):
             raise RequestError(
                 f"block_length is {length}, but TensorRT-LLM verifies {self._draft_len + 1} tokens of every request; "
@@ -109,11 +113,11 @@ class Driver:
         asyncio.run_coroutine_threadsafe(self._follow(request, self._runs[request]), self._loop)
 
     def cancel(self, request: Request) -> None:
-        """End a request that was submitted, in the next step; no effect on one that has ended."""
+        """End a submitted request in the next step. No effect on an ended request."""
         self._leaving.cancel(request)
 
     def step(self, lengths: Lengths) -> list[Emission]:
-        """What came since the last step; waits a moment where nothing has. `lengths` plays no part."""
+        """The results since the last step. Waits briefly if there are none. `lengths` has no effect."""
         emissions = self._give_up()
         wait = bool(self._runs) and not emissions
         try:
@@ -128,7 +132,7 @@ class Driver:
         return emissions
 
     def forget(self) -> None:
-        """Nothing is kept: bundles have TensorRT-LLM's block reuse off."""
+        """No effect: bundles have TensorRT-LLM's block reuse off."""
 
     def clear(self) -> None:
         """Drop every request."""
@@ -150,7 +154,7 @@ class Driver:
         self._loop.close()
 
     async def _follow(self, request: Request, run: _Run) -> None:
-        """On the loop's thread: hand the request over, and pass on what comes back."""
+        """On the loop's thread: hand the request over, and pass its responses on."""
         seen = 0
         try:
             run.result = self._llm.generate_async(
@@ -165,18 +169,20 @@ class Driver:
                 self._responses.put(_Response(request, tokens, iteration, reason))
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # a library's panic, too: whoever waits must hear of it
+        except BaseException as error:  # also a library's panic: the waiting caller must learn of it
             self._responses.put(_Response(request, [], 0, None, error))
 
     def _sampling_params(self, request: Request) -> Any:
-        """`skip_tokenizer_init` asks for ids instead of strings: stop strings are found in our own text."""
+        """TensorRT-LLM's parameters. `skip_tokenizer_init` needs ids instead of strings; stop strings are found in
+        our text.
+        """
         p = request.params
         eos = () if p.ignore_eos else self._eos
         values: dict[str, Any] = {
             "max_tokens": p.max_tokens,
             "end_id": eos[0] if eos else -1,
             "stop_token_ids": [*eos[1:], *p.stop_token_ids] or None,
-            "include_stop_str_in_output": True,  # or the stop token's id would be cut off
+            "include_stop_str_in_output": True,  # otherwise the stop token's id is cut off
             "ignore_eos": p.ignore_eos,
             "detokenize": False,
             "seed": request.seed,
@@ -204,7 +210,7 @@ class Driver:
         if tokens and not request.output:
             request.first_token_at = perf_counter()
             statistics.time_to_first_token = request.first_token_at - request.arrived
-            if len(tokens) > 1:  # the first iteration after the prompt came along
+            if len(tokens) > 1:  # the first iteration after the prompt arrived with it
                 self._count(request, len(tokens) - 1, 1)
         elif tokens:
             before = run.iteration or 0
@@ -219,12 +225,14 @@ class Driver:
         if reason is not None:
             statistics.generation_time = perf_counter() - request.first_token_at
             self._runs.pop(request)
-            if response.finish_reason is None:  # a stop string, or a budget, that only we know of
+            if response.finish_reason is None:  # a stop string or a budget that only we know
                 self._loop.call_soon_threadsafe(run.result.abort)
         return Emission(request, tokens[:kept], text, reason)
 
     def _failed(self, request: Request, error: BaseException) -> Emission:
-        """It refuses a request by ValueError, or a RequestError of its own; all else is the engine's failure."""
+        """Handle an error. TensorRT-LLM refuses a request by ValueError or its own RequestError; others are engine
+        failures.
+        """
         del self._runs[request]
         text = f"TensorRT-LLM: {type(error).__name__}: {error}"
         if not isinstance(error, ValueError) and type(error).__name__ != "RequestError":
@@ -234,7 +242,7 @@ class Driver:
         return fail(request, refused)
 
     def _count(self, request: Request, tokens: int, rounds: int) -> None:
-        """Rounds of verification that gave so many tokens; evenly, where one response has several of them."""
+        """Count verification rounds that gave this many tokens, evenly if one response covers several rounds."""
         for i in range(rounds):
             share = tokens // rounds + (i < tokens % rounds)
             accepted = min(max(share - 1, 0), self._draft_len)
@@ -242,7 +250,7 @@ class Driver:
             self.metrics.observe_round(self._draft_len + 1)
 
     def _give_up(self) -> list[Emission]:
-        """Take out what was cancelled or has run out of time."""
+        """Remove the requests that were cancelled or are out of time."""
         now, emissions = perf_counter(), []
         for request in self._leaving.take(now):
             run = self._runs.pop(request, None)
@@ -255,7 +263,7 @@ class Driver:
 
 
 async def _cancel_all() -> None:
-    """End the loop's other tasks: those that wait for requests which were given up."""
+    """End the loop's other tasks, which wait for given-up requests."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

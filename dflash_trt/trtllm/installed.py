@@ -1,4 +1,4 @@
-"""The installed tensorrt_llm: whether it agrees with a bundle, and an LLM of it made from the bundle."""
+"""The installed tensorrt_llm: check that it agrees with a bundle, and open an LLM from the bundle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
 
-# Sections of llm_args.yaml and the classes that they are.
+# Sections of llm_args.yaml and their classes.
 _SECTIONS = {
     "kv_cache_config": "KvCacheConfig",
     "cuda_graph_config": "CudaGraphConfig",
@@ -23,10 +23,10 @@ _SECTIONS = {
 
 
 def import_tensorrt_llm(version: str) -> Any:
-    """The package. Raises DFlashError where it is not installed or does not start."""
+    """The package. Raises DFlashError if it is not installed or does not start."""
     try:
         return importlib.import_module("tensorrt_llm")
-    except Exception as error:  # its native parts raise what they like
+    except Exception as error:  # its native parts may raise anything
         raise DFlashError(
             f"tensorrt_llm cannot be imported ({type(error).__name__}: {error}); this bundle is for {version}: run it "
             f"in nvcr.io/nvidia/tensorrt-llm/release:{version}, or pip install tensorrt_llm=={version}"
@@ -34,7 +34,7 @@ def import_tensorrt_llm(version: str) -> Any:
 
 
 def disagreements(module: Any, llm_args: Mapping[str, Any]) -> Iterator[str]:
-    """What of a configuration the installed classes would not take."""
+    """The parts of a configuration that the installed classes would refuse."""
     api = module.llmapi
     if not hasattr(api, "DFlashDecodingConfig"):
         yield "it has no DFlashDecodingConfig"
@@ -48,7 +48,7 @@ def disagreements(module: Any, llm_args: Mapping[str, Any]) -> Iterator[str]:
 def _unknown(kind: Any, values: Mapping[str, Any], place: str) -> Iterator[str]:
     for key, value in values.items():
         if key not in kind.model_fields:
-            yield f"{place}{key} is no field of its {kind.__name__}"
+            yield f"{place}{key} is not a field of its {kind.__name__}"
             continue
         allowed = _literals(kind.model_fields[key].annotation)
         if isinstance(value, str) and allowed and value not in allowed:
@@ -56,7 +56,7 @@ def _unknown(kind: Any, values: Mapping[str, Any], place: str) -> Iterator[str]:
 
 
 def _literals(annotation: Any) -> set[Any]:
-    """The values of a Literal, alone or in a union of literals and None; empty for every other annotation."""
+    """The values of a Literal, alone or in a union of literals and None. Empty for any other annotation."""
     if typing.get_origin(annotation) is typing.Literal:
         return set(typing.get_args(annotation))
     parts = [part for part in typing.get_args(annotation) if part is not type(None)]
@@ -65,7 +65,7 @@ def _literals(annotation: Any) -> set[Any]:
 
 
 def read_llm_args(bundle: Bundle) -> dict[str, Any]:
-    """The bundle's configuration. Raises DFlashError where it asks for Python of the checkpoint to be executed."""
+    """The bundle's configuration. Raises DFlashError if it requests to run Python code of the checkpoint."""
     file = bundle.path / "llm_args.yaml"
     args: dict[str, Any] = yaml.safe_load(file.read_text())
     if args.get("trust_remote_code"):
@@ -76,10 +76,11 @@ def read_llm_args(bundle: Bundle) -> dict[str, Any]:
 
 
 def load(bundle: Bundle) -> tuple[Any, Any]:
-    """The package, and its LLM of this bundle.
+    """The package, and its LLM for this bundle.
 
-    Raises DFlashError where the package is missing, or would refuse the configuration: before anything is loaded.
-    Warns where it is another release than the bundle was made for, but takes the configuration.
+    Raises DFlashError, before anything is loaded, if the package is missing or would refuse the configuration. Warns
+    if the
+    package is another release than the bundle's, but accepts the configuration.
     """
     version = bundle.manifest["tensorrt_llm"]["version"]
     module = import_tensorrt_llm(version)

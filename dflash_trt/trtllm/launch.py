@@ -1,4 +1,4 @@
-"""The files of a bundle that start it: llm_args.yaml, one script per way to launch, prefill and decode apart."""
+"""The files that start a bundle: llm_args.yaml, one script per way to launch, and separate prefill and decode."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _HEADER = "# TensorRT-LLM {version} on {world} x {gpu}; written by dflash-trt bu
 
 
 def launch_files(configuration: Configuration) -> dict[str, str]:
-    """Name inside the bundle -> text. Every YAML has been held against the release's fields.
+    """Name inside the bundle -> text. Every YAML has been checked against the release's fields.
 
-    Raises BuildError where the release does not take a field.
+    Raises BuildError if the release does not know a field.
     """
     c = configuration
     documents = {
@@ -47,7 +47,7 @@ def launch_files(configuration: Configuration) -> dict[str, str]:
     return files
 
 
-# What the model of triton_backend/all_models/llmapi reads beside the arguments of LLM; streams need decoupled.
+# Further settings that the model of triton_backend/all_models/llmapi reads. Streams need decoupled.
 _TRITON = {"max_batch_size": 0, "decoupled": True, "cancellation_check_period_ms": 100}
 _ROUTER: dict[str, Any] = {
     "hostname": "localhost",
@@ -59,7 +59,7 @@ _ROUTER: dict[str, Any] = {
 
 
 def _context(llm_args: dict[str, Any]) -> dict[str, Any]:
-    """The prefill side: no drafting (context requests are not drafted), and no overlap scheduler, as documented."""
+    """The prefill side: no drafting (context requests are not drafted) and no overlap scheduler, as documented."""
     args = {key: value for key, value in llm_args.items() if key != "speculative_config"}
     return args | {"disable_overlap_scheduler": True, "cache_transceiver_config": _transceiver(llm_args)}
 

@@ -1,4 +1,4 @@
-"""How the checkpoints of a pair are quantized, as far as TensorRT-LLM takes it."""
+"""The quantization of a pair's checkpoints, as far as TensorRT-LLM supports it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.errors import CheckpointError
 
-# What Model Optimizer calls them, in hf_quant_config.json.
+# Model Optimizer's names in hf_quant_config.json.
 ALGORITHMS = ("FP8", "NVFP4")
 
 
 @dataclass(frozen=True, slots=True)
 class TargetQuantization:
-    """`scheme`: of the linear layers, "fp8" or "nvfp4", of the experts "mxfp4", or None; `kv_cache`: "fp8" or None."""
+    """`scheme`: of the linear layers, "fp8" or "nvfp4", of the experts "mxfp4", or None. `kv_cache`: "fp8" or None."""
 
     scheme: str | None = None
     kv_cache: str | None = None
 
 
 def target_quantization(config: TargetConfig) -> TargetQuantization:
-    """Of a target: Model Optimizer's unified FP8 or NVFP4, or gpt-oss's MXFP4.
+    """The quantization of a target: Model Optimizer's unified FP8 or NVFP4, or gpt-oss's MXFP4.
 
-    Raises CheckpointError for a format that bundles are not made of.
+    Raises CheckpointError for an unsupported format.
     """
     if config.moe is not None and config.moe.quantization is not None:
         return TargetQuantization("mxfp4")
@@ -40,9 +40,10 @@ def target_quantization(config: TargetConfig) -> TargetQuantization:
 
 
 def check_drafter(directory: Path) -> None:
-    """TensorRT-LLM's DFlash reads `fc` and the key and value projections as they lie: they must not be quantized.
+    """Check that the drafter is not quantized. TensorRT-LLM's DFlash uses its `fc`, key and value projections
+    unchanged.
 
-    Raises CheckpointError where a drafter says that it is.
+    Raises CheckpointError if it is quantized.
     """
     found = read_quantization(directory)
     if found.default is not None or found.layers:

@@ -1,7 +1,8 @@
-"""The releases of TensorRT-LLM that bundles are made for, and the configuration fields each one knows.
+"""The supported releases of TensorRT-LLM, and their configuration fields.
 
-A release is a file in schemas/: JSON Schema of TorchLlmArgs (the part that is written or checked here), taken from
-the published reference of that release, and what differs between releases otherwise.
+A release is a file in schemas/. It has the JSON Schema of TorchLlmArgs, for the fields that are written or checked
+here,
+from the release's published reference. It also has the other differences between releases.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ _FIRST = (1, 3, 0, 12)  # DFlash was merged in April 2026 (NVIDIA/TensorRT-LLM#1
 
 @dataclass(frozen=True)
 class Release:
-    """One release. `llm_args` and `disaggregated` are JSON Schemas; `sources` says of each class where it is from.
+    """One release. `llm_args` and `disaggregated` are JSON Schemas; `sources` names the source of each class.
 
-    `hopper_mxfp4_moe_backend`: what runs gpt-oss experts on SM90. `draft_pool_beside_arena`: whether pages are set
-    aside for a drafter that keeps its context in an arena of its own (fixed by NVIDIA/TensorRT-LLM#19410).
+    hopper_mxfp4_moe_backend: the backend of gpt-oss experts on SM90.
+    draft_pool_beside_arena: whether pages are reserved for a drafter that keeps its context in its own arena (fixed
+    by
+        NVIDIA/TensorRT-LLM#19410).
     """
 
     version: str
@@ -43,9 +46,9 @@ class Release:
         return frozenset(schema["properties"])
 
     def check(self, document: Mapping[str, Any], kind: str = "llm_args") -> None:
-        """Hold a configuration against this release's fields.
+        """Check a configuration against this release's fields.
 
-        Raises BuildError naming the first field that the release does not know or would not take.
+        Raises BuildError naming the first field that the release does not know or would refuse.
         """
         try:
             from jsonschema import Draft202012Validator
@@ -54,7 +57,7 @@ class Release:
                 "jsonschema is not installed; install it with: pip install 'dflash-trt[tensorrt-llm]'"
             ) from None
 
-        # YAML has integers for keys where JSON has none.
+        # YAML allows integer keys, JSON does not.
         plain = json.loads(json.dumps(document))
         schema = self.llm_args if kind == "llm_args" else self.disaggregated
         for error in Draft202012Validator(schema).iter_errors(plain):
@@ -65,7 +68,7 @@ class Release:
 
 
 def known_releases() -> list[str]:
-    """Their versions, oldest first."""
+    """The versions of the known releases, oldest first."""
     return sorted((path.stem for path in _SCHEMAS.glob("*.json")), key=_order)
 
 
@@ -73,7 +76,7 @@ def known_releases() -> list[str]:
 def find_release(version: str | None = None) -> Release:
     """A known release, by default the newest.
 
-    Raises BuildError where the version is malformed, too old for DFlash, or one whose fields are not known.
+    Raises BuildError if the version is malformed, too old for DFlash, or unknown.
     """
     known = known_releases()
     version = version or known[-1]

@@ -1,4 +1,4 @@
-"""Losslessness: any drafts, in any blocks, commit what decoding one token at a time commits."""
+"""Losslessness: any drafts, in any blocks, commit the same tokens as decoding one token at a time."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ PARAMS = [
 
 
 def target(history: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """A model: logits that depend on the whole history."""
+    """A model whose logits depend on the whole history."""
     seed = list(history)
     return np.random.default_rng(seed).normal(0, 2, VOCABULARY).astype(np.float32)
 
 
 def one_at_a_time(prompt: list[int], length: int, params: SamplingParams, seed: int) -> list[int]:
-    """The reference: no drafts, no shortcuts, penalties counted afresh for each token."""
+    """The reference: no drafts, no shortcuts, penalties counted anew for each token."""
     output: list[int] = []
     while len(output) < length:
         logits = target(prompt + output)
@@ -65,7 +65,7 @@ def test_any_drafts_commit_the_same_tokens(
         counts.add(output[0])
     while len(output) < 12:
         length = data.draw(st.integers(1, 9))
-        right = data.draw(st.integers(0, length))  # so many drafts are right, the others are anything
+        right = data.draw(st.integers(0, length))  # this many drafts are right, the others are arbitrary
         guesses = data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=length, max_size=length))
         drafts = (expected[len(output) :][:right] + guesses[right:])[: length - 1]
         block = [output[-1], *drafts]
@@ -87,7 +87,7 @@ def test_any_drafts_commit_the_same_tokens(
 def test_any_tree_commits_the_same_tokens(
     prompt: list[int], params: SamplingParams, seed: int, data: st.DataObject
 ) -> None:
-    """The path takes as many right nodes as the tree has in a row from the anchor, in whatever order they come."""
+    """The path is the longest run of right nodes from the anchor, in any order of nodes."""
     expected = one_at_a_time(prompt, 16, params, seed)
     counts = TokenCounts(prompt) if params.penalized else None
     output = [sample(target(prompt), params, seed, len(prompt), counts)]
@@ -117,7 +117,7 @@ def test_any_tree_commits_the_same_tokens(
 
 
 def test_a_branch_that_is_not_the_first_is_taken() -> None:
-    """Two children of the anchor, of which the second is right; nodes 3 and 4 are the children of one each."""
+    """Two children of the anchor, of which the second is right. Nodes 3 and 4 are their children."""
     logits = np.eye(6, dtype=np.float32)[[2, 0, 4, 0, 5]]
     verdict = accept([3, 1, 2, 4, 4], logits, SamplingParams(), 0, 0, None, [-1, 0, 0, 1, 2])
     assert verdict == Verdict([2, 4], 5)
@@ -136,7 +136,7 @@ def test_a_whole_block_accepted_and_a_block_of_the_anchor_alone() -> None:
 
 
 def test_accepted_drafts_count_for_the_rows_behind_them() -> None:
-    """Token 1 is best until it has come once; a draft that repeats it is refused within the same block."""
+    """Token 1 is best until it occurred once. A draft that repeats it is refused within the same block."""
     logits = np.tile(np.array([0, 1, 0.5, 0], np.float32), (3, 1))
     params = SamplingParams(presence_penalty=2.0)
     assert accept([0, 1, 1], logits, params, 0, 0, TokenCounts([0])) == Verdict([1], 2)

@@ -1,4 +1,4 @@
-"""One request never hurts another: faults at any place end what they belong to, and leave nothing behind."""
+"""One request never affects another: a fault ends only the request it belongs to, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.doubles.fake_engines import BLOCK, Letters, Pool, expected, nothing, 
 
 
 class Panic(BaseException):
-    """As a library in another language panics: no Exception of Python's."""
+    """A panic of a library in another language: not a Python Exception."""
 
 
 class FailingStop(StopChecker):
-    """Raises instead of taking its n-th run of tokens; and, if it panics, whenever it is asked for text."""
+    """Raises instead of taking its n-th run of tokens. If it panics, it also raises whenever text is requested."""
 
     def __init__(self, params: SamplingParams, at: int, error: type[BaseException]) -> None:
         super().__init__(params, (), Letters())  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ faults = st.lists(
 def test_faults_of_requests_leave_the_others_their_own_tokens(
     arrivals, faults, batch, spare, chunk, seed, target, drafter
 ) -> None:
-    """Numbers that are not finite in both models, errors and panics in the host's code, people who leave."""
+    """Numbers that are not finite in both models, errors and panics in the host's code, and clients that leave."""
     longest = max(len(a["prefix"]) + a["length"] + a["max_tokens"] for a in arrivals)
     pool = Pool(batch, batch + spare, chunk=chunk, max_seq_len=longest)
     pool.target.not_a_number, pool.drafter.not_a_number = every(target), every(drafter)
@@ -129,7 +129,7 @@ def test_faults_of_requests_leave_the_others_their_own_tokens(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_logits_that_are_not_finite_end_the_request_with_its_error(temperature: float) -> None:
-    """After the tokens before them, drafting or not; token 0 is not made of them."""
+    """The error comes after the earlier tokens, with and without drafting. Token 0 does not stand for NaN."""
     bad, pool = every(61), Pool(3, 3)
     pool.target.not_a_number = bad
     params = [SamplingParams(max_tokens=40, temperature=temperature, seed=i) for i in range(12)]
@@ -146,7 +146,7 @@ def test_logits_that_are_not_finite_end_the_request_with_its_error(temperature: 
 
 
 def test_a_draft_whose_row_is_not_finite_costs_a_round_and_no_token() -> None:
-    """It spoils the rows before it, which masked attention multiplies by 0 as well."""
+    """It spoils the earlier rows too, because masked attention multiplies it by 0."""
     params = SamplingParams(max_tokens=60)
     plain = expected(prompt(4), params, 0)
     history = set(rows_of(prompt(4) + plain))
@@ -166,7 +166,7 @@ def test_a_draft_whose_row_is_not_finite_costs_a_round_and_no_token() -> None:
 
 
 def test_a_drafter_without_numbers_costs_speed_only() -> None:
-    """Its request goes on without drafts, under the adaptive length too, and its neighbour drafts as before."""
+    """Its request continues without drafts, also under the adaptive length, and its neighbour drafts as before."""
     pool = Pool(2, 4)
     spoilt = {
         n
@@ -222,7 +222,7 @@ def test_logits_of_a_prompt_that_is_not_finite_leave_a_clear_slot() -> None:
     error=st.sampled_from([KeyboardInterrupt, RuntimeError, Panic]),
 )
 def test_a_step_that_is_cut_short_leaves_nothing_behind(seed, batch, spare, after, error) -> None:
-    """By Ctrl-C or by an engine, before any pass or any copy of a slot."""
+    """Interrupted by Ctrl-C or by an engine, before any pass or any copy of a slot."""
     rng = random.Random(seed)
     pool = Pool(batch, batch + spare)
     pool.target.not_a_number = every(rng.choice([None, 61]))

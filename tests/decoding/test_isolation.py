@@ -1,4 +1,4 @@
-"""One request never hurts another, through `LLM` and `AsyncLLM`: errors, closing, Ctrl-C, the interpreter's end."""
+"""One request never affects another in `LLM` and `AsyncLLM`: errors, closing, Ctrl-C, the interpreter's end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.decoding.test_faults import Panic
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 
-# The token whose embedding is NaN. Neither of the random pairs chooses it of its own accord.
+# The token whose embedding is NaN. Neither random pair chooses it by itself.
 SPOILT = 7
 KINDS = [
     {},
@@ -79,7 +79,7 @@ def caches_are_finite(llm: LLM | AsyncLLM) -> bool:
 
 
 def test_a_prompt_with_nan_ends_alone_and_the_others_are_finished(spoilt: Path) -> None:
-    """Greedy, sampled and penalized; the slots it had serve the next ones."""
+    """Greedy, sampled and penalized. Its slots then serve the next requests."""
     with LLM(spoilt, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:
         alone = [llm.generate(prompt(9 + i, i), params).token_ids for i, params in enumerate(PARAMS)]
     good = [(prompt(9 + i, i), params) for i, params in enumerate(PARAMS)]
@@ -105,7 +105,7 @@ def test_a_prompt_with_nan_ends_alone_and_the_others_are_finished(spoilt: Path) 
 
 
 def test_requests_in_flight_go_on_where_one_fails(spoilt: Path) -> None:
-    """Not finite, an error of the host's code, a panic: each reaches the one stream that it belongs to."""
+    """Numbers that are not finite, an error of the host's code, a panic: each reaches only its own stream."""
     with LLM(spoilt, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:
         alone = [llm.generate(prompt(9 + i, i), params).token_ids for i, params in enumerate(PARAMS)]
 
@@ -145,7 +145,7 @@ def test_requests_in_flight_go_on_where_one_fails(spoilt: Path) -> None:
             assert llm.in_flight == 0
             assert caches_are_finite(llm)
             chunks = llm.stream(*wrong[1])
-            assert (await anext(chunks)).finish_reason is None  # what it got before stays good
+            assert (await anext(chunks)).finish_reason is None  # earlier tokens stay valid
             with pytest.raises(DecodingError, match="of one request"):
                 [chunk async for chunk in chunks]
 
@@ -171,12 +171,12 @@ def test_a_failed_pass_ends_each_request_and_the_next_call_begins_afresh(bundle:
 
 
 def interrupted(work: Callable[[], object], at: int) -> int:
-    """Run `work` with Ctrl-C before the `at`-th line of the package that it comes to; returns how many it came to."""
+    """Run `work` with Ctrl-C before the `at`-th executed line of the package. Returns the number of lines executed."""
     count = 0
 
     def lines(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal count
-        # The interpreter lets no signal in between the body of a `with` and its end, which has an event of its own.
+        # The interpreter lets no signal in between the body of a `with` and its end, which has its own event.
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
         if event == "line" and not text.startswith("with "):
             count += 1
@@ -199,7 +199,7 @@ def interrupted(work: Callable[[], object], at: int) -> int:
 
 @pytest.mark.parametrize("spare", [0, 1 << 20])
 def test_ctrl_c_anywhere_leaves_no_request_behind(bundle: Path, spare: int) -> None:
-    """The next call gets its own tokens, from a scheduler with nothing else in it."""
+    """The next call gets its own tokens, from a scheduler without other requests."""
     params = [SamplingParams(max_tokens=n, seed=n, temperature=0.7) for n in (3, 6, 4)]
     prompts = [prompt(6 + i, i) for i in range(3)]
     with LLM(bundle, max_batch_size=2, prefill_chunk=8, prefix_cache_bytes=spare, threads=1) as llm:
@@ -230,7 +230,7 @@ def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_close_waits_for_the_pass_that_another_thread_runs(bundle: Path) -> None:
-    """Which then hears that it was closed. Memory that is taken away under a pass ends the process."""
+    """That thread then gets an error. Freeing memory under a running pass would end the process."""
     found = python(
         """
         import random, sys, threading, time
@@ -270,7 +270,7 @@ def test_a_stream_that_is_not_read_on_does_not_keep_close_waiting(bundle: Path) 
 
 @pytest.mark.parametrize("interface", ["LLM", "AsyncLLM"])
 def test_the_interpreter_ends_in_order_while_requests_run(bundle: Path, interface: str) -> None:
-    """A thread that computes while the interpreter goes down would abort the process."""
+    """A thread that computes while the interpreter shuts down would abort the process."""
     code = """
         import asyncio, sys, threading, time
         from dflash_trt import LLM, AsyncLLM, SamplingParams
@@ -313,7 +313,7 @@ def test_a_loop_that_is_closed_with_the_end_of_a_stream_unread_frees_its_place(b
 
 @pytest.fixture
 def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody has written holds what hurts most."""
+    """Unwritten memory with the most harmful values."""
 
     def empty(shape: Any, dtype: Any = float, **options: Any) -> np.ndarray[Any, Any]:
         kind = np.dtype(dtype)

@@ -1,4 +1,4 @@
-"""What Metrics counts, against the statistics of the requests; and its text, read back by a small parser."""
+"""Metrics agree with the requests' statistics. A small parser reads their text back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINE = re.compile(r'(dflash_[a-z0-9_]+)(?:\{([a-z_]+)="([^"]*)"\})? (\S+)')
 
 
 class Exposition:
-    """Samples by name and label value, types by family; raises on what Prometheus would refuse."""
+    """Samples by name and label value, types by family. Raises on anything that Prometheus would refuse."""
 
     def __init__(self, text: str) -> None:
         self.samples: dict[str, dict[str, float]] = {}
@@ -197,7 +197,7 @@ def test_another_thread_may_read_while_it_is_written() -> None:
 
 
 def test_servers_with_counters_and_gauges_only_show_the_same_numbers(served) -> None:
-    """Prefixes included; distributions become quantiles, and what drafting gives is worked out for them."""
+    """Including prefixes. Distributions become quantiles, and the rates of drafting are computed."""
     metrics = served[0].scheduler.metrics
     found, snapshot = Exposition(metrics.prometheus()), metrics.snapshot()
     shown: dict[str, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""Continuous batching: whatever the schedule, a request gets its own tokens, and the slots are in order."""
+"""Continuous batching: under any schedule a request gets its own tokens, and the slots are in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.doubles.fake_engines import BLOCK, VOCAB, Pool, expected, request
 
 
 class Lengths:
-    """Says what it is told to, and remembers what it was told."""
+    """Returns the lengths it was given, and records the reports."""
 
     def __init__(self, *draft: int, verify: int | None = None) -> None:
         self.lengths, self.most, self.rounds = list(draft), verify, list[dict[str, Any]]()
@@ -58,7 +58,7 @@ class AnyLengths(Lengths):
 
 
 class Clock:
-    """The scheduler's clock; goes on when told to."""
+    """The scheduler's clock, which advances when told to."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -88,7 +88,7 @@ def drive(pool: Pool, lengths: Lengths, steps: int = 10_000) -> Iterator[list[Em
 
 
 def finish(pool: Pool, lengths: Lengths, *requests: Request) -> dict[Request, list[int]]:
-    """Submit, run to the end, and return the tokens given to each."""
+    """Submit, run to the end, and return the tokens of each request."""
     for each in requests:
         pool.scheduler.submit(each)
     tokens: dict[Request, list[int]] = {each: [] for each in requests}
@@ -265,7 +265,7 @@ def test_who_leaves_is_gone_before_the_next_round(state: str, how: str, clock: C
 
 
 class Counted(Request):
-    """A request that counts how often its deadline and its cancellation are looked at."""
+    """A request that counts the checks of its deadline and its cancellation."""
 
     looked_at = 0
 
@@ -330,7 +330,7 @@ def test_one_batch_may_have_requests_that_draft_and_others_that_do_not(spare: in
         assert tokens[each] == expected(each.prompt, each.params, i)
         assert (each.statistics.num_drafts > 0) == each.draft
     assert max(each.statistics.mean_acceptance_length for each in requests) > 2
-    # The policy learns of the requests that draft, and of the time of all.
+    # The policy learns from the requests that draft, and from the time of all.
     mixed = next(seen for seen in lengths.rounds if seen["batch"] == 3)
     assert len(mixed["accepted"]) == len(mixed["logprobs"]) == 2
     alone = [seen for seen in lengths.rounds if seen["batch"] == 1 and not seen["accepted"]]
@@ -338,7 +338,7 @@ def test_one_batch_may_have_requests_that_draft_and_others_that_do_not(spare: in
 
 
 def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
-    """What it accepts then is what it would have accepted had it never been off; and memory is bounded."""
+    """It then accepts the same drafts as a drafter that was never off. Memory stays bounded."""
     params = SamplingParams(max_tokens=100)
     never_off = request(prompt(4), params)
     always = Lengths(BLOCK)
@@ -368,7 +368,7 @@ def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
 
 
 def test_much_to_take_in_and_a_neighbour_at_the_end_of_its_context() -> None:
-    """What one request's drafter is behind by must not push another's rows past its slot."""
+    """The waiting rows of one request's drafter must not push another's rows past its slot."""
     pool, lengths = Pool(2, 2, chunk=32, max_seq_len=64), Lengths(*[1] * 30, BLOCK)
     behind = request(prompt(2, 1), SamplingParams(max_tokens=60))
     full = request(prompt(29, 2), SamplingParams(max_tokens=35, seed=2), draft=False)

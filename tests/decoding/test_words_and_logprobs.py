@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, words that must not come, and a block length of one request's own."""
+"""Log-probabilities of tokens, words that must not occur, and a request's own block length."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_bad_word_is_held_back_only_where_it_would_be_completed() -> None:
     def banned() -> list[int]:
         return np.flatnonzero(np.isneginf(counts.penalize(logits, params))).tolist()
 
-    assert banned() == [3]  # the prompt's 5, 6 are not the beginning
+    assert banned() == [3]  # the prompt's 5, 6 do not count as the beginning
     for token, expected in ((5, [3]), (6, [3, 7]), (5, [3]), (6, [3, 7]), (6, [3])):
         counts.add(token)
         assert banned() == expected

@@ -1,11 +1,14 @@
-"""Engines that make every fault visible: a cache row depends on all rows before it, and a token on all rows.
+"""Engines that make every fault visible: a cache row depends on all earlier rows, and a token on all rows.
 
-A target row holds a number made from the sum of all rows before it, its token and its position; that number is also
-the row's feature, and decides the logits. The drafter continues the same sum over its own cache, so its drafts are
-right, but for one row in five, only while its context is complete. What the real engines leave undefined is poison.
+A target row holds a number computed from the sum of all earlier rows, its token and its position. That number is also
+the
+row's feature, and determines the logits. The drafter continues the same sum over its own cache. So its drafts are
+right,
+except for one row in five, only while its context is complete. Values that real engines leave undefined are poison.
 
-An engine can be given rows that are not numbers. As with real attention, which multiplies masked rows by 0, one such
-row in a slot spoils all rows of a pass over that slot, if the pass, or the longest request beside it, reaches that far.
+An engine can be given rows that are not numbers. Real attention multiplies masked rows by 0. So one such row in a
+slot
+spoils all rows of a pass over that slot, if the pass, or the longest request in it, reaches that far.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ TABLE = 2 * np.random.default_rng(0).standard_normal((997, VOCAB)).astype(np.flo
 
 
 def row(total: int, token: int, position: int) -> int:
-    """The row of a token at a position, whose rows before it sum up to `total`."""
+    """The row of a token at a position, if the earlier rows sum to `total`."""
     return (31 * total + 7919 * token + 104729 * position + 17) % 999983
 
 
@@ -54,7 +57,7 @@ def expected(
     seed: int,
     not_a_number: Callable[[int], bool] = nothing,
 ) -> list[int]:
-    """What the target alone decodes, one token at a time; up to the first row that is not a number."""
+    """The tokens of the target alone, one at a time, up to the first row that is not a number."""
     before = rows_of(prompt[:-1])
     tokens, total = list(prompt), sum(before)
     counts = TokenCounts(prompt) if params.penalized else None
@@ -139,7 +142,7 @@ class FakeTarget(FakeEngine):
                 np.nan,
                 0,
                 0,
-            )  # as the graph decides then
+            )  # as the graph then decides
         return {"logits": logits, "features": features, "accepted": accepted, "next_token": next_token}
 
 
@@ -172,7 +175,7 @@ class FakeDrafter(FakeEngine):
 
 
 class Letters:
-    """A detokenizer: one letter for each token."""
+    """A detokenizer: one letter per token."""
 
     def push(self, tokens: Sequence[int]) -> str:
         return "".join(chr(65 + token) for token in tokens)
@@ -204,9 +207,9 @@ def request(
 
 
 class Pool:
-    """A scheduler over fake engines, and what must hold of it between two steps.
+    """A scheduler over fake engines, and its invariants between two steps.
 
-    Prefixes may take the memory of the slots beyond `batch`, or `kept` rows; their pages have 8 tokens.
+    Prefixes may take the memory of the slots beyond `batch`, or `kept` rows. Their pages have 8 tokens.
     """
 
     def __init__(

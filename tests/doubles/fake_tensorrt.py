@@ -1,8 +1,9 @@
-"""A module in TensorRT's place that takes exactly the calls the project makes, as documented, and nothing else.
+"""A stand-in for the TensorRT module. It accepts exactly the documented calls that the project makes.
 
-A plan is the graph itself, and executing it runs ONNX Runtime on what lies at the addresses bound. Memory, shapes,
-profiles, aliases and stream capture are held to their rules: a call outside of them fails. It shows that the engine
-drives the API rightly; what TensorRT then computes it cannot show.
+A plan is the graph itself, and executing it runs ONNX Runtime on the bound addresses. Memory, shapes, profiles,
+aliases
+and stream capture follow their rules, and a call that violates them fails. This shows that the engine uses the API
+correctly. It cannot show TensorRT's own computations.
 """
 
 from __future__ import annotations
@@ -336,7 +337,7 @@ class Event:
 
 
 class Cuda:
-    """In the place of torch.cuda, on a machine without a GPU."""
+    """A stand-in for torch.cuda on a machine without a GPU."""
 
     Stream, Event, CUDAGraph = Stream, Event, CudaGraph
     capturing: list[Callable[[], None]] | None = None

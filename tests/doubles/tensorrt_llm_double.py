@@ -1,7 +1,8 @@
-"""A stand-in for tensorrt_llm: the calls that its reference documents, with their argument names, and nothing else.
+"""A stand-in for tensorrt_llm: only the calls of its reference, with their argument names.
 
-Configuration classes take exactly the fields of a release's schema. An LLM "generates" what `answer(prompt)` returns,
-in responses as an engine with DFlash sends them: one token after the prompt, then a run per decoding iteration.
+Configuration classes accept exactly the fields of a release's schema. An LLM "generates" the result of
+`answer(prompt)`,
+in responses like those of an engine with DFlash: one token after the prompt, then a run per decoding iteration.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _config(name: str, schema: Mapping[str, Any]) -> type:
 
 
 class SamplingParams:
-    """Of the documented fields, those that a caller may set here; others are refused."""
+    """The documented fields that a caller may set here. Others are refused."""
 
     KNOWN = frozenset(
         [
@@ -184,7 +185,7 @@ class LLM:
 
 
 def make_double(answer: Answer, *, version: str | None = None, runs: Sequence[int] = (1, 3, 8)) -> Any:
-    """A module of that release. `runs`: how many tokens the decoding iterations give, in turn."""
+    """A module of that release. `runs`: the numbers of tokens of the decoding iterations, in turn."""
     release = find_release(version)
     schemas = {**release.llm_args["$defs"], "TorchLlmArgs": release.llm_args}
     made: list[LLM] = []

@@ -1,4 +1,6 @@
-"""The body of `dflash::MoE` on ONNX Runtime against plain NumPy; what it folds at load; what a pass reads."""
+"""The body of `dflash::MoE` on ONNX Runtime, compared with plain NumPy: results, constants folded at load, bytes per
+pass.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ LOAD = pytest.mark.parametrize("resident", [True, False], ids=["resident", "in u
 
 @dataclass
 class Layer:
-    """Random experts of one storage kind, what they mean in float64, and the operator's graph on them."""
+    """Random experts of one storage kind, their values in float64, and the operator's graph."""
 
     storage: str
     biased: bool = True
@@ -108,7 +110,7 @@ class Layer:
 
 
 def _widened(weight: Array, scales: Array | None) -> Array:
-    """Float64, by the definition of the formats: `ml_dtypes` knows them, our tables play no part."""
+    """Values in float64 by the definition of the formats. `ml_dtypes` decodes them, without our tables."""
     if scales is None:
         return weight.astype(np.float64)
     halves = np.stack([weight & 15, weight >> 4], axis=-1).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
@@ -130,7 +132,7 @@ def session(
 
 
 def routes(rows: int, distinct: int, k: int, rng: np.random.Generator) -> Array:
-    """Router logits with which `rows` rows choose exactly `distinct` experts, k each; no two are equal."""
+    """Router logits with which `rows` rows choose exactly `distinct` experts, k each. No two logits are equal."""
     assert k <= distinct <= rows * k
     logits = np.sort(rng.normal(size=(rows, EXPERTS)), axis=1).astype(np.float32)
     pool = rng.permutation(EXPERTS)[:distinct]
@@ -168,7 +170,7 @@ def test_against_numpy(storage: str, biased: bool, resident: bool) -> None:
 
 @pytest.mark.parametrize("storage", ["mxfp4", "bfloat16"])
 def test_a_pass_reads_the_experts_that_some_row_chose(storage: str, tmp_path: Path) -> None:
-    """Every number of distinct experts: the same result in both modes, and bytes in proportion."""
+    """For every number of distinct experts: the same result in both modes, and bytes in proportion."""
     layer, k, rng = Layer(storage), 2, np.random.default_rng(2)
     per_expert = sum(t[0].nbytes for t in layer.tensors.values() if t is not None)
     whole = layer.session(resident=True, k=k)
@@ -190,14 +192,14 @@ def test_a_pass_reads_the_experts_that_some_row_chose(storage: str, tmp_path: Pa
 
 
 def executed(run: ort.InferenceSession) -> list[dict[str, Any]]:
-    """The profile's events of nodes that ran; ends the profile."""
+    """The profile's events of executed nodes. Ends the profile."""
     events = json.loads(Path(run.end_profiling()).read_text())
     return [event for event in events if event["cat"] == "Node" and event["name"].endswith("_kernel_time")]
 
 
 @LOAD
 def test_what_a_row_gets_does_not_depend_on_the_others(resident: bool) -> None:
-    """Not even where its logits tie: whom the rest of the pass brings in must not show."""
+    """Not even if its logits tie: the other rows of the pass must not influence the choice."""
     layer, rng = Layer("mxfp4"), np.random.default_rng(3)
     x = rng.normal(size=(12, HIDDEN)).astype(np.float32)
     router = rng.integers(0, 2, (12, EXPERTS)).astype(np.float32)
@@ -223,13 +225,13 @@ def test_extreme_router_logits(resident: bool) -> None:
 
 
 def test_mxfp4_widens_exactly() -> None:
-    """Every byte under every scale, NaN and subnormals included: the body's nodes, and NumPy's, bit for bit."""
+    """Every byte under every scale, including NaN and subnormals: the body's nodes and NumPy agree bit for bit."""
     blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16), (1, 256, 16, 16))
     scales = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(1, 256, 1), (1, 256, 16))
     exact = _widened(blocks, scales)
     with np.errstate(over="ignore"):
         expected = exact.astype(np.float32)
-    below = np.abs(exact) < 2.0**128  # above it lies infinity: no published scale comes near
+    below = np.abs(exact) < 2.0**128  # above it lies infinity; no published scale comes near it
     np.testing.assert_array_equal(expected[below].astype(np.float64), exact[below])
     assert np.isnan(expected[0, 255]).all()
     assert np.isfinite(expected[0, :253]).all()
@@ -252,11 +254,11 @@ def test_mxfp4_widens_exactly() -> None:
 
 @LOAD
 def test_extreme_scales(resident: bool) -> None:
-    """Experts of the smallest and the largest scale, and one of NaN, which spoils only the rows that choose it."""
+    """Experts with the smallest and the largest scale, and one with NaN, which spoils only the rows that choose it."""
     layer, k = Layer("mxfp4"), 2
     gate_up, scales = layer.tensors["gate_up"], layer.tensors["gate_up_scales"]
     scales[0], scales[1], scales[2] = 0, 254, 255
-    gate_up[1] &= 0x33  # 0 .. 1.5, whose products with 2**127 are numbers
+    gate_up[1] &= 0x33  # 0 .. 1.5, whose products with 2**127 are finite
     x = np.random.default_rng(5).normal(size=(4, HIDDEN)).astype(np.float32)
     x[1] *= 1e-30
     router = np.zeros((4, EXPERTS), np.float32) - np.arange(EXPERTS, dtype=np.float32)
@@ -271,7 +273,7 @@ def test_extreme_scales(resident: bool) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_experts_that_stay_are_widened_once(storage: str, tmp_path: Path) -> None:
-    """At load: a pass runs one node, the operator itself, and what was stored is gone."""
+    """At load time. A pass then runs only the operator itself, and the stored weights are gone."""
     layer = Layer(storage)
     run = layer.session(resident=True, profile=tmp_path / "profile", optimized=tmp_path / "optimized.onnx")
     run.run(
@@ -294,7 +296,7 @@ MAKERS = {
 def test_the_target_s_graph_folds(
     family: str, resident: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every layer the operator's weights are constants; or they come by Gather from constants as stored."""
+    """In every layer the operator's weights are constants, or come by Gather from the stored constants."""
     make, settings = MAKERS[family]
     directory = make(tmp_path / "target", **settings)
     monkeypatch.setattr(functions, "RESIDENT_EXPERT_BYTES", (1 << 30) if resident else 0)
@@ -320,7 +322,7 @@ def test_the_target_s_graph_folds(
 
 
 def gathered(name: str, producers: Mapping[str, onnx.NodeProto]) -> set[str]:
-    """Of what the value `name` is made: the names of the tensors from which experts in use are gathered."""
+    """The names of the tensors from which `name` gathers the experts in use."""
     node = producers.get(name)
     if node is None:
         return set()

@@ -1,4 +1,4 @@
-"""Quantized layers that lie one behind the other in their file, taken as one."""
+"""Quantized layers that are adjacent in their file, joined into one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def whole(algorithm: str) -> dict[str, np.ndarray]:
 
 
 def write(directory: Path, algorithm: str, order: str = "qkv", **changes: Any) -> dict[str, StoredLinear]:
-    """The rows of `whole` as layers of their own, kind by kind of tensor; "o" is one that is not asked for."""
+    """The rows of `whole` as separate layers, grouped by kind of tensor. "o" is a layer that is not requested."""
     tensors: dict[str, Any] = {}
     for suffix, value in whole(algorithm).items():
         end, parts = 0, {"o": value}

@@ -1,4 +1,4 @@
-"""Quantized experts, on ONNX Runtime and as TensorRT gets them, against NumPy: every format, scales by expert."""
+"""Quantized experts on ONNX Runtime and for TensorRT, compared with NumPy: every format, scales per expert."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ SHAPES: dict[Projection, tuple[int, int]] = {
     "up": (INNER, HIDDEN),
     "down": (HIDDEN, INNER),
 }
-# Algorithm, whether its inputs have static scales, and AWQ's factors; the last keeps its down projections in BF16.
+# Algorithm, whether its inputs have static scales, and AWQ's factors. The last one keeps its down projections in
+# BF16.
 FORMATS = {
     "FP8": ("FP8", True, False),
     "FP8 by channel": ("FP8_PER_CHANNEL_PER_TOKEN", False, False),
@@ -49,7 +50,7 @@ FORMATS = {
 
 
 def write(directory: Path, name: str, **changes: Any) -> Checkpoint:
-    """Random experts, each of another magnitude; `changes` replace tensors, or remove those that are None."""
+    """Random experts of different magnitude. `changes` replace tensors, or remove them if None."""
     algorithm, static, smoothed = FORMATS[name]
     random, tensors = np.random.default_rng(0), dict[str, Any]()
     for e in range(EXPERTS):
@@ -146,11 +147,11 @@ def test_onnxruntime_against_numpy(tmp_path: Path, name: str, resident: bool) ->
         given = feeds(rows)
         expected = reference(checkpoint, **given)
         (y,) = run.run(None, given)
-        # Where a hidden number lies on the edge between two codes, float32 and float64 may round it apart.
+        # If a hidden number lies on the edge between two codes, float32 and float64 may round it differently.
         error = np.linalg.norm(y - expected, axis=1) / np.linalg.norm(expected, axis=1)
         assert np.median(error) < 1e-5
         assert error.max() < 0.02
-    # Widened once as the engine loads, or only in the loop.
+    # Widened once when the engine loads, or only in the loop.
     graph = ir.load(tmp_path / "optimized.onnx").graph
     assert "GatherElements" not in {node.op_type for node in graph}
     everywhere = {node.op_type for node in ir.traversal.RecursiveGraphIterator(graph)}
@@ -194,7 +195,7 @@ def test_what_a_row_gets_does_not_depend_on_the_others(tmp_path: Path) -> None:
 def test_what_tensorrt_gets_against_numpy(
     tmp_path: Path, name: str, widened_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, its own operators as functions of standard ones."""
+    """In float32, with TensorRT's own operators as functions of standard ones."""
     monkeypatch.setattr(tensorrt_experts, "WIDENED_BYTES", widened_bytes)
     checkpoint = write(tmp_path / "source", name)
     checkpoint = Checkpoint(repack_int4(checkpoint, tmp_path)) if name == "AWQ" else write(tmp_path, name)

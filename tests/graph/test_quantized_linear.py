@@ -1,4 +1,4 @@
-"""The quantized linear operators on ONNX Runtime against NumPy: every format, every kind of activation."""
+"""The quantized linear operators on ONNX Runtime, compared with NumPy: every format, every kind of activation."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def test_matches_numpy(tmp_path: Path, algorithm: str, static: bool, extras: boo
     nearest = rounded(algorithm, x * smooth, input_scale)
     exact = nearest.astype(np.float64) @ used.T.astype(np.float64) + bias
     np.testing.assert_allclose(y, exact, rtol=1e-4, atol=1e-4)
-    # Widened weights are there once, or never.
+    # Widened weights exist once, or never.
     kinds = {node.op_type for node in ir.load(tmp_path / "optimized.onnx").graph}
     widening = {"DequantizeLinear", "GatherElements"} & kinds
     assert ("GatherElements" not in kinds) if resident else widening
-    # How far the format itself is from the layer.
+    # The distance of the format itself from the layer.
     error = np.linalg.norm(used - w) / np.linalg.norm(w)
     assert error < (0.04 if algorithm.startswith("FP8") else 0.2)

@@ -1,4 +1,4 @@
-"""LLM and AsyncLLM over a bundle for TensorRT-LLM, whose package is replaced by a strict double."""
+"""LLM and AsyncLLM over a bundle for TensorRT-LLM, with a strict double of the package."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(bundles: Path) -> dict[tuple[int, ...], list[int]]:
-    """What the target of the shipped pair says, by ONNX Runtime: greedy, past its end tokens."""
+    """The greedy tokens of the shipped pair's target on ONNX Runtime, beyond its end tokens."""
     found = {}
     with LLM(bundles / "onnx") as llm:
         for prompt in PROMPTS:
@@ -83,7 +83,7 @@ def test_streams_and_chats_as_every_engine(bundles: Path, double: Any) -> None:
 
 
 def test_acceptance_is_counted_by_decoding_iteration(bundles: Path, double: Any) -> None:
-    """Runs of 1, 3, 8, 1, 3, 8 ... tokens; the first comes from the prompt pass and is no round."""
+    """Runs of 1, 3, 8, 1, 3, 8 ... tokens. The first comes from the prompt pass and is not a round."""
     double.LLM.answer = staticmethod(lambda ids: [9] * 25)
     with LLM(bundles / "trtllm") as llm:
         statistics = llm.generate("x", SamplingParams(max_tokens=25)).statistics
@@ -254,7 +254,7 @@ def test_an_installed_release_that_lacks_fields_is_reported_before_loading(
     with pytest.raises(DFlashError) as raised:
         LLM(bundles / "trtllm")
     for part in (
-        "gpus_per_node is no field of its TorchLlmArgs",
+        "gpus_per_node is not a field of its TorchLlmArgs",
         "speculative_config.attention_backend",
         "1.2.1",
     ):

@@ -1,4 +1,4 @@
-"""What a bundle for TensorRT-LLM is started with: scripts run with stand-ins for the programs that they start."""
+"""The scripts that start a bundle for TensorRT-LLM, run with stand-ins for the programs that they start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build_tiny(out: Path, deployment: Deployment | None, engine: str = "tensorrt
 
 
 class Launch:
-    """Runs a bundle's scripts with stand-ins for every program they start, which note how they were called."""
+    """Runs a bundle's scripts with stand-ins for all programs that they start. These record their calls."""
 
     PROGRAMS = ("trtllm-serve", "trtllm-llmapi-launch", "mpirun", "srun", "docker", "tritonserver")
 
@@ -45,7 +45,7 @@ class Launch:
             program.chmod(0o755)
 
     def __call__(self, script: str, *arguments: str, **variables: str) -> tuple[str, list[str]]:
-        """Directory and words of the program that the script started, from another directory."""
+        """Directory and arguments of the program that the script started, from another directory."""
         path = f"{self.bin}:{os.environ['PATH']}"
         subprocess.run(
             [str(self.bundle / "launch" / script), *arguments],

@@ -1,1 +1,1 @@
-"""How many tokens a round drafts and verifies."""
+"""The number of tokens that a round drafts and verifies."""

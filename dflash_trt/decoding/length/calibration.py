@@ -1,4 +1,4 @@
-"""How likely drafts are right, from what the drafter says of them and from what became of earlier ones."""
+"""The probability that drafts are right, from the drafter's log-probabilities and the results of earlier drafts."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# The drafter is taken at its word at first. How far off it may be (standard deviations): in log-odds, all places of the
-# block alike and each by itself as much again, and the weight of what it says.
+# The prior trusts the drafter. Standard deviations of its error in log-odds: a common offset for all positions, as
+# much
+# again for each position, and the weight of the drafter's estimate.
 _OFFSET, _WEIGHT = 1.5, 0.3
-# What is remembered of a round that drafted after the next one.
+# The share of a drafting round's evidence that remains after the next one.
 _MEMORY = 0.99
-# Beyond e**6 : 1 a drafter's certainty is not told apart: the same as log-probabilities.
+# The drafter's log-odds are clipped at 6; the same holds for its log-probabilities.
 _CERTAIN = 6.0
 _LEAST, _MOST = -float(np.log1p(np.exp(_CERTAIN))), -float(np.log1p(np.exp(-_CERTAIN)))
 
 
 def log_odds(logprobs: Array) -> Array:
-    """Of the drafts' log-probabilities [..., drafts]; log-odds, clipped."""
+    """Clipped log-odds of the drafts' log-probabilities [..., drafts]."""
     odds: Array = -np.log(np.expm1(-_bounded(logprobs)))
     return odds
 
 
 def _bounded(logprobs: Array) -> Array:
-    """In float64; a draft of which the drafter says nothing that is a number is taken for wrong."""
+    """Bounded log-probabilities in float64. A draft whose log-probability is not a number counts as wrong."""
     said = np.asarray(logprobs, np.float64)
     return np.clip(np.where(np.isnan(said), _LEAST, said), _LEAST, _MOST)
 
 
 class Calibration:
-    """Logistic regression, followed online: P(draft j is right | those before it are) = s(offset_j + weight x).
+    """Online logistic regression: P(draft j is right | the earlier ones are) = s(offset_j + weight x).
 
-    x are the drafter's log-odds. What a few rounds show is one Newton step towards the posterior's maximum (Laplace's
-    approximation); the past fades, back to the prior.
+    x are the drafter's log-odds. The results of a few rounds give one Newton step towards the posterior's maximum
+    (Laplace's
+    approximation). Past evidence fades, back to the prior.
     """
 
     def __init__(self, drafts: int) -> None:
@@ -54,11 +56,13 @@ class Calibration:
         return survival
 
     def gains(self, logprobs: Array) -> list[float]:
-        """How many drafts of the first 0, 1, 2 .. of each row of log-probabilities are expected to be right, in all."""
+        """The expected number of accepted drafts among the first 0, 1, 2 .. of each row of log-probabilities, summed
+        over rows.
+        """
         *offsets, weight = self._mean.tolist()
         factors = [exp(-offset) for offset in offsets]
         right = [0.0] * (logprobs.shape[1] + 1)
-        for row in _bounded(logprobs).tolist():  # few numbers: this is quicker than a dozen NumPy calls
+        for row in _bounded(logprobs).tolist():  # few numbers: faster than a dozen NumPy calls
             survival = 1.0
             for place, logprob in enumerate(row):
                 survival /= 1 + factors[place] * expm1(-logprob) ** weight
@@ -66,8 +70,9 @@ class Calibration:
         return list(accumulate(right))
 
     def observe(self, x: Array, accepted: Array, offered: Array, rounds: int) -> None:
-        """What `rounds` rounds showed: of log-odds x [n, drafts] the first offered [n] were verified and the first
-        accepted [n] of them were right.
+        """Learn from `rounds` rounds with log-odds x [n, drafts].
+
+        The first offered [n] drafts of each row were verified, and the first accepted [n] of them were right.
         """
         place = np.arange(x.shape[1])
         rows, places = np.nonzero(place < np.minimum(accepted + 1, offered)[:, None])
@@ -89,7 +94,9 @@ class Calibration:
 
 
 def _features_times(weights: Array, places: Array, said: Array, size: int) -> Array:
-    """Sum of weight times features, which are 1 at the draft's place and what the drafter said at the end."""
+    """Sum of weight times features. The features are 1 at the draft's position, and the drafter's estimate at the
+    end.
+    """
     total: Array = np.bincount(places, weights, size)
     total[-1] = weights @ said
     return total

@@ -1,8 +1,10 @@
-"""What a pass over `batch` sequences of `length` tokens takes: measured before the first request, and ever since.
+"""The time of a pass over `batch` sequences of `length` tokens: measured at start-up and in every round.
 
-The logarithms of the times are taken as jointly Gaussian and followed by a Kalman filter. A pass tells its own time,
-much about passes of nearly its size, and something about all (the machine is slower, the sequences are longer). Doubt
-returns while a pass is not run, so a time that was wrong, or has changed, comes to be measured again.
+The logarithms of the times are modelled as jointly Gaussian, with a Kalman filter. A pass tells its own time, much
+about
+passes of similar size, and something about all (a slower machine, longer sequences). Uncertainty returns while a pass
+is
+not run. So a time that was wrong or has changed is measured again.
 """
 
 from __future__ import annotations
@@ -17,18 +19,19 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# How wrong start-up times may be: all by one factor, and each by its own (standard deviations of the logarithm).
+# The error of start-up times: a common factor, and one per size (standard deviations of the logarithm).
 _ALL, _EACH = 1.0, 0.7
-# How much two passes of the same size differ (likewise), and the share of the first doubt that returns each round.
+# The difference between two passes of one size (likewise), and the share of the prior variance that returns per
+# round.
 _NOISE, _RETURNING = 0.1, 3e-5
-# Measuring at start-up goes on for so many seconds, or turns.
+# Limits of start-up measurements, in seconds and in turns.
 _START_UP_SECONDS, _TURNS = 0.5, 5
 
 
 class PassTimes:
-    """Seconds per pass. `measured` [batch][length] are start-up times, all of lengths 1 or 2 up to the block size.
+    """Seconds per pass. `measured` [batch][length] are start-up times, all for lengths 1 or 2 up to the block size.
 
-    `batches` are the sizes whose times are followed, in order; between two of them, times are interpolated.
+    `batches` are the batch sizes whose times are followed, in order. Times of other sizes are interpolated.
     """
 
     def __init__(self, measured: Mapping[int, Mapping[int, float]], batches: Sequence[int]) -> None:
@@ -53,14 +56,14 @@ class PassTimes:
         return seconds
 
     def doubtful(self, batch: int) -> Array:
-        """Of which lengths 1, 2 .. one more pass would tell more than is known."""
+        """Whether one more pass of length 1, 2 .. would reduce its uncertainty."""
         doubtful: Array = self._parts(batch) @ np.diag(self._covariance) > _NOISE**2
         return doubtful
 
     def observe(self, batch: int, length: int, seconds: float) -> None:
-        """One round has passed, with a pass that took so long.
+        """Learn from one round, whose pass took `seconds`.
 
-        A time that no pass can take teaches nothing, nor does the first pass of its size, which may be cold.
+        An impossible time is ignored. So is the first pass of a size, which may be cold.
         """
         returning = _RETURNING
         if (batch, length) not in self._warm:
@@ -70,14 +73,14 @@ class PassTimes:
             along = self._covariance @ parts
             variance = float(along @ parts) + _NOISE**2
             surprise = log(seconds) - float(parts @ self._mean)
-            most = 3 * variance**0.5  # a hiccup teaches no more than that
+            most = 3 * variance**0.5  # an outlier changes no more than this
             self._mean += along * (min(max(surprise, -most), most) / variance)
             self._covariance -= np.outer(along, along / variance)
-            returning *= max(1.0, surprise**2 / variance)  # times have changed, if the next pass says so too
+            returning *= max(1.0, surprise**2 / variance)  # if the next pass agrees, the times have changed
         self._covariance += min(returning, 1.0) * (self._doubt - self._covariance)
 
     def _parts(self, batch: int) -> Array:
-        """Shares [lengths, sizes x lengths] of the followed times in the times of this batch size."""
+        """Weights [lengths, sizes x lengths] that combine the followed times into those of this batch size."""
         if batch not in self._shares:
             place = np.interp(np.log2(batch), self._octaves, np.arange(len(self._octaves)))
             near = np.maximum(0.0, 1 - np.abs(np.arange(len(self._octaves)) - place))
@@ -88,8 +91,9 @@ class PassTimes:
 def measure(run: Callable[[int, int], object], batches: Sequence[int], lengths: Sequence[int]) -> PassTimes:
     """Time passes `run(batch, length)`: of the smallest batch, then the largest, then those between.
 
-    Each is run once to warm up, as many batch sizes as there is time for. All are then timed in turn, so that a busy
-    moment of the machine meets all of them.
+    Each runs once to warm up, for as many batch sizes as time permits. Then all are timed in turn, so that a busy
+    moment of
+    the machine affects all of them.
     """
     begin, order = perf_counter(), [batches[0], *reversed(batches[1:])]
     times: dict[int, dict[int, list[float]]] = {}

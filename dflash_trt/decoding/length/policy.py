@@ -1,4 +1,4 @@
-"""How many tokens a round drafts and verifies."""
+"""The interface of a policy for the number of drafted and verified tokens."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ Array = np.ndarray[Any, Any]
 
 
 class Lengths(Protocol):
-    """Chooses how many tokens a round drafts and verifies per request, the anchor included; 1 is no drafting.
+    """Chooses how many tokens a round drafts and verifies per request, including the anchor; 1 is no drafting.
 
-    `verify` says how many nodes of a draft to verify; `slots` are the requests of the batch that take drafts.
+    `verify` returns the number of nodes of a draft to verify. `slots` are the requests of the batch that take drafts.
 
-    It is told what became of each round, and may learn from it. `logprobs` [n, drafted-1], `accepted` and `offered`
-    (how many drafts could be accepted) are of the n requests of the batch that take drafts. The choice never changes
-    what is committed, only when (see `acceptance.accept`).
+    `observe` reports the result of each round, so that a policy can learn. `logprobs` [n, drafted-1], `accepted` and
+    `offered`
+    (the drafts that could be accepted) belong to the n requests that take drafts. The choice never changes the
+    committed
+    tokens, only their time (see `acceptance.accept`).
     """
 
     def draft(self, batch: int) -> int: ...

@@ -1,4 +1,6 @@
-"""What differs between TensorRT and TensorRT-RTX: the module, the GPUs, and whether a plan can be built without one."""
+"""The differences between TensorRT and TensorRT-RTX: the module, the GPUs, and whether a plan needs a GPU to be
+built.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,18 @@ from dflash_trt.formats import FORMATS
 
 @dataclass(frozen=True)
 class Flavour:
-    """`capabilities`: of the GPUs it serves, as 120 for 12.0. `ahead`: it builds for GPUs that are not there."""
+    """`capabilities`: the GPUs it supports; 120 is 12.0. `ahead`: whether it builds for GPUs that are not present."""
 
-    name: str  # of --engine, and of the extra that installs it
+    name: str  # the value of --engine, and the name of the extra that installs it
     label: str
     module: str
     capabilities: tuple[int, ...]
     ahead: bool
     oldest: tuple[int, int]
-    plugins: bool = False  # whether it takes quickly deployable plugins
+    plugins: bool = False  # whether it supports quickly deployable plugins
 
     def load(self) -> Any:
-        """The module. Raises BuildError where it is missing, broken or too old."""
+        """The module. Raises BuildError if it is missing, broken or too old."""
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:
@@ -43,10 +45,11 @@ class Flavour:
     def check_capabilities(
         self, asked: Sequence[int], present: Sequence[int], *, formats: Iterable[str]
     ) -> tuple[int, ...]:
-        """The capabilities to build for: those asked for, or those of the GPUs that are `present`.
+        """The capabilities to build for: the requested ones, or those of the GPUs that are `present`.
 
-        Raises BuildError for one that this flavour does not serve, naming the one that does, and for one
-        without arithmetic in one of the `formats` of the weights.
+        Raises BuildError for a capability that this flavour does not support, naming the one that does. Also for a
+        capability
+        without arithmetic in one of the weights' `formats`.
         """
         wanted = tuple(dict.fromkeys(asked or present))
         if not wanted:
@@ -74,8 +77,8 @@ class Flavour:
                 having = FORMATS[scheme].capabilities
                 if having is not None and capability not in having:
                     raise BuildError(
-                        f"--compute-capability {capability}: has no {scheme.upper()} arithmetic, and weights of "
-                        f"this pair are in it; GPUs that have: {', '.join(map(str, having))}"
+                        f"--compute-capability {capability}: has no {scheme.upper()} arithmetic, which the weights of "
+                        f"this pair need; GPUs that have it: {', '.join(map(str, having))}"
                     )
         return wanted
 

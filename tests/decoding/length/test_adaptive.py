@@ -36,7 +36,7 @@ HOPELESS = DRAFTS["hopeless"]
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("verify", VERIFY)
 def test_close_to_the_best_fixed_length_and_never_much_below_plain_decoding(verify: str, drafts: str) -> None:
-    """Over 500 rounds from the start, so what it takes to learn is counted."""
+    """Over 500 rounds from the start, so that the cost of learning counts."""
     for pair in ("small", "large"):
         speeds = []
         for seed in range(2):
@@ -59,7 +59,7 @@ BAD = (
 
 @pytest.mark.parametrize("beginning", BAD)
 def test_recovers_from_wrong_times(beginning: str) -> None:
-    """Start-up times wrong by up to four times, or times that change later: over 3,000 rounds, learning included."""
+    """Start-up times wrong by up to four times, or times that change later: over 3,000 rounds, including learning."""
     for names in HARD:
         simulated = world(*names, beginning)
         ratios = simulated.compare(simulated.run(simulated.controller(), 3000))
@@ -69,7 +69,7 @@ def test_recovers_from_wrong_times(beginning: str) -> None:
 
 @pytest.mark.parametrize(("verify", "drafts"), [("dense_cpu", "good"), ("gpu", "great"), ("moe", "fading")])
 def test_replicas_started_on_a_busy_host_are_alike_after_500_rounds(verify: str, drafts: str) -> None:
-    """Each measured times of its own, every one distorted by a random factor in 1/4 .. 4."""
+    """Each replica measured its own times, all distorted by a random factor in 1/4 .. 4."""
     for pair in ("small", "large"):
         speeds = []
         for replica in range(4):
@@ -84,7 +84,7 @@ def test_replicas_started_on_a_busy_host_are_alike_after_500_rounds(verify: str,
 
 @pytest.fixture
 def _no_hang() -> Iterator[None]:
-    """A search that never ends is an error, not a test run that never ends. Of processor time, so that load is none."""
+    """Turn an endless search into an error. The limit is CPU time, so that load does not matter."""
 
     def late(*_: object) -> None:
         raise AssertionError("the controller hangs")
@@ -119,7 +119,7 @@ def rounds(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def feed(policy: AdaptiveLength, seen: dict[str, Any]) -> None:
-    """One round, as the scheduler would play it with these numbers."""
+    """One round with these numbers, as the scheduler would report it."""
     batch, said = seen["batch"], seen["said"]
     asked = policy.draft(batch)
     assert 1 <= asked <= policy.block_size
@@ -158,7 +158,7 @@ NAN_ROUND = {
 def test_no_numbers_stop_the_controller(
     start_up: list[float], some: list[dict[str, Any]], often: list[dict[str, Any]]
 ) -> None:
-    """Whatever drafters say and clocks show, at start-up and in every round: each length is one of the block's."""
+    """For any numbers of drafters and clocks, at start-up and in every round, each length is one of the block's."""
     draft, verify = (
         PassTimes(
             {1: dict(zip((2, 4, 6), a, strict=True)), 8: dict(zip((2, 4, 6), b, strict=True))}, [1, 2, 4, 8]
@@ -174,7 +174,7 @@ def test_no_numbers_stop_the_controller(
 @pytest.mark.usefixtures("_no_hang")
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 0.0, -1e9])
 def test_a_time_with_nonsense_leaves_nothing_behind(number: float) -> None:
-    """After rounds whose every number was wrong, the controller does what it does in any other world."""
+    """After rounds with wrong numbers only, the controller behaves as in any other world."""
     simulated = world("gpu", "good", "small")
     policy = simulated.controller()
     for _ in range(30):
@@ -189,7 +189,7 @@ def test_a_time_with_nonsense_leaves_nothing_behind(number: float) -> None:
 
 
 def test_the_first_pass_of_a_size_teaches_nothing() -> None:
-    """Engines prepare a size when it first comes: that pass takes many times as long, and no other ever does."""
+    """Engines prepare a size when it first comes: only that pass takes many times as long."""
     for names in (("gpu", "great", "small"), ("dense_cpu", "good", "small"), ("gpu", "good", "large")):
         simulated = world(*names)
         simulated.cold = 20.0
@@ -220,7 +220,7 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
 
 
 def test_trials_cost_one_token_in_a_hundred() -> None:
-    """Where no draft is ever right, in worlds where trying costs much and little, once the advance is spent."""
+    """In worlds where no draft is ever right, and trials are expensive or cheap, after the advance is spent."""
     for verify, pair in (("moe", "large"), ("gpu", "small")):
         simulated = world(verify, "hopeless", pair)
         policy = simulated.controller()
@@ -267,7 +267,7 @@ def test_blocks_cut_short_by_a_budget() -> None:
 
 
 class OnDevice:
-    """What an engine's outputs are on a GPU: a shape, and numbers when somebody asks; the next pass overwrites them."""
+    """An engine's output on a GPU: a shape, and numbers when they are read. The next pass overwrites them."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self.memory, self.shape = memory, memory.shape
@@ -309,7 +309,7 @@ def test_the_smallest_block() -> None:
 
 
 def test_in_the_scheduler_tokens_are_those_of_plain_decoding() -> None:
-    """And the drafter's rows are whole whenever it is on, which the pool checks at every step."""
+    """The drafter's rows are complete whenever it is on; the pool checks this at every step."""
     costs = PassTimes({1: {1: 1.0, 2: 1.2, BLOCK: 2.0}}, [1, 2, 3])
     for draft_cost in (0.01, 100.0):
         pool = Pool(3, 6)
@@ -363,7 +363,7 @@ def test_pass_times_follow_the_machine() -> None:
     for _ in range(200):
         times.observe(1, 4, 3.0)
     assert times(1)[3] == pytest.approx(3.0, rel=0.01)
-    assert 1.0 < times(1)[0] < 1.5  # some of it is the moment's, and shared
+    assert 1.0 < times(1)[0] < 1.5  # some of it is momentary and shared
     times.observe(1, 4, 300.0)
     assert times(1)[3] < 1.1 * 3.0
     for _ in range(20):
@@ -373,7 +373,7 @@ def test_pass_times_follow_the_machine() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0003, 0.045, 0.3])
 def test_start_up_times_are_those_of_warm_passes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """The first pass of each shape takes twenty times as long; length 1 is measured like the others."""
+    """The first pass of each shape takes twenty times as long. Length 1 is measured like the others."""
     clock, seen = [0.0], set[tuple[int, int]]()
     monkeypatch.setattr("dflash_trt.decoding.length.pass_times.perf_counter", lambda: clock[0])
 

@@ -1,4 +1,4 @@
-"""Patterns looked for all at once: found where looking for each of them alone finds it."""
+"""Many patterns at once: found where a search for each of them alone finds it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_pattern_is_found_wherever_it_ends(patterns: list[str], text: str) -> 
 
 
 class Steps(Automaton):
-    """Counts its steps, those to shorter states included."""
+    """Counts its steps, including those to shorter states."""
 
     taken = 0
 

@@ -1,4 +1,4 @@
-"""Text and stops: how tokens are cut into runs is never seen."""
+"""Text and stops do not depend on how tokens are grouped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLE = "stop the spot, 你好世界 naïve été 😀😃 </s> hello world"
 
 @cache
 def byte_level() -> tokenizers.Tokenizer:
-    """A byte-level tokenizer of 300 tokens: many characters take several, and any bytes can be put together."""
+    """A byte-level tokenizer of 300 tokens. Many characters take several tokens, and any bytes can be formed."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -183,7 +183,7 @@ def feed(params: SamplingParams, tokens: list[int], cuts: list[int], eos: tuple[
 
 
 def reference(params: SamplingParams, tokens: list[int]) -> Result:
-    """Decode the whole text again after each token, and look for each stop string at each character."""
+    """Decode the whole text after each token, and search each stop string at each character."""
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else {0})
     for count, token in enumerate(tokens, 1):
         ended = token in stop_ids
@@ -217,7 +217,7 @@ def test_any_runs_stop_where_the_plain_reference_stops(
     kept, text, reason = feed(params, tokens, cuts)
     expected_kept, expected_text, expected_reason = reference(params, tokens)
     assert (kept, reason) == (expected_kept, expected_reason)
-    if reason is None:  # held back: an incomplete character, or what may become a stop string
+    if reason is None:  # held back: an incomplete character, or a possible start of a stop string
         assert expected_text.startswith(text)
         held = expected_text[len(text) :].rstrip("\ufffd")
         assert not held or any(s.startswith(held) for s in stop)

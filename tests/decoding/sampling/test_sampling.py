@@ -1,4 +1,4 @@
-"""Sampling: the noise, what is kept, and that the shortcuts change nothing."""
+"""Sampling: the noise, the kept tokens, and shortcuts that change nothing."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def test_gumbel_is_accurate_and_bounded() -> None:
 
 
 def test_gumbel_never_changes() -> None:
-    """A published seed gives the same text for ever: these bits are part of the interface."""
+    """A published seed gives the same text forever: these bits are part of the interface."""
     noise = philox.gumbel(2**40 + 7, 11, np.array([0, 1, 2, 3, 4, 2_499, 151_935, 2**31]))
     assert [f"{word:08x}" for word in noise.view(np.uint32)] == GOLDEN
 
 
 def test_weights_are_probabilities_in_whole_numbers() -> None:
     scaled = np.random.default_rng(6).normal(3, 8, 10_001).astype(np.float32)
-    scaled[:5000] = -np.inf  # a whole tile of them
+    scaled[:5000] = -np.inf  # a complete tile of them
     exact = np.exp((scaled - scaled.max()).astype(np.float64)) * 2.0**weights.WEIGHT_BITS
     found = weights.weight(scaled - scaled.max())
     assert found.dtype == np.int64
@@ -86,7 +86,7 @@ def test_weights_are_probabilities_in_whole_numbers() -> None:
 
 
 def test_weights_never_change() -> None:
-    """Which tokens top-p keeps is part of what a seed means."""
+    """The set of tokens that top-p keeps is part of a seed's meaning."""
     scaled = np.arange(5000, dtype=np.float32) / -257
     assert weights.total_weight(scaled) == 4423821977294
     assert weights.weight(scaled[[0, 1, 100, 5000 - 1]]).tolist() == [
@@ -112,7 +112,7 @@ PARAMS = st.builds(
 
 
 def naive_kept(logits: np.ndarray[Any, Any], params: SamplingParams, slack: float) -> set[int]:
-    """One token at a time, most probable first, lower ids first among equals; `slack` is of the sum for top-p."""
+    """One token at a time, most probable first, lower ids first among equals. `slack` is part of the sum for top-p."""
     scaled = logits / np.float32(params.temperature)
     ranked = sorted(range(len(scaled)), key=lambda v: (-scaled[v], v))
     weight = np.exp((scaled - scaled.max()).astype(np.float64))
@@ -180,7 +180,7 @@ def test_pruning_is_exact_over_a_wide_range_of_logits() -> None:
 
 
 def test_near_ties_are_decided_by_the_exact_noise() -> None:
-    """Logits that cancel the noise: every score is the same but for rounding, so the rough noise cannot tell."""
+    """Logits that cancel the noise: all scores are equal except for rounding, so the rough noise cannot decide."""
     tokens = np.arange(2000)
     for position in range(20):
         noise = philox.gumbel(4, position, tokens)
@@ -190,7 +190,7 @@ def test_near_ties_are_decided_by_the_exact_noise() -> None:
 
 
 def test_samples_follow_the_distribution() -> None:
-    """Chi-square with 11 degrees of freedom: beyond 31.3 with probability 0.001; the seed is fixed."""
+    """Chi-square with 11 degrees of freedom: beyond 31.3 with probability 0.001. The seed is fixed."""
     logits = np.array([2, 1.5, 1, 1, 0.5, 0, 0, -0.5, -1, -1, -1.5, -2], np.float32)
     params, runs = SamplingParams(temperature=0.8), 10_000
     drawn = [sample(logits, params, 123, position) for position in range(runs)]

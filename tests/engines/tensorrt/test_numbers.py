@@ -1,6 +1,6 @@
-"""The bodies for TensorRT, executed on ONNX Runtime with the `trt::` operators as what they are documented to do.
+"""The bodies for TensorRT, executed on ONNX Runtime. The `trt::` operators do what their documentation says.
 
-Against Transformers in float32, by the tests of test_parity.py; in FP16 against the same in float32.
+Compared with Transformers in float32, by the tests of test_parity.py, and in FP16 with the same in float32.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FAMILIES: dict[str, Any] = {
 
 
 def fused(dtype: ir.DataType = FLOAT) -> TensorRT:
-    """The body that uses `trt::` operators, also in the dtype for which TensorRT has no kernel."""
+    """The body with `trt::` operators, also in the dtype for which TensorRT has no kernel."""
     dialect = TensorRT(dtype)
     dialect.fused = True
     return dialect
@@ -61,7 +61,7 @@ def standard(dtype: ir.DataType = FLOAT) -> TensorRT:
 
 @dataclass
 class Case:
-    """Both graphs of a pair, as ONNX Runtime executes them; stands in for the Case of test_parity.py."""
+    """Both graphs of a pair, executed by ONNX Runtime. Replaces the Case of test_parity.py."""
 
     directory: Path
     dialect: TensorRT
@@ -118,7 +118,7 @@ def make_pair(directory: Path, family: str) -> Path:
 
 
 def two_at_a_time() -> TensorRT:
-    """Of experts, as where they are too large for more; elsewhere here all are multiplied at once."""
+    """Experts in groups of two, as if more were too large. In the other tests all are multiplied at once."""
     return fused()
 
 
@@ -179,7 +179,7 @@ def test_quantized_layers_that_lie_together_are_one_product(tmp_path: Path, sche
     np.testing.assert_allclose(outputs[0]["logits"], outputs[1]["logits"], atol=1e-4)
     np.testing.assert_allclose(outputs[0]["features"], outputs[1]["features"], atol=1e-4)
     layers = [read(tmp_path / role).num_hidden_layers for read, role in CONFIGS]
-    # Of queries, keys and values one; gate and up; the drafter's queries are of another input.
+    # Queries, keys and values become one product; so do gate and up. The drafter's queries have another input.
     assert [apart - one for one, apart in zip(products[:2], products[2:], strict=True)] == [
         3 * layers[0],
         2 * layers[1],
@@ -193,7 +193,7 @@ def session(path: Path) -> ort.InferenceSession:
 
 
 def drafts(run: ort.InferenceSession, features: np.ndarray, block: list[int]) -> dict[str, np.ndarray]:
-    """One pass over fresh caches."""
+    """One pass over new caches."""
     feeds: dict[str, np.ndarray] = {
         "features": features[None],
         "n_features": ints(len(features)),
@@ -208,7 +208,7 @@ def drafts(run: ort.InferenceSession, features: np.ndarray, block: list[int]) ->
 
 @pytest.mark.parametrize("largest", [None, 6e4])
 def test_fp16_keeps_up_with_features_beyond_its_sums(tmp_path: Path, largest: float | None) -> None:
-    """Tapped states as large as FP16 goes: what fc sums up would pass 65504 without the scale."""
+    """Tapped states as large as FP16 allows: the sums of fc would exceed 65504 without the scale."""
     directory = make_pair(tmp_path, "qwen3")
     case = Case(directory, fused(ir.DataType.FLOAT16))
     features = target_outputs(case.target, case.tokens(12), case.drafter.taps)[1]
@@ -226,7 +226,7 @@ def test_fp16_keeps_up_with_features_beyond_its_sums(tmp_path: Path, largest: fl
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp16_target_is_close_to_float32(tmp_path: Path, family: str) -> None:
-    """The dtype of every part: a graph in which one were missed would not load."""
+    """The dtype of every part. A graph with a missing cast would not load."""
     case = Case(make_pair(tmp_path, family), fused(ir.DataType.FLOAT16))
     tokens = case.tokens(20)
     logits, _ = target_outputs(case.target, tokens, case.drafter.taps)
@@ -235,4 +235,4 @@ def test_fp16_target_is_close_to_float32(tmp_path: Path, family: str) -> None:
     assert out["logits"].dtype == np.float32
     gaps = np.abs(out["logits"][0] - logits.numpy()).max(axis=1)
     assert np.median(gaps) < 0.05
-    assert np.mean(gaps < 0.1) >= 0.9  # where two experts are nearly even, rounding may choose the other one
+    assert np.mean(gaps < 0.1) >= 0.9  # if two experts are nearly equal, rounding may choose the other one

@@ -1,6 +1,7 @@
-"""The engine that runs plans, behind `LLM`, over a module that stands in for TensorRT (fake_tensorrt.py).
+"""The engine that runs plans, behind `LLM`, over a stand-in for TensorRT (fake_tensorrt.py).
 
-Tokens are those of the same pair on ONNX Runtime. No GPU is involved: docs/tensorrt.md says what that leaves open.
+Tokens must equal those of the same pair on ONNX Runtime. No GPU is involved; docs/tensorrt.md says what that leaves
+open.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BLOCK = 6
 
 @pytest.fixture(scope="module")
 def here() -> Any:
-    """A machine with one GPU of compute capability 9.0 and TensorRT, as far as the project can tell."""
+    """A machine with one GPU of compute capability 9.0 and TensorRT, as the project sees it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
         patch.setattr(plans, "compute_capabilities", lambda: [90])
@@ -82,7 +83,7 @@ def params(temperature: float) -> list[SamplingParams]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle], temperature: float) -> None:
-    """Five requests through three slots, drafting and not, over blocks of several lengths, prompts that share rows."""
+    """Five requests in three slots, with and without drafting, blocks of several lengths, prompts with common rows."""
     with LLM(bundles[0].path, threads=1) as reference:
         expected = [c.token_ids for c in reference.generate(prompts(), params(temperature))]
     with LLM(bundles[1].path, prefix_cache_bytes=1 << 20) as llm:
@@ -125,7 +126,7 @@ def test_a_full_gpu_keeps_no_rows(bundles: tuple[Bundle, Bundle], monkeypatch: p
 
 
 def test_sampling_on_the_device_gives_the_same(bundles: tuple[Bundle, Bundle]) -> None:
-    """Its kernels run in Triton's interpreter. Sampled, greedy and penalized requests, in one batch."""
+    """Its kernels run in Triton's interpreter. Sampled, greedy and penalized requests share a batch."""
     kinds: list[dict[str, Any]] = [{"temperature": 0.8}, {}, {"temperature": 1.0, "presence_penalty": 0.5}]
     wanted = [SamplingParams(max_tokens=7, seed=2**63 + i, ignore_eos=True, **k) for i, k in enumerate(kinds)]
     with LLM(bundles[1].path) as llm:
@@ -140,7 +141,7 @@ def test_sampling_on_the_device_gives_the_same(bundles: tuple[Bundle, Bundle]) -
 def test_numbers_that_are_not_finite_end_their_request_alone(
     sampled_on_the_device: bool, tmp_path: Path, here: Any
 ) -> None:
-    """Greedy, sampled and penalized ones alike, and their slots are clear for the next."""
+    """Greedy, sampled and penalized ones alike. Their slots are clear for the next requests."""
     target = make_target(tmp_path / "target", favourites=6)
     spoil(target)
     drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
@@ -169,7 +170,7 @@ def test_numbers_that_are_not_finite_end_their_request_alone(
 
 
 def test_a_draft_that_spoils_a_round_ends_no_request(tmp_path: Path, here: Any) -> None:
-    """Nor does a drafter whose numbers are not finite."""
+    """The same for a drafter whose numbers are not finite."""
     target = make_target(tmp_path / "target", favourites=6)
     spoil(target)
     drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
@@ -207,7 +208,9 @@ def test_a_round_waits_once_and_replays_its_graphs(bundles: tuple[Bundle, Bundle
         fake_tensorrt.Cuda.waits = 0
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         completion = llm.generate(prompts()[0], params, block_length=BLOCK)
-        rounds = round(completion.statistics.verify_time / 1e-3)  # each takes a millisecond, says the event
+        rounds = round(
+            completion.statistics.verify_time / 1e-3
+        )  # each takes a millisecond, by the fake event
         assert fake_tensorrt.Cuda.waits == rounds
         graphs = list(fake_tensorrt.Cuda.graphs)
         assert sum(graph.replays for graph in graphs) > rounds
@@ -225,7 +228,7 @@ def test_the_plain_path_gives_the_same(bundles: tuple[Bundle, Bundle], here: Any
 def test_nothing_is_allocated_in_a_round(
     bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No buffer of the engines moves, and none is made."""
+    """No buffer of the engines moves, and none is allocated."""
     with LLM(bundles[1].path) as llm:
         llm.generate(prompts(), params(0.0), block_length=BLOCK)
         engines = (llm._runtime.pair.target, llm._runtime.pair.drafter)
@@ -282,7 +285,7 @@ def test_a_machine_without_a_gpu_is_refused(
 def test_the_other_flavour_is_refused(
     bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorRT-RTX is installed, and the bundle is for TensorRT."""
+    """TensorRT-RTX is installed, but the bundle is for TensorRT."""
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(BundleError, match=r"was built for TensorRT, and .*dflash-trt\[tensorrt\]"):
         LLM(bundles[1].path)

@@ -1,4 +1,4 @@
-"""What plans with experts in few bits ask for as scratch memory: it holds what one product widens, not what all do."""
+"""Scratch memory of plans with quantized experts: space for the widened weights of one product, not of all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.quantization.convert import quantize
 
 WIDTH, COUNT, LAYERS = 512, 8, 3
-MATRIX = 2 * WIDTH * WIDTH  # bytes of one in BF16
+MATRIX = 2 * WIDTH * WIDTH  # bytes of one matrix in BF16
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
 AddLayer = Callable[[TensorRT, GraphBuilder, int, ir.Value, ir.Value], ir.Value]
 
@@ -38,7 +38,7 @@ def write(directory: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
 
 
 def qwen3_moe(directory: Path) -> AddLayer:
-    """Linear layers of their own, quantized."""
+    """Separate linear layers, quantized."""
     random = np.random.default_rng(0)
     names = {
         (i, p): [f"layers.{i}.mlp.experts.{e}.{p}_proj" for e in range(COUNT)]
@@ -64,7 +64,7 @@ def qwen3_moe(directory: Path) -> AddLayer:
 
 
 def gpt_oss(directory: Path) -> AddLayer:
-    """Blocks and scales of all of a layer's experts together."""
+    """Blocks and scales of all experts of a layer together."""
     random = np.random.default_rng(0)
     shapes = {"gate_up": (COUNT, 2 * WIDTH, WIDTH // 32), "down": (COUNT, WIDTH, WIDTH // 32)}
     tensors: dict[str, np.ndarray] = {}
