@@ -74,7 +74,7 @@ Call = tuple[str, int]  # the name of a call, and its number among the calls of 
 
 
 class Operation:
-    """One of OPERATIONS, in a directory of its own."""
+    """One of OPERATIONS, in its own directory."""
 
     def __init__(self, name: str, pair: Path, folder: Path) -> None:
         self.name, self.pair, self.folder, self.out = name, pair, folder, folder / "out"

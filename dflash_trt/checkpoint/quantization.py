@@ -26,7 +26,7 @@ class Quantization:
 
     layers: layers that are stored in another way.
     excluded: names of layers that are not quantized.
-    patterns: the same as patterns; * stands for any characters, ? for one.
+    patterns: patterns of such names; * stands for any characters, ? for one.
     kv_cache: whether there are scales for an FP8 cache.
     digests: sha256 of weight files by name, if they were recorded during quantization.
     """
