@@ -260,7 +260,7 @@ def test_every_figure_of_the_table_has_a_source() -> None:
 
 
 def test_wrong_settings_are_refused_by_name(inventories: dict[str, Inventory]) -> None:
-    with pytest.raises(BuildError, match=r"--gpu is 'a100', known are: h100"):
+    with pytest.raises(BuildError, match=r"--gpu is 'a100', known GPUs: h100"):
         find_gpu("a100")
     with pytest.raises(BuildError, match="--engine is 'abacus'"):
         estimate_memory(inventories["tiny"], settings(engine="abacus"))
