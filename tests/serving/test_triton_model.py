@@ -55,7 +55,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(model: Any) -> None:
     triton, (ours, theirs) = model.TritonPythonModel(), socket.socketpair()
     senders = [Sender() for _ in range(3)]
-    triton.requests = {i: model.InFlight(sender, set()) for i, sender in enumerate(senders)}
+    triton.pending = {i: model.PendingRequest(sender, set()) for i, sender in enumerate(senders)}
     triton.lock, triton.socket, triton.unread, triton.closing = threading.Lock(), ours, b"", True
     thread = threading.Thread(target=triton.receive)
     thread.start()
@@ -71,7 +71,7 @@ def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(model: Any) -
     theirs.shutdown(socket.SHUT_WR)
     thread.join(20)
     assert not thread.is_alive()
-    assert triton.requests == {}
+    assert triton.pending == {}
     assert [[final for _, final in sender.sent] for sender in senders] == [
         [False, True],
         [True],

@@ -45,7 +45,7 @@ class Refused(Exception):
     """An impossible request. The message names the input."""
 
 
-class InFlight:
+class PendingRequest:
     """The state of a request until its last response."""
 
     def __init__(self, sender: Any, wanted: set[str]) -> None:
@@ -88,7 +88,7 @@ class TritonPythonModel:
         settings = {key: value["string_value"] for key, value in given.items()}
         python = settings.pop("python", "") or sys.executable
         settings["bundle"] = str((Path(pb_utils.get_model_dir()) / settings["bundle"]).resolve())
-        self.requests: dict[int, InFlight] = {}
+        self.pending: dict[int, PendingRequest] = {}
         self.lock = threading.Lock()  # guards the following fields, and writing to the engine
         self.numbers = itertools.count(1)  # numbers of requests
         self.failure = ""  # the reason why there is no engine
@@ -111,29 +111,29 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            flight = InFlight(request.get_response_sender(), wanted=set())
+            pending = PendingRequest(request.get_response_sender(), wanted=set())
             try:
-                message = read_request(request, flight)
+                message = read_request(request, pending)
             except Refused as error:
-                flight.refuse("INVALID_ARG", str(error))
+                pending.refuse("INVALID_ARG", str(error))
                 continue
             except Exception as error:  # an unexpected error: this request must not wait forever
-                flight.refuse("INTERNAL", f"{type(error).__name__}: {error}")
+                pending.refuse("INTERNAL", f"{type(error).__name__}: {error}")
                 continue
             message["id"] = next(self.numbers)
             line = json.dumps(message).encode()
             if len(line) > self.longest_line:
-                flight.refuse(
+                pending.refuse(
                     "INVALID_ARG", f"{longest_input(message)}, and a request at most {self.longest_line}"
                 )
                 continue
             with self.lock:
                 failure = self.failure
                 if not failure:
-                    self.requests[message["id"]] = flight
+                    self.pending[message["id"]] = pending
                     self.tell(line)
             if failure:
-                flight.refuse("UNAVAILABLE", failure)
+                pending.refuse("UNAVAILABLE", failure)
 
     def finalize(self) -> None:
         """Triton unloads the model. No request is in flight."""
@@ -187,24 +187,24 @@ class TritonPythonModel:
 
     def respond(self, key: int, update: dict[str, Any]) -> None:
         """Send a request's update, and forget the request after the last one."""
-        flight = self.requests.get(key)
-        if flight is None:  # cancelled while it ended
+        pending = self.pending.get(key)
+        if pending is None:  # cancelled while it ended
             return
         final = "finish_reason" in update or "error" in update
         if final:
             with self.lock:
-                del self.requests[key]
+                del self.pending[key]
         try:
             if "token_ids" in update:
-                response = pb_utils.InferenceResponse(tensors(flight, update))
-                flight.send(response, final="finish_reason" in update)
+                response = pb_utils.InferenceResponse(tensors(pending, update))
+                pending.send(response, final="finish_reason" in update)
             if "error" in update:
-                flight.refuse(*update["error"])
+                pending.refuse(*update["error"])
         except Exception as error:  # an unexpected error: this request gets it, the others continue
             with self.lock:
-                self.requests.pop(key, None)
+                self.pending.pop(key, None)
                 self.tell(json.dumps({"cancel": key}).encode())
-            flight.give_up(error)
+            pending.give_up(error)
 
     def watch(self) -> None:
         """The thread that notices clients that leave. It tells the engine, whose answer ends the request."""
@@ -212,9 +212,9 @@ class TritonPythonModel:
         while not self.closing and not self.failure:
             pause.wait(CANCELLATION_CHECK_SECONDS)
             with self.lock:
-                flights = list(self.requests.items())
-            for key, flight in flights:
-                if flight.has_left():
+                all_pending = list(self.pending.items())
+            for key, pending in all_pending:
+                if pending.has_left():
                     with self.lock:
                         self.tell(json.dumps({"cancel": key}).encode())
 
@@ -228,10 +228,10 @@ class TritonPythonModel:
         failure = f"{self.how_it_ended()}; load the model again"
         with self.lock:
             self.failure = failure
-            flights, self.requests = list(self.requests.values()), {}
-        pb_utils.Logger.log_error(f"dflash: {failure}; {len(flights)} requests are refused")
-        for flight in flights:
-            flight.refuse("UNAVAILABLE", failure)
+            all_pending, self.pending = list(self.pending.values()), {}
+        pb_utils.Logger.log_error(f"dflash: {failure}; {len(all_pending)} requests are refused")
+        for pending in all_pending:
+            pending.refuse("UNAVAILABLE", failure)
         try:
             pb_utils.unload_model(self.name)
         except pb_utils.TritonModelException as error:
@@ -241,8 +241,8 @@ class TritonPythonModel:
             )
 
 
-def read_request(request: Any, flight: InFlight) -> dict[str, Any]:
-    """The message to the engine. The rest of the request is kept in `flight`. Raises Refused."""
+def read_request(request: Any, pending: PendingRequest) -> dict[str, Any]:
+    """The message to the engine. The rest of the request is kept in `pending`. Raises Refused."""
     given = {tensor.name(): tensor for tensor in request.inputs()}
 
     def numbers(name: str) -> list[Any]:
@@ -286,7 +286,7 @@ def read_request(request: Any, flight: InFlight) -> dict[str, Any]:
         raise Refused(f"parameter timeout is {timeout!r}, expected microseconds, an integer of 0 or more")
     message["timeout"] = timeout / 1e6 if timeout else None
     switches = ("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics")
-    flight.wanted = {name for name in switches if flag(name, False)}
+    pending.wanted = {name for name in switches if flag(name, False)}
     return message
 
 
@@ -307,26 +307,26 @@ def merge(earlier: dict[str, Any], later: dict[str, Any]) -> None:
     earlier.update(later)
 
 
-def tensors(flight: InFlight, update: dict[str, Any]) -> list[Any]:
+def tensors(pending: PendingRequest, update: dict[str, Any]) -> list[Any]:
     """The outputs of one response, each with the batch dimension."""
     text, ids = update["text"], update["token_ids"]
     echo_text, echo_ids = update.get("echo", ("", []))
-    flight.num_input_tokens = update.get("num_input_tokens", flight.num_input_tokens)
+    pending.num_input_tokens = update.get("num_input_tokens", pending.num_input_tokens)
     outputs = {
         "text_output": np.array([[(echo_text + text).encode()]], dtype=object),
         "output_ids": np.array([echo_ids + ids], dtype=np.int32),
     }
-    if "return_num_input_tokens" in flight.wanted:
-        outputs["num_input_tokens"] = np.array([[flight.num_input_tokens]], dtype=np.int32)
-    if "return_num_output_tokens" in flight.wanted:
+    if "return_num_input_tokens" in pending.wanted:
+        outputs["num_input_tokens"] = np.array([[pending.num_input_tokens]], dtype=np.int32)
+    if "return_num_output_tokens" in pending.wanted:
         outputs["num_output_tokens"] = np.array([[len(ids)]], dtype=np.int32)
     if "logprobs" in update:
-        flight.cum_log_probs += sum(update["logprobs"])
+        pending.cum_log_probs += sum(update["logprobs"])
         outputs["output_log_probs"] = np.array([[update["logprobs"]]], dtype=np.float32)
-        outputs["cum_log_probs"] = np.array([[flight.cum_log_probs]], dtype=np.float32)
+        outputs["cum_log_probs"] = np.array([[pending.cum_log_probs]], dtype=np.float32)
     if "finish_reason" in update:
         outputs["finish_reason"] = np.array([[update["finish_reason"].encode()]], dtype=object)
-        if "return_perf_metrics" in flight.wanted:
+        if "return_perf_metrics" in pending.wanted:
             drafted, accepted = update["num_draft_tokens"], update["num_accepted_tokens"]
             outputs["acceptance_rate"] = np.array([[accepted / max(drafted, 1)]], dtype=np.float32)
             outputs["total_accepted_draft_tokens"] = np.array([[accepted]], dtype=np.int32)
