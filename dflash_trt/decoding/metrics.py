@@ -117,7 +117,7 @@ class Metrics:
         """Count one step: its emissions, the running and waiting requests after it, and the prefix counts so far."""
         with self._lock:
             self._running, self._waiting = running, waiting
-            if prefixes is not None:
+            if prefixes is not None and prefixes != self._prefixes:
                 self._prefixes = replace(prefixes)
             for emission in emissions:
                 self._generated += len(emission.token_ids)
