@@ -13,12 +13,13 @@ import numpy as np
 
 from dflash_trt.bundle.manifest import Bundle, Check
 from dflash_trt.checkpoint.catalogue import known_pair
+from dflash_trt.decoding.arrays import HostArrays
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.pass_times import measure
 from dflash_trt.decoding.length.policy import FixedLength, Lengths
 from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.decoding.output.stopping import StopChecker
-from dflash_trt.decoding.pair import USUAL_CONTEXT, EnginePair, Pair
+from dflash_trt.decoding.pair import USUAL_CONTEXT, Pair
 from dflash_trt.decoding.params import SamplingParams, token_ids
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.sampler import TokenCounts
@@ -74,7 +75,7 @@ class Runtime:
             return
         self.tokenizer = Tokenizer(self.bundle.path, manifest["files"])
         if manifest["engine"] in FLAVOURS:
-            from dflash_trt.engines.tensorrt.device_pair import open_pair
+            from dflash_trt.engines.tensorrt.device_arrays import open_pair
 
             most = min(max_batch_size, manifest["tensorrt"]["max_batch_size"])
             self.pair = open_pair(self.bundle, slots=most, max_batch_size=most, prefill_chunk=prefill_chunk)
@@ -89,14 +90,15 @@ class Runtime:
                 )
                 for role in ("target", "drafter")
             )
-            self.pair = EnginePair(
+            features = len(manifest["target_layer_ids"]) * manifest["hidden_size"]
+            self.pair = Pair(
                 target,
                 drafter,
+                HostArrays(slots=most, feature_size=features, most_waiting=prefill_chunk),
                 slots=most,
                 capacity=self.bundle.capacity,
                 mask_token_id=manifest["mask_token_id"],
                 vocab_size=manifest["vocab_size"],
-                feature_size=len(manifest["target_layer_ids"]) * manifest["hidden_size"],
                 prefill_chunk=prefill_chunk,
             )
         self.scheduler = Scheduler(self.pair, most, prefix_cache_bytes)
@@ -110,7 +112,7 @@ class Runtime:
             return FixedLength(1)
         if block_length is not None or self.driver is not None:
             return FixedLength(block_length or self.block_size)
-        if not (isinstance(self.pair, EnginePair) and isinstance(self.scheduler, Scheduler)):
+        if not (isinstance(self.pair, Pair) and isinstance(self.scheduler, Scheduler)):
             return FixedLength(self.block_size)  # TensorRT-LLM's own loop has one length
         if self._adaptive is None:
             self.scheduler.slots.overwritten()
@@ -251,7 +253,7 @@ def _characters(value: object, most: int) -> int:
     return size
 
 
-def new_adaptive(block_size: int, pair: EnginePair, max_batch_size: int) -> AdaptiveLength:
+def new_adaptive(block_size: int, pair: Pair, max_batch_size: int) -> AdaptiveLength:
     """The adaptive length of a pair, whose passes it times: overwrites rows of slots 0 .. max_batch_size-1."""
     batches = [*(2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size), max_batch_size]
     lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})

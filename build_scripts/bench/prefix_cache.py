@@ -92,8 +92,8 @@ async def chats(
     llm = AsyncLLM(bundle, max_batch_size=BATCH, prefix_cache_bytes=limit, block_length=4)
     copied = [0]
     pair: Any = llm._runtime.pair
-    for engine, size in zip((pair.target, pair.drafter), row_bytes(llm), strict=True):
-        count_copies(engine, size, copied)
+    for model, size in zip((pair.target, pair.drafter), row_bytes(llm), strict=True):
+        count_copies(model.caches, size, copied)
 
     async def client(number: int) -> None:
         for chat in range(args.chats):
@@ -134,15 +134,15 @@ def row_bytes(llm: AsyncLLM) -> tuple[int, int]:
     return sizes["target"], sizes["drafter"]
 
 
-def count_copies(engine: Any, size: int, copied: list[int]) -> None:
-    """Count the bytes of rows that an engine copies, in `copied`."""
+def count_copies(caches: Any, size: int, copied: list[int]) -> None:
+    """Count the bytes that an engine's caches copy, in `copied`."""
     rows_of: dict[str, Callable[..., int]] = {
-        "move_slot": lambda source, target, rows: rows,
-        "keep_rows": lambda slot, start, stop: stop - start,
-        "restore_rows": lambda kept, slot, start, rows: rows,
+        "copy": lambda source, target, length: length,
+        "keep": lambda slot, start, stop: stop - start,
+        "restore": lambda slot, kept, length: length,
     }
     for name, rows in rows_of.items():
-        setattr(engine, name, counting(getattr(engine, name), rows, size, copied))
+        setattr(caches, name, counting(getattr(caches, name), rows, size, copied))
 
 
 def counting(

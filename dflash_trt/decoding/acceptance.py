@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.pair import Verified
+from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.sampler import TokenCounts, sample
@@ -35,12 +34,12 @@ class Verdict:
 UNDECIDED = Verdict((), -1, ok=False)
 
 
-def judge(request: Request, draft: Draft, found: Verified, slot: int) -> Verdict:
+def judge(request: Request, tokens: Sequence[int], draft: Draft, found: Verified, slot: int) -> Verdict:
     """The verdict on a request's own part of its draft: the engine's decision if it made one, else that of `accept`.
 
-    draft: the verified nodes. The request's own part is the first of them, and may be shorter.
+    tokens: the verified nodes of this request. Its own part is the first of them, and may be shorter.
     """
-    tokens, own = draft.tokens_of(slot), request.own_length(draft.nodes)
+    own = request.own_length(len(tokens))
     if not found.decided[slot]:
         logits, position, parents = found.logits[slot], request.committed + 1, draft.parents_of(slot)
         return accept(tokens[:own], logits, request.params, request.seed, position, request.counts, parents)
@@ -48,10 +47,9 @@ def judge(request: Request, draft: Draft, found: Verified, slot: int) -> Verdict
     # A greedy decision covers the whole chain. Here drafts beyond the own part were accepted too.
     if accepted >= own:
         accepted, token = own - 1, tokens[own]
-    finite = found.finite[slot, : accepted + 1]
-    if not finite.all():
-        return Verdict([*range(1, int(finite.argmin()) + 1)], -1, ok=False)
-    return Verdict([*range(1, accepted + 1)], token, ok=token >= 0)
+    if found.finite is not None and not (finite := found.finite[slot, : accepted + 1]).all():
+        return Verdict(range(1, int(finite.argmin()) + 1), -1, ok=False)
+    return Verdict(range(1, accepted + 1), token, ok=token >= 0)
 
 
 def accept(

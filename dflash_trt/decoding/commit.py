@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.acceptance import UNDECIDED, Verdict, judge
-from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.pair import Verified
+from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.params import FinishReason
 from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.decoding.sampling.sampler import log_probability, sample
@@ -34,15 +33,16 @@ def first_token(request: Request, logits: Array) -> Emission:
 
 def commit(request: Request, draft: Draft, found: Verified, slot: int) -> tuple[Verdict, Emission]:
     """The verdict on the verified nodes of `slot`, and the tokens it gives: the accepted drafts and the one after."""
-    verdicts: list[Verdict] = []
-
-    def tokens() -> Emission:
-        verdicts.append(judge(request, draft, found, slot))
-        rows = found.logits[slot][[0, *verdicts[0].path]] if request.params.logprobs else None
-        return _commit(request, draft.tokens_of(slot), verdicts[0], rows)
-
-    emission = alone(request, tokens)
-    return (verdicts or [UNDECIDED])[0], emission
+    verdict = UNDECIDED
+    try:
+        tokens = draft.tokens_of(slot)
+        verdict = judge(request, tokens, draft, found, slot)
+        rows = found.logits[slot][[0, *verdict.path]] if request.params.logprobs else None
+        return verdict, _commit(request, tokens, verdict, rows)
+    except INTERRUPTIONS:
+        raise
+    except BaseException as error:
+        return verdict, fail(request, error)
 
 
 def leave(request: Request, reason: FinishReason) -> Emission:

@@ -1,14 +1,14 @@
-"""Rows of requests that have ended, kept for prompts that begin like them."""
+"""Copies of what requests left in their slots, kept for prompts that begin like them."""
 
 from __future__ import annotations
 
 import warnings
-from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from dflash_trt.decoding.pair import KeptRows, Pair
-from dflash_trt.decoding.request import common
+from dflash_trt.decoding.caches import Kept, longest
+from dflash_trt.decoding.pair import Pair
 
 # Tokens of a page: prefixes share whole pages. Pages of 16 tokens take twice as long to copy, larger ones no less than
 # these (docs/measurements.md).
@@ -17,7 +17,7 @@ PAGE = 64
 
 @dataclass
 class PrefixCounts:
-    """What is kept now, and what has happened since the start. Tokens are rows; bytes are what they take."""
+    """What is kept now, and what has happened since the start. Bytes are those that the tokens take."""
 
     limit_bytes: int = 0
     tokens: int = 0
@@ -34,31 +34,41 @@ class PrefixCounts:
 
 @dataclass(eq=False)
 class Page:
-    """Rows of consecutive tokens of one prefix; `start` rows lie before them. `siblings` is where it lies itself."""
+    """Consecutive tokens of one prefix; `start` tokens lie before them. `siblings` is where the page lies itself."""
 
     tokens: tuple[int, ...]
     start: int
-    rows: KeptRows
+    kept: Kept
     siblings: Children
     children: Children = field(default_factory=dict)
 
     def usable(self, tokens: tuple[int, ...]) -> int:
-        """How many rows a slot can have with this page as its last, if `tokens` follow what lies before the page."""
-        lengths = self.rows.lengths
-        fitting = bisect_right(
-            lengths, self.start + common(self.tokens, tokens, min(len(self.tokens), len(tokens)))
-        )
-        return lengths[fitting - 1] if fitting else 0
+        """The length that a slot can be given with this page as its last, if `tokens` follow what lies before it."""
+        same = common(self.tokens, tokens, min(len(self.tokens), len(tokens)))
+        return longest(self.start + same, self.kept.lengths)
+
+
+def common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
+    """With how many equal items, at most `limit`, two sequences of one type begin."""
+    # Those that share anything usually share much: compare slices, then find the place.
+    low, high = 0, max(limit, 0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 Children = dict[tuple[int, ...], Page]
 
 
 class Prefixes:
-    """Pages of rows in two trees: with the drafter's rows, and without them. The least recently used go first.
+    """Pages in two trees: with the drafter's part, and without it. The least recently used go first.
 
     Pages begin at multiples of `page` tokens, so prefixes share those of their common beginning; only the last page of
-    a prefix may be shorter. At most `limit_bytes` of rows are kept.
+    a prefix may be shorter. At most `limit_bytes` are kept.
     """
 
     def __init__(self, pair: Pair, limit_bytes: int, page: int = PAGE) -> None:
@@ -80,19 +90,22 @@ class Prefixes:
         self.counts.tokens = self.counts.bytes = 0
 
     def find(self, tokens: Sequence[int], *, draft: bool) -> tuple[list[Page], int]:
-        """The pages that hold the most rows of `tokens`, and how many; with `draft`, the drafter's rows as well."""
+        """The pages that hold most of `tokens`, and how many tokens; with `draft`, for the drafter as well."""
         found = [self._walk(self._trees[tree], tokens) for tree in ([True] if draft else [True, False])]
         return max(found, key=lambda each: each[1])
 
     def restore(self, slot: int, path: Sequence[Page], length: int, *, draft: bool) -> None:
-        """Copy `length` rows into a slot, from pages that `find` found."""
+        """Copy `length` tokens into a slot, from pages that `find` found."""
         self._touch(path)
-        self.pair.restore(slot, [page.rows for page in path], length, draft=draft)
+        self.pair.restore(slot, [page.kept for page in path], length, draft=draft)
         self.counts.reused_tokens += length
         self.counts.reused_bytes += self.pair.kept_bytes(length, draft=draft)
 
     def keep(self, slot: int, tokens: Sequence[int], *, draft: bool) -> None:
-        """Copy the slot's rows of `tokens` that are not kept yet, from the first on, as many as there is room for."""
+        """Copy the tokens that are not kept yet, from the first on, as many as there is room for.
+
+        The slot can be cut to the length of `tokens`.
+        """
         path, length = self.find(tokens, draft=draft)
         if length == len(tokens):
             self._touch(path)
@@ -100,7 +113,12 @@ class Prefixes:
         children, path = self._trees[draft], []
         for start in range(0, len(tokens), self.page):
             part = tuple(tokens[start : start + self.page])
-            page = children.get(part) or self._copy(slot, start, part, children, path, draft=draft)
+            page = children.get(part)
+            if page is None:
+                page = self._copy(slot, start, part, children, path, draft=draft)
+            elif start + len(part) == len(tokens):  # it was kept of a slot that could not be cut there
+                with suppress(MemoryError):
+                    page.kept = self.pair.keep(slot, start, len(tokens), draft=draft)
             if page is None:
                 self.counts.refused_tokens += len(tokens) - start
                 self.counts.refused_bytes += self.pair.kept_bytes(len(tokens) - start, draft=draft)
@@ -112,20 +130,19 @@ class Prefixes:
 
     def _walk(self, children: Children, tokens: Sequence[int]) -> tuple[list[Page], int]:
         path: list[Page] = []
-        pages, length = 0, 0
+        found, length = path, 0
         for start in range(0, len(tokens), self.page):
             part = tuple(tokens[start : start + self.page])
-            same = children.get(part)
-            page = same or max(children.values(), key=lambda each: each.usable(part), default=None)
-            if page is None:
-                break
-            path.append(page)
-            if usable := page.usable(part):
-                pages, length = len(path), usable
+            same = last = children.get(part)
+            if same is None or same.usable(part) < start + len(part):
+                last = max(children.values(), key=lambda each: each.usable(part), default=None)
+            if last is not None and (usable := last.usable(part)):
+                found, length = [*path, last], usable
             if same is None:
                 break
+            path.append(same)
             children = same.children
-        return path[:pages], length
+        return found, length
 
     def _copy(
         self,
@@ -141,13 +158,13 @@ class Prefixes:
         if not self._make_room(size, path):
             return None
         try:
-            rows = self.pair.keep(slot, start, start + len(part), draft=draft)
+            kept = self.pair.keep(slot, start, start + len(part), draft=draft)
         except MemoryError:
             return None
         for shorter in [page for page in siblings.values() if page.tokens == part[: len(page.tokens)]]:
-            if set(shorter.rows.lengths) <= set(rows.lengths):
+            if set(shorter.kept.lengths) <= set(kept.lengths):
                 self._remove(shorter)
-        page = Page(part, start, rows, siblings)
+        page = Page(part, start, kept, siblings)
         siblings[part] = page
         self._used[page] = draft
         self.counts.tokens += len(part)

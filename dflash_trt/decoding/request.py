@@ -12,32 +12,6 @@ from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import RequestError
 
 
-@dataclass
-class Contents:
-    """What a slot holds: rows of `tokens` in the target's cache, the first `drafted` of them also in the drafter's."""
-
-    tokens: Sequence[int]
-    drafted: int
-
-    def shared(self, prompt: Sequence[int], *, draft: bool) -> int:
-        """How many rows a prompt can take over: a common prefix, for target and, if it drafts, drafter both."""
-        limit = min(self.drafted if draft else len(self.tokens), len(self.tokens), len(prompt) - 1)
-        return common(self.tokens, prompt, limit)
-
-
-def common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
-    """With how many equal items, at most `limit`, two sequences of one type begin."""
-    # Those that share anything usually share much: compare slices, then find the place.
-    low, high = 0, max(limit, 0)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 @dataclass(eq=False)
 class Request:
     """One request. `arrived` and `deadline` are times of perf_counter."""
@@ -62,8 +36,7 @@ class Request:
 
     output: list[int] = field(default_factory=list)  # every token decided so far; the last one is the anchor
     slot: int = 0  # while it is active or being prefilled
-    committed: int = 0  # rows in the target's cache; the position of the anchor, once there is one
-    behind: int = 0  # how many of the last of them the drafter has not taken in
+    committed: int = 0  # tokens in the target's caches; the position of the anchor, once there is one
     first_token_at: float = 0.0
     logprobs: list[float] = field(default_factory=list)  # of the tokens kept, if asked for
 
@@ -76,10 +49,10 @@ class Request:
         """How many tokens of its block count, of a round that verifies `length`; the anchor included."""
         return min(self.block_length or length, length) if self.draft else 1
 
-    def contents(self) -> Contents:
-        """What this request's slot holds."""
-        tokens = [*self.prompt, *self.output][: self.committed]
-        return Contents(tokens, self.committed - self.behind if self.draft else 0)
+    @property
+    def taken_in(self) -> Sequence[int]:
+        """The tokens that the target's caches hold."""
+        return [*self.prompt, *self.output][: self.committed]
 
 
 @dataclass(frozen=True, slots=True)

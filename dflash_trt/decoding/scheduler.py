@@ -16,10 +16,11 @@ import numpy as np
 
 from dflash_trt.decoding.acceptance import Verdict
 from dflash_trt.decoding.commit import commit, fail, first_token, leave, non_finite
+from dflash_trt.decoding.draft import Verified
 from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.pair import Pair, Verified
+from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.decoding.slots import Slots, Source
 
@@ -88,8 +89,10 @@ class Scheduler:
         An error of one request ends that request. What this raises is an engine's failure, or an interruption: `clear`
         then drops every request and makes the scheduler whole.
         """
-        with self.whole():
-            return self._step(lengths)
+        self.cut_short = True
+        emissions = self._step(lengths)
+        self.cut_short = False
+        return emissions
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -121,67 +124,64 @@ class Scheduler:
     def _round(self, lengths: Lengths) -> list[Emission]:
         """One decode round for every active request."""
         begin, active, pair = perf_counter(), list(self.active), self.pair
-        room = max(min(r.stop.remaining, r.block_length or r.stop.remaining) for r in active)
+        room = max([min(r.stop.remaining, r.block_length or r.stop.remaining) for r in active])
         if any(request.in_doubt for request in active):
             room = 1
         drafting = [slot for slot, request in enumerate(active) if request.draft]
-        draft = pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
-        drafted, logprobs = draft.nodes, None
-        if drafted > 1:
-            logprobs = draft.logprobs_of(drafting)
-            draft = draft.first(lengths.verify(draft, drafting))
-        found = pair.verify(active, draft)
-        verdicts, emissions = [], []
-        for slot, request in enumerate(active):
-            verdict, emission = commit(request, draft, found, slot)
-            verdicts.append(verdict)
-            emissions.append(emission)
+        proposed = pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
+        drafted = proposed.nodes
+        draft = proposed.first(lengths.verify(proposed, drafting)) if drafted > 1 else proposed
+        found, verified = pair.verify(active, draft), draft.nodes
+        draft_time, verify_time = pair.draft_time, pair.verify_time
+        emissions = list[Emission]()
         # The policy learns of the drafts that were judged.
-        judged = [i for i, slot in enumerate(drafting) if verdicts[slot].ok and found.drafts_finite[slot]]
-        if len(judged) < len(drafting):
-            drafting = [drafting[i] for i in judged]
-            logprobs = None if logprobs is None else logprobs[judged]
-        offered = [min(active[slot].block_length or drafted, draft.nodes) - 1 for slot in drafting]
-        for slot, (verdict, emission) in enumerate(zip(verdicts, emissions, strict=True)):
-            self._settle(slot, verdict, emission, found)
-        for request, emission in zip(active, emissions, strict=True):
+        judged, accepted, offered = list[int](), list[int](), list[int]()
+        for slot, request in enumerate(active):
+            drafts = request.draft
+            verdict, emission = commit(request, draft, found, slot)
+            self._settle(request, verdict, emission, found)
+            if drafts and verdict.ok and found.drafts_finite[slot]:
+                judged.append(slot)
+                accepted.append(len(verdict.path))
+                offered.append(min(request.block_length or drafted, verified) - 1)
             if emission.finish_reason is not None:
                 self._retire(request)
-        emissions = [each for each in emissions if each.token_ids or each.finish_reason is not None]
+            if emission.token_ids or emission.finish_reason is not None:
+                emissions.append(emission)
         lengths.observe(
             batch=len(active),
             drafted=drafted,
-            verified=draft.nodes,
-            accepted=[len(verdicts[slot].path) for slot in drafting],
+            verified=verified,
+            accepted=accepted,
             offered=offered,
-            logprobs=logprobs,
-            draft_seconds=pair.draft_time,
-            verify_seconds=pair.verify_time,
+            logprobs=proposed.logprobs_of(judged) if drafted > 1 else None,
+            draft_seconds=draft_time,
+            verify_seconds=verify_time,
         )
-        self.metrics.observe_round(draft.nodes)
-        host = perf_counter() - begin - pair.draft_time - pair.verify_time
+        self.metrics.observe_round(verified)
+        host = perf_counter() - begin - draft_time - verify_time
         for request in active:
-            request.statistics.draft_time += pair.draft_time
-            request.statistics.verify_time += pair.verify_time
-            request.statistics.host_time += host
+            statistics = request.statistics
+            statistics.draft_time += draft_time
+            statistics.verify_time += verify_time
+            statistics.host_time += host
         return emissions
 
-    def _settle(self, slot: int, verdict: Verdict, emission: Emission, found: Verified) -> None:
-        """Make a slot hold what was decided for its request, and behind that nothing that is not finite."""
-        request = self.active[slot]
+    def _settle(self, request: Request, verdict: Verdict, emission: Emission, found: Verified) -> None:
+        """Make the slot of a request hold what was decided for it, and behind that nothing that is not finite."""
+        slot = request.slot
         request.in_doubt = not verdict.ok
         if emission.error is not None and not verdict.ok:
             request.sound = False
             return
         if not found.drafts_finite[slot]:
-            self.pair.stop_drafting(request, slot)
-        nodes = [0, *verdict.path][
-            : len(verdict.path) + verdict.ok
-        ]  # all that was decided but the new anchor's
-        if request.draft and nodes:
-            self.pair.commit(request, slot, found, nodes)
+            self._stop_drafting(request)
+        # All that was decided, without the new anchor.
+        nodes = [0, *verdict.path][: len(verdict.path) + verdict.ok]
+        if nodes:
+            self.pair.commit(request, slot, nodes)
         request.committed += len(nodes)
-        if not found.finite[slot].all():
+        if found.finite is not None and not found.finite[slot].all():
             self.pair.clear(slot, request.committed)
 
     def _prefill(self, budget: int, emissions: list[Emission]) -> int:
@@ -197,7 +197,7 @@ class Scheduler:
         request.committed += len(chunk)
         request.sound = _finite(logits)
         if not drafts_finite:
-            self.pair.stop_drafting(request, slot)
+            self._stop_drafting(request)
         if not request.sound or request.committed == len(request.prompt):
             self.filling = None
             emission = (
@@ -213,8 +213,13 @@ class Scheduler:
         request.statistics.prefill_time += perf_counter() - begin
         return len(chunk)
 
+    def _stop_drafting(self, request: Request) -> None:
+        """From now on this request takes no drafts."""
+        request.draft = False
+        self.pair.stop_drafting(request.slot)
+
     def _occupy(self, request: Request, budget: int) -> None:
-        """Find a slot for the next request to be prefilled, and in it the rows that it can take over."""
+        """Find a slot for the next request to be prefilled, and what it can take over."""
         source = self._source(request)
         if (
             len(request.prompt) - source.length > budget
@@ -225,9 +230,9 @@ class Scheduler:
         request.committed = request.statistics.num_cached_tokens = source.length
 
     def _source(self, request: Request) -> Source:
-        live = {each.slot: each.contents() for each in self.active}
-        request.slot = min(set(range(self.max_batch_size)) - set(live))
-        return self.slots.find(request.slot, request.prompt, live, draft=request.draft)
+        taken = {each.slot for each in self.active}
+        request.slot = min(set(range(self.max_batch_size)) - taken)
+        return self.slots.find(request.slot, request.prompt, self.active, draft=request.draft)
 
     def _give_up(self) -> list[Emission]:
         """Take out what was cancelled or has run out of time."""
@@ -252,18 +257,19 @@ class Scheduler:
     def _keep(self, ended: Request) -> None:
         """The rows of a request that has ended stay for others, if they are sound."""
         if ended.sound:
-            self.slots.keep(ended.slot, ended.contents())
+            self.slots.keep(ended)
         else:
             self.pair.clear(ended.slot)
 
     def _close_up(self) -> None:
         """Let the active requests have the first slots, with as few copies as there are gaps."""
+        if all(request.slot == slot for slot, request in enumerate(self.active)):
+            return
         taken = {request.slot for request in self.active}
         gaps = [slot for slot in range(len(self.active)) if slot not in taken]
         behind = [request for request in self.active if request.slot >= len(self.active)]
         for slot, request in zip(gaps, behind, strict=True):
-            self.slots.move(request.slot, slot, request.committed)
-            request.slot = slot
+            self.slots.move(request, slot)
         self.active.sort(key=lambda request: request.slot)
 
 

@@ -1,18 +1,37 @@
-"""Which rows a new request can take over: those in other slots, and those kept of requests that have ended."""
+"""What a new request can take over: from slots, and from copies kept of requests that have ended."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash_trt.decoding.caches import longest
 from dflash_trt.decoding.pair import Pair
-from dflash_trt.decoding.prefixes import PAGE, Page, PrefixCounts, Prefixes
-from dflash_trt.decoding.request import Contents
+from dflash_trt.decoding.prefixes import PAGE, Page, PrefixCounts, Prefixes, common
+from dflash_trt.decoding.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a slot holds of `tokens`: the lengths that it can be cut to, in the target's caches and in the drafter's."""
+
+    tokens: Sequence[int]
+    target: Sequence[int]
+    drafter: Sequence[int]
+
+    def longest(self, most: int, *, draft: bool) -> int:
+        """The longest beginning up to `most` that is there; with `draft`, for the drafter as well."""
+        return longest(most, self.target, self.drafter) if draft else longest(most, self.target)
+
+    def shared(self, prompt: Sequence[int], *, draft: bool) -> int:
+        """How many tokens of a prompt can be taken over: the last one has to be run."""
+        same = common(self.tokens, prompt, min(len(self.tokens), len(prompt) - 1))
+        return self.longest(same, draft=draft)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the first `length` rows of a prompt are: in `slot`, or in the pages of `path`."""
+    """Where the first `length` tokens of a prompt are: in `slot`, or in the pages of `path`."""
 
     length: int
     slot: int
@@ -34,45 +53,47 @@ class Slots:
     def counts(self) -> PrefixCounts:
         return self.prefixes.counts if self.prefixes is not None else PrefixCounts()
 
-    def find(self, slot: int, prompt: Sequence[int], live: dict[int, Contents], *, draft: bool) -> Source:
-        """Where most of a prompt's rows are: in a slot, rather in `slot` itself, or else in what is kept.
+    def contents(self, request: Request) -> Contents:
+        """What the slot of a request holds."""
+        lengths = self.pair.lengths(request.slot, request.committed, draft=request.draft)
+        return Contents(request.taken_in, *lengths)
 
-        `live` are the rows of the requests in flight, by slot. With `draft`, the drafter's rows must be there as well.
+    def find(self, slot: int, prompt: Sequence[int], live: Sequence[Request], *, draft: bool) -> Source:
+        """Where most of a prompt is: in a slot, rather in `slot` itself, or else in what is kept.
+
+        `live` are the requests in flight. With `draft`, it must be there for the drafter as well.
         """
         if self.prefixes is None:
             return Source(0, slot)
+        held = {each.slot: self.contents(each) for each in live} | self.lying
         sources = [Source(0, slot)]
-        sources += [
-            Source(contents.shared(prompt, draft=draft), each)
-            for each, contents in (live | self.lying).items()
-        ]
+        sources += [Source(contents.shared(prompt, draft=draft), each) for each, contents in held.items()]
         best = max(sources, key=lambda each: (each.length, each.slot == slot))
         path, kept = self.prefixes.find(prompt[:-1], draft=draft)
         return Source(kept, slot, path) if kept > best.length else best
 
     def occupy(self, slot: int, source: Source, *, draft: bool) -> None:
-        """Let a new request have `slot`, and in it the rows that `find` has found since anything else was done."""
+        """Let a new request have `slot`, and in it what `find` has found since anything else was done."""
         self.lying.pop(slot, None)
         if self.prefixes is not None and source.path:
             self.prefixes.restore(slot, source.path, source.length, draft=draft)
         elif source.length and source.slot != slot:
-            self.pair.move(source.slot, slot, source.length)
+            self.pair.copy(source.slot, slot, source.length, draft=draft)
 
-    def keep(self, slot: int, contents: Contents) -> None:
-        """The request in `slot` has ended: its rows stay there until overwritten, and a copy is kept."""
-        if self.prefixes is None or not contents.tokens:
+    def keep(self, ended: Request) -> None:
+        """A request has ended. What its slot holds lies there until it is overwritten, and a copy is kept."""
+        if self.prefixes is None or not ended.committed:
             return
-        self.lying[slot] = contents
-        self.prefixes.keep(
-            slot,
-            contents.tokens[: contents.drafted] if contents.drafted else contents.tokens,
-            draft=contents.drafted > 0,
-        )
+        contents = self.lying[ended.slot] = self.contents(ended)
+        both = contents.longest(ended.committed, draft=True)
+        length = both or contents.longest(ended.committed, draft=False)
+        self.prefixes.keep(ended.slot, contents.tokens[:length], draft=both > 0)
 
-    def move(self, source: int, target: int, rows: int) -> None:
+    def move(self, request: Request, slot: int) -> None:
         """A request in flight moves to a free slot, over what lies there."""
-        self.lying.pop(target, None)
-        self.pair.move(source, target, rows)
+        self.lying.pop(slot, None)
+        self.pair.move(request.slot, slot, request.committed)
+        request.slot = slot
 
     def overwritten(self) -> None:
         """Nothing lies in the slots any more."""

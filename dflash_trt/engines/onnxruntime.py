@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from dflash_trt.engines.caches import RowCaches
 from dflash_trt.errors import BundleError, DFlashError
 
 Array = np.ndarray[Any, Any]
@@ -59,7 +60,7 @@ class OnnxRuntimeEngine:
             for name, i in self._inputs.items()
             if "_cache." in name
         }
-        self.row_bytes = sum(c.shape[1] * c.shape[3] * c.itemsize for c in self._caches.values())
+        self.caches = RowCaches(self._caches)
         self._memory: dict[str, Array] = {}
         self._bound: dict[tuple[Any, ...], _Bound] = {}
 
@@ -74,26 +75,6 @@ class OnnxRuntimeEngine:
             bound.inputs[name][...] = array
         self._session.run_with_iobinding(bound.binding)
         return bound.outputs
-
-    def move_slot(self, source: int, target: int, rows: int) -> None:
-        """Copy the first `rows` cache rows of one slot over another's."""
-        for cache in self._caches.values():
-            cache[target, :, :rows] = cache[source, :, :rows]
-
-    def keep_rows(self, slot: int, start: int, stop: int) -> list[Array]:
-        """A copy of cache rows start .. stop-1 of a slot, per cache [heads, rows, size]."""
-        return [cache[slot, :, start:stop].copy() for cache in self._caches.values()]
-
-    def restore_rows(self, kept: list[Array], slot: int, start: int, rows: int) -> None:
-        """The first `rows` of what `keep_rows` gave become the rows of a slot from `start` on."""
-        for cache, copy in zip(self._caches.values(), kept, strict=True):
-            cache[slot, :, start : start + rows] = copy[:, :rows]
-
-    def clear_slot(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        """Make the cache rows first .. last-1 of a slot 0. Memory that was never written stays untouched."""
-        for cache in self._caches.values():
-            rows = cache[slot, :, first:last]
-            np.copyto(rows, 0, where=rows != 0)
 
     def _bind(self, feeds: Mapping[str, Array], first_slot: int) -> _Bound:
         if len(self._bound) >= _MAX_BINDINGS:
@@ -142,7 +123,8 @@ class OnnxRuntimeEngine:
     def close(self) -> None:
         """Free the session, the caches and every binding."""
         self._session = None
-        self._caches, self._memory, self._bound = {}, {}, {}
+        self._caches.clear()
+        self._memory, self._bound = {}, {}
 
 
 def _pool(shape: tuple[int, ...], dtype: Any) -> Array:

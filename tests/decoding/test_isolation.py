@@ -75,7 +75,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def caches_are_finite(llm: LLM | AsyncLLM) -> bool:
     pair: Any = llm._runtime.pair
-    return all(np.isfinite(c).all() for e in (pair.target, pair.drafter) for c in e._caches.values())
+    caches = [*pair.target.caches.arrays.values(), *pair.drafter.caches.arrays.values()]
+    return all(np.isfinite(rows).all() for rows in caches)
 
 
 def test_a_prompt_with_nan_ends_alone_and_the_others_are_finished(spoilt: Path) -> None:

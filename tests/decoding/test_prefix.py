@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt import LLM
-from dflash_trt.decoding.pair import EnginePair, KeptRows
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from tests.decoding.test_scheduler import AnyLengths, Lengths, bundle, finish, prompt
 from tests.doubles.checkpoints import VOCAB as REAL_VOCAB
-from tests.doubles.fake_engines import BLOCK, ROW_BYTES, VOCAB, Pool, expected, request
+from tests.doubles.fake_engines import (
+    BLOCK,
+    ROW_BYTES,
+    VOCAB,
+    FakeTarget,
+    Pool,
+    StateTarget,
+    expected,
+    request,
+)
 
 __all__ = ["bundle"]  # the fixture
 
@@ -216,7 +223,7 @@ def test_rows_for_which_the_machine_has_no_memory_are_not_kept(monkeypatch: pyte
     def full(slot: int, start: int, stop: int) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(pool.drafter, "keep_rows", full)
+    monkeypatch.setattr(pool.drafter, "keep", full)
     hits(pool, base)
     counts = pool.prefixes.counts
     assert (counts.tokens, counts.kept_tokens) == (0, 0)
@@ -232,23 +239,30 @@ def test_forgotten_rows_are_not_reused() -> None:
     assert hits(pool, base).statistics.num_cached_tokens == 0
 
 
-def test_rows_that_cannot_be_cut_are_restored_to_lengths_they_are_valid_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As the states of recurrent layers: here only at the end of what was kept, and at every second page's."""
-    keep = EnginePair.keep
-
-    def keep_whole(self: EnginePair, slot: int, start: int, stop: int, *, draft: bool) -> KeptRows:
-        rows = keep(self, slot, start, stop, draft=draft)
-        return replace(rows, lengths=() if stop % 16 == 8 else (stop,))
-
-    monkeypatch.setattr(EnginePair, "keep", keep_whole)
-    base = prompt(45)
-    for length, cached in ((45, 44), (44, 32), (40, 32), (31, 16), (16, 0), (15, 0)):
-        pool = Pool(1, 1, kept=400)
-        hits(pool, base[:44], max_tokens=1)
+def test_the_longest_length_that_a_state_was_kept_at_is_reused() -> None:
+    """The last pass over a prompt begins at 40: the state is there then, and the rows of the pass lead to its end."""
+    pool, base = Pool(1, 1, kept=400, target=StateTarget), prompt(60)
+    assert hits(pool, base[:44], max_tokens=1).statistics.num_cached_tokens == 0
+    for length, cached in ((60, 44), (44, 40), (40, 0), (31, 0)):
+        again = Pool(1, 1, kept=400, target=StateTarget)
+        hits(again, base[:44], max_tokens=1)
+        again.scheduler.slots.overwritten()
+        assert hits(again, base[:length], max_tokens=1).statistics.num_cached_tokens == cached
+    for length, cached in ((17, 0), (16, 0), (30, 17), (17, 16)):  # kept at 17 and at 16 from here on
         pool.scheduler.slots.overwritten()
-        assert hits(pool, base[:length], max_tokens=5).statistics.num_cached_tokens == cached
+        assert hits(pool, base[:length], max_tokens=1).statistics.num_cached_tokens == cached
+
+
+def test_a_conversation_goes_on_from_its_state() -> None:
+    """In its slot, where the state is, and by the copy of it."""
+    for overwritten in (False, True):
+        pool, talk = Pool(1, 1, kept=400, target=StateTarget), prompt(12)
+        for turn in range(5):
+            made = hits(pool, talk, max_tokens=7, draft=False)
+            assert made.statistics.num_cached_tokens == (len(talk) - 4 if turn else 0)
+            talk += made.output[:7] + prompt(3, turn)
+            if overwritten:
+                pool.scheduler.slots.overwritten()
 
 
 requests = st.lists(
@@ -269,11 +283,20 @@ requests = st.lists(
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
-@given(asked=requests, batch=st.integers(1, 3), kept=st.integers(4, 90), seed=st.integers(0, 1000))
+@given(
+    asked=requests,
+    batch=st.integers(1, 3),
+    kept=st.integers(4, 90),
+    seed=st.integers(0, 1000),
+    target=st.sampled_from([FakeTarget, StateTarget]),
+)
 @pytest.mark.filterwarnings("ignore:prefix_cache_bytes")
-def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(asked, batch, kept, seed) -> None:
+def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
+    asked, batch, kept, seed, target
+) -> None:
     """Prompts that share beginnings, next turns of chats, with and without drafts; pages come and go all the time."""
-    pool, lengths, common = Pool(batch, batch, kept=kept), AnyLengths(seed), prompt(45, 9)
+    pool, lengths = Pool(batch, batch, kept=kept, target=target), AnyLengths(seed)
+    common = prompt(45, 9)
     made: list[Request] = []
     for a in asked:
         ended = [r for r in made if r.stop.finish_reason]

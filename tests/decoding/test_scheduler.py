@@ -356,7 +356,7 @@ def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
         pool.scheduler.submit(neighbour)
         most = 0
         for _ in drive(pool, lengths):
-            most = max(most, sum(map(len, pool.pair._waiting[flight.slot])))
+            most = max(most, pool.pair.drafter.behind[flight.slot])
         assert most <= 8 + BLOCK
         at = compared = 0
         for seen in lengths.rounds:
@@ -437,8 +437,7 @@ def test_any_schedule_on_onnx_runtime(bundle: Path, seed: int) -> None:
         assert got[each] == (tokens if ended else tokens[: len(got[each])])
 
 
-def test_a_tree_is_refused_by_graphs_that_verify_chains() -> None:
-    pool = Pool(1, 1)
+def test_a_tree_is_refused_by_graphs_that_verify_chains(bundle: Path) -> None:
     tree = Draft(np.array([[1, 2, 3]]), np.array([[-1, 0, 0]]), np.zeros((1, 2), np.float32))
-    with pytest.raises(ValueError, match="the draft has parents"):
-        pool.pair.verify([request(prompt(4), SamplingParams())], tree)
+    with LLM(bundle, threads=1) as llm, pytest.raises(ValueError, match=r"not .*'parents'"):
+        llm._runtime.pair.verify([request(prompt(4), SamplingParams())], tree)

@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from dflash_trt.decoding.arrays import HostArrays
+from dflash_trt.decoding.caches import Kept
 from dflash_trt.decoding.output.stopping import StopChecker
-from dflash_trt.decoding.pair import EnginePair
+from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.prefixes import Page, Prefixes
 from dflash_trt.decoding.request import Request
@@ -80,29 +82,45 @@ class FakeEngine:
         self.nan = np.zeros((slots, capacity), bool)  # the rows that are not numbers
         self.not_a_number: Callable[[int], bool] = nothing
         self.before_pass: Callable[[], object] = lambda: None
-        self.passes, self.row_bytes = 0, ROW_BYTES
+        self.passes = 0
 
-    def move_slot(self, source: int, target: int, rows: int) -> None:
+    @property
+    def caches(self) -> FakeEngine:
+        return self
+
+    def lengths(self, slot: int, length: int) -> Sequence[int]:
+        return range(1, length + 1)
+
+    def kept_bytes(self, length: int) -> int:
+        return ROW_BYTES * length
+
+    def copy(self, source: int, target: int, length: int) -> None:
         assert source != target
-        kept = self.cache[source, :rows].copy()
+        kept = self.cache[source, :length].copy()
         self.cache[target] = POISON
-        self.cache[target, :rows] = kept
-        self.nan[target, :rows] = self.nan[source, :rows]
+        self.cache[target, :length] = kept
+        self.nan[target, :length] = self.nan[source, :length]
 
-    def clear_slot(self, slot: int, first: int = 0, last: int | None = None) -> None:
+    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
         self.cache[slot, first:last] = POISON
         self.nan[slot, first:last] = False
 
-    def keep_rows(self, slot: int, start: int, stop: int) -> Array:
+    def keep(self, slot: int, start: int, stop: int) -> Kept:
         assert POISON not in self.cache[slot, start:stop]
         assert not self.nan[slot, start:stop].any()
-        return self.cache[slot, start:stop].copy()
+        return Kept(start, stop, range(start + 1, stop + 1), self.cache[slot, start:stop].copy())
 
-    def restore_rows(self, kept: Array, slot: int, start: int, rows: int) -> None:
-        assert 0 < rows <= len(kept)
+    def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
+        assert [each.start for each in kept] == [0, *(each.stop for each in kept[:-1])]
+        assert length in kept[-1].lengths
+        self.cache[slot] = POISON
+        self.cache[slot, :length] = np.concatenate([each.data for each in kept])[:length]
+        self.nan[slot, :length] = False
+
+    def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
+        rows = self.cache[slot, [start + node for node in nodes]]
         self.cache[slot, start:] = POISON
-        self.cache[slot, start : start + rows] = kept[:rows]
-        self.nan[slot, start : start + rows] = False
+        self.cache[slot, start : start + len(nodes)] = rows
 
     def close(self) -> None:
         pass
@@ -115,20 +133,43 @@ class FakeEngine:
 
 
 class FakeTarget(FakeEngine):
+    """Takes trees as well: a node's row is made from the rows before the anchor and those of its ancestors."""
+
+    def total(self, slot: int, length: int) -> int:
+        """The sum of the first rows of a slot."""
+        return int(self.cache[slot, :length].sum())
+
+    def write(self, slot: int, start: int, rows: Sequence[int]) -> None:
+        """Nodes of a pass, in the order of the pass."""
+        self.cache[slot, start:] = POISON
+        self.cache[slot, start : start + len(rows)] = rows
+        for at, number in enumerate(rows, start):
+            self.nan[slot, at] = self.not_a_number(number)
+
+    def holds(self, slot: int, history: Sequence[int]) -> bool:
+        """Whether these are the committed rows of a slot."""
+        return self.cache[slot, : len(history)].tolist() == list(history)
+
+    def kept_right(self, kept: Kept, history: Sequence[int]) -> bool:
+        """Whether a copy has the rows of its positions; `history` begins at position 0."""
+        return kept.data.tolist() == list(history[kept.start : kept.stop])
+
     def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]:
         tokens, starts = feeds["tokens"], feeds["start"]
         n, width = tokens.shape
+        parents = feeds.get("parents", np.tile(np.arange(-1, width - 1), (n, 1)))
         self.room(first_slot, starts, width)
         features = np.zeros((n, width, 1), np.float32)
         for i, start in enumerate(starts):
-            cache = self.cache[first_slot + i]
-            total = int(cache[:start].sum())
+            slot = first_slot + i
+            # Before the anchor, and behind each node.
+            totals, depths = [self.total(slot, int(start))], [int(start)]
             for j in range(width):
-                cache[start + j] = row(total, int(tokens[i, j]), start + j)
-                total += int(cache[start + j])
-                features[i, j, 0] = cache[start + j]
-                self.nan[first_slot + i, start + j] = self.not_a_number(int(cache[start + j]))
-            cache[start + width :] = POISON
+                total, depth = totals[parents[i, j] + 1], depths[parents[i, j] + 1]
+                features[i, j, 0] = row(total, int(tokens[i, j]), depth)
+                totals.append(total + int(features[i, j, 0]))
+                depths.append(depth + 1)
+            self.write(slot, int(start), features[i, :, 0].astype(int).tolist())
         logits = TABLE[features[..., 0].astype(int) % len(TABLE)]
         chosen = logits.argmax(-1)
         wrong = np.ones((n, width), bool)
@@ -144,6 +185,72 @@ class FakeTarget(FakeEngine):
                 0,
             )  # as the graph then decides
         return {"logits": logits, "features": features, "accepted": accepted, "next_token": next_token}
+
+
+class StateTarget(FakeTarget):
+    """A target of recurrent layers: each slot has the sum at one length, and the rows of its last pass.
+
+    The rows are replayed up to the start of the next pass. So a slot can be cut to the lengths from that of the sum on,
+    and a copy has the sum at its end, if the slot could be cut there, and nothing else.
+    """
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        super().__init__(slots, capacity)
+        self.state: list[tuple[int, int]] = [(0, 0)] * slots
+        self.last: list[list[int]] = [[] for _ in range(slots)]
+
+    def at(self, slot: int, length: int) -> tuple[int, int]:
+        known, total = self.state[slot]
+        assert known <= length <= known + len(self.last[slot]), "a state cannot be cut to this length"
+        return length, total + sum(self.last[slot][: length - known])
+
+    def put(self, slot: int, state: tuple[int, int], last: Sequence[int] = ()) -> None:
+        self.state[slot], self.last[slot] = state, list(last)
+
+    def total(self, slot: int, length: int) -> int:
+        self.put(slot, self.at(slot, length) if length else (0, 0))
+        return self.state[slot][1]
+
+    def write(self, slot: int, start: int, rows: Sequence[int]) -> None:
+        self.last[slot] = list(rows)
+
+    def lengths(self, slot: int, length: int) -> Sequence[int]:
+        return range(max(1, self.state[slot][0]), length + 1)
+
+    def kept_bytes(self, length: int) -> int:
+        return 4 * ROW_BYTES
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self.put(target, self.at(source, length))
+
+    def keep(self, slot: int, start: int, stop: int) -> Kept:
+        known = self.state[slot][0]
+        if known <= stop <= known + len(self.last[slot]):
+            return Kept(start, stop, (stop,), self.at(slot, stop))
+        return Kept(start, stop, (), None)
+
+    def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
+        assert (length,) == kept[-1].lengths
+        self.put(slot, kept[-1].data)
+
+    def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
+        assert self.state[slot][0] == start
+        self.last[slot] = [self.last[slot][node] for node in nodes]
+
+    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
+        if first == 0:
+            self.put(slot, (0, 0))
+        else:
+            del self.last[slot][first - self.state[slot][0] :]
+
+    def holds(self, slot: int, history: Sequence[int]) -> bool:
+        known = self.state[slot][0]
+        return self.at(slot, len(history))[1] == sum(history) and self.at(slot, known)[1] == sum(
+            history[:known]
+        )
+
+    def kept_right(self, kept: Kept, history: Sequence[int]) -> bool:
+        return kept.data == ((kept.stop, sum(history[: kept.stop])) if kept.lengths else None)
 
 
 class FakeDrafter(FakeEngine):
@@ -213,18 +320,25 @@ class Pool:
     """
 
     def __init__(
-        self, batch: int, slots: int, *, chunk: int = 8, max_seq_len: int = 120, kept: int | None = None
+        self,
+        batch: int,
+        slots: int,
+        *,
+        chunk: int = 8,
+        max_seq_len: int = 120,
+        kept: int | None = None,
+        target: type[FakeTarget] = FakeTarget,
     ) -> None:
         capacity = max_seq_len + 2 * BLOCK + 1
-        self.target, self.drafter = FakeTarget(batch, capacity), FakeDrafter(batch, capacity)
-        self.pair = EnginePair(
+        self.target, self.drafter = target(batch, capacity), FakeDrafter(batch, capacity)
+        self.pair = Pair(
             self.target,
             self.drafter,
+            HostArrays(slots=batch, feature_size=1, most_waiting=chunk),
             slots=batch,
             capacity=capacity,
             mask_token_id=MASK,
             vocab_size=VOCAB,
-            feature_size=1,
             prefill_chunk=chunk,
         )
         kept = (slots - batch) * capacity if kept is None else kept
@@ -242,27 +356,28 @@ class Pool:
         assert not self.drafter.nan.any()
         live = [*s.active, *([s.filling] if s.filling else [])]
         assert len(s.active) <= s.max_batch_size
-        taken = [flight.slot for flight in live]
+        taken = [each.slot for each in live]
         assert len(set(taken)) == len(live)
         assert s.filling is None or s.filling.slot >= len(s.active), "in the way of a round"
-        for slot, flight in zip(taken, live, strict=True):
-            history = rows_of([*flight.prompt, *flight.output][: flight.committed])
-            assert self.target.cache[slot, : flight.committed].tolist() == history
-            waiting = self.pair._waiting[slot]
-            if flight.draft:
-                behind = [int(x) for part in waiting for x in part[:, 0]]
-                seen = flight.committed - len(behind)
-                assert self.drafter.cache[slot, :seen].tolist() + behind == history
-                assert len(behind) == flight.behind <= self.pair.prefill_chunk + BLOCK
+        for slot, each in zip(taken, live, strict=True):
+            history = rows_of([*each.prompt, *each.output][: each.committed])
+            assert self.target.holds(slot, history)
+            behind = self.pair.drafter.behind[slot]
+            if each.draft:
+                waiting = self.pair.arrays.waiting_of(slot, 0, behind)[0, :, 0].astype(int).tolist()
+                seen = each.committed - behind
+                assert self.drafter.cache[slot, :seen].tolist() + waiting == history
+                assert behind <= self.pair.prefill_chunk + BLOCK
             else:
-                assert not waiting
-        for flight in s.active:
-            assert flight.committed == len(flight.prompt) + len(flight.output) - 1
+                assert behind == 0
+        for each in s.active:
+            assert each.committed == len(each.prompt) + len(each.output) - 1
         assert set(s.slots.lying) <= set(range(self.pair.slots)) - set(taken)
         for slot, lying in s.slots.lying.items():
             history = rows_of(lying.tokens)
-            assert self.target.cache[slot, : len(history)].tolist() == history
-            assert self.drafter.cache[slot, : lying.drafted].tolist() == history[: lying.drafted]
+            assert self.target.holds(slot, history)
+            drafted = max(lying.drafter, default=0)
+            assert self.drafter.cache[slot, :drafted].tolist() == history[:drafted]
         if s.slots.prefixes is not None:
             self.check_prefixes()
 
@@ -274,18 +389,16 @@ class Pool:
             while todo:
                 before, page = todo.pop()
                 whole = (*before, *page.tokens)
-                history = rows_of(whole)[len(before) :]
-                assert page.rows.target.tolist() == history
-                assert (page.rows.drafter.tolist() if draft else page.rows.drafter) == (
-                    history if draft else None
-                )
-                assert (page.start, page.rows.start, page.rows.stop) == (len(before), len(before), len(whole))
+                history = rows_of(whole)
+                assert len(page.kept.data) == 1 + draft
+                assert self.target.kept_right(page.kept.data[0], history)
+                if draft:
+                    assert page.kept.data[1].data.tolist() == history[len(before) :]
+                assert (page.start, page.kept.start, page.kept.stop) == (len(before), len(before), len(whole))
                 assert len(before) % prefixes.page == 0
                 assert not page.children or len(page.tokens) == prefixes.page
-                tokens, memory = (
-                    tokens + len(page.tokens),
-                    memory + (1 + draft) * ROW_BYTES * len(page.tokens),
-                )
+                tokens += len(page.tokens)
+                memory += self.pair.kept_bytes(len(page.tokens), draft=draft)
                 seen.append(page)
                 todo += [(whole, child) for child in page.children.values()]
         assert set(seen) == set(prefixes._used)

@@ -6,16 +6,45 @@ Written against the API that `tensorrt` and `tensorrt_rtx` document. docs/tensor
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from dflash_trt.decoding.caches import Kept
+from dflash_trt.engines.caches import RowCaches
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL
 from dflash_trt.errors import BundleError
 
+Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
+
+
+class DeviceRowCaches(RowCaches):
+    """Caches on a GPU. Copies need no wait, since the stream orders them, and cross no bus."""
+
+    def __init__(self, arrays: Mapping[str, Tensor], stream: Any) -> None:
+        super().__init__(arrays)
+        self._stream = stream
+
+    def keep(self, slot: int, start: int, stop: int) -> Kept:
+        try:
+            return super().keep(slot, start, stop)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+
+    def _in_order(self) -> AbstractContextManager[Any]:
+        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return stream
+
+    def _copied(self, rows: Tensor) -> Tensor:
+        return rows.clone()
+
+    def _zero(self, rows: Tensor) -> None:
+        rows.zero_()
 
 
 class TensorRTEngine:
@@ -48,10 +77,11 @@ class TensorRTEngine:
         self._contexts = [self._engine.create_execution_context(strategy) for _ in (PREFILL, DECODE)]
         for profile, context in enumerate(self._contexts):
             context.set_optimization_profile_async(profile, stream.cuda_stream)
-        self.caches = {name: self._cache(name, slots) for name in inputs if "_cache." in name}
-        self.row_bytes = sum(c.shape[1] * c.shape[3] * c.element_size() for c in self.caches.values())
+        self._caches = {name: self._cache(name, slots) for name in inputs if "_cache." in name}
+        self.caches = DeviceRowCaches(self._caches, stream)
         self._buffers: dict[tuple[int, str], Tensor] = {}
         self._shapes: dict[tuple[int, str], tuple[int, ...]] = {}
+        self._views: dict[tuple[Any, ...], dict[str, Tensor]] = {}
         self._captured: dict[tuple[Any, ...], Any] = {}
         self._slot: dict[int, int] = {}
         self._memory: Tensor | None = None
@@ -81,57 +111,49 @@ class TensorRTEngine:
             size *= length
         return self._buffers[profile, name][:size].view(shape)
 
-    def run(self, profile: int, shapes: Mapping[str, Sequence[int]], *, first_slot: int = 0) -> None:
-        """One pass over inputs of these shapes, as the buffers hold them; it is enqueued, not waited for."""
-        context = self._contexts[profile]
-        for name, shape in shapes.items():
-            if self._shapes.get((profile, name)) != tuple(shape):
-                if not context.set_input_shape(name, tuple(shape)):
-                    raise ValueError(f"{self.plan}: {name} {list(shape)} is outside of profile {profile}")
-                self._shapes[profile, name] = tuple(shape)
-        batch = int(shapes["start"][0])
-        self._bind_caches(profile, first_slot, batch)
-        key = tuple(sorted((name, tuple(shape)) for name, shape in shapes.items()))
-        if profile == DECODE and first_slot == 0 and self.graphs:
-            self._replay(key, context)
-        else:
-            self._enqueue(context)
+    def whole_buffer(self, profile: int, name: str) -> Tensor:
+        """The memory of an input or an output, as large as it gets."""
+        return self._buffers[profile, name]
 
-    def move_slot(self, source: int, target: int, rows: int) -> None:
-        """Copy the first `rows` cache rows of one slot over another's."""
-        with torch.cuda.stream(self.stream):
-            for cache in self.caches.values():
-                cache[target, :, :rows].copy_(cache[source, :, :rows])
+    def run(
+        self, profile: int, feeds: Mapping[str, Array | Tensor], *, first_slot: int = 0
+    ) -> Mapping[str, Tensor]:
+        """One pass over slots from `first_slot` on; it is enqueued, not waited for.
 
-    def keep_rows(self, slot: int, start: int, stop: int) -> list[Tensor]:
-        """A copy of cache rows start .. stop-1 of a slot, per cache [heads, rows, size], on the device. There copies
-        need no wait, since the stream orders them, and cross no bus.
+        Feeds on the host are uploaded, and those on the device copied, but for those that lie in their buffer already.
+        Outputs are views of buffers, which the next pass of this profile overwrites.
         """
-        try:
-            with torch.cuda.stream(self.stream):
-                return [cache[slot, :, start:stop].clone() for cache in self.caches.values()]
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
-
-    def restore_rows(self, kept: list[Tensor], slot: int, start: int, rows: int) -> None:
-        """The first `rows` of what `keep_rows` gave become the rows of a slot from `start` on."""
+        context = self._contexts[profile]
+        if set(feeds) != set(self.inputs):
+            raise ValueError(f"{self.plan}: takes {sorted(self.inputs)}, not {sorted(feeds)}")
+        for name, array in feeds.items():
+            self._set_shape(context, profile, name, tuple(array.shape))
+        self._bind_caches(profile, first_slot, len(feeds["start"]))
+        key = (profile, *[(name, tuple(array.shape)) for name, array in feeds.items()])
+        outputs = self._views.get(key)
+        if outputs is None:
+            shapes = {name: tuple(context.get_tensor_shape(name)) for name in self.outputs}
+            outputs = self._views[key] = {n: self.buffer(profile, n, *shape) for n, shape in shapes.items()}
         with torch.cuda.stream(self.stream):
-            for cache, copy in zip(self.caches.values(), kept, strict=True):
-                cache[slot, :, start : start + rows].copy_(copy[:, :rows])
-
-    def clear_slot(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        """Make the cache rows first .. last-1 of a slot 0."""
-        with torch.cuda.stream(self.stream):
-            for cache in self.caches.values():
-                cache[slot, :, first:last].zero_()
+            for name, array in feeds.items():
+                buffer = self.buffer(profile, name, *array.shape)
+                given = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+                if given.data_ptr() != buffer.data_ptr():
+                    buffer.copy_(given, non_blocking=True)  # pageable memory is read before this returns
+            if profile == DECODE and first_slot == 0 and self.graphs:
+                self._replay(key, context)
+            else:
+                self._enqueue(context)
+        return outputs
 
     def close(self) -> None:
         """Free contexts, graphs, buffers and caches."""
         self.stream.synchronize()
         self._captured.clear()
         self._contexts.clear()
+        self._views.clear()
         self._buffers.clear()
-        self.caches.clear()
+        self._caches.clear()
         self._engine = self._runtime = self._memory = None
 
     def _enqueue(self, context: Any) -> None:
@@ -152,8 +174,7 @@ class TensorRTEngine:
             with torch.cuda.graph(graph, stream=self.stream):
                 self._enqueue(context)
             self._captured[key] = graph
-        with torch.cuda.stream(self.stream):
-            graph.replay()
+        graph.replay()
 
     def _cache(self, name: str, slots: int) -> Tensor:
         out = name.replace("_cache.", "_cache_out.")
@@ -166,23 +187,27 @@ class TensorRTEngine:
 
     def _bind_caches(self, profile: int, first_slot: int, batch: int) -> None:
         context = self._contexts[profile]
-        for name, cache in self.caches.items():
-            shape = (batch, *cache.shape[1:])
-            if self._shapes.get((profile, name)) != shape:
-                context.set_input_shape(name, shape)
-                self._shapes[profile, name] = shape
+        for name, cache in self._caches.items():
+            self._set_shape(context, profile, name, (batch, *cache.shape[1:]))
         if self._slot.get(profile) == first_slot:
             return
-        for name, cache in self.caches.items():
+        for name, cache in self._caches.items():
             address = cache[first_slot].data_ptr()
             context.set_tensor_address(name, address)
             context.set_tensor_address(name.replace("_cache.", "_cache_out."), address)
         self._slot[profile] = first_slot
 
+    def _set_shape(self, context: Any, profile: int, name: str, shape: tuple[int, ...]) -> None:
+        if self._shapes.get((profile, name)) == shape:
+            return
+        if not context.set_input_shape(name, shape):
+            raise ValueError(f"{self.plan}: {name} {list(shape)} is outside of profile {profile}")
+        self._shapes[profile, name] = shape
+
     def _allocate(self, profile: int) -> None:
         """Buffers for the largest shapes of the profile; its outputs' are what TensorRT infers from them."""
         context = self._contexts[profile]
-        for name in [*self.inputs, *self.caches]:
+        for name in [*self.inputs, *self._caches]:
             largest = tuple(self._engine.get_tensor_profile_shape(name, profile)[2])
             context.set_input_shape(name, largest)
             self._shapes[profile, name] = largest

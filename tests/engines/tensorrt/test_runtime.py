@@ -18,8 +18,7 @@ import torch
 from dflash_trt import LLM, Completion, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
-from dflash_trt.engines.tensorrt import device_pair as pair
-from dflash_trt.engines.tensorrt import flavour, plans
+from dflash_trt.engines.tensorrt import device_arrays, flavour, plans
 from dflash_trt.engines.tensorrt.plans import Options
 from dflash_trt.engines.tensorrt.profiles import DECODE
 from dflash_trt.errors import BatchError, BuildError, BundleError, NonFiniteError
@@ -40,7 +39,7 @@ def here() -> Any:
         patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
         patch.setattr(plans, "compute_capabilities", lambda: [90])
         patch.setattr(torch, "cuda", fake_tensorrt.Cuda)
-        patch.setattr(pair, "DEVICE", "cpu")
+        patch.setattr(device_arrays, "DEVICE", "cpu")
         yield patch
 
 
@@ -121,7 +120,7 @@ def test_a_full_gpu_keeps_no_rows(bundles: tuple[Bundle, Bundle], monkeypatch: p
 
         monkeypatch.setattr(fake_tensorrt.Cuda, "stream", full)
         with pytest.raises(MemoryError, match="CUDA out of memory"):
-            engine.keep_rows(0, 0, 4)
+            engine.caches.keep(0, 0, 4)
         monkeypatch.undo()
 
 
@@ -131,10 +130,10 @@ def test_sampling_on_the_device_gives_the_same(bundles: tuple[Bundle, Bundle]) -
     wanted = [SamplingParams(max_tokens=7, seed=2**63 + i, ignore_eos=True, **k) for i, k in enumerate(kinds)]
     with LLM(bundles[1].path) as llm:
         expected = [c.token_ids for c in llm.generate(prompts()[:3], wanted, block_length=4)]
-        llm._runtime.pair.samples = True
+        llm._runtime.pair.arrays.samples = True
         found = llm.generate(prompts()[:3], wanted, block_length=4)
         assert [c.token_ids for c in found] == expected
-        assert llm._runtime.pair._sampling[1] is not None
+        assert llm._runtime.pair.arrays._sampling[1] is not None
 
 
 @pytest.mark.parametrize("sampled_on_the_device", [False, True])
@@ -159,14 +158,14 @@ def test_numbers_that_are_not_finite_end_their_request_alone(
     good = [[token for token in each if token != SPOILT] for each in good]
     with LLM(bundle.path) as llm:
         pair: Any = llm._runtime.pair
-        pair.samples = sampled_on_the_device
+        pair.arrays.samples = sampled_on_the_device
         expected = [llm.generate(*each, block_length=1).token_ids for each in zip(good, wanted, strict=True)]
         with pytest.raises(BatchError, match="3 of 6") as caught:
             llm.generate([*bad, *good], wanted * 2, block_length=4)
         assert all(isinstance(outcome, NonFiniteError) for outcome in caught.value.outcomes[:3])
         assert [c.token_ids for c in caught.value.outcomes[3:] if isinstance(c, Completion)] == expected
-        assert all(torch.isfinite(c).all() for e in (pair.target, pair.drafter) for c in e.caches.values())
-        assert torch.isfinite(pair._waiting).all()
+        caches = [*pair.target.caches.arrays.values(), *pair.drafter.caches.arrays.values()]
+        assert all(torch.isfinite(rows).all() for rows in [*caches, pair.arrays._waiting])
 
 
 def test_a_draft_that_spoils_a_round_ends_no_request(tmp_path: Path, here: Any) -> None:
@@ -181,23 +180,26 @@ def test_a_draft_that_spoils_a_round_ends_no_request(tmp_path: Path, here: Any) 
     with LLM(bundle.path) as llm:
         expected = [c.token_ids for c in llm.generate(asked, params, speculate=False)]
         pair: Any = llm._runtime.pair
-        run, drafts = pair.drafter.run, pair.drafter.buffer
+        drafter = pair.drafter.engine
+        run = drafter.run
 
-        def spoilt_draft(profile: int, shapes: Any, **slot: int) -> None:
-            run(profile, shapes, **slot)
+        def spoilt_draft(profile: int, feeds: Any, **slot: int) -> Any:
+            out = run(profile, feeds, **slot)
             if profile == DECODE:
-                drafts(DECODE, "draft_tokens", shapes["block"][0], shapes["block"][1] - 1)[:, -1] = SPOILT
+                out["draft_tokens"][:, -1] = SPOILT
+            return out
 
-        def no_numbers(profile: int, shapes: Any, **slot: int) -> None:
-            run(profile, shapes, **slot)
+        def no_numbers(profile: int, feeds: Any, **slot: int) -> Any:
+            out = run(profile, feeds, **slot)
             if profile == DECODE:
-                drafts(DECODE, "draft_logprobs", shapes["block"][0], shapes["block"][1] - 1)[:] = torch.nan
+                out["draft_logprobs"][:] = torch.nan
+            return out
 
         for broken in (spoilt_draft, no_numbers):
-            pair.drafter.run = broken
+            drafter.run = broken
             found = llm.generate(asked, params, block_length=4)
             assert [c.token_ids for c in found] == expected
-            assert all(torch.isfinite(c).all() for c in pair.target.caches.values())
+            assert all(torch.isfinite(c).all() for c in pair.target.caches.arrays.values())
         assert [c.statistics.num_drafts for c in found] == [1, 1]
 
 
@@ -220,7 +222,7 @@ def test_a_round_waits_once_and_replays_its_graphs(bundles: tuple[Bundle, Bundle
 def test_the_plain_path_gives_the_same(bundles: tuple[Bundle, Bundle], here: Any) -> None:
     with LLM(bundles[1].path) as llm:
         expected = llm.generate(prompts(), params(0.0))
-        for engine in (llm._runtime.pair.target, llm._runtime.pair.drafter):
+        for engine in (llm._runtime.pair.target, llm._runtime.pair.drafter.engine):
             engine.graphs = False
         assert [c.token_ids for c in llm.generate(prompts(), params(0.0))] == [c.token_ids for c in expected]
 
@@ -231,7 +233,7 @@ def test_nothing_is_allocated_in_a_round(
     """No buffer of the engines moves, and none is allocated."""
     with LLM(bundles[1].path) as llm:
         llm.generate(prompts(), params(0.0), block_length=BLOCK)
-        engines = (llm._runtime.pair.target, llm._runtime.pair.drafter)
+        engines = (llm._runtime.pair.target, llm._runtime.pair.drafter.engine)
         before = [{k: b.data_ptr() for k, b in e._buffers.items()} for e in engines]
         for name in ("zeros", "empty"):
             monkeypatch.setattr(torch, name, None)
@@ -241,9 +243,12 @@ def test_nothing_is_allocated_in_a_round(
 
 def test_a_shape_outside_of_the_profile_is_refused(bundles: tuple[Bundle, Bundle]) -> None:
     with LLM(bundles[1].path) as llm:
-        target = llm._runtime.pair.target
+        target, block = llm._runtime.pair.target, np.zeros((1, BLOCK + 1), np.int64)
+        feeds = {"tokens": block, "start": np.zeros(1, np.int64), "rows": block}
         with pytest.raises(ValueError, match=rf"(tokens|rows) \[1, {BLOCK + 1}\] is outside of profile 1"):
-            target.run(DECODE, {"tokens": (1, BLOCK + 1), "start": (1,), "rows": (1, BLOCK + 1)})
+            target.run(DECODE, feeds)
+        with pytest.raises(ValueError, match=r"takes \['rows', 'start', 'tokens'\], not .*'parents'"):
+            target.run(DECODE, feeds | {"parents": block})
 
 
 def altered(bundle: Bundle, directory: Path, **fields: Any) -> Path:

@@ -1,0 +1,193 @@
+"""All that a pair does with arrays: on the host here, on a GPU in `dflash_trt/engines/tensorrt/device_arrays.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+
+from dflash_trt.decoding.caches import Caches
+from dflash_trt.decoding.draft import Draft, Verified
+from dflash_trt.decoding.request import Request
+
+Array = np.ndarray[Any, Any]
+
+
+class Engine(Protocol):
+    """Runs one graph over its caches: named arrays in, named arrays out."""
+
+    @property
+    def caches(self) -> Caches: ...
+    def close(self) -> None: ...
+
+
+class Arrays(Protocol):
+    """Runs the passes of a pair's engines, and carries their numbers from one pass to the next.
+
+    Feeds are NumPy arrays, or arrays that methods here gave. Outputs are views that the engine's next pass of the same
+    kind overwrites. Features of committed tokens wait here for the drafter, by slot, one row [F] for each token.
+
+    most_waiting: the rows of a slot that can wait.
+    """
+
+    most_waiting: int
+
+    def prefill(self, engine: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
+        """A pass over one sequence, in this slot."""
+
+    def decode(self, engine: Any, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A pass over n sequences, in slots 0 .. n-1."""
+
+    def now(self) -> Any:
+        """A point in time between two passes."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """The time between two points, once the pass between them was waited for."""
+
+    def wait(self) -> None:
+        """Wait until all passes have ended."""
+
+    def readable(self, outputs: Any) -> Any:
+        """Numbers that the host can look at, before the next pass."""
+
+    def nodes(self, count: int, nodes: int) -> Any:
+        """The numbers of nodes, 0 .. nodes-1, for each of `count` sequences: int64 [count, nodes]."""
+
+    def blocks(self, anchors: Sequence[int], length: int, mask: int) -> Any:
+        """Anchors with `length - 1` mask tokens behind each: int64 [n, length], good until the next call."""
+
+    def start_round(self, count: int) -> None:
+        """A round of `count` requests begins. The drafter's numbers count as finite."""
+
+    def check(self, logprobs: Any, slot: int | None = None) -> None:
+        """Note whose log-probabilities of this round are not finite: [n, ...], or [1, ...] of one slot."""
+
+    def finite(self, numbers: Any) -> bool:
+        """Whether all numbers are finite. Waits for them."""
+
+    def drafts(self, blocks: Any, tokens: Any, logprobs: Any) -> Draft:
+        """Chains: the drafted tokens [n, length-1] take the places of the mask tokens."""
+
+    def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
+        """What the target's pass over a round's draft found. Waits for it."""
+
+    def add_waiting(self, slot: int, at: int, features: Any, nodes: Sequence[int]) -> None:
+        """Let these rows of a sequence's features [N, F] wait, as rows at, at + 1, ... of the slot."""
+
+    def waiting(self, counts: Sequence[int]) -> Any:
+        """The rows of slots 0 .. n-1: [n, S, F], S at least each count. What lies behind a count is finite."""
+
+    def waiting_of(self, slot: int, first: int, stop: int) -> Any:
+        """Rows first .. stop-1 of one slot: [1, stop - first, F]."""
+
+    def copy_waiting(self, source: int, target: int, count: int) -> None:
+        """Copy the first rows of one slot over another's."""
+
+    def clear_waiting(self, slot: int) -> None:
+        """Make the rows of a slot 0."""
+
+
+def chosen(nodes: Sequence[int]) -> Any:
+    """An index of these rows. Those of a chain are the first ones."""
+    return slice(len(nodes)) if nodes[-1] < len(nodes) else list(nodes)
+
+
+class HostArrays:
+    """NumPy arrays. A pass has ended when its engine returns. `Arrays` says what each method does."""
+
+    def __init__(self, *, slots: int, feature_size: int, most_waiting: int) -> None:
+        self.most_waiting = most_waiting
+        self._waiting = np.zeros((slots, 1, feature_size), np.float32)  # grows to as many rows as have waited
+        self._nodes: dict[tuple[int, int], Array] = {}
+        self._drafts_finite: list[bool] = []
+
+    def prefill(self, engine: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
+        outputs: Mapping[str, Any] = engine.run(feeds, first_slot=slot)
+        return outputs
+
+    def decode(self, engine: Any, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+        outputs: Mapping[str, Any] = engine.run(feeds)
+        return outputs
+
+    def now(self) -> float:
+        return perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def wait(self) -> None:
+        pass
+
+    def readable(self, outputs: Any) -> Any:
+        return outputs
+
+    def nodes(self, count: int, nodes: int) -> Array:
+        found = self._nodes.get((count, nodes))
+        if found is None:
+            found = self._nodes[count, nodes] = np.tile(np.arange(nodes), (count, 1))
+        return found
+
+    def blocks(self, anchors: Sequence[int], length: int, mask: int) -> Array:
+        if length == 1:
+            return np.array(anchors)[:, None]
+        blocks = np.full((len(anchors), length), mask)
+        blocks[:, 0] = anchors
+        return blocks
+
+    def start_round(self, count: int) -> None:
+        self._drafts_finite = [True] * count
+
+    def check(self, logprobs: Array, slot: int | None = None) -> None:
+        finite = np.isfinite(logprobs)
+        if not finite.all():
+            for i, each in enumerate(finite.all(axis=1), slot or 0):
+                self._drafts_finite[i] &= bool(each)
+
+    def finite(self, numbers: Array) -> bool:
+        return bool(np.isfinite(numbers).all())
+
+    def drafts(self, blocks: Array, tokens: Array, logprobs: Array) -> Draft:
+        self.check(logprobs)
+        blocks[:, 1:] = tokens
+        return Draft(blocks, None, logprobs)
+
+    def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
+        """The graph decides for the greedy requests that have chains."""
+        chains, logits = draft.parents is None, outputs["logits"]
+        finite = np.isfinite(logits.max(axis=-1))  # NaN, if there is any, is the largest
+        return Verified(
+            outputs["accepted"],
+            outputs["next_token"],
+            decided=[chains and request.params.greedy for request in active],
+            finite=None if finite.all() else finite,
+            logits=logits,
+            drafts_finite=self._drafts_finite,
+        )
+
+    def add_waiting(self, slot: int, at: int, features: Array, nodes: Sequence[int]) -> None:
+        stop = at + len(nodes)
+        self._grow(stop)
+        self._waiting[slot, at:stop] = features[chosen(nodes)]
+
+    def waiting(self, counts: Sequence[int]) -> Array:
+        rows = max(1, *counts)
+        self._grow(rows)
+        return self._waiting[: len(counts), :rows]
+
+    def waiting_of(self, slot: int, first: int, stop: int) -> Array:
+        return self._waiting[slot : slot + 1, first:stop]
+
+    def copy_waiting(self, source: int, target: int, count: int) -> None:
+        self._waiting[target, :count] = self._waiting[source, :count]
+
+    def clear_waiting(self, slot: int) -> None:
+        self._waiting[slot] = 0
+
+    def _grow(self, rows: int) -> None:
+        slots, now, size = self._waiting.shape
+        if rows > now:
+            grown = np.zeros((slots, max(rows, 2 * now), size), np.float32)
+            grown[:, :now] = self._waiting
+            self._waiting = grown

@@ -1,0 +1,123 @@
+"""The drafter of a pair: its passes, and the features that wait for them.
+
+Nothing here depends on the drafter's kind. Every kind's graph has the inputs and outputs of docs/graphs.md: features of
+committed tokens and a block in, drafted tokens and their log-probabilities out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.decoding.arrays import Arrays, Engine
+from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.request import Request
+
+
+class Drafter:
+    """Knows of each slot how many committed tokens the drafter has not taken in: it is `behind` by them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        arrays: Arrays,
+        *,
+        slots: int,
+        capacity: int,
+        mask_token_id: int,
+        prefill_chunk: int,
+    ) -> None:
+        self.engine, self.caches, self.arrays = engine, engine.caches, arrays
+        self.capacity, self.mask_token_id, self.prefill_chunk = capacity, mask_token_id, prefill_chunk
+        self.behind = [0] * slots
+        self._passes: list[tuple[Any, Any]] = []  # when those of the last `propose` began and ended
+
+    @property
+    def seconds(self) -> float:
+        """The time of the passes of the last `propose`, once the round was waited for."""
+        return sum([self.arrays.seconds(begin, end) for begin, end in self._passes])
+
+    def take_in(self, features: Any, start: int, slot: int) -> Any:
+        """The rows of positions start, start + 1, ... by features [1, n, F]. Returns log-probabilities to check.
+
+        They belong to two block rows that serve for nothing else.
+        """
+        feeds = {
+            "features": features,
+            "n_features": np.array([features.shape[1]]),
+            "start": np.array([start]),
+            "block": np.full((1, 2), self.mask_token_id),
+        }
+        return self.arrays.prefill(self.engine, feeds, slot)["draft_logprobs"]
+
+    def propose(self, active: Sequence[Request], length: int) -> Draft:
+        """One pass over slots 0 .. n-1: chains of `length` nodes.
+
+        It also takes in what was committed since the last pass. At length 1 there is no pass, unless no more can wait.
+        """
+        n, arrays = len(active), self.arrays
+        arrays.start_round(n)
+        self._passes = []
+        committed = [request.committed for request in active]
+        # A pass writes as many rows for each sequence as for the one that is furthest behind: they must fit for all.
+        room = self.capacity - 1 - length - max(committed)
+        self._catch_up(committed, arrays.most_waiting - 1 if length == 1 else room)
+        blocks = arrays.blocks([request.anchor for request in active], length, self.mask_token_id)
+        if length == 1:
+            return Draft(arrays.readable(blocks), None, np.zeros((n, 0), np.float32))
+        behind = self.behind[:n]
+        feeds = {
+            "features": arrays.waiting(behind),
+            "n_features": np.array(behind),
+            "start": np.array([end - count for end, count in zip(committed, behind, strict=True)]),
+            "block": blocks,
+        }
+        begin = arrays.now()
+        out = arrays.decode(self.engine, feeds)
+        self._passes.append((begin, arrays.now()))
+        self.behind[:n] = [0] * n
+        return arrays.drafts(blocks, out["draft_tokens"], out["draft_logprobs"])
+
+    def commit(self, slot: int, features: Any, nodes: Sequence[int]) -> None:
+        """These nodes of a sequence are right, each the child of the one before: their features [N, F] wait."""
+        self.arrays.add_waiting(slot, self.behind[slot], features, nodes)
+        self.behind[slot] += len(nodes)
+
+    def rehearse(self, batch: int, length: int, context: int) -> None:
+        """A pass as `propose` runs it, over no request's tokens. Overwrites rows of slots 0 .. batch-1."""
+        features = self.arrays.waiting([length] * batch)
+        feeds = {
+            "features": features,
+            "n_features": np.full(batch, length),
+            "start": np.full(batch, min(context, self.capacity - features.shape[1] - length)),
+            "block": np.full((batch, length), self.mask_token_id),
+        }
+        self.arrays.decode(self.engine, feeds)
+        self.arrays.wait()
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy a request's `length` committed tokens over another slot: those taken in, and those that wait."""
+        behind = self.behind[source]
+        self.caches.copy(source, target, length - behind)
+        self.arrays.copy_waiting(source, target, behind)
+        self.behind[target] = behind
+
+    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
+        """Make positions first .. last-1 of a slot 0. If that is all of them, nothing waits there any more."""
+        self.caches.clear(slot, first, last)
+        if first == 0:
+            self.behind[slot] = 0
+            self.arrays.clear_waiting(slot)
+
+    def _catch_up(self, committed: Sequence[int], most: int) -> None:
+        """Take in what waits of those that are behind by more than `most`."""
+        for slot, end in enumerate(committed):
+            if (behind := self.behind[slot]) > most:
+                begin = self.arrays.now()
+                for at in range(0, behind, self.prefill_chunk):
+                    part = self.arrays.waiting_of(slot, at, min(at + self.prefill_chunk, behind))
+                    self.arrays.check(self.take_in(part, end - behind + at, slot), slot)
+                self._passes.append((begin, self.arrays.now()))
+                self.behind[slot] = 0

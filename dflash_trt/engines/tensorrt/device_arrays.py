@@ -1,0 +1,285 @@
+"""What a pair does with arrays, on one GPU: drafts and features go from one model to the other without seeing the host.
+
+The host uploads positions, anchors and prompt tokens. It waits once in a round, for what the target accepted. Sampled
+requests read their rows of logits as well.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from dflash_plugins.version import check as check_plugins
+
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.arrays import chosen
+from dflash_trt.decoding.draft import Draft, Verified
+from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.request import Request
+from dflash_trt.engines.tensorrt.engine import TensorRTEngine
+from dflash_trt.engines.tensorrt.flavour import FLAVOURS
+from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL
+from dflash_trt.errors import BuildError, BundleError
+
+if TYPE_CHECKING:
+    from dflash_plugins.launch import Acceptance, Sampling
+
+Array = np.ndarray[Any, Any]
+DEVICE = "cuda"
+
+
+class DeviceArray:
+    """A tensor on the GPU; its numbers come to the host when somebody looks at them. Leading columns stay there."""
+
+    def __init__(self, tensor: torch.Tensor, stream: Any, host: Array | None = None) -> None:
+        self.tensor, self._stream, self._host = tensor, stream, host
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def host(self) -> Array:
+        if self._host is None:
+            with torch.cuda.stream(self._stream):  # behind the pass that makes the numbers
+                self._host = self.tensor.cpu().numpy()
+        return self._host
+
+    def read(self, host: Array) -> None:
+        """These are the numbers, as somebody has copied them already."""
+        self._host = host
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.array(self.host(), dtype=dtype, copy=copy)
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._host is None:
+            part = DeviceArray(self.tensor[key], self._stream)
+            return part if _leading_columns(key) else part.host()
+        found = self._host[key]
+        return DeviceArray(self.tensor[key], self._stream, found) if _leading_columns(key) else found
+
+
+def _leading_columns(key: Any) -> bool:
+    return isinstance(key, tuple) and all(isinstance(part, slice) for part in key)
+
+
+class DeviceArrays:
+    """Tensors on the engines' stream. `dflash_trt.decoding.arrays.Arrays` says what each method does.
+
+    The features that wait lie in the drafter's input of the DECODE profile. Its input of the PREFILL profile is the
+    target's output.
+    """
+
+    def __init__(
+        self,
+        target: TensorRTEngine,
+        drafter: TensorRTEngine,
+        *,
+        slots: int,
+        block_size: int,
+        feature_size: int,
+        mask_token_id: int,
+    ) -> None:
+        self.most_waiting, self._mask_token_id = block_size, mask_token_id
+        device, self._stream, self._target = target.device, target.stream, target
+        scratch = torch.empty(
+            max(target.memory_size, drafter.memory_size, 1), dtype=torch.uint8, device=device
+        )
+        target.lend(scratch)
+        drafter.lend(scratch)
+        dtype = drafter.dtypes["features"]
+        self._waiting = torch.zeros((slots, block_size, feature_size), dtype=dtype, device=device)
+        drafter.bind(DECODE, "features", self._waiting)
+        drafter.bind(PREFILL, "features", target.whole_buffer(PREFILL, "features"))
+        self._blocks = torch.zeros(slots * block_size, dtype=torch.int64, device=device)
+        drafter.bind(DECODE, "block", self._blocks)
+        self._nodes = torch.arange(block_size, device=device)
+        self._drafts_finite = torch.ones(slots, dtype=torch.bool, device=device)
+        pinned = device.type == "cuda"
+        # What the host waits for: accepted and next tokens, then which drafts and which rows of logits are finite.
+        self._decided = torch.zeros((2, slots), dtype=torch.int64, pin_memory=pinned)
+        self._finite = torch.zeros(slots * (1 + block_size), dtype=torch.bool, pin_memory=pinned)
+        self._tokens = torch.empty(slots * block_size, dtype=torch.int64, pin_memory=pinned)
+        # Sampled requests are decided on the GPU where Triton is there to compile the kernels, else on the host.
+        self.samples = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
+
+    def prefill(
+        self, engine: TensorRTEngine, feeds: Mapping[str, Any], slot: int
+    ) -> Mapping[str, torch.Tensor]:
+        return engine.run(PREFILL, feeds, first_slot=slot)
+
+    def decode(self, engine: TensorRTEngine, feeds: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+        tensors = {n: each.tensor if isinstance(each, DeviceArray) else each for n, each in feeds.items()}
+        return engine.run(DECODE, tensors)
+
+    def now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def wait(self) -> None:
+        self._stream.synchronize()
+
+    def readable(self, outputs: torch.Tensor) -> DeviceArray:
+        return DeviceArray(outputs, self._stream)
+
+    def nodes(self, count: int, nodes: int) -> torch.Tensor:
+        return self._nodes[:nodes].expand(count, nodes)
+
+    def blocks(self, anchors: Sequence[int], length: int, mask: int) -> torch.Tensor:
+        host = torch.full((len(anchors), length), mask)
+        host[:, 0] = torch.tensor(anchors)
+        blocks = self._blocks[: host.numel()].view(host.shape)
+        with torch.cuda.stream(self._stream):
+            blocks.copy_(host, non_blocking=True)
+        return blocks
+
+    def start_round(self, count: int) -> None:
+        with torch.cuda.stream(self._stream):
+            self._drafts_finite.fill_(True)
+
+    def check(self, logprobs: torch.Tensor, slot: int | None = None) -> None:
+        first = slot or 0
+        with torch.cuda.stream(self._stream):
+            noted = self._drafts_finite[first : first + len(logprobs)]
+            noted.logical_and_(torch.isfinite(logprobs).all(dim=1))
+
+    def finite(self, numbers: torch.Tensor) -> bool:
+        with torch.cuda.stream(self._stream):
+            return bool(torch.isfinite(numbers).all())
+
+    def drafts(self, blocks: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> Draft:
+        self.check(logprobs)
+        with torch.cuda.stream(self._stream):
+            blocks[:, 1:].copy_(tokens)
+        return Draft(self.readable(blocks), None, self.readable(logprobs))
+
+    def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
+        """The graph decides for the greedy requests. Where the kernels sample, they decide for all but penalized ones.
+
+        The tokens of the draft are read as well.
+        """
+        n, length = draft.tokens.shape
+        logits, tokens = outputs["logits"], draft.tokens
+        finite, drafts_finite = self._finite[: n * length].view(n, length), self._finite[-n:]
+        host = self._tokens[: n * length].view(n, length)
+        with torch.cuda.stream(self._stream):
+            made = self._decide(active, outputs)
+            for i, name in enumerate(("accepted", "next_token")):
+                found = outputs[name] if made is None else getattr(made, name)
+                self._decided[i, :n].copy_(found, non_blocking=True)
+            finite.copy_(torch.isfinite(logits.amax(dim=-1)), non_blocking=True)
+            drafts_finite.copy_(self._drafts_finite[:n], non_blocking=True)
+            host.copy_(tokens.tensor, non_blocking=True)
+        self._stream.synchronize()
+        tokens.read(host.numpy().copy())
+        accepted, next_token = self._decided[:, :n].numpy()
+        return Verified(
+            accepted,
+            next_token,
+            decided=[r.params.greedy if made is None else r.counts is None for r in active],
+            finite=None if finite.all() else finite.numpy(),
+            logits=self.readable(logits),
+            drafts_finite=drafts_finite.tolist(),
+        )
+
+    def add_waiting(self, slot: int, at: int, features: torch.Tensor, nodes: Sequence[int]) -> None:
+        with torch.cuda.stream(self._stream):
+            self._waiting[slot, at : at + len(nodes)].copy_(features[chosen(nodes)])
+
+    def waiting(self, counts: Sequence[int]) -> torch.Tensor:
+        return self._waiting[: len(counts)]
+
+    def waiting_of(self, slot: int, first: int, stop: int) -> torch.Tensor:
+        return self._waiting[slot : slot + 1, first:stop]
+
+    def copy_waiting(self, source: int, target: int, count: int) -> None:
+        with torch.cuda.stream(self._stream):
+            self._waiting[target, :count].copy_(self._waiting[source, :count])
+
+    def clear_waiting(self, slot: int) -> None:
+        with torch.cuda.stream(self._stream):
+            self._waiting[slot].zero_()
+
+    def _decide(self, active: Sequence[Request], outputs: Mapping[str, torch.Tensor]) -> Acceptance | None:
+        """Sampling and acceptance on the pass's stream; None where all are greedy, or have penalties."""
+        if not self.samples or all(r.params.greedy or r.counts is not None for r in active):
+            return None
+        from dflash_plugins.launch import decide_round, sampling_tensors
+
+        logits, device = outputs["logits"], outputs["logits"].device
+        n, length = logits.shape[:2]
+        requests, params = self._sampling
+        if params is None or list(requests) != list(active):
+            params = sampling_tensors([r.params for r in active], [r.seed for r in active], device)
+            self._sampling = (list(active), params)
+        lengths = [request.own_length(length) for request in active]
+        return decide_round(
+            params,
+            torch.tensor(lengths).to(device, non_blocking=True),
+            self._target.buffer(DECODE, "tokens", n, length),
+            logits,
+            self._target.buffer(DECODE, "start", n),
+            mask_token=self._mask_token_id,
+        )
+
+
+def open_pair(bundle: Bundle, *, slots: int, max_batch_size: int, prefill_chunk: int) -> Pair:
+    """The bundle's plans for the GPU of this process, over `slots` cache slots.
+
+    Raises BundleError: no such package, another version of it or of the plugins than built the plans, no GPU, or one
+    without a plan.
+    """
+    manifest = bundle.manifest
+    check_plugins(manifest, str(bundle.path))
+    flavour, built = FLAVOURS[manifest["engine"]], manifest["tensorrt"]
+    try:
+        trt = flavour.load()
+    except BuildError as error:
+        raise BundleError(f"{bundle.path}: was built for {flavour.label}, and {error}") from None
+    if trt.__version__ != built["version"]:
+        raise BundleError(
+            f"{bundle.path}: its plans were built by {flavour.label} {built['version']}, but {trt.__version__} is "
+            "installed, and plans are good for the version that built them only: install that one, or build again"
+        )
+    if not torch.cuda.is_available():
+        raise BundleError(
+            f"{bundle.path}: {flavour.label} needs an NVIDIA GPU and a torch that sees it (torch {torch.__version__})"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    plans = built["plans"].get(f"{major}{minor}")
+    if plans is None:
+        raise BundleError(
+            f"{bundle.path}: has plans for compute capability {', '.join(built['plans'])}, but this GPU has "
+            f"{major}{minor}; build with --compute-capability {major}{minor}"
+        )
+    device, stream = torch.device(DEVICE), torch.cuda.Stream()
+    target, drafter = (
+        TensorRTEngine(trt, bundle.path / plans[role]["plan"], slots=slots, stream=stream, device=device)
+        for role in ("target", "drafter")
+    )
+    arrays = DeviceArrays(
+        target,
+        drafter,
+        slots=slots,
+        block_size=manifest["block_size"],
+        feature_size=len(manifest["target_layer_ids"]) * manifest["hidden_size"],
+        mask_token_id=manifest["mask_token_id"],
+    )
+    return Pair(
+        target,
+        drafter,
+        arrays,
+        slots=slots,
+        capacity=bundle.capacity,
+        mask_token_id=manifest["mask_token_id"],
+        vocab_size=manifest["vocab_size"],
+        prefill_chunk=min(prefill_chunk, built["prefill_chunk"]),
+    )

@@ -1,0 +1,97 @@
+"""Draft trees through the scheduler: the tokens of plain decoding, and accepted nodes in their places afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.request import Request
+from dflash_trt.engines.caches import RowCaches
+from tests.decoding.test_scheduler import AnyLengths, finish, prompt
+from tests.doubles.fake_engines import VOCAB, FakeTarget, Pool, StateTarget, expected, request
+
+
+class Trees:
+    """In the place of a pair's `propose`: the drafter's pass, and random trees instead of its chains.
+
+    A node behind right ones is often right itself, and siblings have different tokens.
+    """
+
+    def __init__(self, pool: Pool, seed: int) -> None:
+        self.propose, self.rng = pool.pair.propose, random.Random(seed)
+        self.right: dict[Request, list[int]] = {}
+        pool.pair.propose = self  # type: ignore[method-assign]
+
+    def __call__(self, active: Sequence[Request], length: int) -> Draft:
+        chains = self.propose(active, length)
+        if length == 1:
+            return chains
+        grown = [self.grow(each, length) for each in active]
+        tokens, parents = (np.array(part) for part in zip(*grown, strict=True))
+        return Draft(tokens, parents, chains.logprobs)
+
+    def grow(self, each: Request, nodes: int) -> tuple[list[int], list[int]]:
+        if each not in self.right:
+            self.right[each] = expected(each.prompt, each.params, each.seed)
+        right = self.right[each][len(each.output) :]
+        tokens, parents, depths = [each.anchor], [-1], {0: 0}  # the depths of nodes whose history is right
+        while len(tokens) < nodes:
+            parent = self.rng.choice([*range(len(tokens)), *2 * [*depths]])
+            taken = {token for token, above in zip(tokens, parents, strict=True) if above == parent}
+            depth = depths.get(parent, len(right))
+            token = self.rng.choice([t for t in range(VOCAB) if t not in taken])
+            if depth < len(right) and right[depth] not in taken and self.rng.random() < 0.7:
+                token = right[depth]
+            if depth < len(right) and token == right[depth]:
+                depths[len(tokens)] = depth + 1
+            tokens.append(token)
+            parents.append(parent)
+        return tokens, parents
+
+
+@pytest.mark.parametrize("target", [FakeTarget, StateTarget])
+def test_trees_give_the_tokens_of_plain_decoding(target: type[FakeTarget]) -> None:
+    """Greedy, sampled and penalized requests, with and without drafts, of several lengths, in one batch.
+
+    `Pool.check` compares caches and waiting features with the history after every step.
+    """
+    moved: list[Sequence[int]] = []
+    for seed in range(6):
+        rng, pool = random.Random(seed), Pool(3, 5, target=target)
+        Trees(pool, seed)
+        compact = pool.target.compact
+
+        def watched(
+            slot: int, start: int, nodes: Sequence[int], compact: Callable[..., None] = compact
+        ) -> None:
+            moved.append(nodes)
+            compact(slot, start, nodes)
+
+        pool.target.compact = watched  # type: ignore[method-assign]
+        asked = []
+        for i in range(6):
+            temperature, penalty = rng.choice([(0.0, 0.0), (0.8, 0.0), (1.0, 0.5)])
+            params = SamplingParams(
+                max_tokens=rng.randint(15, 40), temperature=temperature, presence_penalty=penalty, seed=i
+            )
+            asked.append(request(prompt(rng.randint(1, 30), i), params, draft=rng.random() < 0.8))
+        tokens = finish(pool, AnyLengths(seed), *asked)
+        for each in asked:
+            assert tokens[each] == expected(each.prompt, each.params, each.seed)
+    assert len(moved) > 5
+
+
+def test_accepted_nodes_move_to_their_places_in_every_cache() -> None:
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal((2, heads, 12, 3)) for name, heads in (("k", 2), ("v", 1))}
+    before = {name: rows.copy() for name, rows in arrays.items()}
+    RowCaches(arrays).compact(1, 4, [0, 2, 3, 6])
+    for name, rows in arrays.items():
+        np.testing.assert_array_equal(rows[1, :, 4:8], before[name][1, :, [4, 6, 7, 10]].swapaxes(0, 1))
+        np.testing.assert_array_equal(rows[1, :, :4], before[name][1, :, :4])
+        np.testing.assert_array_equal(rows[0], before[name][0])
