@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.arrays import Arrays, Engine
+from dflash_trt.decoding.caches import Caches
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
 
@@ -29,10 +30,14 @@ class Drafter:
         mask_token_id: int,
         prefill_chunk: int,
     ) -> None:
-        self.engine, self.caches, self.arrays = engine, engine.caches, arrays
+        self.engine, self.arrays = engine, arrays
         self.capacity, self.mask_token_id, self.prefill_chunk = capacity, mask_token_id, prefill_chunk
         self.behind = [0] * slots
         self._passes: list[tuple[Any, Any]] = []  # when those of the last `propose` began and ended
+
+    @property
+    def caches(self) -> Caches:
+        return self.engine.caches
 
     @property
     def seconds(self) -> float:
