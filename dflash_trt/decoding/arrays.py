@@ -142,8 +142,8 @@ class HostArrays:
     def check(self, logprobs: Array, slot: int | None = None) -> None:
         finite = np.isfinite(logprobs)
         if not finite.all():
-            for i, each in enumerate(finite.all(axis=1), slot or 0):
-                self._drafts_finite[i] &= bool(each)
+            for i, row in enumerate(finite, slot or 0):
+                self._drafts_finite[i] &= bool(row.all())
 
     def finite(self, numbers: Array) -> bool:
         return bool(np.isfinite(numbers).all())

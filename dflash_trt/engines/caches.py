@@ -19,7 +19,7 @@ class RowCaches:
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self.arrays = arrays
-        self.row_bytes = sum(a.shape[1] * a.shape[3] * a.itemsize for a in arrays.values())
+        self.row_bytes: int = sum(a.shape[1] * a.shape[3] * a.itemsize for a in arrays.values())
 
     def lengths(self, slot: int, length: int) -> Sequence[int]:
         return range(1, length + 1)
