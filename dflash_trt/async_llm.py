@@ -48,8 +48,7 @@ class AsyncLLM:
         one chunk, in the first round after the interval. The end is never held back (default 0: a chunk per round).
 
     A request's tokens do not depend on the other requests. An error of one request ends only that request. Use it as
-    an
-    async context manager, or `await close()`. Requests that run when the interpreter exits are cancelled.
+    an async context manager, or `await close()`. Requests that run when the interpreter exits are cancelled.
     """
 
     def __init__(
@@ -119,9 +118,8 @@ class AsyncLLM:
         """Complete one prompt in chunks: the tokens that rounds commit (see `stream_interval`).
 
         A consumer that leaves (`aclose`, a cancelled task) frees the slot before the next round. After `timeout`
-        seconds the
-        request ends with finish_reason "timeout". `block_length` limits the tokens that a round verifies for this
-        request.
+        seconds the request ends with finish_reason "timeout". `block_length` limits the tokens that a round verifies
+        for this request.
 
         Raises:
             RequestError: the request is impossible.

@@ -34,8 +34,7 @@ class LLM:
     check: how thoroughly the bundle is verified first, see `Bundle.open`.
 
     One call generates at a time (`AsyncLLM` serves many). Use it as a context manager, or `close()` it, to free the
-    memory.
-    An interrupted call (Ctrl-C) leaves nothing behind.
+    memory. An interrupted call (Ctrl-C) leaves nothing behind.
 
     Raises BundleError if the bundle is incomplete.
     """
@@ -98,10 +97,8 @@ class LLM:
         """Complete one prompt (text or token ids), or a list of them, in the given order.
 
         The tokens are the same with and without `speculate`, for every `block_length` and in every batch. Only the
-        speed
-        differs. `block_length` is the number of tokens verified per round. By default each round drafts and verifies
-        the number
-        that is expected to be fastest, or none (`AdaptiveLength`).
+        speed differs. `block_length` is the number of tokens verified per round. By default each round drafts and
+        verifies the number that is expected to be fastest, or none (`AdaptiveLength`).
 
         If a request of a list fails during decoding, the others are finished, and BatchError has their completions.
 

@@ -59,8 +59,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(python: Path, *arguments: str, cwd: Path) -> str:
     # The dependencies are those of the tests. The checkout is invisible: the tests' environment finds it through a
-    # .pth
-    # file, and such files do not count in a folder on PYTHONPATH.
+    # .pth file, and such files do not count in a folder on PYTHONPATH.
     environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
     done = subprocess.run([python, *arguments], capture_output=True, text=True, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stderr

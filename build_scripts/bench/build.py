@@ -3,9 +3,8 @@
     python -m build_scripts.bench.build [--gigabytes 1.2] [--dir DIR] [--genai]
 
 With --genai, onnxruntime-genai's model builder converts the same target to float32 for the CPU in the same run. It
-needs
-onnxruntime-genai, torch and transformers. Its work is not the same: it writes new weights, and its graph has no taps.
-Peak memory is the VmHWM of the process. The last line is one JSON document.
+needs onnxruntime-genai, torch and transformers. Its work is not the same: it writes new weights, and its graph has no
+taps. Peak memory is the VmHWM of the process. The last line is one JSON document.
 """
 
 from __future__ import annotations

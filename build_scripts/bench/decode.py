@@ -3,10 +3,8 @@
     python -m build_scripts.bench.decode [--target tiny] [--prompts 8] [--max-tokens 128] [--block-lengths 4,6,8]
 
 The methods take turns on every prompt, so that a slow moment of the machine affects all of them. A method's time is
-the
-sum over prompts of the best of `--repeats` runs. Prefill and the first token are left out. The tokens of all methods
-are
-compared, also those of Transformers. The last line is one JSON document.
+the sum over prompts of the best of `--repeats` runs. Prefill and the first token are left out. The tokens of all
+methods are compared, also those of Transformers. The last line is one JSON document.
 """
 
 from __future__ import annotations

@@ -4,13 +4,12 @@
 
 BUNDLE is a bundle whose target has experts. Its passes read the shipped prompts. Without BUNDLE, the target is a
 generated gpt-oss with 32 experts in MXFP4 (about 300M parameters), and the tokens are random. Both ways to run
-experts
-are measured (graph/experts.py): "in use" widens the chosen experts in every pass, "resident" widens all at load time.
+experts are measured (graph/experts.py): "in use" widens the chosen experts in every pass, "resident" widens all at
+load time.
 
 Bytes are computed from the shapes of the experts in use, and measured: the sizes of the gathered tensors in ONNX
 Runtime's profile. Passes of all lengths over all texts take turns, `--rounds` times. The fastest of each counts, and
-the
-table gives medians over texts. Each mode has its own process, for its own peak memory. The last line is one JSON
+the table gives medians over texts. Each mode has its own process, for its own peak memory. The last line is one JSON
 document.
 """
 

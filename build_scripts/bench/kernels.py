@@ -5,11 +5,9 @@
     TRITON_INTERPRET=1 python -m build_scripts.bench.kernels --check    # without a GPU, on small shapes
 
 Each line times one operator, many runs of its kernels in one CUDA graph, and the equivalent code in torch. The floor
-is
-the time to move all necessary bytes at the speed of a large copy on the same GPU. Inputs and outputs are moved once;
-only experts in use count. Logits rotate over more copies than a cache holds, and experts are larger than a cache.
-Taps
-and tokens are in the cache, as after the pass that wrote them. The last line is one JSON document.
+is the time to move all necessary bytes at the speed of a large copy on the same GPU. Inputs and outputs are moved
+once; only experts in use count. Logits rotate over more copies than a cache holds, and experts are larger than a
+cache. Taps and tokens are in the cache, as after the pass that wrote them. The last line is one JSON document.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
     python -m build_scripts.bench.prefix_cache [BUNDLE] [--mebibytes 0,256,1024] [--clients 6] [--chats 3] [--turns 4]
 
 Without BUNDLE the pair is generated. Its rows are those of Qwen3-4B and its drafter (36 and 5 layers, 8 key-value
-heads
-of 128, float32) at 8,192 tokens. It is narrow otherwise, so that passes are fast, and its text is noise. Each client
-has
-one chat after the other. All chats share a system prompt. Each limit of `--mebibytes` has its own process. A request
-must get the same tokens under every limit. The last line is one JSON document. Exit code 1 if tokens differ.
+heads of 128, float32) at 8,192 tokens. It is narrow otherwise, so that passes are fast, and its text is noise. Each
+client has one chat after the other. All chats share a system prompt. Each limit of `--mebibytes` has its own process.
+A request must get the same tokens under every limit. The last line is one JSON document. Exit code 1 if tokens
+differ.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 
 Needs the environment of the server tests (make .venv-server/installed). Closed loops over gRPC and HTTP (server-sent
 events) take turns within each load, so that a slow moment of the machine affects all. Clients, proxy, server and
-engine
-run on the same cores. The last line is one JSON document.
+engine run on the same cores. The last line is one JSON document.
 """
 
 from __future__ import annotations

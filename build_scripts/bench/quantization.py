@@ -12,9 +12,8 @@ target       perplexity and agreement of the quantized target on the unquantized
 pair         acceptance length with a quantized drafter, drafter and head, or all of it
 
 Prompts are the shipped ones, taking the categories in turn. The first `--prompts` are for measuring, and as many
-others
-for calibration. Needs the extra [quantize]: Model Optimizer's AWQ is compared with the data-free int4, for targets
-without MXFP4 experts.
+others for calibration. Needs the extra [quantize]: Model Optimizer's AWQ is compared with the data-free int4, for
+targets without MXFP4 experts.
 """
 
 from __future__ import annotations

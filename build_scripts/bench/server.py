@@ -4,17 +4,13 @@
 
 Needs the environment of the server tests (make .venv-server/installed). Closed loops: each request is followed by the
 next. Both serve the shipped prompts, greedy, with the same number of tokens. They take turns within each load, so
-that a
-slow moment of the machine affects both. There are four methods. `process` streams from AsyncLLM here. `stream`
-streams
-over gRPC. `rounds` does too, from a server that sends a response per round. `whole` requests one response. Rounds
-verify
-the whole block.
+that a slow moment of the machine affects both. There are four methods. `process` streams from AsyncLLM here. `stream`
+streams over gRPC. `rounds` does too, from a server that sends a response per round. `whole` requests one response.
+Rounds verify the whole block.
 
 The server's client runs on the same cores and is part of the measurement. A busy machine stretches wall time more
-than
-CPU time. So CPU time is given separately for the client (for `process` with the engine), tritonserver, its backend
-process and the engine. The last line is one JSON document.
+than CPU time. So CPU time is given separately for the client (for `process` with the engine), tritonserver, its
+backend process and the engine. The last line is one JSON document.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 
 Eight categories take turns. A prompt depends only on its category and number, so a larger count extends the file.
 Repetitions and prompts similar to a held-out prompt (dflash_trt/shipped/prompts/natural) are left out. Summary and
-code
-prompts contain text from Python's own documentation and library, under the PSF licence. Everything else is ours.
+code prompts contain text from Python's own documentation and library, under the PSF licence. Everything else is ours.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
     python -m build_scripts.soak.attack_server BUNDLE [--seconds 600] [--turn 15]
 
 Needs the environment of the server tests (make .venv-server/installed). Honest clients request known texts over HTTP
-and
-gRPC. Hostile ones join every other turn, so that a slow moment of the machine affects both. They are a process of
-lower
-priority (nice 5), because real ones would run on another machine. Each repeats one kind of attack: malformed, slow,
-huge,
-nested or chunked HTTP; closed APIs; garbage, huge or compressed messages over gRPC; connections that end abruptly.
+and gRPC. Hostile ones join every other turn, so that a slow moment of the machine affects both. They are a process of
+lower priority (nice 5), because real ones would run on another machine. Each repeats one kind of attack: malformed,
+slow, huge, nested or chunked HTTP; closed APIs; garbage, huge or compressed messages over gRPC; connections that end
+abruptly.
 
 The last line is one JSON document. Exit code 1 if an honest request was lost or wrong, a hostile one hung, code was
 executed, or the server was restarted.

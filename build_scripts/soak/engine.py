@@ -3,11 +3,9 @@
     python -m build_scripts.soak.engine BUNDLE [--requests 10000] [--concurrency 32] [--max-batch-size 8] [--seed 0]
 
 Requests use a few dozen prompts with common beginnings, greedy and sampled, with and without drafting. Each must get
-the
-tokens of the target alone, from the first on, none lost and none twice. A request that ends by itself gets all of
-them.
-One that is cancelled or times out gets a beginning. Resident memory is read at intervals. The last line is one JSON
-document. Exit code 1 if a token was wrong or something was left behind.
+the tokens of the target alone, from the first on, none lost and none twice. A request that ends by itself gets all of
+them. One that is cancelled or times out gets a beginning. Resident memory is read at intervals. The last line is one
+JSON document. Exit code 1 if a token was wrong or something was left behind.
 """
 
 from __future__ import annotations

@@ -4,18 +4,15 @@
 
 Operations: build, precision (a build that quantizes), replace (a build with --force over another bundle), quantize,
 deploy. Each runs repeatedly in its own process. The process is killed (SIGKILL) at its first call that changes the
-file
-system, then at its second, and so on. Further runs have a file size limit instead, which stands for a full disk.
+file system, then at its second, and so on. Further runs have a file size limit instead, which stands for a full disk.
 
 After each run the place must hold the old directory, the complete new one, or nothing. Then the same operation must
 succeed. It must leave the same result as an undisturbed one, and nothing beside it. (`deploy` may refuse if its
 repository is complete.)
 
 An audit hook sees the calls: opening for writing, creating, linking, renaming, removing, flushing. With --syscalls
-they
-are system calls, down to single writes. strace sees and kills them, and must be installed and allowed to trace. The
-last
-line is one JSON document.
+they are system calls, down to single writes. strace sees and kills them, and must be installed and allowed to trace.
+The last line is one JSON document.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     python -m build_scripts.soak.server BUNDLE [--seconds 600] [--clients 24] [--seed 0]
 
 Needs the environment of the server tests (make .venv-server/installed). Clients over gRPC and HTTP send random
-requests:
-streams, whole answers, with and without drafting, deadlines, cancellations, and wrong requests. gRPC clients keep
-their
-connections. The engine process is killed after a third of the time, the backend process after two thirds.
+requests: streams, whole answers, with and without drafting, deadlines, cancellations, and wrong requests. gRPC
+clients keep their connections. The engine process is killed after a third of the time, the backend process after two
+thirds.
 
 Every request must be answered, refused or cut off within a minute. A complete answer must equal the engine's own.
 Resident memory of the server's processes is read at intervals. The last line is one JSON document. Exit code 1 if a

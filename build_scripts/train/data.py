@@ -95,8 +95,7 @@ def packed_rows(
     """Endless rows of documents: tokens and loss weights, both length + 1, and each token's document and position.
 
     A row starts with the start of a document, and its last document is cut. The first token of a document has weight
-    0,
-    because nothing before it predicts it.
+    0, because nothing before it predicts it.
     """
     rows: list[tuple[int, float, int, int]] = []
     for number, (ids, weights) in enumerate(documents(tokenizer, seed, render)):

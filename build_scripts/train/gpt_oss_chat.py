@@ -1,9 +1,8 @@
 """The chat format of the pair `tiny-gpt-oss`: channels similar to harmony, and a reasoning effort.
 
 The special tokens are harmony's. They replace those of `tiny` or follow its vocabulary. With low effort, the default,
-the
-prompt itself opens the final channel. With more effort, the assistant first writes an analysis. With high effort, it
-repeats the question in the analysis.
+the prompt itself opens the final channel. With more effort, the assistant first writes an analysis. With high effort,
+it repeats the question in the analysis.
 """
 
 from __future__ import annotations

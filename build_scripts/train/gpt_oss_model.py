@@ -1,13 +1,11 @@
 """The target of the pair `tiny-gpt-oss` in plain torch: gpt-oss, with experts that train in their storage format.
 
 Attention has biases and a sink per head, and a window in every other layer. The experts' matrices are rounded to
-MXFP4
-in every forward pass, straight-through in the backward pass. All experts are computed for every row, as two products.
-With few and small experts this is faster than sorting the rows.
+MXFP4 in every forward pass, straight-through in the backward pass. All experts are computed for every row, as two
+products. With few and small experts this is faster than sorting the rows.
 
 `warm_start` takes everything from a trained Qwen3 target of the same width. Its gated MLP is cut into k pieces. Then
-k
-experts with one piece each compute the MLP.
+k experts with one piece each compute the MLP.
 """
 
 from __future__ import annotations
@@ -164,10 +162,8 @@ def warm_start(target: GptOss, source: Target, rows: list[Tensor], new_tokens: d
     """Copy everything from `source`. `new_tokens` start as the tokens that they replace.
 
     The average effect of the norms of queries and keys over `rows`, inputs of `source`, goes into the projections,
-    without
-    YaRN's factor. Piece s of an MLP is in experts s and s + k. Their router logits are small and of opposite sign. So
-    each
-    row chooses one of the two for every s, with nearly equal weights.
+    without YaRN's factor. Piece s of an MLP is in experts s and s + k. Their router logits are small and of opposite
+    sign. So each row chooses one of the two for every s, with nearly equal weights.
     """
     vocab, pieces, embedding = source.shape.vocab_size, EXPERTS_PER_TOKEN, source.embed_tokens.weight
     for table in (target.embed_tokens, target.lm_head):

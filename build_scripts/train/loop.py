@@ -1,8 +1,7 @@
 """Optimizers, schedule, and a training loop that stops on time and can be resumed.
 
 On a CPU, one worker process per core is faster than one process with many threads. Each has one thread and its own
-rows.
-It also does not stall when the cores are shared: the workers meet once per step, to average gradients.
+rows. It also does not stall when the cores are shared: the workers meet once per step, to average gradients.
 """
 
 from __future__ import annotations
@@ -158,8 +157,7 @@ def train(
     """Train until the budget is used. Returns the mean loss of the last steps.
 
     The state goes to `directory`/state.pt every two minutes. A run that finds one resumes it: it skips the batches
-    that were
-    used, so that the data stay the same. Every 20 steps, one line of JSON goes to `directory`/log.jsonl.
+    that were used, so that the data stay the same. Every 20 steps, one line of JSON goes to `directory`/log.jsonl.
     """
     directory.mkdir(parents=True, exist_ok=True)
     state_file = directory / "state.pt"

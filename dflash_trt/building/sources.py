@@ -37,14 +37,11 @@ def resolve(name_or_path: str, role: Role) -> Source:
     """A checkpoint as a local directory.
 
     `name_or_path` is tried, in this order, as: a directory; a GGUF file or a target in a Python package, both
-    converted
-    into a cache; the name of a known pair; a hub repository `org/name`. A name or repository may end in `@revision`:
-    a
-    branch, a tag or a commit.
+    converted into a cache; the name of a known pair; a hub repository `org/name`. A name or repository may end in
+    `@revision`: a branch, a tag or a commit.
 
     The hub's environment variables apply (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE). Configurations are fetched and read
-    before
-    weights, so an unsupported checkpoint is not downloaded.
+    before weights, so an unsupported checkpoint is not downloaded.
 
     Raises:
         CheckpointError: nothing has this name, this kind of model is not supported, or the hub does not provide it.

@@ -65,8 +65,7 @@ class Workspace:
         """The bundle in `out`, if it is complete and has this key. Otherwise `publish` will replace it.
 
         Raises BuildError if something else is in `out`, or needs `force` to be replaced. A directory that is no
-        bundle of this
-        version, or that has files its manifest does not list, is never replaced.
+        bundle of this version, or that has files its manifest does not list, is never replaced.
         """
         if not os.path.lexists(self.out) or not any(self.out.iterdir()):
             return None

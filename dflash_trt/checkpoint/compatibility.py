@@ -46,10 +46,8 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path, mask_token_id: int) ->
     """Check the token ids that the pair shares.
 
     The target needs a tokenizer.json whose ids its embedding covers. The mask token must not be an ordinary entry of
-    the
-    vocabulary: drafters are trained with a special or unused id. A drafter may lack a tokenizer, as most published
-    ones
-    do. If it has one, every token must have the same id in both.
+    the vocabulary: drafters are trained with a special or unused id. A drafter may lack a tokenizer, as most published
+    ones do. If it has one, every token must have the same id in both.
 
     Raises:
         CheckpointError: a tokenizer.json is missing, malformed or does not work.

@@ -1,8 +1,8 @@
 """Use GGUF files as checkpoints: the `gguf` library reads them, and a cache keeps them as BF16 safetensors.
 
 Conversion dequantizes one piece of a tensor at a time. It undoes two changes that llama.cpp makes: the rows of
-Llama's
-query and key projections are ordered for interleaved RoPE, and the frequencies of Llama 3's RoPE are a tensor.
+Llama's query and key projections are ordered for interleaved RoPE, and the frequencies of Llama 3's RoPE are a
+tensor.
 Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -110,8 +110,7 @@ def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
     """The directory of a GGUF file's conversion: config.json, BF16 safetensors, tokenizer. Converts on first use.
 
     `cache` is the folder of all conversions: by default DFLASH_TRT_CACHE, else ~/.cache/dflash-trt. The file's
-    SHA-256
-    identifies a conversion. A conversion is reused if all its files have their recorded digests.
+    SHA-256 identifies a conversion. A conversion is reused if all its files have their recorded digests.
 
     Raises CheckpointError if the file cannot be read or converted.
     """

@@ -18,8 +18,7 @@ def released(files: Iterable[Path]) -> Iterator[None]:
     """Repeatedly release the resident pages of read-only mappings of `files`.
 
     The kernel may reclaim such pages, but counts them as this process's memory until then. A second read is served
-    from
-    the page cache. Works on Linux only; elsewhere nothing happens.
+    from the page cache. Works on Linux only; elsewhere nothing happens.
     """
     if not sys.platform.startswith("linux"):
         yield

@@ -128,8 +128,7 @@ def inverse_frequencies(
     """Inverse frequencies and the factor on cos and sin, computed as in Transformers' ROPE_INIT_FUNCTIONS.
 
     Returns float32 `[head_dim / 2]` and the attention factor (1.0 for all but yarn). `max_position_embeddings`
-    replaces a
-    missing `original_max_position_embeddings`, as in Transformers.
+    replaces a missing `original_max_position_embeddings`, as in Transformers.
     Sources: linear, Transformers; llama3, Llama 3.1 release; yarn, Peng et al. 2023 (arXiv 2309.00071).
     """
     if head_dim < 2 or head_dim % 2:

@@ -22,10 +22,8 @@ class MoEConfig:
     """The mixture of experts, for the layers that have one. The other layers have a gated MLP.
 
     A token goes to the `experts_per_token` experts with the largest router logits. Its weights are the softmax over
-    all
-    router logits. With `normalize_weights` they are divided by their sum, which equals the softmax over the chosen
-    logits.
-    Activations, of a gate g and an up projection u:
+    all router logits. With `normalize_weights` they are divided by their sum, which equals the softmax over the
+    chosen logits. Activations, of a gate g and an up projection u:
         "silu": u * g * sigmoid(g)
         "gpt_oss": (clip(u, -limit, limit) + 1) * h * sigmoid(alpha * h), h = min(g, limit)
 

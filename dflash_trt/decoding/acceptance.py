@@ -69,14 +69,10 @@ def accept(
     counts: every token up to the anchor, if `params.penalized`. The committed tokens are added.
 
     The logits of a node decide the token after it. If a child of the node has that token, the child saw a true
-    history, and
-    its own logits decide the next token. The walk ends when no child has the token: all other nodes saw a false
-    history. So
-    each committed token is `sample` of the logits after its own true history, at its own position. Decoding one token
-    at a
-    time commits the same. The drafts do not influence the tokens; better drafts only make the path longer. `sample`
-    draws
-    from the target's distribution, so the result has that distribution.
+    history, and its own logits decide the next token. The walk ends when no child has the token: all other nodes saw
+    a false history. So each committed token is `sample` of the logits after its own true history, at its own
+    position. Decoding one token at a time commits the same. The drafts do not influence the tokens; better drafts
+    only make the path longer. `sample` draws from the target's distribution, so the result has that distribution.
     """
     if not tokens:
         raise ValueError("accept needs at least the anchor's token")

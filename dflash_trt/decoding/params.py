@@ -13,8 +13,7 @@ from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import RequestError, quoted
 
 # "cancelled" and "timeout" come from the caller. "error" exists only in the metrics, for requests that ended by their
-# own
-# error; their caller gets that error.
+# own error; their caller gets that error.
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 MOST_WORDS = 1024  # for stop, bad_words and stop_token_ids
 MOST_CHARACTERS = 8192  # for stop, and for bad_words: the search takes 120 bytes of memory per character
@@ -31,7 +30,7 @@ class SamplingParams:
     temperature: 0 takes the most probable token; otherwise 0.01 to 100.
     top_k: keep the k most probable tokens; 0 keeps all.
     top_p: keep the smallest set that holds this probability, at least the best token. Numbers below 2**-126 keep only
-    that.
+        that token.
     min_p: keep tokens at least this fraction as probable as the most probable one.
     repetition_penalty: over prompt and output.
     presence_penalty, frequency_penalty: over the output.

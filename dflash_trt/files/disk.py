@@ -25,8 +25,7 @@ def own_file(directory: Path, file: Path) -> Path:
     """The real path of `file`, a file of the checkpoint or bundle in `directory`.
 
     A symbolic link must lead to a file inside `directory` or inside the same repository of the Hugging Face cache.
-    There,
-    a snapshot is a directory of links to the repository's blobs.
+    There, a snapshot is a directory of links to the repository's blobs.
 
     Raises CheckpointError if a link leads elsewhere.
     """
@@ -121,8 +120,7 @@ def locked(path: Path, parent: int) -> Iterator[bool]:
     """Hold the lock file `path` in the directory that is open as `parent`. Yields False if another process holds it.
 
     The file is removed when the lock is released. Raises BuildError if `path` is a link, or not a regular file of
-    this
-    user.
+    this user.
     """
     foreign, name = BuildError(f"{path}: is not a lock file of this user; remove it"), path.name
     while True:

@@ -1,8 +1,7 @@
 """Number formats of quantized weights, one module each.
 
 A format knows its tensors in a checkpoint, reads and writes them, and widens them to float32. It gives each dialect
-the
-nodes that compute with it, and names the GPUs that support its arithmetic. `base.NumberFormat` is the contract.
+the nodes that compute with it, and names the GPUs that support its arithmetic. `base.NumberFormat` is the contract.
 """
 
 from __future__ import annotations

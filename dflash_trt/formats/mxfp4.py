@@ -29,8 +29,7 @@ def quantize_mxfp4(w: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """[out, in] -> bytes [out, in/2] and exponents [out, in/32] + 127.
 
     Two powers of two are tried per block: the smallest that clips nothing, and the one below. The one with the
-    smaller
-    squared error is used.
+    smaller squared error is used.
     """
     blocks = w.reshape(w.shape[0], -1, BLOCK)
     # frexp: largest / 6 is in [0.5, 1) * 2**exponent. Exactly 0.5 needs an exponent one lower.

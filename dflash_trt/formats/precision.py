@@ -17,8 +17,7 @@ class Precision:
     """A compute dtype or a quantization scheme for the target, the drafter, and the drafter's copy of the LM head.
 
     None: the checkpoint's storage, in the engine's compute dtype. The drafter's head may be quantized more strongly
-    than
-    the target's, because drafts need not be exact. The target's head stays as it is.
+    than the target's, because drafts need not be exact. The target's head stays as it is.
     """
 
     target: str | None = None

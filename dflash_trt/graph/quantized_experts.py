@@ -230,12 +230,9 @@ def tensorrt_experts(
     """The layer for TensorRT and TensorRT-RTX, written out in the graph itself (see quantized.py), in its dtype.
 
     As in tensorrt.py's `moe`, every expert is computed for every row. Packed constants cannot be concatenated, so
-    each is
-    dequantized first. Experts are multiplied in groups of the size that tensorrt_experts.py's `at_a_time` gives, one
-    group
-    after the other. Each expert has its own static input scale. So inputs are divided by it and rounded with a scale
-    of 1,
-    and the product is multiplied by it.
+    each is dequantized first. Experts are multiplied in groups of the size that tensorrt_experts.py's `at_a_time`
+    gives, one group after the other. Each expert has its own static input scale. So inputs are divided by it and
+    rounded with a scale of 1, and the product is multiplied by it.
     """
     shares = router_shares(g, router, g.constant([k]))
     shares = g.unsqueeze(g.op("Transpose", shares, name="by_expert", perm=[1, 0]), 2)

@@ -42,9 +42,8 @@ def mxfp4_experts(
     """x [rows,D] -> [rows,D] in g's dtype, in groups of at least two experts whose widened weights fit WIDENED_BYTES.
 
     `some` adds the output of n experts to the total [D,rows], in float32. Its inputs are the total, x [1,D,rows],
-    shares
-    [n,1,rows], gate_up [n,2I,D], down [n,D,I] and the biases, if any, [n,2I,1] and [n,D,1]. The weights are the left
-    operands. TensorRT copies a right operand in transposed form while it builds, once per profile.
+    shares [n,1,rows], gate_up [n,2I,D], down [n,D,I] and the biases, if any, [n,2I,1] and [n,D,1]. The weights are
+    the left operands. TensorRT copies a right operand in transposed form while it builds, once per profile.
 
     The blocks are FLOAT4E2M1 as on disk, and the plan keeps their four bits. They are dequantized in the main graph.
     Inside a function the parser takes the scales' exponents for numbers.
@@ -78,8 +77,7 @@ def after(g: GraphBuilder, x: ir.Value, total: ir.Value) -> ir.Value:
     """x [1,...] unchanged, but available only after `total` [...], float32.
 
     The result is x + 0; the compiler cannot know that the summand is 0. Otherwise it joins all products of the same x
-    into
-    one, and widens the weights of all of them.
+    into one, and widens the weights of all of them.
     """
     zero = g.scalar(0.0, FLOAT)
     nothing = g.op("Min", g.op("Max", total, zero, name="positive"), zero, name="nothing")
@@ -90,8 +88,7 @@ def at_a_time(experts: int, size: int) -> int:
     """The number of experts in one product. `size`: bytes of an expert's larger matrix when widened.
 
     The result divides the number of experts. It is at least two, also for experts that are too large: TensorRT-RTX
-    joins
-    products of a single expert and widens the weights of all of them.
+    joins products of a single expert and widens the weights of all of them.
     """
     most = max(WIDENED_BYTES, 2 * size)
     return max(n for n in range(1, experts + 1) if experts % n == 0 and n * size <= most)

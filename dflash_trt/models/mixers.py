@@ -1,8 +1,7 @@
 """Mixers: the part of a decoder layer that mixes the tokens of a sequence. Attention is one.
 
 The layer's entry in the configuration's `layers` selects its mixer. A mixer declares the caches of its layers as
-inputs
-and outputs of the graph. A cache may hold one row per token, or a state of fixed size.
+inputs and outputs of the graph. A cache may hold one row per token, or a state of fixed size.
 """
 
 from __future__ import annotations

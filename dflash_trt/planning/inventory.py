@@ -66,8 +66,7 @@ class Inventory:
         """Bytes on one GPU, by role and precision.
 
         `dense` is the dtype of floating-point tensors. `scheme` is the format of linear layers, except the head.
-        Tensors that
-        are already quantized stay as they are.
+        Tensors that are already quantized stay as they are.
         """
         totals: dict[str, Counter[str]] = {}
         kv_parts = min(tensor_parallel, self.config(side).num_key_value_heads)

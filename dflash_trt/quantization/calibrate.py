@@ -60,9 +60,8 @@ def activation_amax(
     The experts of a layer share one value, as in Model Optimizer, because some experts may not see a single token.
 
     The target decodes greedily after each prompt. The drafter reads the target's features. It drafts one block after
-    the
-    prompt and one after the decoded tokens. `work` is a directory on the checkpoints' file system, for links to their
-    files.
+    the prompt and one after the decoded tokens. `work` is a directory on the checkpoints' file system, for links to
+    their files.
     """
     config = read_target_config(target)
     checkpoints = {"target": Checkpoint(target)}

@@ -25,8 +25,8 @@ def quantize_with_modelopt(
     """Write the target in `source` to `out`, calibrated by Model Optimizer on `prompts` (token ids) and exported.
 
     The whole model is held in BF16 on the CPU. `exclude` is as in `quantize`. AWQ, the calibration of int4,
-    multiplies
-    every layer eleven times per row of tokens. It gets only the first AWQ_TOKENS of the concatenated prompts.
+    multiplies every layer eleven times per row of tokens. It gets only the first AWQ_TOKENS of the concatenated
+    prompts.
 
     Raises BuildError if torch, Transformers or nvidia-modelopt is missing, or if the scheme cannot be calibrated.
     """

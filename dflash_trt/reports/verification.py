@@ -53,8 +53,7 @@ def verify(
     """Compare plain decoding, one prompt at a time, with every way of drafting. Yields each case when done.
 
     A drafted token is accepted only if plain decoding, with the same noise, would choose it. So tokens are equal at
-    every
-    temperature, unless the arithmetic of a row depends on the number of rows in its pass.
+    every temperature, unless the arithmetic of a row depends on the number of rows in its pass.
     """
     asked = [
         prompt.content if isinstance(prompt.content, str) else llm.chat_prompt(prompt.content)

@@ -4,8 +4,7 @@
 
 tritonserver listens on Unix sockets in a directory that only its user may enter. Its HTTP server must not read what
 strangers send: one chunked request (CVE-2025-23310) or one deeply nested JSON body ends version 24.10. FD is a
-socket.
-This process writes {"ready": true} or {"fatal": reason} to it, and ends when the other side closes it.
+socket. This process writes {"ready": true} or {"fatal": reason} to it, and ends when the other side closes it.
 """
 
 from __future__ import annotations

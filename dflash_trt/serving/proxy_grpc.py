@@ -1,8 +1,7 @@
 """gRPC in front of tritonserver. grpc core reads the messages; those of open methods are passed on unread.
 
 Methods that load models, map shared memory, trace or log are closed. Messages have a size limit, which tritonserver's
-own
-gRPC server does not have.
+own gRPC server does not have.
 """
 
 from __future__ import annotations

@@ -38,10 +38,8 @@ class Supervisor:
     """Run tritonserver and the proxy, and restart whichever of them ends.
 
     The model is loaded again after its engine ended. The server is restarted after its backend process ended: Triton
-    then
-    leaves the model's requests hanging, and can neither reload it nor stop. A server that has never served is not
-    restarted,
-    because it would fail again.
+    then leaves the model's requests hanging, and can neither reload it nor stop. A server that has never served is
+    not restarted, because it would fail again.
 
     sockets: in a directory that only this user may enter.
     grace: seconds for requests to finish after SIGINT or SIGTERM. Then they are cancelled, and their clients are

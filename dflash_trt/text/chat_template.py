@@ -69,8 +69,7 @@ class ChatTemplates:
         """Render a template with `variables`, which are JSON values.
 
         Raises RequestError if the template refuses the variables or exceeds a limit. Raises CheckpointError if the
-        template
-        is malformed.
+        template is malformed.
         """
         limits = {"seconds": _CPU_SECONDS, "memory": _MEMORY, "characters": _CHARACTERS}
         request = {"source": self.sources[name], "variables": {**self.special_tokens, **variables}, **limits}

@@ -46,8 +46,7 @@ class Tokenizer:
         """Try the tokenizer on a text in many scripts and on every id.
 
         The library reads some files without complaint and panics later. Raises CheckpointError if it panics here. A
-        text that
-        cannot be tokenized, such as one in letters without tokens, is an error of its request.
+        text that cannot be tokenized, such as one in letters without tokens, is an error of its request.
         """
         ids = sorted(self.backend.get_vocab(with_added_tokens=True).values())
         try:
@@ -68,11 +67,9 @@ class Tokenizer:
         """Token ids of `text`. Special tokens that are spelled out in the text are recognized.
 
         add_special_tokens: add the tokens that the tokenizer puts around a text, such as a first BOS. Leave them out
-        for the
-        output of a chat template, which contains its own.
+        for the output of a chat template, which contains its own.
         max_tokens: refuse a much longer text with a RequestError before all of it is tokenized. A slightly longer
-        text is
-        not refused.
+        text is not refused.
         """
         try:
             with _library(

@@ -19,10 +19,9 @@ def start_from_target(drafter: Drafter, target: Checkpoint, config: TargetConfig
     """Copy the target's last layers, its last tap and its final norm. Returns the names of the copied tensors.
 
     The drafter's rows go through the target's head, so they need the target's final norm. If `fc` passes only the
-    last tap
-    on, the drafter's layers see the target's own keys and values of the context. A tensor keeps its random start if
-    the
-    target's is missing, quantized or of another shape. An expert layer has no `mlp.gate_proj`, for example.
+    last tap on, the drafter's layers see the target's own keys and values of the context. A tensor keeps its random
+    start if the target's is missing, quantized or of another shape. An expert layer has no `mlp.gate_proj`, for
+    example.
     """
     taken: list[str] = []
     first = max(0, config.num_hidden_layers - drafter.config.num_hidden_layers)

@@ -1,10 +1,8 @@
 """Attention masks of training batches, as a dense mask or as FlexAttention's block-sparse one.
 
 A block is anchored at position a of its sequence. Its rows see the features of positions before a, and the rows of
-the
-block itself. Windows and causal layers restrict them as in decoding. The feature of the anchor does not exist yet
-when
-the block is drafted (arXiv 2602.06036, section 4.2).
+the block itself. Windows and causal layers restrict them as in decoding. The feature of the anchor does not exist yet
+when the block is drafted (arXiv 2602.06036, section 4.2).
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ def visible(
     """FlexAttention's mask_mod(batch, head, query, key): the rule itself, on tensors of indices.
 
     anchors [B, A]: position of each block's first row; -1 for a missing block.
-    lengths [B, A]: rows of each block.
-    Queries are the A * size block rows. Keys are `context` features, then the block rows. A missing block sees
-    itself, so
-    that no row of the softmax is empty.
+    lengths [B, A]: rows of each block. Queries are the A * size block rows. Keys are `context` features, then the
+    block rows. A missing block sees itself, so that no row of the softmax is empty.
     """
 
     def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -58,8 +58,7 @@ def regenerate_with_bundle(
     """Answer the prompts that `out` does not have yet, `concurrency` at a time, without drafting.
 
     An answer depends only on its prompt and the seed, so an interrupted run ends with the same answers. Prompts that
-    leave
-    no space for an answer within the bundle's max_seq_len are skipped.
+    leave no space for an answer within the bundle's max_seq_len are skipped.
 
     Raises RequestError if two prompts have the same id.
     """
@@ -114,8 +113,7 @@ def regenerate_with_server(
     """As regenerate_with_bundle, by POST to `url`/chat/completions, with OPENAI_API_KEY if it is set.
 
     The server returns text. The target's own tokenizer turns it into tokens, and a complete answer gets
-    `end_token_id`. The
-    tokenizer also renders the prompts, which must be chats.
+    `end_token_id`. The tokenizer also renders the prompts, which must be chats.
 
     Raises RequestError if the server refuses a request or its answer is malformed.
     """

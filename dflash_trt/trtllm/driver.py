@@ -1,10 +1,8 @@
 """Run requests through TensorRT-LLM's own scheduler, with our scheduler's interface: `submit`, `step`, emissions.
 
 Tokens come from `tensorrt_llm.LLM.generate_async(streaming=True)`, one response per decoding iteration. Stop strings,
-text
-and statistics are ours, as for every engine. Sampling is TensorRT-LLM's. Greedy requests get the target's argmax.
-Other
-requests use its random numbers, so the same seed gives other tokens than our engines.
+text and statistics are ours, as for every engine. Sampling is TensorRT-LLM's. Greedy requests get the target's
+argmax. Other requests use its random numbers, so the same seed gives other tokens than our engines.
 """
 
 from __future__ import annotations

@@ -79,8 +79,7 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
     """The package, and its LLM for this bundle.
 
     Raises DFlashError, before anything is loaded, if the package is missing or would refuse the configuration. Warns
-    if the
-    package is another release than the bundle's, but accepts the configuration.
+    if the package is another release than the bundle's, but accepts the configuration.
     """
     version = bundle.manifest["tensorrt_llm"]["version"]
     module = import_tensorrt_llm(version)

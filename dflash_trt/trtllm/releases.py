@@ -1,8 +1,7 @@
 """The supported releases of TensorRT-LLM, and their configuration fields.
 
 A release is a file in schemas/. It has the JSON Schema of TorchLlmArgs, for the fields that are written or checked
-here,
-from the release's published reference. It also has the other differences between releases.
+here, from the release's published reference. It also has the other differences between releases.
 """
 
 from __future__ import annotations

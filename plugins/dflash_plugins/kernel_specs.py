@@ -1,8 +1,7 @@
 """The compilation of each kernel for given sizes: argument types, constants, warps.
 
 The launches in launch.py and moe.py and the plugins in registration.py both use these. So an engine contains the
-kernels
-that the tests run. Type names are Triton's. Nothing here imports triton.
+kernels that the tests run. Type names are Triton's. Nothing here imports triton.
 """
 
 from __future__ import annotations

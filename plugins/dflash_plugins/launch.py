@@ -123,8 +123,7 @@ def accept_block(
     """Compare drafted with sampled tokens: contiguous int64 tokens [B, S], rows [B, R], sampled [B, R], start [B].
 
     `parents` [B, R] makes the R nodes a tree. Each node comes after its parent, and siblings have different tokens
-    (the
-    first of equal ones is followed).
+    (the first of equal ones is followed).
     """
     batch, nodes = rows.shape
     made = Acceptance(

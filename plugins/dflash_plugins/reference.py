@@ -1,8 +1,7 @@
 """The operators in plain NumPy: the reference for the kernels.
 
 If an operator has a function body (graph/), the body computes the same. SampleRows is `decoding.sampling.sample` for
-each
-row. Dtypes narrower than float32 come from ml_dtypes.
+each row. Dtypes narrower than float32 come from ml_dtypes.
 """
 
 from __future__ import annotations

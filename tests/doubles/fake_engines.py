@@ -1,14 +1,12 @@
 """Engines that make every fault visible: a cache row depends on all earlier rows, and a token on all rows.
 
 A target row holds a number computed from the sum of all earlier rows, its token and its position. That number is also
-the
-row's feature, and determines the logits. The drafter continues the same sum over its own cache. So its drafts are
-right,
-except for one row in five, only while its context is complete. Values that real engines leave undefined are poison.
+the row's feature, and determines the logits. The drafter continues the same sum over its own cache. So its drafts are
+right, except for one row in five, only while its context is complete. Values that real engines leave undefined are
+poison.
 
 An engine can be given rows that are not numbers. Real attention multiplies masked rows by 0. So one such row in a
-slot
-spoils all rows of a pass over that slot, if the pass, or the longest request in it, reaches that far.
+slot spoils all rows of a pass over that slot, if the pass, or the longest request in it, reaches that far.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A stand-in for the TensorRT module. It accepts exactly the documented calls that the project makes.
 
 A plan is the graph itself, and executing it runs ONNX Runtime on the bound addresses. Memory, shapes, profiles,
-aliases
-and stream capture follow their rules, and a call that violates them fails. This shows that the engine uses the API
-correctly. It cannot show TensorRT's own computations.
+aliases and stream capture follow their rules, and a call that violates them fails. This shows that the engine uses
+the API correctly. It cannot show TensorRT's own computations.
 """
 
 from __future__ import annotations

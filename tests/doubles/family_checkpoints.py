@@ -1,9 +1,8 @@
 """Random checkpoints of Llama, Qwen3-MoE and gpt-oss in published form.
 
 config.json is that of a known pair with smaller numbers. The tensors have the published names, layouts and dtypes.
-They
-are written one by one, so that this project and Transformers each read them in their own way. Weights are drawn as in
-checkpoints.py: logits have order 10, and every bias, sink, clamp and norm matters.
+They are written one by one, so that this project and Transformers each read them in their own way. Weights are drawn
+as in checkpoints.py: logits have order 10, and every bias, sink, clamp and norm matters.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 It reads the same checkpoints as the product through Transformers' Qwen3 classes, and recomputes every row in every
 round. So it cannot have the faults of a cache, a batch or a padded row. Semantics: the DFlash paper (arXiv
-2602.06036,
-section 4 and appendix A.3) and the published drafters' own code.
+2602.06036, section 4 and appendix A.3) and the published drafters' own code.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class Drafter(nn.Module):
     """A published drafter: tensors without prefix, no embedding, no head, weights widened to float32.
 
     The layers are Transformers', for their parameters and MLP. Attention is written out below, because context rows
-    enter
-    it as keys and values only.
+    enter it as keys and values only.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -195,8 +193,7 @@ def accept(logits: Tensor, draft: list[int], tokens: list[int], choose: Choose) 
     """The tokens that one-by-one decoding would choose, as far as the draft predicted them, and one more.
 
     `logits` [1 + len(draft), V] belong to the anchor and the drafted tokens. The last returned token is the target's
-    own:
-    the first that differs from the draft, or the one after a completely accepted draft.
+    own: the first that differs from the draft, or the one after a completely accepted draft.
     """
     new: list[int] = []
     for row, drafted in zip(logits, [*draft, None], strict=True):

@@ -1,8 +1,8 @@
 """A stand-in for tensorrt_llm: only the calls of its reference, with their argument names.
 
 Configuration classes accept exactly the fields of a release's schema. An LLM "generates" the result of
-`answer(prompt)`,
-in responses like those of an engine with DFlash: one token after the prompt, then a run per decoding iteration.
+`answer(prompt)`, in responses like those of an engine with DFlash: one token after the prompt, then a run per
+decoding iteration.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Make a graph for TensorRT executable by ONNX Runtime: its `trt::` operators become functions of standard ones.
 
 The functions do what NVIDIA documents for the operators (onnx-tensorrt, docs/TRT_custom_ops.md), including lengths.
-So
-the CPU computes what the bodies request from TensorRT.
+So the CPU computes what the bodies request from TensorRT.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     python -m tests.fuzz.run --reader tokenizer --inputs 500 --seed 7
 
 An input fails if anything but DFlashError is raised, an error is not one short line, or the process ends. It also
-fails
-if it takes more than SECONDS of CPU or MEMORY. Hypothesis minimizes it if the process survives. Failures are kept in
-tests/fuzz/seeds/READER/, which every run reads first. Commit them together with their fix.
+fails if it takes more than SECONDS of CPU or MEMORY. Hypothesis minimizes it if the process survives. Failures are
+kept in tests/fuzz/seeds/READER/, which every run reads first. Commit them together with their fix.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Llama, Qwen3-MoE and gpt-oss on ONNX Runtime, compared with Transformers' own classes in float32, and as pairs.
 
 The checkpoints are in published form, including MXFP4 experts. Our loader and Transformers each read them in their
-own
-way. The tests of test_parity.py compare the graphs with the reference; they are collected here for these cases.
+own way. The tests of test_parity.py compare the graphs with the reference; they are collected here for these cases.
 """
 
 from __future__ import annotations

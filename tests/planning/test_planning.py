@@ -89,10 +89,8 @@ def test_plans_agree_with_what_quantized_bundles_hold(text: str, tmp_path: Path)
 
 
 # Figures from TensorRT-LLM's own tests of this buffer (tests/unittest/.../test_dflash_ctx_budget): a drafter of 5
-# layers,
-# 16 key-value heads, head size 64 and a million positions at TP 4. Also the buffer of its B200 and H100 accuracy
-# tests,
-# and the one that NVIDIA/TensorRT-LLM#16005 reports.
+# layers, 16 key-value heads, head size 64 and a million positions at TP 4. Also the buffer of its B200 and H100
+# accuracy tests, and the one that NVIDIA/TensorRT-LLM#16005 reports.
 def drafter_of(layers: int, kv_heads: int, head_dim: int, positions: int) -> DrafterConfig:
     base = read_drafter_config(known_configs("qwen3-8b")[1])
     return replace(

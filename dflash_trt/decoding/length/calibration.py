@@ -11,8 +11,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 # The prior trusts the drafter. Standard deviations of its error in log-odds: a common offset for all positions, as
-# much
-# again for each position, and the weight of the drafter's estimate.
+# much again for each position, and the weight of the drafter's estimate.
 _OFFSET, _WEIGHT = 1.5, 0.3
 # The share of a drafting round's evidence that remains after the next one.
 _MEMORY = 0.99
@@ -37,8 +36,7 @@ class Calibration:
     """Online logistic regression: P(draft j is right | the earlier ones are) = s(offset_j + weight x).
 
     x are the drafter's log-odds. The results of a few rounds give one Newton step towards the posterior's maximum
-    (Laplace's
-    approximation). Past evidence fades, back to the prior.
+    (Laplace's approximation). Past evidence fades, back to the prior.
     """
 
     def __init__(self, drafts: int) -> None:

@@ -1,10 +1,8 @@
 """The time of a pass over `batch` sequences of `length` tokens: measured at start-up and in every round.
 
 The logarithms of the times are modelled as jointly Gaussian, with a Kalman filter. A pass tells its own time, much
-about
-passes of similar size, and something about all (a slower machine, longer sequences). Uncertainty returns while a pass
-is
-not run. So a time that was wrong or has changed is measured again.
+about passes of similar size, and something about all (a slower machine, longer sequences). Uncertainty returns while
+a pass is not run. So a time that was wrong or has changed is measured again.
 """
 
 from __future__ import annotations
@@ -92,8 +90,7 @@ def measure(run: Callable[[int, int], object], batches: Sequence[int], lengths: 
     """Time passes `run(batch, length)`: of the smallest batch, then the largest, then those between.
 
     Each runs once to warm up, for as many batch sizes as time permits. Then all are timed in turn, so that a busy
-    moment of
-    the machine affects all of them.
+    moment of the machine affects all of them.
     """
     begin, order = perf_counter(), [batches[0], *reversed(batches[1:])]
     times: dict[int, dict[int, list[float]]] = {}

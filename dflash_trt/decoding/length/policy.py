@@ -18,10 +18,8 @@ class Lengths(Protocol):
     `verify` returns the number of nodes of a draft to verify. `slots` are the requests of the batch that take drafts.
 
     `observe` reports the result of each round, so that a policy can learn. `logprobs` [n, drafted-1], `accepted` and
-    `offered`
-    (the drafts that could be accepted) belong to the n requests that take drafts. The choice never changes the
-    committed
-    tokens, only their time (see `acceptance.accept`).
+    `offered` (the drafts that could be accepted) belong to the n requests that take drafts. The choice never changes
+    the committed tokens, only their time (see `acceptance.accept`).
     """
 
     def draft(self, batch: int) -> int: ...

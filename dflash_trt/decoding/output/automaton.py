@@ -1,8 +1,7 @@
 """Search for many patterns at once. The cost per symbol does not depend on their number.
 
 Aho and Corasick 1975, "Efficient string matching". Symbols are integers: code points of stop strings, or tokens of
-bad
-words.
+bad words.
 """
 
 from __future__ import annotations

@@ -19,19 +19,15 @@ class Detokenizer:
     """The text of one request, in pieces, without special tokens.
 
     `push(a) + push(b) + ... + flush()` equals `decode(a + b + ...)` for every byte-level tokenizer and any tokens.
-    With
-    byte-fallback tokenizers this holds for well-formed text. There, a wrong byte turns the characters directly before
-    it
-    into replacement characters when everything is decoded at once; here they have already been emitted. The time of a
-    push
-    does not depend on the earlier tokens.
+    With byte-fallback tokenizers this holds for well-formed text. There, a wrong byte turns the characters directly
+    before it into replacement characters when everything is decoded at once; here they have already been emitted. The
+    time of a push does not depend on the earlier tokens.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         # Decoding a token can depend on earlier ones (bytes of one character; a space at the start of a text). The
-        # window starts
-        # with complete, emitted characters as context.
+        # window starts with complete, emitted characters as context.
         self._window: list[int] = []
         self._text = ""
         self._shown = 0  # emitted characters of self._text
@@ -73,8 +69,7 @@ class Detokenizer:
         """Shorten tokens that have made no complete text for long.
 
         The first ones stay, because they show whether a text has started. The last ones stay, because their bytes may
-        become a
-        character.
+        become a character.
         """
         begun = self._context_end
         pending = [token for token in self._window[begun:] if not self._is_silent(token)]

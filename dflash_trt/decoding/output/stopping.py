@@ -23,10 +23,8 @@ class StopChecker:
     grouped.
 
     As in vLLM, a stop token is kept but has no text. The token that completes a stop string is kept, and the text
-    ends before
-    the string. The stop string that is complete first ends the text; the longest one, if two end together. A stop
-    takes
-    precedence over `max_tokens` if one token reaches both.
+    ends before the string. The stop string that is complete first ends the text; the longest one, if two end
+    together. A stop takes precedence over `max_tokens` if one token reaches both.
     """
 
     def __init__(

@@ -1,11 +1,9 @@
 """Counter-based noise: the Gumbel noise of a token depends only on (seed, position, token).
 
 The bits are Philox 4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). From bits to
-noise,
-all float32 operations are correctly rounded: additions, subtractions, multiplications, divisions and conversions.
-There
-is no fused multiply-add and no library logarithm. So every IEEE 754 machine that evaluates the expressions in the
-written order gets the same 32 bits, GPU kernels included.
+noise, all float32 operations are correctly rounded: additions, subtractions, multiplications, divisions and
+conversions. There is no fused multiply-add and no library logarithm. So every IEEE 754 machine that evaluates the
+expressions in the written order gets the same 32 bits, GPU kernels included.
 """
 
 from __future__ import annotations
@@ -95,10 +93,8 @@ def gumbel_from_bits(bits: Bits) -> Floats:
     """Standard Gumbel noise -log(E), E ~ Exp(1), of uint32 random bits; float32 in [GUMBEL_MIN, GUMBEL_MAX].
 
     E = -log(1 - x) with x = (bits | 1) / 2**32. Below one half it is computed from x itself. That keeps large noise
-    exact, and
-    large noise wins. Above one half it is the logarithm of 1 - x = (~bits | 1) / 2**32, which is exact in integers.
-    The error
-    is at most 3 units in the last place of max(|noise|, 1).
+    exact, and large noise wins. Above one half it is the logarithm of 1 - x = (~bits | 1) / 2**32, which is exact in
+    integers. The error is at most 3 units in the last place of max(|noise|, 1).
     """
     x = (bits | np.uint32(1)).astype(np.float32) * _SCALE
     y = (~bits | np.uint32(1)).astype(np.float32) * _SCALE

@@ -2,8 +2,7 @@
 
 The weight of a token is exp(value) in units of 2**-34, where value is its scaled logit minus the best one's. As in
 philox.py, all float32 operations are correctly rounded. So a GPU kernel that evaluates the same expressions gets the
-same
-integers, the same sums, and the same set of tokens.
+same integers, the same sums, and the same set of tokens.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ def total_weight(scaled: Floats) -> int:
     """The weight of all tokens, from their scaled logits [V]. The best logit is finite.
 
     Sums over tiles, each under its own maximum, because one pass over the logits does not know the best of all. The
-    sums are
-    rounded down when they are brought to a common scale.
+    sums are rounded down when they are brought to a common scale.
     """
     starts = range(0, scaled.size, TILE)
     largest = np.maximum.reduceat(scaled, starts)

@@ -2,9 +2,8 @@
 
 The token at a position is argmax_v(process(logits)[v] + gumbel(seed, position, v)), the Gumbel-max form of sampling
 (Gumbel 1954; Maddison et al. 2014, "A* Sampling"). At temperature 0 it is the argmax of the penalized logits.
-`process`
-applies penalties and the temperature, and keeps the tokens that min-p, top-k and top-p leave. It depends only on the
-logits, the parameters, the seed, the position and the tokens so far. Speculation changes none of these.
+`process` applies penalties and the temperature, and keeps the tokens that min-p, top-k and top-p leave. It depends
+only on the logits, the parameters, the seed, the position and the tokens so far. Speculation changes none of these.
 """
 
 from __future__ import annotations
@@ -89,10 +88,8 @@ def process(logits: Floats, params: SamplingParams, counts: TokenCounts | None =
     """Scaled logits, float32 [V]: the best token has 0, excluded tokens -inf. The temperature must not be 0.
 
     In vLLM's order: penalties, temperature, min-p, top-k, top-p. top-p uses the probability of the tokens that min-p
-    and
-    top-k left. It keeps the smallest set that reaches it, at least one token. Among equal logits, top-k and top-p
-    keep the
-    lower token ids first. Raises NonFiniteError if no largest logit exists (NaN, or infinite).
+    and top-k left. It keeps the smallest set that reaches it, at least one token. Among equal logits, top-k and top-p
+    keep the lower token ids first. Raises NonFiniteError if no largest logit exists (NaN, or infinite).
     """
     tokens, values = _kept(logits, params, counts)
     full = np.full_like(logits, -np.inf)
@@ -184,8 +181,8 @@ def _top_p(values: Floats, total: int, p: np.float32) -> Tokens:
     """
     target = float(p) * float(total)
     # The tokens below `lowest` together weigh less than half of total - target, so the set can be found without them.
-    # It is
-    # half, because the tokens' sum may differ from `total` by rounding. For p very near 1 even that is not enough.
+    # It is half, because the tokens' sum may differ from `total` by rounding. For p very near 1 even that is not
+    # enough.
     least = (total - target) * 0.5 / values.size
     lowest = math.log(least / 2**WEIGHT_BITS) if target < total * (1 - 2.0**-16) else NEGLIGIBLE
     indices = (values >= np.float32(lowest)).nonzero()[0]

@@ -48,8 +48,7 @@ class Flavour:
         """The capabilities to build for: the requested ones, or those of the GPUs that are `present`.
 
         Raises BuildError for a capability that this flavour does not support, naming the one that does. Also for a
-        capability
-        without arithmetic in one of the weights' `formats`.
+        capability without arithmetic in one of the weights' `formats`.
         """
         wanted = tuple(dict.fromkeys(asked or present))
         if not wanted:

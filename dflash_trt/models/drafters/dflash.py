@@ -29,8 +29,7 @@ from dflash_trt.models.reading import HEAD_DIM, LAYERS, agreed, check_quantizati
 from dflash_trt.models.target import lm_head
 
 # Tapped states exceed 2e4, and their sums through fc would exceed 65504. The sums are normalized afterwards. So a
-# power
-# of two before fc, with its square on the norm's epsilon, changes only the range.
+# power of two before fc, with its square on the norm's epsilon, changes only the range.
 FP16_FEATURE_SCALE = 2.0**-6
 
 

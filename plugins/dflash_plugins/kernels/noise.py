@@ -1,8 +1,7 @@
 """Gumbel noise and probability weights, bit for bit as in `decoding/sampling/` (philox.py, probability_mass.py).
 
 Compile kernels that call these with enable_fp_fusion=False: a fused multiply-add rounds once where the host rounds
-twice.
-Then every operation below is correctly rounded, and the order of operations is the host's.
+twice. Then every operation below is correctly rounded, and the order of operations is the host's.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ process dies, Triton leaves its requests unanswered and still reports the model 
 process refuses all requests in flight and unloads the model. Loading the model again starts a new engine.
 
 One thread reads the engine's answers, which are lines of JSON, and sends them. Several waiting updates of a request
-are
-sent as one response. So a busy server sends larger chunks, not later ones.
+are sent as one response. So a busy server sends larger chunks, not later ones.
 """
 
 from __future__ import annotations
