@@ -1,4 +1,4 @@
-"""All that a pair does with arrays: on the host here, on a GPU in `dflash_trt/engines/tensorrt/device_arrays.py`."""
+"""The array operations of a pair: on the host here, on a GPU in `dflash_trt/engines/tensorrt/device_arrays.py`."""
 
 from __future__ import annotations
 
@@ -24,60 +24,60 @@ class Engine(Protocol):
 
 
 class Arrays(Protocol):
-    """Runs the passes of a pair's engines, and carries their numbers from one pass to the next.
+    """Runs the passes of a pair's engines, and passes their numbers from one pass to the next.
 
-    Feeds are NumPy arrays, or arrays that methods here gave. Outputs are views that the engine's next pass of the same
-    kind overwrites. Features of committed tokens wait here for the drafter, by slot, one row [F] for each token.
+    Feeds are NumPy arrays, or arrays that these methods returned. Outputs are views that the engine's next pass of
+    the same kind overwrites. Features of committed tokens wait here for the drafter, by slot, one row [F] per token.
 
-    most_waiting: the rows of a slot that can wait.
+    most_waiting: the most waiting rows of a slot.
     """
 
     most_waiting: int
 
     def prefill(self, engine: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
-        """A pass over one sequence, in this slot."""
+        """Run a pass over one sequence, in this slot."""
 
     def decode(self, engine: Any, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A pass over n sequences, in slots 0 .. n-1."""
+        """Run a pass over n sequences, in slots 0 .. n-1."""
 
     def now(self) -> Any:
         """A point in time between two passes."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """The time between two points, once the pass between them was waited for."""
+        """The time between two points, once the pass between them has ended."""
 
     def wait(self) -> None:
         """Wait until all passes have ended."""
 
     def readable(self, outputs: Any) -> Any:
-        """Numbers that the host can look at, before the next pass."""
+        """Numbers that the host can read before the next pass."""
 
     def nodes(self, count: int, nodes: int) -> Any:
-        """The numbers of nodes, 0 .. nodes-1, for each of `count` sequences: int64 [count, nodes]."""
+        """The numbers 0 .. nodes-1 of the nodes, for each of `count` sequences: int64 [count, nodes]."""
 
     def blocks(self, anchors: Sequence[int], length: int, mask: int) -> Any:
-        """Anchors with `length - 1` mask tokens behind each: int64 [n, length], good until the next call."""
+        """Anchors, each followed by `length - 1` mask tokens: int64 [n, length], valid until the next call."""
 
     def start_round(self, count: int) -> None:
-        """A round of `count` requests begins. The drafter's numbers count as finite."""
+        """Begin a round of `count` requests. The drafter's numbers count as finite."""
 
     def check(self, logprobs: Any, slot: int | None = None) -> None:
-        """Note whose log-probabilities of this round are not finite: [n, ...], or [1, ...] of one slot."""
+        """Record which log-probabilities of this round are not finite: [n, ...], or [1, ...] for one slot."""
 
     def finite(self, numbers: Any) -> bool:
         """Whether all numbers are finite. Waits for them."""
 
     def drafts(self, blocks: Any, tokens: Any, logprobs: Any) -> Draft:
-        """Chains: the drafted tokens [n, length-1] take the places of the mask tokens."""
+        """Chains in which the drafted tokens [n, length-1] replace the mask tokens."""
 
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
-        """What the target's pass over a round's draft found. Waits for it."""
+        """The result of the target's pass over a round's draft. Waits for it."""
 
     def add_waiting(self, slot: int, at: int, features: Any, nodes: Sequence[int]) -> None:
-        """Let these rows of a sequence's features [N, F] wait, as rows at, at + 1, ... of the slot."""
+        """Add these rows of a sequence's features [N, F] to the waiting ones, as rows at, at + 1, ... of the slot."""
 
     def waiting(self, counts: Sequence[int]) -> Any:
-        """The rows of slots 0 .. n-1: [n, S, F], S at least each count. What lies behind a count is finite."""
+        """The waiting rows of slots 0 .. n-1: [n, S, F], with S at least each count. Rows beyond a count are finite."""
 
     def waiting_of(self, slot: int, first: int, stop: int) -> Any:
         """Rows first .. stop-1 of one slot: [1, stop - first, F]."""
@@ -86,20 +86,22 @@ class Arrays(Protocol):
         """Copy the first rows of one slot over another's."""
 
     def clear_waiting(self, slot: int) -> None:
-        """Make the rows of a slot 0."""
+        """Set the rows of a slot to 0."""
 
 
 def chosen(nodes: Sequence[int]) -> Any:
-    """An index of these rows. Those of a chain are the first ones."""
+    """An index of these rows. In a chain, they are the first ones."""
     return slice(len(nodes)) if nodes[-1] < len(nodes) else list(nodes)
 
 
 class HostArrays:
-    """NumPy arrays. A pass has ended when its engine returns. `Arrays` says what each method does."""
+    """NumPy arrays. A pass has ended when its engine returns. `Arrays` documents the methods."""
 
     def __init__(self, *, slots: int, feature_size: int, most_waiting: int) -> None:
         self.most_waiting = most_waiting
-        self._waiting = np.zeros((slots, 1, feature_size), np.float32)  # grows to as many rows as have waited
+        self._waiting = np.zeros(
+            (slots, 1, feature_size), np.float32
+        )  # grows to the largest number of waiting rows
         self._nodes: dict[tuple[int, int], Array] = {}
         self._drafts_finite: list[bool] = []
 
@@ -154,9 +156,9 @@ class HostArrays:
         return Draft(blocks, None, logprobs)
 
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
-        """The graph decides for the greedy requests that have chains."""
+        """The graph decides for greedy requests with chains."""
         chains, logits = draft.parents is None, outputs["logits"]
-        finite = np.isfinite(logits.max(axis=-1))  # NaN, if there is any, is the largest
+        finite = np.isfinite(logits.max(axis=-1))  # any NaN is the largest value
         return Verified(
             outputs["accepted"],
             outputs["next_token"],

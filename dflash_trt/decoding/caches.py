@@ -1,7 +1,7 @@
-"""The caches of an engine, by slot, and copies kept of them.
+"""The caches of an engine by slot, and kept copies of them.
 
-A slot's length is the number of tokens that its caches have taken in. Attention keeps a row for each token, so its rows
-can be cut to any shorter length. A recurrent layer keeps a state, which belongs to one length and cannot be cut.
+A slot's length is the number of tokens that its caches have read. Attention keeps one row per token, so its rows can
+be cut to any shorter length. A recurrent layer keeps a state that belongs to one length and cannot be cut.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A copy of what positions start .. stop-1 left in a slot's caches. It is freed when nobody holds it any more.
+    """A copy of a slot's cache content for positions start .. stop-1. It is freed when nothing refers to it.
 
-    lengths: the lengths from start + 1 to stop that a slot can be given, once this is put back behind the copies of
-        the positions before; ascending.
-    data: what the caches need to put it back. Only they look at it.
+    lengths: the lengths from start + 1 to stop, ascending, that a slot can get when this copy is restored behind the
+    copies of the earlier positions.
+    data: the content. Only the caches read it.
     """
 
     start: int
@@ -28,32 +28,32 @@ class Kept:
 
 
 class Caches(Protocol):
-    """The caches of one engine. A length that is given to a method is one of the slot's `lengths`."""
+    """The caches of one engine. A length argument must be one of the slot's `lengths`."""
 
     def lengths(self, slot: int, length: int) -> Sequence[int]:
-        """The lengths that a slot of this length can be cut to, itself included, 0 left out; ascending."""
+        """The lengths to which a slot of this length can be cut, including its own, without 0; ascending."""
 
     def kept_bytes(self, length: int) -> int:
-        """Bytes of a copy of so many positions."""
+        """Bytes of a copy of this many positions."""
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give a slot the first `length` positions of another one."""
 
     def keep(self, slot: int, start: int, stop: int) -> Kept:
-        """Copy positions start .. stop-1 out of a slot. Raises MemoryError where there is no room."""
+        """Copy positions start .. stop-1 out of a slot. Raises MemoryError if there is no memory."""
 
     def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
-        """Give a slot the first `length` positions of copies that follow each other from position 0 on."""
+        """Give a slot the first `length` positions of adjacent copies from position 0 on."""
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
-        """Let the node that a pass wrote at start + nodes[i] be position start + i. `nodes` ascend."""
+        """Move the node that a pass wrote at start + nodes[i] to position start + i. `nodes` are ascending."""
 
     def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        """Make what positions first .. last-1 left in a slot 0."""
+        """Set the content of positions first .. last-1 of a slot to 0."""
 
 
 def longest(most: int, *lengths: Sequence[int]) -> int:
-    """The largest number up to `most` that is in all of these ascending sequences; 0 if none is."""
+    """The largest number up to `most` that is in all of these ascending sequences; 0 if there is none."""
     while True:
         least = most
         for each in lengths:

@@ -1,7 +1,7 @@
-"""From what a pass decided for one request to its tokens and its text. What goes wrong here is that request's error.
+"""From a pass's decision for one request to its tokens and text. An error here ends only that request.
 
-An error in these functions ends the request it belongs to, and no other: whatever the error is, a library's panic
-(which Python knows as a BaseException) included. Only an interruption of the whole process goes on its way.
+This holds for any error, including a library's panic, which Python sees as a BaseException. Only an interruption of
+the whole process propagates.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dflash_trt.errors import DecodingError, NonFiniteError, RequestError
 
 Array = np.ndarray[Any, Any]
 
-# What stops the process or a generator: of no request's making.
+# Interruptions of the process or of a generator, which no request causes.
 INTERRUPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 def first_token(request: Request, logits: Array) -> Emission:
-    """The token after the prompt, by the logits [V] of the prompt's last row."""
+    """The token after the prompt, from the logits [V] of the prompt's last row."""
     return alone(request, partial(_first_token, request, logits))
 
 
 def commit(request: Request, draft: Draft, found: Verified, slot: int) -> tuple[Verdict, Emission]:
-    """The verdict on the verified nodes of `slot`, and the tokens it gives: the accepted drafts and the one after."""
+    """The verdict on the verified nodes of `slot`, and its tokens: the accepted drafts and the next token."""
     verdict = UNDECIDED
     try:
         tokens = draft.tokens_of(slot)
@@ -46,14 +46,14 @@ def commit(request: Request, draft: Draft, found: Verified, slot: int) -> tuple[
 
 
 def leave(request: Request, reason: FinishReason) -> Emission:
-    """The end of a request that was cancelled or is late, with the text that was held back."""
+    """The end of a cancelled or late request, with the text that was held back."""
     if request.output:
         request.statistics.generation_time = perf_counter() - request.first_token_at
     return alone(request, lambda: Emission(request, [], request.stop.abandon(reason), reason))
 
 
 def fail(request: Request, error: BaseException) -> Emission:
-    """The end of a request by an error of its own. What it was given before stays good."""
+    """The end of a request by its own error. Its earlier tokens stay valid."""
     if request.output:
         request.statistics.generation_time = perf_counter() - request.first_token_at
     if not isinstance(error, RequestError):
@@ -63,13 +63,13 @@ def fail(request: Request, error: BaseException) -> Emission:
         text = request.stop.abandon("error")
     except INTERRUPTIONS:
         raise
-    except BaseException:  # the text may be what the error is about
+    except BaseException:  # the text itself may cause the error
         text = ""
     return Emission(request, [], text, "error", error=error)
 
 
 def non_finite(position: int) -> NonFiniteError:
-    """The error of a request for whose token at `position` there are no logits to choose by."""
+    """The error of a request without usable logits for its token at `position`."""
     return NonFiniteError(
         f"the target's logits for the token at position {position} have no finite largest value (NaN, or infinite): "
         "the engine's numbers overflowed, or the checkpoint has such weights; build with a wider precision"
@@ -77,7 +77,7 @@ def non_finite(position: int) -> NonFiniteError:
 
 
 def alone(request: Request, work: Callable[[], Emission]) -> Emission:
-    """What `work` gives a request; an error in it ends the request."""
+    """The result of `work` for a request. An error in it ends the request."""
     try:
         return work()
     except INTERRUPTIONS:
@@ -100,13 +100,13 @@ def _commit(request: Request, drafted: Sequence[int], verdict: Verdict, logits: 
     request.statistics.record_round(request.own_length(len(drafted)) - 1, len(accepted))
     if verdict.ok:
         return _emit(request, [*accepted, verdict.token], logits)
-    if len(drafted) > 1:  # perhaps a draft's doing; the next round decides, without drafts
+    if len(drafted) > 1:  # perhaps because of a draft; the next round decides without drafts
         return _emit(request, accepted, logits)
     return fail(request, non_finite(request.committed + 1))
 
 
 def _emit(request: Request, tokens: list[int], logits: Array | None) -> Emission:
-    """Give out tokens; `logits` [n,V], if log-probabilities are wanted, has the row that decided each of them."""
+    """Emit tokens. `logits` [n,V], if log-probabilities are requested, has the row that decided each token."""
     request.output += tokens
     kept, text, reason = request.stop.push(tokens)
     request.statistics.num_generation_tokens += kept

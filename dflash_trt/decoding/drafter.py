@@ -1,7 +1,7 @@
 """The drafter of a pair: its passes, and the features that wait for them.
 
-Nothing here depends on the drafter's kind. Every kind's graph has the inputs and outputs of docs/graphs.md: features of
-committed tokens and a block in, drafted tokens and their log-probabilities out.
+Nothing here depends on the drafter's kind. Every kind's graph has the inputs and outputs of docs/graphs.md. Inputs
+are features of committed tokens and a block. Outputs are drafted tokens and their log-probabilities.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dflash_trt.decoding.request import Request
 
 
 class Drafter:
-    """Knows of each slot how many committed tokens the drafter has not taken in: it is `behind` by them."""
+    """For each slot, `behind` is the number of committed tokens that the drafter has not read."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Drafter:
         self.engine, self.arrays = engine, arrays
         self.capacity, self.mask_token_id, self.prefill_chunk = capacity, mask_token_id, prefill_chunk
         self.behind = [0] * slots
-        self._passes: list[tuple[Any, Any]] = []  # when those of the last `propose` began and ended
+        self._passes: list[tuple[Any, Any]] = []  # start and end of each pass of the last `propose`
 
     @property
     def caches(self) -> Caches:
@@ -41,13 +41,14 @@ class Drafter:
 
     @property
     def seconds(self) -> float:
-        """The time of the passes of the last `propose`, once the round was waited for."""
+        """The seconds of the passes of the last `propose`, once the round has ended."""
         return sum([self.arrays.seconds(begin, end) for begin, end in self._passes])
 
     def take_in(self, features: Any, start: int, slot: int) -> Any:
-        """The rows of positions start, start + 1, ... by features [1, n, F]. Returns log-probabilities to check.
+        """Write the rows of positions start, start + 1, ... from features [1, n, F]. Returns log-probabilities to
+        check.
 
-        They belong to two block rows that serve for nothing else.
+        They belong to two block rows without other use.
         """
         feeds = {
             "features": features,
@@ -58,15 +59,16 @@ class Drafter:
         return self.arrays.prefill(self.engine, feeds, slot)["draft_logprobs"]
 
     def propose(self, active: Sequence[Request], length: int) -> Draft:
-        """One pass over slots 0 .. n-1: chains of `length` nodes.
+        """Run one pass over slots 0 .. n-1: chains of `length` nodes.
 
-        It also takes in what was committed since the last pass. At length 1 there is no pass, unless no more can wait.
+        It also reads the tokens committed since the last pass. At length 1 there is no pass, unless no more features
+        can wait.
         """
         n, arrays = len(active), self.arrays
         arrays.start_round(n)
         self._passes = []
         committed = [request.committed for request in active]
-        # A pass writes as many rows for each sequence as for the one that is furthest behind: they must fit for all.
+        # A pass writes as many rows for each sequence as for the one that is furthest behind. They must fit for all.
         room = self.capacity - 1 - length - max(committed)
         self._catch_up(committed, arrays.most_waiting - 1 if length == 1 else room)
         blocks = arrays.blocks([request.anchor for request in active], length, self.mask_token_id)
@@ -86,12 +88,12 @@ class Drafter:
         return arrays.drafts(blocks, out["draft_tokens"], out["draft_logprobs"])
 
     def commit(self, slot: int, features: Any, nodes: Sequence[int]) -> None:
-        """These nodes of a sequence are right, each the child of the one before: their features [N, F] wait."""
+        """Keep the features [N, F] of accepted nodes of a sequence. Each node is the child of the previous one."""
         self.arrays.add_waiting(slot, self.behind[slot], features, nodes)
         self.behind[slot] += len(nodes)
 
     def rehearse(self, batch: int, length: int, context: int) -> None:
-        """A pass as `propose` runs it, over no request's tokens. Overwrites rows of slots 0 .. batch-1."""
+        """Run a pass as `propose` does, without requests. Overwrites rows of slots 0 .. batch-1."""
         features = self.arrays.waiting([length] * batch)
         feeds = {
             "features": features,
@@ -103,21 +105,21 @@ class Drafter:
         self.arrays.wait()
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy a request's `length` committed tokens over another slot: those taken in, and those that wait."""
+        """Copy a request's `length` committed tokens over another slot, including its waiting features."""
         behind = self.behind[source]
         self.caches.copy(source, target, length - behind)
         self.arrays.copy_waiting(source, target, behind)
         self.behind[target] = behind
 
     def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        """Make positions first .. last-1 of a slot 0. If that is all of them, nothing waits there any more."""
+        """Set positions first .. last-1 of a slot to 0. If these are all, its waiting features are removed too."""
         self.caches.clear(slot, first, last)
         if first == 0:
             self.behind[slot] = 0
             self.arrays.clear_waiting(slot)
 
     def _catch_up(self, committed: Sequence[int], most: int) -> None:
-        """Take in what waits of those that are behind by more than `most`."""
+        """Read the waiting features of slots that are behind by more than `most`."""
         for slot, end in enumerate(committed):
             if (behind := self.behind[slot]) > most:
                 begin = self.arrays.now()

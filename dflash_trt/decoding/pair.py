@@ -1,8 +1,8 @@
-"""A target and its drafter over one pool of cache slots: the steps of a round, whatever the engines.
+"""A target and its drafter over one pool of cache slots: the steps of a round, for any engines.
 
-A pass over n sequences works on consecutive slots, as a view of the pool. Position j of a slot belongs to its j-th
-token. What lies at or beyond a sequence's `committed` positions is garbage, which the next pass overwrites. Attention
-multiplies it by 0, so it must be finite: NaN x 0 is NaN. Caches begin as zeros, and NaN is cleared.
+A pass over n sequences uses consecutive slots, as a view of the pool. Position j of a slot belongs to its j-th token.
+Positions at or beyond a sequence's `committed` ones are garbage, and the next pass overwrites them. Attention
+multiplies them by 0, so they must be finite: NaN x 0 is NaN. Caches start as zeros, and NaN is cleared.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.drafter import Drafter
 from dflash_trt.decoding.request import Request
 
-# Tokens in the caches when passes are rehearsed.
+# Tokens in the caches during rehearsed passes.
 USUAL_CONTEXT = 128
 
 
 class Pair:
-    """Runs passes; knows slots, positions and features, and nothing of sampling, stopping or scheduling.
+    """Runs passes. It knows slots, positions and features, but nothing of sampling, stopping or scheduling.
 
-    slots, capacity: how many sequences there is room for, and how many positions in each.
-    prefill_chunk: most tokens of a prompt in one pass.
+    slots: the number of sequences.
+    capacity: the number of positions of each.
+    prefill_chunk: the most tokens of a prompt in one pass.
     """
 
     def __init__(
@@ -52,25 +53,25 @@ class Pair:
             prefill_chunk=prefill_chunk,
         )
         self._features: Any = None  # of the last `verify`
-        self._verified: tuple[Any, Any] = (0.0, 0.0)  # when its pass began and ended
+        self._verified: tuple[Any, Any] = (0.0, 0.0)  # start and end of its pass
 
     @property
     def draft_time(self) -> float:
-        """Seconds that the engine took in the last `propose`, once `verify` has returned."""
+        """The engine's seconds in the last `propose`, once `verify` has returned."""
         return self.drafter.seconds
 
     @property
     def verify_time(self) -> float:
-        """Seconds that the engine took in the last `verify`."""
+        """The engine's seconds in the last `verify`."""
         return self.arrays.seconds(*self._verified)
 
     def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> tuple[Any, bool]:
-        """Write the rows of `tokens`, which stand at positions start, start+1, ...; at most `prefill_chunk` of them.
+        """Write the rows of `tokens` at positions start, start+1, ...; at most `prefill_chunk` of them.
 
-        With `draft`, the drafter takes them in as well. Returns the logits [V] of the last row, a view, and whether the
+        With `draft`, the drafter reads them too. Returns the logits [V] of the last row, a view, and whether the
         drafter's numbers are finite.
         """
-        self.drafter.behind[slot] = 0  # of the request that had this slot before
+        self.drafter.behind[slot] = 0  # from the slot's previous request
         chunk, last = np.array(tokens, np.int64)[None], np.array([[len(tokens) - 1]])
         feeds = {"tokens": chunk, "start": np.array([start]), "rows": last}
         out = self.arrays.prefill(self.target, feeds, slot)
@@ -84,7 +85,7 @@ class Pair:
         return self.drafter.propose(active, length)
 
     def verify(self, active: Sequence[Request], draft: Draft) -> Verified:
-        """One target pass over the nodes of slots 0 .. n-1. Trees need an engine that takes their `parents`."""
+        """Run one target pass over the nodes of slots 0 .. n-1. Trees need an engine that accepts their `parents`."""
         feeds = {
             "tokens": draft.tokens,
             "start": np.array([request.committed for request in active]),
@@ -99,9 +100,9 @@ class Pair:
         return self.arrays.verified(active, draft, out)
 
     def commit(self, request: Request, slot: int, nodes: Sequence[int]) -> None:
-        """These nodes of `slot`, which were verified last, are right: the anchor, and each the child of the one before.
+        """Commit nodes of `slot` from the last verification: the anchor, then each the child of the previous one.
 
-        They become the positions behind the committed ones. The nodes of a chain lie there already.
+        They become the positions behind the committed ones. The nodes of a chain are already there.
         """
         if nodes[-1] >= len(nodes):
             self.target.caches.compact(slot, request.committed, nodes)
@@ -109,31 +110,33 @@ class Pair:
             self.drafter.commit(slot, self._features[slot], nodes)
 
     def stop_drafting(self, slot: int) -> None:
-        """Nothing of the drafter's is left in a slot, and nothing waits there for it."""
+        """Remove the drafter's rows and the waiting features of a slot."""
         self.drafter.clear(slot)
 
     def lengths(self, slot: int, committed: int, *, draft: bool) -> tuple[Sequence[int], Sequence[int]]:
-        """The lengths that a slot can be cut to, of the target's caches and of the drafter's; none without `draft`."""
+        """The lengths to which a slot can be cut, of the target's caches and of the drafter's. Without `draft`, the
+        latter is empty.
+        """
         behind = self.drafter.behind[slot]
         drafted = self.drafter.caches.lengths(slot, committed - behind) if draft else ()
         return self.target.caches.lengths(slot, committed), drafted
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy a request's `length` tokens from one slot over another's, with those that wait for the drafter."""
+        """Copy a request's `length` tokens from one slot over another's, including its waiting features."""
         self.target.caches.copy(source, target, length)
         self.drafter.move(source, target, length)
 
     def copy(self, source: int, target: int, length: int, *, draft: bool) -> None:
-        """Give a slot the first `length` tokens of another one: one of its `lengths`, with `draft` of both models."""
+        """Give a slot the first `length` tokens of another one: one of its `lengths`, with `draft` for both models."""
         for caches in self._caches(draft):
             caches.copy(source, target, length)
 
     def kept_bytes(self, length: int, *, draft: bool) -> int:
-        """Memory that a copy of so many tokens takes; with `draft`, the drafter's as well."""
+        """Bytes of a copy of this many tokens; with `draft`, including the drafter's."""
         return sum(caches.kept_bytes(length) for caches in self._caches(draft))
 
     def keep(self, slot: int, start: int, stop: int, *, draft: bool) -> Kept:
-        """Copy positions start .. stop-1 out of a slot. Raises MemoryError where there is no room."""
+        """Copy positions start .. stop-1 out of a slot. Raises MemoryError if there is no memory."""
         copies = [caches.keep(slot, start, stop) for caches in self._caches(draft)]
         lengths = copies[0].lengths
         if any(each.lengths != lengths for each in copies):
@@ -141,7 +144,7 @@ class Pair:
         return Kept(start, stop, lengths, copies)
 
     def restore(self, slot: int, kept: Sequence[Kept], length: int, *, draft: bool) -> None:
-        """Give a slot the first `length` tokens of copies that follow each other from position 0 on.
+        """Give a slot the first `length` tokens of adjacent copies from position 0 on.
 
         `length` is one of the last copy's `lengths`.
         """
@@ -149,16 +152,16 @@ class Pair:
             caches.restore(slot, [each.data[i] for each in kept], length)
 
     def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
-        """Make positions first .. last-1 of a slot 0, in both models' caches."""
+        """Set positions first .. last-1 of a slot to 0, in both models' caches."""
         self.target.caches.clear(slot, first, last)
         self.drafter.clear(slot, first, last)
 
     def rehearse_draft(self, batch: int, length: int) -> None:
-        """A drafter pass as `propose` runs it, over no request's tokens. Overwrites rows of slots 0 .. batch-1."""
+        """Run a drafter pass as `propose` does, without requests. Overwrites rows of slots 0 .. batch-1."""
         self.drafter.rehearse(batch, length, USUAL_CONTEXT)
 
     def rehearse_verify(self, batch: int, length: int) -> None:
-        """A target pass as `verify` runs it. Its tokens differ, so that they choose as many experts as others would."""
+        """Run a target pass as `verify` does. Its tokens differ, so that they choose as many experts as real ones."""
         tokens = np.random.default_rng(length).integers(self.vocab_size, size=(batch, length))
         start = np.full(batch, min(USUAL_CONTEXT, self.capacity - length))
         rows = self.arrays.nodes(batch, length)

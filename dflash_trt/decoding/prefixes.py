@@ -1,4 +1,4 @@
-"""Copies of what requests left in their slots, kept for prompts that begin like them."""
+"""Copies of slots' contents, kept for prompts with the same beginning."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from dflash_trt.decoding.caches import Kept, longest
 from dflash_trt.decoding.pair import Pair
 
-# Tokens of a page: prefixes share whole pages. Pages of 16 tokens take twice as long to copy, larger ones no less than
-# these (docs/measurements.md).
+# Tokens of a page: prefixes share whole pages. Pages of 16 tokens take twice as long to copy. Larger pages take no
+# less time than these (docs/measurements.md).
 PAGE = 64
 
 
 @dataclass
 class PrefixCounts:
-    """What is kept now, and what has happened since the start. Bytes are those that the tokens take."""
+    """The kept tokens now, and the events since the start. Bytes are the memory of the tokens."""
 
     limit_bytes: int = 0
     tokens: int = 0
@@ -34,7 +34,7 @@ class PrefixCounts:
 
 @dataclass(eq=False)
 class Page:
-    """Consecutive tokens of one prefix; `start` tokens lie before them. `siblings` is where the page lies itself."""
+    """Consecutive tokens of one prefix, from token `start` on. `siblings` is the collection that contains the page."""
 
     tokens: tuple[int, ...]
     start: int
@@ -43,14 +43,14 @@ class Page:
     children: Children = field(default_factory=dict)
 
     def usable(self, tokens: tuple[int, ...]) -> int:
-        """The length that a slot can be given with this page as its last, if `tokens` follow what lies before it."""
+        """The length that a slot can get with this page as its last, if `tokens` follow the earlier pages."""
         same = common(self.tokens, tokens, min(len(self.tokens), len(tokens)))
         return longest(self.start + same, self.kept.lengths)
 
 
 def common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
-    """With how many equal items, at most `limit`, two sequences of one type begin."""
-    # Those that share anything usually share much: compare slices, then find the place.
+    """The number of equal items, at most `limit`, at the start of two sequences of one type."""
+    # Sequences that share anything usually share much: compare slices, then find the place.
     low, high = 0, max(limit, 0)
     while low < high:
         middle = (low + high + 1) // 2
@@ -65,44 +65,44 @@ Children = dict[tuple[int, ...], Page]
 
 
 class Prefixes:
-    """Pages in two trees: with the drafter's part, and without it. The least recently used go first.
+    """Pages in two trees: with the drafter's part, and without. The least recently used page is dropped first.
 
-    Pages begin at multiples of `page` tokens, so prefixes share those of their common beginning; only the last page of
-    a prefix may be shorter. At most `limit_bytes` are kept.
+    Pages begin at multiples of `page` tokens, so prefixes share the pages of their common beginning. Only the last
+    page of a prefix may be shorter. At most `limit_bytes` are kept.
     """
 
     def __init__(self, pair: Pair, limit_bytes: int, page: int = PAGE) -> None:
         self.pair, self.page = pair, page
         self.counts = PrefixCounts(limit_bytes)
         self._trees: dict[bool, Children] = {True: {}, False: {}}
-        # The oldest first, each with its tree. A page is newer than its descendants, so the oldest one has none.
+        # The oldest page first, each with its tree. A page is newer than its descendants, so the oldest one has none.
         self._used: dict[Page, bool] = {}
         if (least := pair.kept_bytes(page, draft=True)) > limit_bytes:
             warnings.warn(
-                f"prefix_cache_bytes is {limit_bytes}, but {page} tokens of this pair take {least} bytes: prefixes are "
-                f"reused only while they lie in a slot; give at least {least}, or 0 to reuse nothing",
+                f"prefix_cache_bytes is {limit_bytes}, but {page} tokens of this pair take {least} bytes: prefixes "
+                f"are reused only from slots; give at least {least}, or 0 to reuse nothing",
                 stacklevel=2,
             )
 
     def clear(self) -> None:
-        """Forget everything, also what an interruption has left half-done."""
+        """Forget everything, including the partial work of an interruption."""
         self._trees, self._used = {True: {}, False: {}}, {}
         self.counts.tokens = self.counts.bytes = 0
 
     def find(self, tokens: Sequence[int], *, draft: bool) -> tuple[list[Page], int]:
-        """The pages that hold most of `tokens`, and how many tokens; with `draft`, for the drafter as well."""
+        """The pages with the most of `tokens`, and the number of tokens; with `draft`, with the drafter's part."""
         found = [self._walk(self._trees[tree], tokens) for tree in ([True] if draft else [True, False])]
         return max(found, key=lambda each: each[1])
 
     def restore(self, slot: int, path: Sequence[Page], length: int, *, draft: bool) -> None:
-        """Copy `length` tokens into a slot, from pages that `find` found."""
+        """Copy `length` tokens into a slot, from pages that `find` returned."""
         self._touch(path)
         self.pair.restore(slot, [page.kept for page in path], length, draft=draft)
         self.counts.reused_tokens += length
         self.counts.reused_bytes += self.pair.kept_bytes(length, draft=draft)
 
     def keep(self, slot: int, tokens: Sequence[int], *, draft: bool) -> None:
-        """Copy the tokens that are not kept yet, from the first on, as many as there is room for.
+        """Keep a copy of the tokens that are not kept yet: from the first on, as many as fit.
 
         The slot can be cut to the length of `tokens`.
         """
@@ -116,7 +116,7 @@ class Prefixes:
             page = children.get(part)
             if page is None:
                 page = self._copy(slot, start, part, children, path, draft=draft)
-            elif start + len(part) == len(tokens):  # it was kept of a slot that could not be cut there
+            elif start + len(part) == len(tokens):  # its slot could not be cut there
                 with suppress(MemoryError):
                     page.kept = self.pair.keep(slot, start, len(tokens), draft=draft)
             if page is None:
@@ -174,7 +174,7 @@ class Prefixes:
         return page
 
     def _make_room(self, size: int, path: Sequence[Page]) -> bool:
-        """Drop the oldest pages until `size` bytes fit, but none of `path`."""
+        """Drop the oldest pages until `size` bytes fit, except those of `path`."""
         while self.counts.bytes + size > self.counts.limit_bytes:
             oldest = next(iter(self._used), None)
             if oldest is None or oldest in path:
@@ -184,7 +184,7 @@ class Prefixes:
         return True
 
     def _remove(self, page: Page) -> int:
-        """Take a page out; returns its bytes."""
+        """Remove a page. Returns its bytes."""
         del page.siblings[page.tokens]
         size = self.pair.kept_bytes(len(page.tokens), draft=self._used.pop(page))
         self.counts.tokens -= len(page.tokens)
@@ -192,6 +192,6 @@ class Prefixes:
         return size
 
     def _touch(self, path: Sequence[Page]) -> None:
-        """These pages, each behind its parent, have been used: the last one is the oldest of them."""
+        """Mark these pages as used, each behind its parent. The last one counts as the oldest of them."""
         for page in reversed(path):
             self._used[page] = self._used.pop(page)

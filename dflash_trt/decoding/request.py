@@ -1,4 +1,4 @@
-"""A request on its way through the scheduler, and what each step gives it."""
+"""A request in the scheduler, and its result of each step."""
 
 from __future__ import annotations
 
@@ -24,42 +24,40 @@ class Request:
     arrived: float
     draft: bool = True  # whether this request takes drafts
     deadline: float | None = None
-    block_length: int | None = None  # most tokens of this request that a round verifies; None: as the batch
+    block_length: int | None = (
+        None  # most tokens of this request that a round verifies; None: no limit of its own
+    )
     statistics: Statistics = field(default_factory=Statistics)
     cancelled: bool = False
-    sound: bool = (
-        True  # False: it ended since its numbers were not finite, and its slot may hold such numbers
-    )
-    in_doubt: bool = (
-        False  # its logits were not finite in a round with drafts, which may have been the drafts' doing
-    )
+    sound: bool = True  # False: it ended with numbers that are not finite, and its slot may hold such numbers
+    in_doubt: bool = False  # its logits were not finite in a round with drafts, perhaps because of the drafts
 
-    output: list[int] = field(default_factory=list)  # every token decided so far; the last one is the anchor
-    slot: int = 0  # while it is active or being prefilled
-    committed: int = 0  # tokens in the target's caches; the position of the anchor, once there is one
+    output: list[int] = field(default_factory=list)  # every decided token; the last one is the anchor
+    slot: int = 0  # valid while it is active or in prefill
+    committed: int = 0  # tokens in the target's caches; also the position of the anchor, if there is one
     first_token_at: float = 0.0
-    logprobs: list[float] = field(default_factory=list)  # of the tokens kept, if asked for
+    logprobs: list[float] = field(default_factory=list)  # of the kept tokens, if requested
 
     @property
     def anchor(self) -> int:
-        """The newest token: decided, in no cache yet."""
+        """The newest token: decided, but in no cache yet."""
         return self.output[-1]
 
     def own_length(self, length: int) -> int:
-        """How many tokens of its block count, of a round that verifies `length`; the anchor included."""
+        """The number of tokens of its block that count in a round that verifies `length`, including the anchor."""
         return min(self.block_length or length, length) if self.draft else 1
 
     @property
     def taken_in(self) -> Sequence[int]:
-        """The tokens that the target's caches hold."""
+        """The tokens in the target's caches."""
         return [*self.prompt, *self.output][: self.committed]
 
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """What a step gave one request: the tokens kept, the text that is certain now, and whether and how it ended.
+    """A step's result for one request: the kept tokens, the text that is certain now, and the end, if any.
 
-    `error`: what ended the request, where finish_reason is "error".
+    error: the error that ended the request, if finish_reason is "error".
     """
 
     request: Request
@@ -71,7 +69,7 @@ class Emission:
 
 
 def chunk(emissions: Sequence[Emission]) -> Chunk:
-    """What a stream yields, of what one or more steps gave its request; the last chunk has the statistics."""
+    """A stream's chunk, from the emissions of one or more steps. The last chunk has the statistics."""
     last = emissions[-1]
     logprobs = [each.logprobs for each in emissions if each.logprobs is not None]
     return Chunk(
@@ -84,7 +82,7 @@ def chunk(emissions: Sequence[Emission]) -> Chunk:
 
 
 def items(emissions: Sequence[Emission]) -> Iterator[Chunk | RequestError]:
-    """What a stream gives of what steps gave its request: a chunk, and then the error if that is how it ended."""
+    """A stream's items, from the emissions of some steps: a chunk, and then the error if the request ended with one."""
     error = emissions[-1].error if emissions else None
     if error is None:
         if emissions:
@@ -97,7 +95,7 @@ def items(emissions: Sequence[Emission]) -> Iterator[Chunk | RequestError]:
 
 
 def completion(request: Request, text: str, token_ids: list[int]) -> Completion:
-    """The whole of a request that has ended."""
+    """The complete result of an ended request."""
     reason = request.stop.finish_reason
     assert reason is not None
     logprobs = request.logprobs if request.params.logprobs else None

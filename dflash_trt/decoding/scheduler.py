@@ -1,7 +1,8 @@
-"""Continuous batching: requests come and go between rounds. A round drafts a block, verifies it, keeps what is right.
+"""Continuous batching: requests join and leave between rounds. A round drafts a block, verifies it, and commits
+tokens.
 
-Policy: each step decodes one round for every active request, then spends at most one chunk of prompt tokens on those
-that wait, first come first served. So a long prompt holds the others up for one chunk a round, and no longer.
+Each step decodes one round for every active request. Then it spends at most one chunk of prompt tokens on the waiting
+requests, first come, first served. So a long prompt delays the others by one chunk per round.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ Array = np.ndarray[Any, Any]
 
 
 class Scheduler:
-    """Requests go in by `submit`, what they get comes out of `step`. Not thread-safe.
+    """Requests enter by `submit`, and `step` returns their results. Not thread-safe.
 
-    In a round the n active requests have the slots 0 .. n-1, in order. Between rounds there may be gaps, where requests
-    have ended: the next one to come is prefilled there, or else `_close_up` moves others in.
+    In a round the n active requests have the slots 0 .. n-1, in order. Between rounds, ended requests may leave gaps.
+    The next request is prefilled in a gap, or `_close_up` moves active requests into the gaps.
     """
 
     def __init__(self, pair: Pair, max_batch_size: int, prefix_cache_bytes: int = 0) -> None:
         self.pair, self.max_batch_size = pair, max_batch_size
         self.slots = Slots(pair, prefix_cache_bytes)
-        self.waiting: OrderedDict[Request, None] = OrderedDict()  # in the order they came
+        self.waiting: OrderedDict[Request, None] = OrderedDict()  # in order of arrival
         self.active: list[Request] = []
         self.filling: Request | None = None
         self.metrics = Metrics()
         self._leaving = Leaving()
-        self.cut_short = False  # whether something began, and did not end, that must be `whole`
+        self.cut_short = False  # whether work that must be `whole` was interrupted
 
     @property
     def idle(self) -> bool:
@@ -53,7 +54,7 @@ class Scheduler:
         self._leaving.watch(request)
 
     def cancel(self, request: Request) -> None:
-        """End a request that was submitted, in the next step; no effect on one that has ended."""
+        """End a submitted request in the next step. No effect on an ended request."""
         self._leaving.cancel(request)
 
     def logits(self, ids: list[int]) -> Array:
@@ -70,11 +71,11 @@ class Scheduler:
         return found
 
     def forget(self) -> None:
-        """Drop the rows kept of requests that have ended."""
+        """Drop the kept rows of ended requests."""
         self.slots.forget()
 
     def clear(self) -> None:
-        """Drop every request, wherever it is; after a step that was cut short also all rows, which may be anything."""
+        """Drop every request. After an interrupted step also drop all rows, because they may be anything."""
         if self.cut_short:
             self._start_afresh()
             return
@@ -84,10 +85,10 @@ class Scheduler:
             self._give_up()
 
     def step(self, lengths: Lengths) -> list[Emission]:
-        """One round for the active requests, and a chunk of prompt tokens; what each request got.
+        """Run one round for the active requests and one chunk of prompt tokens. Returns each request's result.
 
-        An error of one request ends that request. What this raises is an engine's failure, or an interruption: `clear`
-        then drops every request and makes the scheduler whole.
+        An error of one request ends that request. This raises only an engine's failure or an interruption. Then
+        `clear` drops every request and repairs the scheduler.
         """
         self.cut_short = True
         emissions = self._step(lengths)
@@ -96,7 +97,7 @@ class Scheduler:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Around what would leave slots and requests in disorder, were it cut short."""
+        """Mark work whose interruption would leave slots and requests inconsistent."""
         self.cut_short = True
         yield
         self.cut_short = False
@@ -122,7 +123,7 @@ class Scheduler:
         return emissions
 
     def _round(self, lengths: Lengths) -> list[Emission]:
-        """One decode round for every active request."""
+        """Run one decode round for every active request."""
         begin, active, pair = perf_counter(), list(self.active), self.pair
         room = max([min(r.stop.remaining, r.block_length or r.stop.remaining) for r in active])
         if any(request.in_doubt for request in active):
@@ -134,7 +135,7 @@ class Scheduler:
         found, verified = pair.verify(active, draft), draft.nodes
         draft_time, verify_time = pair.draft_time, pair.verify_time
         emissions = list[Emission]()
-        # The policy learns of the drafts that were judged.
+        # The policy learns from the drafts that were judged.
         judged, accepted, offered = list[int](), list[int](), list[int]()
         for slot, request in enumerate(active):
             drafts = request.draft
@@ -168,7 +169,7 @@ class Scheduler:
         return emissions
 
     def _settle(self, request: Request, verdict: Verdict, emission: Emission, found: Verified) -> None:
-        """Make the slot of a request hold what was decided for it, and behind that nothing that is not finite."""
+        """Make a request's slot hold the tokens of its decision, and only finite numbers behind them."""
         slot = request.slot
         request.in_doubt = not verdict.ok
         if emission.error is not None and not verdict.ok:
@@ -176,7 +177,7 @@ class Scheduler:
             return
         if not found.drafts_finite[slot]:
             self._stop_drafting(request)
-        # All that was decided, without the new anchor.
+        # All decided tokens except the new anchor.
         nodes = [0, *verdict.path][: len(verdict.path) + verdict.ok]
         if nodes:
             self.pair.commit(request, slot, nodes)
@@ -185,7 +186,7 @@ class Scheduler:
             self.pair.clear(slot, request.committed)
 
     def _prefill(self, budget: int, emissions: list[Emission]) -> int:
-        """One chunk of the request being prefilled, or of the next one; returns the tokens spent."""
+        """Run one chunk of the request in prefill, or of the next one. Returns the tokens spent."""
         begin, request = perf_counter(), self.filling
         if request is None:
             request = self.filling = self.waiting.popitem(last=False)[0]
@@ -214,16 +215,14 @@ class Scheduler:
         return len(chunk)
 
     def _stop_drafting(self, request: Request) -> None:
-        """From now on this request takes no drafts."""
+        """Stop drafting for this request."""
         request.draft = False
         self.pair.stop_drafting(request.slot)
 
     def _occupy(self, request: Request, budget: int) -> None:
-        """Find a slot for the next request to be prefilled, and what it can take over."""
+        """Find a slot for the next request to be prefilled, and put its reusable tokens there."""
         source = self._source(request)
-        if (
-            len(request.prompt) - source.length > budget
-        ):  # rounds go on meanwhile, which need the slots in front
+        if len(request.prompt) - source.length > budget:  # rounds continue meanwhile and need the first slots
             self._close_up()
             source = self._source(request)
         self.slots.occupy(request.slot, source, draft=request.draft)
@@ -235,7 +234,7 @@ class Scheduler:
         return self.slots.find(request.slot, request.prompt, self.active, draft=request.draft)
 
     def _give_up(self) -> list[Emission]:
-        """Take out what was cancelled or has run out of time."""
+        """Remove the requests that were cancelled or are out of time."""
         now, emissions = perf_counter(), []
         for request in self._leaving.take(now):
             if request in self.active:
@@ -255,14 +254,14 @@ class Scheduler:
         self._keep(ended)
 
     def _keep(self, ended: Request) -> None:
-        """The rows of a request that has ended stay for others, if they are sound."""
+        """Keep the rows of an ended request for others, if they are finite."""
         if ended.sound:
             self.slots.keep(ended)
         else:
             self.pair.clear(ended.slot)
 
     def _close_up(self) -> None:
-        """Let the active requests have the first slots, with as few copies as there are gaps."""
+        """Move active requests to the first slots, with one copy per gap."""
         if all(request.slot == slot for slot, request in enumerate(self.active)):
             return
         taken = {request.slot for request in self.active}
@@ -274,5 +273,5 @@ class Scheduler:
 
 
 def _finite(logits: Any) -> bool:
-    """Whether there is a finite largest value, and no NaN."""
+    """Whether the largest value is finite and there is no NaN."""
     return bool(np.isfinite(np.asarray(logits).max()))

@@ -1,4 +1,4 @@
-"""What a new request can take over: from slots, and from copies kept of requests that have ended."""
+"""The tokens that a new request can reuse: from slots, and from kept copies of ended requests."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from dflash_trt.decoding.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a slot holds of `tokens`: the lengths that it can be cut to, in the target's caches and in the drafter's."""
+    """The content of a slot: `tokens`, and the lengths to which the target's and the drafter's caches can be cut."""
 
     tokens: Sequence[int]
     target: Sequence[int]
     drafter: Sequence[int]
 
     def longest(self, most: int, *, draft: bool) -> int:
-        """The longest beginning up to `most` that is there; with `draft`, for the drafter as well."""
+        """The longest prefix of up to `most` tokens; with `draft`, also in the drafter's caches."""
         return longest(most, self.target, self.drafter) if draft else longest(most, self.target)
 
     def shared(self, prompt: Sequence[int], *, draft: bool) -> int:
-        """How many tokens of a prompt can be taken over: the last one has to be run."""
+        """The number of tokens of a prompt that can be reused. The last one must be run."""
         same = common(self.tokens, prompt, min(len(self.tokens), len(prompt) - 1))
         return self.longest(same, draft=draft)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the first `length` tokens of a prompt are: in `slot`, or in the pages of `path`."""
+    """The place of the first `length` tokens of a prompt: `slot`, or the pages of `path`."""
 
     length: int
     slot: int
@@ -39,9 +39,9 @@ class Source:
 
 
 class Slots:
-    """What ended requests leave in their slots lies there until overwritten; beside that, copies are kept.
+    """Rows of ended requests: in their slots until overwritten, and kept copies.
 
-    `prefix_cache_bytes` bounds what is kept apart from the slots; with 0 nothing is reused, wherever it lies.
+    `prefix_cache_bytes` limits the copies. With 0 nothing is reused, not even from slots.
     """
 
     def __init__(self, pair: Pair, prefix_cache_bytes: int = 0, page: int = PAGE) -> None:
@@ -54,14 +54,14 @@ class Slots:
         return self.prefixes.counts if self.prefixes is not None else PrefixCounts()
 
     def contents(self, request: Request) -> Contents:
-        """What the slot of a request holds."""
+        """The content of a request's slot."""
         lengths = self.pair.lengths(request.slot, request.committed, draft=request.draft)
         return Contents(request.taken_in, *lengths)
 
     def find(self, slot: int, prompt: Sequence[int], live: Sequence[Request], *, draft: bool) -> Source:
-        """Where most of a prompt is: in a slot, rather in `slot` itself, or else in what is kept.
+        """The place with the most tokens of a prompt: a slot, preferably `slot` itself, or kept pages.
 
-        `live` are the requests in flight. With `draft`, it must be there for the drafter as well.
+        `live` are the requests in flight. With `draft`, the place must have the drafter's part too.
         """
         if self.prefixes is None:
             return Source(0, slot)
@@ -73,7 +73,7 @@ class Slots:
         return Source(kept, slot, path) if kept > best.length else best
 
     def occupy(self, slot: int, source: Source, *, draft: bool) -> None:
-        """Let a new request have `slot`, and in it what `find` has found since anything else was done."""
+        """Give `slot` to a new request, with the content of `source`. `find` must have been the last call before."""
         self.lying.pop(slot, None)
         if self.prefixes is not None and source.path:
             self.prefixes.restore(slot, source.path, source.length, draft=draft)
@@ -81,7 +81,7 @@ class Slots:
             self.pair.copy(source.slot, slot, source.length, draft=draft)
 
     def keep(self, ended: Request) -> None:
-        """A request has ended. What its slot holds lies there until it is overwritten, and a copy is kept."""
+        """Leave the content of an ended request's slot until it is overwritten, and keep a copy."""
         if self.prefixes is None or not ended.committed:
             return
         contents = self.lying[ended.slot] = self.contents(ended)
@@ -90,17 +90,17 @@ class Slots:
         self.prefixes.keep(ended.slot, contents.tokens[:length], draft=both > 0)
 
     def move(self, request: Request, slot: int) -> None:
-        """A request in flight moves to a free slot, over what lies there."""
+        """Move a request in flight to a free slot, over the rows there."""
         self.lying.pop(slot, None)
         self.pair.move(request.slot, slot, request.committed)
         request.slot = slot
 
     def overwritten(self) -> None:
-        """Nothing lies in the slots any more."""
+        """Forget the rows in all slots."""
         self.lying.clear()
 
     def forget(self) -> None:
-        """Nothing of the requests that have ended is reused."""
+        """Reuse no rows of ended requests."""
         self.overwritten()
         if self.prefixes is not None:
             self.prefixes.clear()

@@ -1,4 +1,4 @@
-"""Caches of rows: what attention keeps of each token."""
+"""Caches of rows, for attention: one row per token."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dflash_trt.decoding.caches import Kept
 
 
 class RowCaches:
-    """Arrays [slots, heads, capacity, size], in which row j of a slot is that of position j.
+    """Arrays [slots, heads, capacity, size]. Row j of a slot belongs to position j.
 
-    A slot can be cut to any length, and nothing has to be done for it: what lies behind is overwritten.
+    A slot can be cut to any length without work, because later rows are overwritten.
     """
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ class RowCaches:
                 self._zero(rows[slot, :, first:last])
 
     def _in_order(self) -> AbstractContextManager[Any]:
-        """What is done inside comes behind the passes that were enqueued before."""
+        """The work inside is ordered behind the passes that were enqueued before."""
         return nullcontext()
 
     def _copied(self, rows: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Prefix reuse: the same tokens from fewer passes, the drafter's context whole, and the right rows kept."""
+"""Prefix reuse: the same tokens from fewer passes, a complete drafter's context, and the right rows kept."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_prefix_of_a_request_that_has_ended_is_reused_by_target_and_drafter() 
     assert cold.statistics.num_cached_tokens == 0
     pool = Pool(1, 2)
     hits(pool, base)
-    for length, cached in ((9, 30), (9, 38)):  # the second time all but the last token
+    for length, cached in ((9, 30), (9, 38)):  # the second time, all but the last token are cached
         warm = hits(pool, base + prompt(length, 1))
         assert warm.statistics.num_cached_tokens == cached
         assert warm.statistics.acceptance_histogram == cold.statistics.acceptance_histogram
@@ -62,7 +62,7 @@ def test_the_output_of_a_request_is_a_prefix_too() -> None:
 def test_a_live_request_is_a_source() -> None:
     base = prompt(30)
     cold = hits(Pool(1, 1), base + prompt(5, 1))
-    pool = Pool(2, 2, kept=8)  # no room for it elsewhere
+    pool = Pool(2, 2, kept=8)  # no space for it elsewhere
     live = request(base, SamplingParams(max_tokens=60))
     pool.scheduler.submit(live)
     for _ in range(6):
@@ -70,7 +70,7 @@ def test_a_live_request_is_a_source() -> None:
     warm = request(base + prompt(5, 1), SamplingParams(max_tokens=20))
     assert finish(pool, Lengths(5), warm)[warm] == cold.output[:20]
     assert warm.statistics.num_cached_tokens == 30
-    # Its last block may be longer than alone, where there is no room for more than its own tokens.
+    # Its last block may be longer than alone, where space is left only for its own tokens.
     rounds = [sum(r.statistics.block_length_histogram) for r in (warm, cold)]
     assert rounds[0] == rounds[1]
     assert live.output[:60] == expected(base, live.params, 0)
@@ -88,7 +88,7 @@ def test_rows_without_the_drafter_s_are_of_use_only_without_drafting() -> None:
 
 
 def test_a_prefix_stays_when_others_took_its_slot() -> None:
-    """Where the whole prefix of a pair of published size takes less than a slot, it is kept all the same."""
+    """A prefix that takes less memory than a slot, in a pair of published size, is still kept."""
     pool, base = Pool(1, 1, kept=40), prompt(30)  # a slot has 133 rows
     first = hits(pool, base, max_tokens=2)
     assert first.statistics.num_cached_tokens == 0
@@ -121,7 +121,9 @@ def test_the_least_recently_used_rows_make_room() -> None:
     a, b, c, d = (prompt(31, i) for i in range(4))
     for each in (a, b, c):
         hits(pool, each, max_tokens=1)
-    assert hits(pool, a, max_tokens=1).statistics.num_cached_tokens == 30  # used again: b is the oldest now
+    assert (
+        hits(pool, a, max_tokens=1).statistics.num_cached_tokens == 30
+    )  # used again, so b is the oldest now
     hits(pool, d, max_tokens=1)
     counts = pool.prefixes.counts
     assert counts.dropped_tokens == 31
@@ -130,7 +132,7 @@ def test_the_least_recently_used_rows_make_room() -> None:
 
 
 def test_the_last_page_of_a_prefix_goes_before_those_that_it_needs() -> None:
-    """A shorter beginning is still of use, a page without those before it is not."""
+    """A shorter beginning is still useful; a page without its predecessors is not."""
     pool, long = Pool(1, 1, kept=64), prompt(48)
     hits(pool, long, max_tokens=1)
     hits(pool, prompt(31, 1), max_tokens=1)
@@ -150,7 +152,7 @@ def test_the_same_prompt_again_and_again_is_kept_once() -> None:
 
 
 def test_a_conversation_copies_only_what_is_new() -> None:
-    """Its next turn goes on where it lies; what ends is kept once, but for the last page."""
+    """The next turn continues in its slot. An ended turn is kept once, except for the last page."""
     pool, talk = Pool(1, 1, kept=400), prompt(5)
     for turn in range(6):
         made = hits(pool, talk, max_tokens=7)
@@ -163,7 +165,7 @@ def test_a_conversation_copies_only_what_is_new() -> None:
 
 
 def test_while_others_wait_a_request_that_ends_moves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one takes its slot. Once nobody waits, one move fills each gap."""
+    """The next request takes its slot. When nobody waits, one move fills each gap."""
     pool, moved = Pool(4, 4), list[tuple[int, int]]()
     move = pool.pair.move
 
@@ -203,12 +205,12 @@ def test_too_little_memory_for_a_page_is_said() -> None:
         pool = Pool(1, 1, kept=3)
     base = prompt(20)
     hits(pool, base, max_tokens=1)
-    assert hits(pool, [*base, 3], max_tokens=1).statistics.num_cached_tokens == 20  # lies in its slot
+    assert hits(pool, [*base, 3], max_tokens=1).statistics.num_cached_tokens == 20  # its rows are in its slot
     assert pool.prefixes.counts.tokens == 0
 
 
 def test_a_conversation_survives_others_that_begin_like_it() -> None:
-    """One at a time, as a command line would: each leaves its rows where the next one must go."""
+    """One at a time, as on a command line. Each leaves its rows where the next one must go."""
     pool, system = Pool(1, 4), prompt(10)
     talks = [[*system, i, *prompt(20, i)] for i in range(3)]
     for each in talks:
@@ -294,7 +296,7 @@ requests = st.lists(
 def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
     asked, batch, kept, seed, target
 ) -> None:
-    """Prompts that share beginnings, next turns of chats, with and without drafts; pages come and go all the time."""
+    """Prompts with common beginnings, next turns of chats, with and without drafts. Pages come and go all the time."""
     pool, lengths = Pool(batch, batch, kept=kept, target=target), AnyLengths(seed)
     common = prompt(45, 9)
     made: list[Request] = []
@@ -333,7 +335,7 @@ def test_a_hit_on_onnx_runtime_drafts_as_well_as_a_cold_request(bundle: Path) ->
 
 
 def test_onnx_runtime_keeps_rows_where_a_whole_slot_would_not_fit(bundle: Path) -> None:
-    """As with every published pair at 8,192 tokens under the default bound."""
+    """As with every published pair at 8,192 tokens under the default limit."""
     base, other = (np.random.default_rng(i).integers(0, REAL_VOCAB, 90).tolist() for i in (1, 2))
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     with LLM(bundle, max_batch_size=1, prefix_cache_bytes=0, threads=1) as llm:
@@ -355,7 +357,7 @@ def test_onnx_runtime_keeps_rows_where_a_whole_slot_would_not_fit(bundle: Path) 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's account of memory")
 def test_only_rows_that_are_written_take_memory(bundle: Path) -> None:
-    """Also with huge pages on: a few rows of each head of each slot, a megabyte apart."""
+    """Also with huge pages: a few rows of each head of each slot, a megabyte apart."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""Draft trees through the scheduler: the tokens of plain decoding, and accepted nodes in their places afterwards."""
+"""Draft trees in the scheduler: the tokens of plain decoding, and accepted nodes in their final positions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.doubles.fake_engines import VOCAB, FakeTarget, Pool, StateTarget, exp
 
 
 class Trees:
-    """In the place of a pair's `propose`: the drafter's pass, and random trees instead of its chains.
+    """Replaces a pair's `propose`: the drafter's pass, with random trees instead of its chains.
 
-    A node behind right ones is often right itself, and siblings have different tokens.
+    A node behind right ones is often right itself. Siblings have different tokens.
     """
 
     def __init__(self, pool: Pool, seed: int) -> None:
@@ -39,7 +39,7 @@ class Trees:
         if each not in self.right:
             self.right[each] = expected(each.prompt, each.params, each.seed)
         right = self.right[each][len(each.output) :]
-        tokens, parents, depths = [each.anchor], [-1], {0: 0}  # the depths of nodes whose history is right
+        tokens, parents, depths = [each.anchor], [-1], {0: 0}  # depths of the nodes whose history is right
         while len(tokens) < nodes:
             parent = self.rng.choice([*range(len(tokens)), *2 * [*depths]])
             taken = {token for token, above in zip(tokens, parents, strict=True) if above == parent}
@@ -56,10 +56,7 @@ class Trees:
 
 @pytest.mark.parametrize("target", [FakeTarget, StateTarget])
 def test_trees_give_the_tokens_of_plain_decoding(target: type[FakeTarget]) -> None:
-    """Greedy, sampled and penalized requests, with and without drafts, of several lengths, in one batch.
-
-    `Pool.check` compares caches and waiting features with the history after every step.
-    """
+    """Greedy, sampled and penalized requests, with and without drafts, of several lengths, in one batch."""
     moved: list[Sequence[int]] = []
     for seed in range(6):
         rng, pool = random.Random(seed), Pool(3, 5, target=target)

@@ -131,14 +131,14 @@ class FakeEngine:
 
 
 class FakeTarget(FakeEngine):
-    """Takes trees as well: a node's row is made from the rows before the anchor and those of its ancestors."""
+    """Also accepts trees: a node's row is computed from the rows before the anchor and those of its ancestors."""
 
     def total(self, slot: int, length: int) -> int:
         """The sum of the first rows of a slot."""
         return int(self.cache[slot, :length].sum())
 
     def write(self, slot: int, start: int, rows: Sequence[int]) -> None:
-        """Nodes of a pass, in the order of the pass."""
+        """Write the nodes of a pass, in its order."""
         self.cache[slot, start:] = POISON
         self.cache[slot, start : start + len(rows)] = rows
         for at, number in enumerate(rows, start):
@@ -149,7 +149,7 @@ class FakeTarget(FakeEngine):
         return self.cache[slot, : len(history)].tolist() == list(history)
 
     def kept_right(self, kept: Kept, history: Sequence[int]) -> bool:
-        """Whether a copy has the rows of its positions; `history` begins at position 0."""
+        """Whether a copy has the rows of its positions. `history` starts at position 0."""
         return kept.data.tolist() == list(history[kept.start : kept.stop])
 
     def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]:
@@ -160,7 +160,7 @@ class FakeTarget(FakeEngine):
         features = np.zeros((n, width, 1), np.float32)
         for i, start in enumerate(starts):
             slot = first_slot + i
-            # Before the anchor, and behind each node.
+            # Before the anchor, and after each node.
             totals, depths = [self.total(slot, int(start))], [int(start)]
             for j in range(width):
                 total, depth = totals[parents[i, j] + 1], depths[parents[i, j] + 1]
@@ -186,10 +186,10 @@ class FakeTarget(FakeEngine):
 
 
 class StateTarget(FakeTarget):
-    """A target of recurrent layers: each slot has the sum at one length, and the rows of its last pass.
+    """A target with recurrent layers. Each slot has the sum at one length, and the rows of its last pass.
 
-    The rows are replayed up to the start of the next pass. So a slot can be cut to the lengths from that of the sum on,
-    and a copy has the sum at its end, if the slot could be cut there, and nothing else.
+    The rows are replayed up to the start of the next pass. So a slot can be cut to lengths from that of the sum on. A
+    copy has only the sum at its end, and only if the slot could be cut there.
     """
 
     def __init__(self, slots: int, capacity: int) -> None:

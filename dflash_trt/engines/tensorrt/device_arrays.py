@@ -1,7 +1,8 @@
-"""What a pair does with arrays, on one GPU: drafts and features go from one model to the other without seeing the host.
+"""The array operations of a pair on one GPU. Drafts and features pass between the models without going through the
+host.
 
-The host uploads positions, anchors and prompt tokens. It waits once in a round, for what the target accepted. Sampled
-requests read their rows of logits as well.
+The host uploads positions, anchors and prompt tokens. It waits once per round, for the target's decisions. Sampled
+requests also read their rows of logits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DEVICE = "cuda"
 
 
 class DeviceArray:
-    """A tensor on the GPU; its numbers come to the host when somebody looks at them. Leading columns stay there."""
+    """A tensor on the GPU. Its numbers are copied to the host when they are read. Leading columns stay on the GPU."""
 
     def __init__(self, tensor: torch.Tensor, stream: Any, host: Array | None = None) -> None:
         self.tensor, self._stream, self._host = tensor, stream, host
@@ -43,12 +44,12 @@ class DeviceArray:
 
     def host(self) -> Array:
         if self._host is None:
-            with torch.cuda.stream(self._stream):  # behind the pass that makes the numbers
+            with torch.cuda.stream(self._stream):  # after the pass that computes the numbers
                 self._host = self.tensor.cpu().numpy()
         return self._host
 
     def read(self, host: Array) -> None:
-        """These are the numbers, as somebody has copied them already."""
+        """Set the numbers from a copy that already exists on the host."""
         self._host = host
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -67,9 +68,9 @@ def _leading_columns(key: Any) -> bool:
 
 
 class DeviceArrays:
-    """Tensors on the engines' stream. `dflash_trt.decoding.arrays.Arrays` says what each method does.
+    """Tensors on the engines' stream. `dflash_trt.decoding.arrays.Arrays` documents the methods.
 
-    The features that wait lie in the drafter's input of the DECODE profile. Its input of the PREFILL profile is the
+    Waiting features are in the drafter's input buffer of the DECODE profile. Its input of the PREFILL profile is the
     target's output.
     """
 
@@ -99,11 +100,12 @@ class DeviceArrays:
         self._nodes = torch.arange(block_size, device=device)
         self._drafts_finite = torch.ones(slots, dtype=torch.bool, device=device)
         pinned = device.type == "cuda"
-        # What the host waits for: accepted and next tokens, then which drafts and which rows of logits are finite.
+        # The results that the host waits for: accepted and next tokens, then which drafts and which logits are
+        # finite.
         self._decided = torch.zeros((2, slots), dtype=torch.int64, pin_memory=pinned)
         self._finite = torch.zeros(slots * (1 + block_size), dtype=torch.bool, pin_memory=pinned)
         self._tokens = torch.empty(slots * block_size, dtype=torch.int64, pin_memory=pinned)
-        # Sampled requests are decided on the GPU where Triton is there to compile the kernels, else on the host.
+        # Sampled requests are decided on the GPU if Triton is installed to compile the kernels, else on the host.
         self.samples = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
 
@@ -162,9 +164,10 @@ class DeviceArrays:
         return Draft(self.readable(blocks), None, self.readable(logprobs))
 
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
-        """The graph decides for the greedy requests. Where the kernels sample, they decide for all but penalized ones.
+        """The graph decides for greedy requests. If the kernels sample, they decide for all requests except penalized
+        ones.
 
-        The tokens of the draft are read as well.
+        Also reads the tokens of the draft.
         """
         n, length = draft.tokens.shape
         logits, tokens = outputs["logits"], draft.tokens
@@ -209,7 +212,7 @@ class DeviceArrays:
             self._waiting[slot].zero_()
 
     def _decide(self, active: Sequence[Request], outputs: Mapping[str, torch.Tensor]) -> Acceptance | None:
-        """Sampling and acceptance on the pass's stream; None where all are greedy, or have penalties."""
+        """Sample and accept on the pass's stream. Returns None if all requests are greedy or penalized."""
         if not self.samples or all(r.params.greedy or r.counts is not None for r in active):
             return None
         from dflash_plugins.launch import decide_round, sampling_tensors
@@ -232,10 +235,10 @@ class DeviceArrays:
 
 
 def open_pair(bundle: Bundle, *, slots: int, max_batch_size: int, prefill_chunk: int) -> Pair:
-    """The bundle's plans for the GPU of this process, over `slots` cache slots.
+    """The bundle's plans for the GPU of this process, with `slots` cache slots.
 
-    Raises BundleError: no such package, another version of it or of the plugins than built the plans, no GPU, or one
-    without a plan.
+    Raises BundleError if the package is missing, the plans were built with another version of it or of the plugins,
+    there is no GPU, or there is no plan for it.
     """
     manifest = bundle.manifest
     check_plugins(manifest, str(bundle.path))
@@ -246,8 +249,8 @@ def open_pair(bundle: Bundle, *, slots: int, max_batch_size: int, prefill_chunk:
         raise BundleError(f"{bundle.path}: was built for {flavour.label}, and {error}") from None
     if trt.__version__ != built["version"]:
         raise BundleError(
-            f"{bundle.path}: its plans were built by {flavour.label} {built['version']}, but {trt.__version__} is "
-            "installed, and plans are good for the version that built them only: install that one, or build again"
+            f"{bundle.path}: its plans were built with {flavour.label} {built['version']}, but {trt.__version__} is "
+            "installed, and plans work only with the version that built them: install that one, or build again"
         )
     if not torch.cuda.is_available():
         raise BundleError(

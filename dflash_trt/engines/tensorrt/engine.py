@@ -1,6 +1,7 @@
-"""Runs a plan on torch tensors and a stream of one GPU. Once an engine is open, only kept rows are allocated.
+"""Run a plan on torch tensors and a stream of one GPU. After opening, an engine allocates only kept rows.
 
-Written against the API that `tensorrt` and `tensorrt_rtx` document. docs/tensorrt.md says what of it has been executed.
+Written against the documented API of `tensorrt` and `tensorrt_rtx`. docs/tensorrt.md lists the parts that were
+executed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Tensor = torch.Tensor
 
 
 class DeviceRowCaches(RowCaches):
-    """Caches on a GPU. Copies need no wait, since the stream orders them, and cross no bus."""
+    """Caches on a GPU. The stream orders copies on the device, so they need no wait."""
 
     def __init__(self, arrays: Mapping[str, Tensor], stream: Any) -> None:
         super().__init__(arrays)
@@ -50,10 +51,10 @@ class DeviceRowCaches(RowCaches):
 class TensorRTEngine:
     """One plan over a pool of cache slots `[slots, heads, capacity, size]`, one per cache.
 
-    A pass over n sequences works on the slots `first_slot .. first_slot + n - 1`, as a view: cache inputs and outputs
-    are bound to the same memory. There is a context per profile. Inputs and outputs are buffers of their largest size,
-    of which a pass uses the beginning; contexts are bound to them once, and those of caches change with the slot.
-    Passes of the DECODE profile over slots from 0 on are captured as CUDA graphs, one per set of shapes.
+    A pass over n sequences uses the slots `first_slot .. first_slot + n - 1` as a view. Cache inputs and outputs are
+    bound to the same memory. There is one context per profile. Inputs and outputs are buffers of their largest size,
+    and a pass uses the beginning. Contexts are bound to them once; cache bindings change with the slot. Passes of the
+    DECODE profile from slot 0 on are captured as CUDA graphs, one per set of shapes.
     """
 
     def __init__(
@@ -94,13 +95,13 @@ class TensorRTEngine:
         return int(self._engine.device_memory_size_v2)
 
     def lend(self, memory: Tensor) -> None:
-        """Scratch memory, uint8 [memory_size or more]; engines of one stream, which take turns, may share it."""
+        """Provide scratch memory, uint8 [memory_size or more]. Engines that take turns on one stream may share it."""
         self._memory = memory
         for context in self._contexts:
             context.set_device_memory(memory.data_ptr(), memory.numel())
 
     def bind(self, profile: int, name: str, buffer: Tensor) -> None:
-        """Let an input lie in memory of somebody else's, which is large enough."""
+        """Use other memory, which must be large enough, for an input."""
         self._buffers[profile, name] = buffer.view(-1)
         self._contexts[profile].set_tensor_address(name, buffer.data_ptr())
 
@@ -112,20 +113,20 @@ class TensorRTEngine:
         return self._buffers[profile, name][:size].view(shape)
 
     def whole_buffer(self, profile: int, name: str) -> Tensor:
-        """The memory of an input or an output, as large as it gets."""
+        """The memory of an input or an output at its largest size."""
         return self._buffers[profile, name]
 
     def run(
         self, profile: int, feeds: Mapping[str, Array | Tensor], *, first_slot: int = 0
     ) -> Mapping[str, Tensor]:
-        """One pass over slots from `first_slot` on; it is enqueued, not waited for.
+        """Enqueue one pass over slots from `first_slot` on. Does not wait for it.
 
-        Feeds on the host are uploaded, and those on the device copied, but for those that lie in their buffer already.
-        Outputs are views of buffers, which the next pass of this profile overwrites.
+        Feeds on the host are uploaded. Feeds on the device are copied unless they are already in their buffer.
+        Outputs are views of buffers that the next pass of this profile overwrites.
         """
         context = self._contexts[profile]
         if set(feeds) != set(self.inputs):
-            raise ValueError(f"{self.plan}: takes {sorted(self.inputs)}, not {sorted(feeds)}")
+            raise ValueError(f"{self.plan}: needs {sorted(self.inputs)}, not {sorted(feeds)}")
         for name, array in feeds.items():
             self._set_shape(context, profile, name, tuple(array.shape))
         self._bind_caches(profile, first_slot, len(feeds["start"]))
@@ -161,8 +162,8 @@ class TensorRTEngine:
             raise RuntimeError(f"{self.plan}: TensorRT could not enqueue a pass; see its messages above")
 
     def _replay(self, key: tuple[Any, ...], context: Any) -> None:
-        """The first pass of a set of shapes runs plainly, since TensorRT prepares some things then; the second is
-        captured.
+        """Run a set of shapes directly the first time, because TensorRT then prepares some things. Capture the second
+        pass.
         """
         graph = self._captured.get(key)
         if key not in self._captured:
@@ -180,7 +181,7 @@ class TensorRTEngine:
         out = name.replace("_cache.", "_cache_out.")
         if (alias := self._engine.get_aliased_input_tensor(out)) != name:
             raise BundleError(
-                f"{self.plan}: {out} updates {alias!r} in place, expected {name}; build it again"
+                f"{self.plan}: {out} updates {alias!r} in place, expected {name}; build the bundle again"
             )
         _, heads, capacity, size = self._engine.get_tensor_shape(name)
         return torch.zeros((slots, heads, capacity, size), dtype=self.dtypes[name], device=self.device)
@@ -205,7 +206,7 @@ class TensorRTEngine:
         self._shapes[profile, name] = shape
 
     def _allocate(self, profile: int) -> None:
-        """Buffers for the largest shapes of the profile; its outputs' are what TensorRT infers from them."""
+        """Allocate buffers for the profile's largest shapes. TensorRT infers the shapes of outputs."""
         context = self._contexts[profile]
         for name in [*self.inputs, *self._caches]:
             largest = tuple(self._engine.get_tensor_profile_shape(name, profile)[2])
