@@ -87,6 +87,7 @@ class Runtime:
                     slots=most,
                     capacity=self.bundle.capacity,
                     threads=threads,
+                    deferred=role == "drafter",  # until a draft is asked for
                 )
                 for role in ("target", "drafter")
             )

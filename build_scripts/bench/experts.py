@@ -251,7 +251,7 @@ def profile(
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as in the engine
     run = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     caches = {
-        i.name: np.zeros((1, i.shape[1], CONTEXT + 32, i.shape[3]), np.float32)
+        i.name: np.zeros((1, CONTEXT + 32, i.shape[2]), np.float32)
         for i in run.get_inputs()
         if "_cache." in i.name
     }

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +10,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from dflash_trt.engines.caches import RowCaches
-from dflash_trt.errors import BundleError, DFlashError
+from dflash_trt.engines.onnxruntime_caches import CachePool
+from dflash_trt.errors import BundleError
 
 Array = np.ndarray[Any, Any]
 
@@ -38,51 +35,72 @@ class _Bound:
 class OnnxRuntimeEngine:
     """Runs one graph on the CPU over a pool of cache slots.
 
-    The pool is one array [slots, heads, capacity, head size] per cache. A pass over n sequences works on the
-    slots `first_slot .. first_slot + n - 1`, as a view: cache inputs and outputs are bound to the same memory.
+    A cache is an input `k_cache.i` [B, C, width] and an output `k_cache_out.i`. A pass over n sequences works on the
+    slots `first_slot .. first_slot + n - 1`, as a view of the pool with as many rows C as the pass needs: cache inputs
+    and outputs are bound to the same memory.
     """
 
-    def __init__(self, path: Path, *, slots: int, capacity: int, threads: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, slots: int, capacity: int, threads: int | None = None, deferred: bool = False
+    ) -> None:
+        """`deferred`: the graph and its weights are loaded with the first pass. Until then all slots are empty."""
+        self._path, self._threads = path, threads
+        self._session: Any = None
+        self._inputs: dict[str, Any] = {}
+        self._outputs: dict[str, Any] = {}
+        self.caches = CachePool({}, slots, capacity)
+        self._memory: dict[str, Array] = {}
+        self._bound: dict[tuple[Any, ...], _Bound] = {}
+        if not deferred:
+            self._load()
+
+    def _load(self) -> None:
         options = ort.SessionOptions()
-        options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
+        options.intra_op_num_threads = self._threads or len(os.sched_getaffinity(0))
         options.log_severity_level = 3
         # Target and drafter take turns. Threads wait for work spinning, since waking them takes as long as a small
         # pass, but only until the pass ends: then the other one needs the cores.
         options.add_session_config_entry("session.force_spinning_stop", "1")
+        path = self._path
         try:
-            self._session: Any = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime raises its own, undocumented hierarchy
             raise BundleError(f"{path}: ONNX Runtime cannot load this graph: {error}") from error
         self._inputs = {i.name: i for i in self._session.get_inputs()}
         self._outputs = {o.name: o for o in self._session.get_outputs()}
-        self._caches = {
-            name: _pool((slots, i.shape[1], capacity, i.shape[3]), _DTYPES[i.type])
-            for name, i in self._inputs.items()
-            if "_cache." in name
-        }
-        self.caches = RowCaches(self._caches)
-        self._memory: dict[str, Array] = {}
-        self._bound: dict[tuple[Any, ...], _Bound] = {}
+        caches = {n: (i.shape[2], _DTYPES[i.type]) for n, i in self._inputs.items() if "_cache." in n}
+        self.caches.allocate(caches)
+        self._written = [
+            n for n, i in self._inputs.items() if n not in caches and i.shape[1:2] in (["S"], ["K"])
+        ]
 
     def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]:
         """One pass. The outputs are views that the next pass overwrites."""
-        key = (first_slot, *[a.shape for a in feeds.values()])
+        if self._session is None:
+            self._load()
+        place = self._place(feeds, first_slot)
+        key = (place, *[a.shape for a in feeds.values()])
         bound = self._bound.get(key)
         if bound is None:
-            bound = self._bind(feeds, first_slot)
+            bound = self._bind(feeds, place)
             self._bound[key] = bound
         for name, array in feeds.items():
             bound.inputs[name][...] = array
         self._session.run_with_iobinding(bound.binding)
         return bound.outputs
 
-    def _bind(self, feeds: Mapping[str, Array], first_slot: int) -> _Bound:
+    def _place(self, feeds: Mapping[str, Array], first_slot: int) -> tuple[int, int]:
+        """Where the pass finds its slots, see `CachePool.place`. It writes one row more where there are sinks."""
+        if not self.caches.arrays:
+            return 0, 0
+        count = sum(feeds[name].shape[1] for name in self._written if name in feeds) + 1
+        return self.caches.place(first_slot, [start + count for start in feeds["start"].tolist()])
+
+    def _bind(self, feeds: Mapping[str, Array], place: tuple[int, int]) -> _Bound:
         if len(self._bound) >= _MAX_BINDINGS:
             self._bound.clear()
-        if set(feeds) != set(self._inputs) - set(self._caches):
-            raise ValueError(
-                f"the graph takes {sorted(set(self._inputs) - set(self._caches))}, not {sorted(feeds)}"
-            )
+        if set(feeds) != (takes := set(self._inputs) - set(self.caches.arrays)):
+            raise ValueError(f"the graph takes {sorted(takes)}, not {sorted(feeds)}")
         sizes: dict[str, int] = {}
         for name, array in feeds.items():
             for axis, size in zip(self._inputs[name].shape, array.shape, strict=True):
@@ -103,10 +121,8 @@ class OnnxRuntimeEngine:
             binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        for name, cache in self._caches.items():
-            view = cache[first_slot : first_slot + sizes["B"]]
-            if len(view) != sizes["B"]:
-                raise ValueError(f"slots {first_slot}..{first_slot + sizes['B'] - 1} of {len(cache)}")
+        begin, rows = place
+        for name, view in self.caches.views(begin, sizes.get("B", 1), rows):
             binding.bind_input(name, "cpu", 0, view.dtype.type, view.shape, view.ctypes.data)
             out = name.replace("_cache.", "_cache_out.")
             binding.bind_output(out, "cpu", 0, view.dtype.type, view.shape, view.ctypes.data)
@@ -123,27 +139,5 @@ class OnnxRuntimeEngine:
     def close(self) -> None:
         """Free the session, the caches and every binding."""
         self._session = None
-        self._caches.clear()
+        self.caches.close()
         self._memory, self._bound = {}, {}
-
-
-def _pool(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Zeros, of which only what is written takes memory, in small pages.
-
-    A slot's rows are scattered over a region per cache and head: huge pages, which NumPy asks for, would make most of
-    the capacity resident for a few rows of each. Rows that nobody wrote are read and masked, so they must be finite.
-    """
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    try:
-        if not hasattr(mmap, "MAP_PRIVATE"):  # not on Unix
-            return np.zeros(shape, dtype)
-        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, MemoryError, OverflowError, ValueError) as error:
-        raise DFlashError(
-            f"no memory for a cache of {shape[0]} sequences, {shape[2]} tokens each ({size} bytes): lower "
-            "max_batch_size, or build with a smaller --max-seq-len"
-        ) from error
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)

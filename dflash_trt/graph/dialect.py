@@ -7,17 +7,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
-from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.experts import Experts, Storage
 from dflash_trt.graph.quantized_experts import Projection, Stack
 
 # Extra key columns that carry the sink; eight keep the rows aligned.
 SINK_PADDING = 8
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """What decides the body of an attention layer. `windowed`: whether rows see less than all slots before them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windowed: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key/value head."""
+        return self.heads // self.kv_heads
 
 
 class Dialect(ABC):
@@ -26,8 +42,12 @@ class Dialect(ABC):
     name: str
     # Whether `quantized_experts` is asked for experts in floating point too.
     experts_apart = False
+    # Whether the heads of a row lie apart: [B,n,S,d] in attention and in caches. Otherwise they are [B,S,n*d].
+    by_head = True
     # Whether quantized layers of one input are one product where they lie one behind the other in their file.
     joins_quantized = False
+    # Whether layers of one input in floating point are one product, wherever they lie.
+    joins_floats = False
 
     def __init__(self, dtype: ir.DataType = FLOAT) -> None:
         self.dtype = dtype
@@ -36,17 +56,26 @@ class Dialect(ABC):
         """Row sizes of a head's key and value cache."""
         return (head_dim + SINK_PADDING if sinks else head_dim), head_dim
 
-    @abstractmethod
-    def attention_mask(self) -> ir.Function: ...
+    def cache_shapes(
+        self, kv_heads: int, head_dim: int, capacity: int | str, *, sinks: bool
+    ) -> list[list[int | str]]:
+        """Of a layer's key and value cache; the rows are the last axis but one."""
+        sizes = self.cache_sizes(head_dim, sinks=sinks)
+        if self.by_head:
+            return [["B", kv_heads, capacity, size] for size in sizes]
+        return [["B", capacity, kv_heads * size] for size in sizes]
 
     @abstractmethod
-    def sink_attention_mask(self) -> ir.Function: ...
+    def attention_mask(self, kind: AttentionKind) -> ir.Function: ...
 
     @abstractmethod
-    def cached_attention(self, head_dim: int) -> ir.Function: ...
+    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function: ...
 
     @abstractmethod
-    def sink_attention(self, head_dim: int) -> ir.Function: ...
+    def cached_attention(self, kind: AttentionKind) -> ir.Function: ...
+
+    @abstractmethod
+    def sink_attention(self, kind: AttentionKind) -> ir.Function: ...
 
     def mxfp4_experts(
         self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
@@ -143,23 +172,31 @@ class Dialect(ABC):
 
 
 class AttentionInputs:
-    """What `CachedAttention` and `SinkAttention` take, declared as inputs of `g`, and their outputs."""
+    """What `CachedAttention` and `SinkAttention` take, declared as inputs of `g`, and their outputs.
 
-    def __init__(self, g: GraphBuilder, *, key_size: str, value_size: str) -> None:
-        self.g, self._sizes = g, (key_size, value_size)
-        self.q = g.input("q", g.dtype, ["B", "H", "S", "d"])
-        self.k, self.v = (g.input(name, g.dtype, ["B", "N", "T", "d"]) for name in "kv")
+    `sizes`: of a head's row in the key and the value cache. `by_head`: see `Dialect`.
+    """
+
+    def __init__(
+        self, g: GraphBuilder, *, sizes: tuple[str, str] = ("d", "d"), by_head: bool, mask: ir.DataType
+    ) -> None:
+        self.g, self._by_head = g, by_head
+        self._caches = [["B", "N", "C", size] if by_head else ["B", "C", f"N*({size})"] for size in sizes]
+        self.q = g.input("q", g.dtype, self._rows("H", "S"))
+        self.k, self.v = (g.input(name, g.dtype, self._rows("N", "T")) for name in "kv")
         self.caches = tuple(
-            g.input(f"{name}_cache", g.dtype, ["B", "N", "C", size])
-            for name, size in zip("kv", self._sizes, strict=True)
+            g.input(f"{name}_cache", g.dtype, shape) for name, shape in zip("kv", self._caches, strict=True)
         )
         self.start = g.input("start", INT64, ["B"])
-        self.mask = g.input("mask", BOOL, ["B", 1, "S", "L"])
+        self.mask = g.input("mask", mask, ["B", 1, "S", "L"] if by_head else ["B", 1, "rows", "L"])
         self.origin = g.input("origin", INT64, [1])
         self.lengths = g.input("lengths", INT64, ["B"])
 
+    def _rows(self, heads: str, rows: str) -> list[str]:
+        return ["B", heads, rows, "d"] if self._by_head else ["B", rows, f"{heads}*d"]
+
     def output(self, y: ir.Value, k_cache: ir.Value, v_cache: ir.Value) -> None:
         g = self.g
-        g.output(y, "y", g.dtype, ["B", "H", "S", "d"])
-        for name, cache, size in zip("kv", (k_cache, v_cache), self._sizes, strict=True):
-            g.output(cache, f"{name}_cache_out", g.dtype, ["B", "N", "C", size])
+        g.output(y, "y", g.dtype, self._rows("H", "S"))
+        for name, cache, shape in zip("kv", (k_cache, v_cache), self._caches, strict=True):
+            g.output(cache, f"{name}_cache_out", g.dtype, shape)

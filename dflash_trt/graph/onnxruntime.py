@@ -3,18 +3,24 @@
 A graph calls these operators; which engine it is for is decided by the dialect whose bodies are attached. A body is
 also the operator's executable specification. Shapes: B sequences, S rows that ask, T rows that are written, H query
 heads, N key/value heads, d head size, C cache capacity, R rows that get logits, V vocabulary, E experts. Integers are
-int64. Slot j of a cache row holds position j.
+int64. Slot j of a cache row holds position j. Rows are [B,S,H*d] on ONNX Runtime and [B,H,S,d] on the other engines,
+and caches [B,C,N*d] and [B,N,C,d].
 
-AttentionMask(first [B,S], last [B,S], capacity [1]) -> mask bool, origin [1]
-    Row i sees the cache slots first[i] .. last[i]. The mask starts at slot `origin`.
+AttentionMask(first [B,S], last [B,S], capacity [1]) -> mask, origin [1]
+    Row i sees the cache slots first[i] .. last[i]. The mask starts at slot `origin`. On ONNX Runtime it is float32
+    [B,1,S',L], to be added to scores; S' is S*H/N for few rows, and S for many. On the other engines it is bool
+    [B,1,S,C].
 SinkAttentionMask(first, last, sink [B], capacity) -> mask, origin
     The same, and every row sees the slot `sink` too.
-CachedAttention(q [B,H,S,d], k [B,N,T,d], v [B,N,T,d], k_cache [B,N,C,d], v_cache [B,N,C,d], start [B], mask, origin,
-                lengths [B]) -> y [B,H,S,d], k_cache', v_cache'
+CachedAttention(q, k [T rows], v [T rows], k_cache, v_cache, start [B], mask, origin, lengths [B])
+                -> y, k_cache', v_cache'
     Writes the new rows at slot `start`, then attends with scale d**-0.5 to what the mask shows. `lengths` is the number
     of slots in use. The cache outputs alias the cache inputs.
 SinkAttention(the same, sinks [H]) -> the same
-    With a learnt logit per head that takes part in the softmax and has no value. k_cache is [B,N,C,d+SINK_PADDING].
+    With a learnt logit per head that takes part in the softmax and has no value. Rows of k_cache are SINK_PADDING wider
+    for each head.
+WindowedAttentionMask, WindowedCachedAttention and so on (ONNX Runtime): the same, where `first` may be above 0.
+    The others see all slots from 0 on.
 HiddenStateTap(h_0 .. h_n-1 [rows,D]) -> features [rows, n*D]
 BlockAcceptance(tokens [B,S], rows [B,R], logits [B,R,V]) -> accepted [B], next_token [B]
     Greedy: the drafted token at rows[i+1] is accepted while it equals the argmax of logits[i].
@@ -30,8 +36,8 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
-from dflash_trt.graph.builder import BOOL, INT64, GraphBuilder
-from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, Dialect
+from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, Dialect
 from dflash_trt.graph.experts import Storage, onnxruntime_moe
 from dflash_trt.graph.quantized import INPUTS, kind_of, onnxruntime_linear, tensors
 from dflash_trt.graph.quantized_experts import Projection, Stack, onnxruntime_experts, onnxruntime_inputs
@@ -41,59 +47,70 @@ from dflash_trt.graph.quantized_experts import Projection, Stack, onnxruntime_ex
 RESIDENT_EXPERT_BYTES = 256 << 20
 # The same of linear layers, of which every pass uses all: widening them in every pass costs ten times the product.
 RESIDENT_LINEAR_BYTES = 4 << 30
+# Passes of more rows attend with each query head apart. With 3 heads in a group, on 2 cores, one product for a group
+# took 0.3 to 1.1 of the time up to 16 rows, and 1.2 to 1.9 from 32 rows on.
+GROUPED_ROWS = 16
 
 
 class OnnxRuntime(Dialect):
     """Bodies of standard operators, shaped for ONNX Runtime on a CPU.
 
-    Mask and attention cover only the slots between the first and the last that any row of the batch sees: attending
-    over the whole capacity costs many times more.
+    Attention reads the caches where they lie, all of their C rows: the engine binds no more rows than a pass needs.
+    Windowed layers read a copy of the rows between the first and the last that any row of the batch sees.
     """
 
     name = "onnxruntime"
+    by_head = False
+    joins_floats = True
 
-    def attention_mask(self) -> ir.Function:
-        g = GraphBuilder("AttentionMask")
-        first, last = g.input("first", INT64, ["B", "S"]), g.input("last", INT64, ["B", "S"])
-        g.input("capacity", INT64, [1])
-        _visible(g, first, last, last, None)
+    def attention_mask(self, kind: AttentionKind) -> ir.Function:
+        g = GraphBuilder(_name("AttentionMask", kind))
+        rows = [g.input(name, INT64, ["B", "S"]) for name in ("first", "last")]
+        _visible(g, kind, rows, None)
         return g.function()
 
-    def sink_attention_mask(self) -> ir.Function:
-        g = GraphBuilder("SinkAttentionMask")
-        first, last = g.input("first", INT64, ["B", "S"]), g.input("last", INT64, ["B", "S"])
-        sink = g.input("sink", INT64, ["B"])
-        g.input("capacity", INT64, [1])
-        _visible(g, first, last, sink, sink)
+    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
+        g = GraphBuilder(_name("SinkAttentionMask", kind))
+        rows = [g.input(name, INT64, ["B", "S"]) for name in ("first", "last")]
+        _visible(g, kind, rows, g.input("sink", INT64, ["B"]))
         return g.function()
 
-    def cached_attention(self, head_dim: int) -> ir.Function:
-        g = GraphBuilder("CachedAttention")
-        a = AttentionInputs(g, key_size="d", value_size="d")
-        _attend(g, a, a.q, (a.k, a.v))
+    def cached_attention(self, kind: AttentionKind) -> ir.Function:
+        g = GraphBuilder(_name("CachedAttention", kind))
+        a = AttentionInputs(g, by_head=False, mask=FLOAT)
+        _attend(g, kind, a, a.q, (a.k, a.v))
         return g.function()
 
-    def sink_attention(self, head_dim: int) -> ir.Function:
+    def sink_attention(self, kind: AttentionKind) -> ir.Function:
         """Exact: the slot behind the rows written gets the key (0 .. 0, 1, 0 ..) and the value 0, all other keys get
         zeros there, and every query gets sink / scale in that column: its score is the sink, its share adds nothing.
         """
-        g = GraphBuilder("SinkAttention")
-        a = AttentionInputs(g, key_size=f"{head_dim}+{SINK_PADDING}", value_size="d")
+        g = GraphBuilder(_name("SinkAttention", kind))
+        size = kind.head_dim
+        a = AttentionInputs(g, sizes=(f"{size}+{SINK_PADDING}", "d"), by_head=False, mask=FLOAT)
         sinks = g.input("sinks", self.dtype, ["H"])
-        scale = head_dim**-0.5
-        batch, heads = g.dim(a.k, 0, name="batch"), g.dim(a.k, 1, name="heads")
-        pads = g.constant([0, 0, 0, 0, 0, 0, 0, SINK_PADDING])
+        scale, key_size = size**-0.5, size + SINK_PADDING
+        batch = g.dim(a.k, 0, name="batch")
+
+        def heads(x: ir.Value, n: int) -> ir.Value:
+            return g.op("Reshape", x, g.constant([0, 0, n, size]), name="heads")
+
+        def rows(x: ir.Value) -> ir.Value:
+            return g.op("Reshape", x, g.constant([0, 0, -1]), name="rows")
+
         column = g.op("Div", sinks, g.constant(scale, np.float32), name="column")
-        column = g.op("Reshape", column, g.constant([1, -1, 1, 1]), name="per_head")
-        column = g.op("Expand", column, g.shape(batch, 1, g.dim(a.q, 2, name="rows"), 1), name="per_row")
+        column = g.op("Reshape", column, g.constant([1, 1, -1, 1]), name="per_head")
+        column = g.op("Expand", column, g.shape(batch, g.dim(a.q, 1, name="count"), 1, 1), name="per_row")
         tail = g.constant([0, 0, 0, 0, 0, 0, 0, SINK_PADDING - 1])
-        q = g.op("Concat", a.q, g.op("Pad", column, tail, name="tail"), name="q_with_sink", axis=-1)
-        sink_key = np.zeros((1, 1, 1, head_dim + SINK_PADDING), np.float32)
-        sink_key[..., head_dim] = 1
-        key = g.op("Expand", g.constant(sink_key, np.float32), g.shape(batch, heads, 1, 1), name="sink_key")
-        k = g.op("Concat", g.op("Pad", a.k, pads, name="padded"), key, name="k_with_sink", axis=2)
-        v = g.op("Pad", a.v, g.constant([0, 0, 0, 0, 0, 0, 1, 0]), name="v_with_sink")
-        _attend(g, a, q, (k, v), scale=scale)
+        column = g.op("Pad", column, tail, name="tail")
+        q = rows(g.op("Concat", heads(a.q, kind.heads), column, name="q_with_sink", axis=-1))
+        k = g.op("Pad", heads(a.k, kind.kv_heads), g.constant([0] * 7 + [SINK_PADDING]), name="padded")
+        sink_key = np.zeros((1, 1, kind.kv_heads, key_size), np.float32)
+        sink_key[..., size] = 1
+        key = g.op("Expand", g.constant(sink_key, np.float32), g.shape(batch, 1, 1, 1), name="sink_key")
+        k = rows(g.op("Concat", k, key, name="k_with_sink", axis=1))
+        v = g.op("Pad", a.v, g.constant([0, 0, 0, 0, 1, 0]), name="v_with_sink")
+        _attend(g, kind, a, q, (k, v), scale=scale)
         return g.function()
 
     def moe(
@@ -138,36 +155,85 @@ class OnnxRuntime(Dialect):
         return y
 
 
-def _visible(
-    g: GraphBuilder, first: ir.Value, last: ir.Value, furthest: ir.Value, sink: ir.Value | None
-) -> None:
-    lowest = g.op("ReduceMin", first, name="lowest", keepdims=0)
-    origin = g.op("Max", lowest, g.constant(0), name="origin_slot")
-    end = g.op("Add", g.op("ReduceMax", furthest, name="furthest", keepdims=0), g.constant(1), name="end")
+def _name(operator: str, kind: AttentionKind) -> str:
+    return f"Windowed{operator}" if kind.windowed else operator
+
+
+def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: ir.Value | None) -> None:
+    """Each row of `first` and `last` [B,S], as often as `_attend` has it."""
+    capacity = g.input("capacity", INT64, [1])
+    origin, end = g.constant(0), g.op("Squeeze", capacity, name="end")
+    if kind.windowed:
+        lowest = g.op("ReduceMin", rows[0], name="lowest", keepdims=0)
+        origin = g.op("Max", lowest, origin, name="origin_slot")
+        furthest = g.op("ReduceMax", rows[1] if sink is None else sink, name="furthest", keepdims=0)
+        end = g.op("Add", furthest, g.constant(1), name="end")
+    if kind.group > 1:
+        times = g.op("Where", _few(g, rows[1]), g.constant([kind.group]), g.constant([1]), name="times")
+        repeats = g.shape(1, 1, times)
+
+    def by_query(row: ir.Value) -> ir.Value:
+        if kind.group > 1:
+            row = g.op("Expand", g.unsqueeze(row, 2), repeats, name="repeated")
+            row = g.op("Reshape", row, g.constant([0, -1]), name="by_query")
+        return g.unsqueeze(row, 1, 3)
+
     slots = g.op("Range", origin, end, g.constant(1), name="slots")
-    not_before = g.op("GreaterOrEqual", slots, g.unsqueeze(first, 1, 3), name="not_before")
-    not_after = g.op("LessOrEqual", slots, g.unsqueeze(last, 1, 3), name="not_after")
-    mask = g.op("And", not_before, not_after, name="in_range")
+    mask = g.op("LessOrEqual", slots, by_query(rows[1]), name="not_after")
+    if kind.windowed:
+        not_before = g.op("GreaterOrEqual", slots, by_query(rows[0]), name="not_before")
+        mask = g.op("And", mask, not_before, name="in_range")
     if sink is not None:
-        mask = g.op(
-            "Or", mask, g.op("Equal", slots, g.unsqueeze(sink, 1, 2, 3), name="is_sink"), name="or_sink"
-        )
-    g.output(mask, "mask", BOOL, ["B", 1, "S", "L"])
+        is_sink = g.op("Equal", slots, g.unsqueeze(sink, 1, 2, 3), name="is_sink")
+        mask = g.op("Or", mask, is_sink, name="or_sink")
+    zero, lowest = (g.constant(x, np.float32) for x in (0, np.finfo(np.float32).min))
+    g.output(g.op("Where", mask, zero, lowest), "mask", FLOAT, ["B", 1, "rows", "L"])
     g.output(g.op("Reshape", origin, g.constant([1])), "origin", INT64, [1])
 
 
 def _attend(
     g: GraphBuilder,
+    kind: AttentionKind,
     a: AttentionInputs,
     q: ir.Value,
     rows: tuple[ir.Value, ir.Value],
     scale: float | None = None,
 ) -> None:
-    updated = [
+    """With few rows, the query heads of a key/value head are rows of one product: it reads keys and values once."""
+    n, group = kind.kv_heads, kind.group
+    k, v = updated = [
         g.op("TensorScatter", cache, new, a.start, name="write", axis=-2, mode="linear")
         for cache, new in zip(a.caches, rows, strict=True)
     ]
-    end = g.op("Add", a.origin, g.dim(a.mask, 3, name="seen"), name="end")
-    k, v = (g.op("Slice", u, a.origin, end, g.constant([2]), name="in_use") for u in updated)
+    if kind.windowed:
+        end = g.op("Add", a.origin, g.dim(a.mask, 3, name="seen"), name="end")
+        k, v = (g.op("Slice", u, a.origin, end, g.constant([1]), name="in_use") for u in updated)
+
     attributes: dict[str, Any] = {} if scale is None else {"scale": scale}
-    a.output(g.op("Attention", q, k, v, a.mask, **attributes), *updated)
+
+    def attend(g: GraphBuilder, q: ir.Value, heads: int) -> ir.Value:
+        return g.op("Attention", q, k, v, a.mask, q_num_heads=heads, kv_num_heads=n, **attributes)
+
+    if group == 1:
+        a.output(attend(g, q, n), *updated)
+        return
+    few, many = g.body("few"), g.body("many")
+    size = kind.head_dim if scale is None else kind.head_dim + SINK_PADDING
+    together = attend(few, _swapped(few, q, n, group, size, n), n)
+    shape = ["B", "S", f"{kind.heads}*d"]
+    few.output(_swapped(few, together, group, n, kind.head_dim, kind.heads), "few", g.dtype, shape)
+    many.output(attend(many, q, kind.heads), "many", g.dtype, shape)
+    y = g.op("If", _few(g, a.q), name="y", then_branch=few.graph, else_branch=many.graph)
+    a.output(y, *updated)
+
+
+def _few(g: GraphBuilder, rows: ir.Value) -> ir.Value:
+    """Whether rows [B,S,..] are so few that the heads of a group are rows of one product."""
+    return g.op("LessOrEqual", g.dim(rows, 1, name="count"), g.constant([GROUPED_ROWS]), name="few")
+
+
+def _swapped(g: GraphBuilder, x: ir.Value, outer: int, inner: int, size: int, columns: int) -> ir.Value:
+    """x [B, rows, ..] of heads in order [outer, inner] -> [B, rows', columns*size], in order [inner, outer]."""
+    x = g.op("Reshape", x, g.constant([0, -1, outer, inner, size]), name="heads")
+    x = g.op("Transpose", x, name="swapped", perm=[0, 1, 3, 2, 4])
+    return g.op("Reshape", x, g.constant([0, -1, columns * size]), name="rows")

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.formats.bodies import TRT_DOMAIN
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, Dialect
+from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, Dialect
 from dflash_trt.graph.experts import Experts, Storage, declared
 from dflash_trt.graph.quantized import tensorrt_linear
 from dflash_trt.graph.quantized_experts import Projection, Stack, tensorrt_experts
@@ -42,23 +42,24 @@ class TensorRT(Dialect):
         size = head_dim + SINK_PADDING if sinks else head_dim
         return size, size
 
-    def attention_mask(self) -> ir.Function:
+    def attention_mask(self, kind: AttentionKind) -> ir.Function:
         return _mask("AttentionMask", sinks=False)
 
-    def sink_attention_mask(self) -> ir.Function:
+    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
         return _mask("SinkAttentionMask", sinks=True)
 
-    def cached_attention(self, head_dim: int) -> ir.Function:
+    def cached_attention(self, kind: AttentionKind) -> ir.Function:
         g = self._builder("CachedAttention")
-        a = AttentionInputs(g, key_size="d", value_size="d")
-        a.output(*self._attend(g, a, self._scaled(g, a.q, head_dim), (a.k, a.v), a.lengths))
+        a = AttentionInputs(g, by_head=True, mask=BOOL)
+        a.output(*self._attend(g, a, self._scaled(g, a.q, kind.head_dim), (a.k, a.v), a.lengths))
         return g.function()
 
-    def sink_attention(self, head_dim: int) -> ir.Function:
+    def sink_attention(self, kind: AttentionKind) -> ir.Function:
         """As on ONNX Runtime (functions.py), except that there is no scale, so that the column is the sink itself."""
         g = self._builder("SinkAttention")
+        head_dim = kind.head_dim
         size = f"{head_dim}+{SINK_PADDING}"
-        a = AttentionInputs(g, key_size=size, value_size=size)
+        a = AttentionInputs(g, sizes=(size, size), by_head=True, mask=BOOL)
         sinks = g.input("sinks", self.dtype, ["H"])
         batch, heads = g.dim(a.k, 0, name="batch"), g.dim(a.k, 1, name="heads")
         asking = (batch, g.dim(a.q, 1, name="query_heads"), g.dim(a.q, 2, name="rows"))

@@ -5,6 +5,8 @@ Hidden states are flat, [B*S, D]. So every linear layer is one Gemm on the check
 
 from __future__ import annotations
 
+import math
+
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import DecoderConfig, TargetConfig
@@ -50,6 +52,6 @@ def cache_bytes_per_token(model: ir.Model) -> int:
     total = 0
     for value in model.graph.inputs:
         if value.name and "_cache." in value.name and value.shape is not None and value.dtype is not None:
-            _, heads, _, size = value.shape
-            total += int(str(heads)) * int(str(size)) * round(value.dtype.itemsize)
+            of_a_row = [int(str(n)) for n in (*value.shape[1:-2], value.shape[-1])]
+            total += math.prod(of_a_row) * round(value.dtype.itemsize)
     return total

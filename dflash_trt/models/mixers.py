@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -16,7 +16,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.rope import inverse_frequencies
 from dflash_trt.checkpoint.schema import DecoderConfig, LayerAttention
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.dialect import Dialect
+from dflash_trt.graph.dialect import AttentionKind, Dialect
 from dflash_trt.models.module import Module
 
 
@@ -66,10 +66,10 @@ class PassRows:
         """[B*S, n*size] -> [B, S, n, size]."""
         return self.g.op("Reshape", x, self.shape(n, size), name="heads")
 
-    def rotate(self, x: ir.Value) -> ir.Value:
-        """[B, S, n, size] -> [B, n, S, size], rotated by position (half-split pairs)."""
-        x = self.g.op("Transpose", x, name="by_head", perm=[0, 2, 1, 3])
-        return self.g.op("RotaryEmbedding", x, self.cos, self.sin, name="rope")
+    def rotate(self, x: ir.Value, heads: int | None) -> ir.Value:
+        """[B, n, S, size], or [B, S, heads*size], rotated by position (half-split pairs)."""
+        attributes: dict[str, Any] = {} if heads is None else {"num_heads": heads}
+        return self.g.op("RotaryEmbedding", x, self.cos, self.sin, name="rope", **attributes)
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,9 @@ class Attention:
         self.start, self.lengths, self.sinks = shared.start, shared.lengths, shared.config.attention_sinks
         self.queries, self.written = shared.queries, shared.written
         g, dialect, config, capacity = self.g, self.dialect, self.config, shared.capacity
-        self._shapes: list[list[int | str]] = [
-            ["B", config.num_key_value_heads, capacity, size]
-            for size in dialect.cache_sizes(config.head_dim, sinks=self.sinks)
-        ]
+        self._shapes = dialect.cache_shapes(
+            config.num_key_value_heads, config.head_dim, capacity, sinks=self.sinks
+        )
         self._caches = {
             i: [
                 g.input(f"{side}_cache.{i}", g.dtype, shape)
@@ -107,7 +106,7 @@ class Attention:
             ]
             for i in layers
         }
-        self._capacity = g.dim(self._caches[layers[0]][0], 2, name="capacity")
+        self._capacity = g.dim(self._caches[layers[0]][0], len(self._shapes[0]) - 2, name="capacity")
         self._masks: dict[LayerAttention, tuple[ir.Value, ...]] = {}
 
     def _mask(self, kind: LayerAttention) -> tuple[ir.Value, ...]:
@@ -131,12 +130,29 @@ class Attention:
             name = f"mask_{'causal' if kind.causal else 'block'}{kind.window or ''}"
             slots = [first, last]
             if self.sinks:
-                body = self.dialect.sink_attention_mask()
+                body = self.dialect.sink_attention_mask(self._kind(kind))
                 slots.append(self.lengths)
             else:
-                body = self.dialect.attention_mask()
+                body = self.dialect.attention_mask(self._kind(kind))
             self._masks[kind] = g.call(body, *slots, self._capacity, outputs=2, name=name)
         return self._masks[kind]
+
+    def _kind(self, layer: LayerAttention) -> AttentionKind:
+        c = self.config
+        return AttentionKind(
+            c.num_attention_heads, c.num_key_value_heads, c.head_dim, layer.window is not None
+        )
+
+    def _arranged(self, m: Module, rows: PassRows, x: ir.Value, n: int, norm: str | None) -> ir.Value:
+        """x [B*S, n*size] as the dialect has rows, each head normed first where `norm` names its weight."""
+        size = self.config.head_dim
+        if norm is not None or self.dialect.by_head:
+            x = rows.heads(x, n, size)
+        if norm is not None:
+            x = m.rms_norm(x, norm, size, self.config.rms_norm_eps)
+        if self.dialect.by_head:
+            return self.g.op("Transpose", x, name="by_head", perm=[0, 2, 1, 3])
+        return self.g.op("Reshape", x, rows.shape(n * size), name="by_row")
 
     def layer(self, m: Module, i: int, x: ir.Value, written: ir.Value) -> ir.Value:
         g, c, m = self.g, self.config, m.at("self_attn")
@@ -148,17 +164,17 @@ class Attention:
         else:
             (q,) = m.linears(x, asking, c.hidden_size, bias=bias)
             k, v = m.linears(written, stored, c.hidden_size, bias=bias)
-        q = self.queries.heads(q, n_q, size)
-        k, v = (self.written.heads(value, n_kv, size) for value in (k, v))
-        if c.qk_norm:
-            q = m.rms_norm(q, "q_norm", size, c.rms_norm_eps)
-            k = m.rms_norm(k, "k_norm", size, c.rms_norm_eps)
-        body = self.dialect.sink_attention(size) if self.sinks else self.dialect.cached_attention(size)
+        norms = ("q_norm", "k_norm") if c.qk_norm else (None, None)
+        q = self._arranged(m, self.queries, q, n_q, norms[0])
+        k = self._arranged(m, self.written, k, n_kv, norms[1])
+        v = self._arranged(m, self.written, v, n_kv, None)
+        kind, by_head = self._kind(c.layers[i]), self.dialect.by_head
+        body = self.dialect.sink_attention(kind) if self.sinks else self.dialect.cached_attention(kind)
         y, *updated = g.call(
             body,
-            self.queries.rotate(q),
-            self.written.rotate(k),
-            g.op("Transpose", v, name="by_head", perm=[0, 2, 1, 3]),
+            self.queries.rotate(q, None if by_head else n_q),
+            self.written.rotate(k, None if by_head else n_kv),
+            v,
             *self._caches[i],
             self.start,
             *self._mask(c.layers[i]),
@@ -169,7 +185,8 @@ class Attention:
         )
         for side, cache, shape in zip("kv", updated, self._shapes, strict=True):
             g.output(cache, f"{side}_cache_out.{i}", g.dtype, shape)
-        y = g.op("Transpose", y, name="by_row", perm=[0, 2, 1, 3])
+        if by_head:
+            y = g.op("Transpose", y, name="by_row", perm=[0, 2, 1, 3])
         y = g.op("Reshape", y, g.constant([-1, n_q * size]), name="merge")
         return m.linear(y, "o_proj", n_q * size, c.hidden_size, bias=bias)
 

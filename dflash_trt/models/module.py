@@ -83,25 +83,48 @@ class Module:
     def linears(
         self, x: ir.Value, outputs: Mapping[str, int], inputs: int, *, bias: bool = False
     ) -> list[ir.Value]:
-        """x [rows, inputs] through each layer that `outputs` names; see `Dialect.joins_quantized`."""
-        stored = {}
-        if self.dialect.joins_quantized and not bias:
-            for name, n in outputs.items():
-                if (layer := stored_linear(self.checkpoint, self.prefix + name, inputs, n)) is not None:
-                    stored[name] = layer
+        """x [rows, inputs] through each layer that `outputs` names; see the `joins_` of `Dialect`."""
+        stored: dict[str, StoredLinear] = {}
+        plain: list[str] = []
+        for name, n in outputs.items():
+            layer = stored_linear(self.checkpoint, self.prefix + name, inputs, n)
+            if layer is None:
+                plain.append(name)
+            elif self.dialect.joins_quantized and not bias:
+                stored[name] = layer
         found: dict[str, ir.Value] = {}
         for names, layer in joined(stored):
             if len(names) > 1:
                 self.used.update(info.name for name in names for info in stored[name].tensors)
-                name = "-".join(names)
-                y = self._quantized(x, name, layer, None)
-                sizes = self.g.constant([outputs[n] for n in names])
-                split = self.g.multi("Split", y, sizes, outputs=len(names), name=f"{name}/split", axis=1)
-                found |= zip(names, split, strict=True)
+                y = self._quantized(x, "-".join(names), layer, None)
+                found |= self._split(y, {name: outputs[name] for name in names})
+        if self.dialect.joins_floats and len(plain) > 1:
+            y = self._joined(x, {name: outputs[name] for name in plain}, inputs, bias=bias)
+            found |= self._split(y, {name: outputs[name] for name in plain})
         return [
             found[name] if name in found else self.linear(x, name, inputs, n, bias=bias)
             for name, n in outputs.items()
         ]
+
+    def _joined(self, x: ir.Value, outputs: Mapping[str, int], inputs: int, *, bias: bool) -> ir.Value:
+        """One product with the weights of several layers, one below the other: folded as the graph is loaded."""
+        name, shapes = "-".join(outputs), {"weight": (inputs,)} | ({"bias": ()} if bias else {})
+        parameters = []
+        for kind, columns in shapes.items():
+            parts = [self.raw(f"{each}.{kind}", n, *columns) for each, n in outputs.items()]
+            if len({part.dtype for part in parts}) > 1:
+                parts = [self.g.cast(part, self.g.dtype) for part in parts]
+            whole = self.g.op("Concat", *parts, name=f"{name}.{kind}", axis=0)
+            parameters.append(
+                self.g.to_dtype(whole, parts[0].dtype or self.g.dtype, name=f"{name}.{kind}/cast")
+            )
+        return self.g.op("Gemm", x, *parameters, name=name, transB=1)
+
+    def _split(self, y: ir.Value, outputs: Mapping[str, int]) -> dict[str, ir.Value]:
+        """The columns of each layer."""
+        sizes, name = self.g.constant(list(outputs.values())), "-".join(outputs)
+        parts = self.g.multi("Split", y, sizes, outputs=len(outputs), name=f"{name}/split", axis=1)
+        return dict(zip(outputs, parts, strict=True))
 
     def _quantized(self, x: ir.Value, name: str, stored: StoredLinear, bias: ir.Value | None) -> ir.Value:
         self.used.update(info.name for info in stored.tensors)

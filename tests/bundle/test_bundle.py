@@ -79,7 +79,7 @@ def test_weights_are_taken_as_they_are(checkpoints: Path, built: Path) -> None:
 
 def test_graphs_pass_the_checker_and_name_their_nodes_as_paths(bundle: Path) -> None:
     for graph, name in (
-        ("target.onnx", "target/layers.3/attention/q_proj"),
+        ("target.onnx", "target/layers.3/attention/o_proj"),
         ("drafter.onnx", "drafter/layers.1/mlp/down_proj"),
     ):
         onnx.checker.check_model(str(bundle / graph), full_check=True)

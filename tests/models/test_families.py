@@ -25,7 +25,7 @@ from dflash_trt.building.build import build
 from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.dialect import SINK_PADDING
+from dflash_trt.graph.dialect import SINK_PADDING, AttentionKind
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.models.configs import read_target_config
 from tests.doubles.checkpoints import VOCAB, make_drafter
@@ -258,14 +258,15 @@ def test_attention_with_a_sink(sink: float, window: int | None) -> None:
         padded[row, :, n:] = rng.normal(0, 30, padded[row, :, n:].shape)
     last = np.array(start)[:, None] + np.arange(count)
     first = np.zeros_like(last) if window is None else last - (window - 1)
-    y = _sink_session(heads, kv_heads, size).run(
+    kind = AttentionKind(heads, kv_heads, size, windowed=window is not None)
+    y = _sink_session(kind).run(
         ["y"],
         {
-            "q": q,
-            "k": new[0],
-            "v": new[1],
-            "k_cache": padded,
-            "v_cache": past[1],
+            "q": by_row(q),
+            "k": by_row(new[0]),
+            "v": by_row(new[1]),
+            "k_cache": by_row(padded),
+            "v_cache": by_row(past[1]),
             "start": np.array(start),
             "first": first,
             "last": last,
@@ -273,6 +274,7 @@ def test_attention_with_a_sink(sink: float, window: int | None) -> None:
             "sinks": sinks,
         },
     )[0]
+    y = y.reshape(2, count, heads, size).transpose(0, 2, 1, 3)
     for row, n in enumerate(start):
         k, v = (np.concatenate([p[row, :, :n], x[row]], axis=1) for p, x in zip(past, new, strict=True))
         k, v = (np.repeat(x, heads // kv_heads, axis=0).astype(np.float64) for x in (k, v))
@@ -286,23 +288,26 @@ def test_attention_with_a_sink(sink: float, window: int | None) -> None:
         np.testing.assert_allclose(y[row], shares / total @ v, atol=2e-5)
 
 
-def _sink_session(heads: int, kv_heads: int, size: int) -> ort.InferenceSession:
-    """SinkAttentionMask and SinkAttention alone."""
+def by_row(x: np.ndarray) -> np.ndarray:
+    """[B, heads, rows, size] -> [B, rows, heads*size]."""
+    return np.ascontiguousarray(x.transpose(0, 2, 1, 3)).reshape(x.shape[0], x.shape[2], -1)
+
+
+def _sink_session(kind: AttentionKind) -> ort.InferenceSession:
+    """The sink's mask and attention alone."""
     g, dialect = GraphBuilder("sink"), OnnxRuntime()
-    q = g.input("q", FLOAT, ["B", heads, "S", size])
-    rows = [g.input(name, FLOAT, ["B", kv_heads, "S", size]) for name in "kv"]
-    caches = [
-        g.input("k_cache", FLOAT, ["B", kv_heads, "C", size + SINK_PADDING]),
-        g.input("v_cache", FLOAT, ["B", kv_heads, "C", size]),
-    ]
+    q = g.input("q", FLOAT, ["B", "S", kind.heads * kind.head_dim])
+    rows = [g.input(name, FLOAT, ["B", "S", kind.kv_heads * kind.head_dim]) for name in "kv"]
+    shapes = dialect.cache_shapes(kind.kv_heads, kind.head_dim, "C", sinks=True)
+    caches = [g.input(f"{name}_cache", FLOAT, shape) for name, shape in zip("kv", shapes, strict=True)]
     start, lengths = g.input("start", INT64, ["B"]), g.input("lengths", INT64, ["B"])
     first, last = g.input("first", INT64, ["B", "S"]), g.input("last", INT64, ["B", "S"])
-    sinks = g.input("sinks", FLOAT, [heads])
-    capacity = g.dim(caches[0], 2)
-    mask = g.call(dialect.sink_attention_mask(), first, last, lengths, capacity, outputs=2, name="mask")
+    sinks = g.input("sinks", FLOAT, [kind.heads])
+    capacity = g.dim(caches[0], 1)
+    mask = g.call(dialect.sink_attention_mask(kind), first, last, lengths, capacity, outputs=2, name="mask")
     inputs = (q, *rows, *caches, start, *mask, lengths, sinks)
-    y, *_ = g.call(dialect.sink_attention(size), *inputs, outputs=3, name="attention")
-    g.output(y, "y", FLOAT, ["B", heads, "S", size])
+    y, *_ = g.call(dialect.sink_attention(kind), *inputs, outputs=3, name="attention")
+    g.output(y, "y", FLOAT, ["B", "S", kind.heads * kind.head_dim])
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     return ort.InferenceSession(

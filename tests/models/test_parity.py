@@ -89,7 +89,7 @@ class Case:
         engine = OnnxRuntimeEngine(
             self.bundle.path / graph, slots=slots, capacity=self.bundle.capacity, threads=1
         )
-        fill(engine._caches)
+        fill(engine.caches.arrays)
         return engine
 
 
@@ -187,11 +187,7 @@ def probe(bundle: Bundle) -> tuple[ort.InferenceSession, dict[str, np.ndarray]]:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    shapes = {
-        i.name: (1, i.shape[1], bundle.capacity, i.shape[3])
-        for i in session.get_inputs()
-        if "_cache." in i.name
-    }
+    shapes = {i.name: (1, bundle.capacity, i.shape[2]) for i in session.get_inputs() if "_cache." in i.name}
     caches = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
     fill(caches)
     return session, caches

@@ -16,7 +16,6 @@ import onnxruntime as ort
 import pytest
 
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.graph import tensorrt_experts
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.tensorrt import TensorRT
@@ -26,6 +25,7 @@ from dflash_trt.models.target import build_target
 from dflash_trt.quantization.convert import quantize
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
+from tests.doubles.head_major import HeadMajorEngine
 from tests.doubles.reference import Drafter, target_outputs
 from tests.doubles.trt_bodies import executable
 from tests.models.test_families import load
@@ -79,9 +79,9 @@ class Case:
     def tokens(self, count: int, seed: int = 0) -> list[int]:
         return np.random.default_rng(seed).integers(0, self.vocab, count).tolist()
 
-    def engine(self, graph: str, slots: int = 1) -> OnnxRuntimeEngine:
-        engine = OnnxRuntimeEngine(self.path(graph), slots=slots, capacity=CAPACITY, threads=1)
-        fill(engine._caches)
+    def engine(self, graph: str, slots: int = 1) -> HeadMajorEngine:
+        engine = HeadMajorEngine(self.path(graph), slots=slots)
+        fill(engine.caches)
         return engine
 
 
@@ -173,7 +173,7 @@ def test_quantized_layers_that_lie_together_are_one_product(tmp_path: Path, sche
             ir.save(model, tmp_path / f"{role}.onnx")
             products.append(sum(node.op_type == "Gemm" for node in model.graph))
         onnx.save(executable(onnx.load(tmp_path / "target.onnx")), tmp_path / "executable.onnx")
-        engine = OnnxRuntimeEngine(tmp_path / "executable.onnx", slots=1, capacity=CAPACITY, threads=1)
+        engine = HeadMajorEngine(tmp_path / "executable.onnx", slots=1)
         tokens = np.random.default_rng(0).integers(0, VOCAB, 20)
         outputs.append(engine.run({"tokens": ints(tokens), "start": ints(0), "rows": ints(range(20))}))
     np.testing.assert_allclose(outputs[0]["logits"], outputs[1]["logits"], atol=1e-4)

@@ -1,0 +1,191 @@
+"""The memory of the embedded engine's caches: where the rows of each slot lie, and how passes see them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.decoding.caches import Kept
+from dflash_trt.errors import DFlashError
+
+Array = np.ndarray[Any, Any]
+
+# A pass sees a multiple of this many rows of a slot, so that its shapes change seldom. ONNX Runtime's softmax adds up
+# 64 numbers at a time: with this step, a row's result does not depend on how many masked rows follow.
+STEP = 64
+
+
+class CachePool:
+    """Rows of every slot in every cache. A pass sees the slots it works on as one array [slots, rows, width].
+
+    Slot i begins at row i * capacity, and has the memory of the rows that were written. A pass over one slot sees as
+    many rows of it as it needs, where they lie. A pass over several needs them at equal distances without gaps: its
+    slots are *packed*, `stride` rows apart, from where the first one begins. They stay so until a pass over several
+    needs more rows, or far fewer.
+
+    `_rows[i]`: beyond so many rows of slot i is nothing but finite numbers of no meaning. Every row may be read and
+    masked, and must be finite, so what a slot leaves when it moves becomes zeros.
+    """
+
+    def __init__(self, caches: Mapping[str, tuple[int, Any]], slots: int, capacity: int) -> None:
+        """`caches`: width and dtype of a row, by name."""
+        self.slots, self.capacity = slots, capacity
+        self.allocate(caches)
+
+    def allocate(self, caches: Mapping[str, tuple[int, Any]]) -> None:
+        """Begin with these caches, full of zeros, in place of those before."""
+        self._maps: dict[str, mmap.mmap | None] = {}
+        self.arrays: dict[str, Array] = {}
+        for name, (width, dtype) in caches.items():
+            self._maps[name], flat = _zeros(self.slots, self.capacity, width, dtype)
+            self.arrays[name] = flat.reshape(self.slots * self.capacity, width)
+        self.row_bytes: int = sum(width * np.dtype(dtype).itemsize for width, dtype in caches.values())
+        self._rows = [0] * self.slots
+        self._packed, self._stride = range(0), self.capacity
+
+    def place(self, first: int, ends: Sequence[int]) -> tuple[int, int]:
+        """Let the slots from `first` on hold `ends[i]` rows each: where the first begins, and the rows of each."""
+        slots = range(first, first + len(ends))
+        if slots.stop > self.slots:
+            raise ValueError(f"slots {slots.start}..{slots.stop - 1} of {self.slots}")
+        ends = [min(end, self.capacity) for end in ends]
+        rows = min(-(-max(ends) // STEP) * STEP, self.capacity)
+        if len(slots) == 1:
+            if first in self._packed and rows > self._stride:  # it leaves, and those behind it
+                self._arrange(range(self._packed.start, first), self._stride)
+        else:
+            if (
+                first != self._packed.start
+                or slots.stop > self._packed.stop
+                or not rows <= self._stride <= max(rows + STEP, rows * 5 // 4)
+            ):
+                self._arrange(slots, rows)
+            rows = self._stride
+        for slot, end in zip(slots, ends, strict=True):
+            self._rows[slot] = max(self._rows[slot], end)
+        return self._begin(first), rows
+
+    def views(self, begin: int, slots: int, rows: int) -> Iterator[tuple[str, Array]]:
+        """What a pass sees of each cache, [slots, rows, width], from what `place` gave."""
+        for name, memory in self.arrays.items():
+            yield name, memory[begin : begin + slots * rows].reshape(slots, rows, -1)
+
+    def read(self, slot: int, start: int, stop: int) -> list[Array]:
+        """Rows start .. stop-1 of a slot in each cache, as they lie: views [rows, width]."""
+        begin = self._begin(slot)
+        return [memory[begin + start : begin + stop] for memory in self.arrays.values()]
+
+    def write(self, rows: Sequence[Array], slot: int, start: int) -> None:
+        """The rows [n, width], one array for each cache, become those of a slot from `start` on."""
+        stop = start + (len(rows[0]) if rows else 0)
+        self.place(slot, [stop])
+        for mine, given in zip(self.read(slot, start, stop), rows, strict=True):
+            mine[...] = given
+
+    def lengths(self, slot: int, length: int) -> Sequence[int]:
+        return range(1, length + 1)
+
+    def kept_bytes(self, length: int) -> int:
+        return length * self.row_bytes
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        length = min(length, self._rows[source])
+        self.place(target, [length])  # may move the source too
+        self.write(self.read(source, 0, length), target, 0)
+
+    def keep(self, slot: int, start: int, stop: int) -> Kept:
+        copies = [rows.copy() for rows in self.read(slot, start, stop)]
+        return Kept(start, stop, range(start + 1, stop + 1), copies)
+
+    def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
+        for each in kept:
+            self.write([copy[: length - each.start] for copy in each.data], slot, each.start)
+
+    def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
+        for rows in self.read(slot, start, start + nodes[-1] + 1):
+            rows[: len(nodes)] = rows[list(nodes)]  # the right side is a copy
+
+    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
+        stop = self._rows[slot] if last is None else min(last, self._rows[slot])
+        for rows in self.read(slot, first, max(first, stop)):
+            np.copyto(rows, 0, where=rows != 0)  # memory that was never written stays untouched
+        if stop == self._rows[slot]:
+            self._rows[slot] = min(first, stop)
+
+    def close(self) -> None:
+        self.arrays, self._maps = {}, {}
+
+    def _begin(self, slot: int) -> int:
+        if slot in self._packed:
+            return self._packed.start * self.capacity + (slot - self._packed.start) * self._stride
+        return slot * self.capacity
+
+    def _arrange(self, packed: range, stride: int) -> None:
+        """Pack these slots and no others. Rows are moved away from those that come there, so nothing is lost."""
+        before = [self._begin(slot) for slot in range(self.slots)]
+        self._packed, self._stride = packed, stride
+        after = [self._begin(slot) for slot in range(self.slots)]
+        up = [slot for slot in range(self.slots) if after[slot] > before[slot]]
+        down = [slot for slot in range(self.slots) if after[slot] <= before[slot]]
+        for slot in [*reversed(up), *down]:
+            kept = min(self._rows[slot], stride if slot in packed else self.capacity)
+            self._shift(before[slot], after[slot], self._rows[slot], kept)
+            self._rows[slot] = kept
+
+    def _shift(self, source: int, target: int, rows: int, kept: int) -> None:
+        """Move the first `kept` of the rows at `source`; where the others were, and these, become zeros."""
+        if source == target and rows == kept:
+            return
+        for name, memory in self.arrays.items():
+            if source != target:
+                memory[target : target + kept] = memory[source : source + kept]
+            if source < target:
+                self._zero(name, source, min(source + rows, target))
+                self._zero(name, max(source, target + kept), source + rows)
+            else:
+                self._zero(name, max(source, target + kept), source + rows)
+
+    def _zero(self, name: str, first: int, last: int) -> None:
+        """Rows first .. last-1 become zeros; whole pages of them are given back, where the system can."""
+        if last <= first:
+            return
+        memory, backing = self.arrays[name], self._maps[name]
+        width = memory.shape[1] * memory.itemsize
+        start, stop = (-(-first * width // mmap.PAGESIZE) * mmap.PAGESIZE, last * width)
+        stop -= stop % mmap.PAGESIZE
+        if (
+            backing is None or stop <= start or sys.platform != "linux"
+        ):  # elsewhere pages may keep their numbers
+            memory[first:last] = 0
+            return
+        flat = memory.reshape(-1).view(np.uint8)
+        flat[first * width : start] = 0
+        flat[stop : last * width] = 0
+        backing.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+def _zeros(slots: int, capacity: int, width: int, dtype: Any) -> tuple[mmap.mmap | None, Array]:
+    """Zeros [slots * capacity * width], of which only what is written takes memory, in small pages, and their map.
+
+    Huge pages, which NumPy asks for, would make more of the capacity resident than the rows that are written.
+    """
+    count = slots * capacity * width
+    size = count * np.dtype(dtype).itemsize
+    try:
+        if not hasattr(mmap, "MAP_PRIVATE"):  # not on Unix
+            return None, np.zeros(count, dtype)
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError, OverflowError, ValueError) as error:
+        raise DFlashError(
+            f"no memory for a cache of {slots} sequences, {capacity} tokens each ({size} bytes): lower "
+            "max_batch_size, or build with a smaller --max-seq-len"
+        ) from error
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory, np.frombuffer(memory, dtype, count)

@@ -1,0 +1,31 @@
+"""Runs a graph whose caches are [B, N, C, d], as TensorRT's are, on ONNX Runtime: caches are copied in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+
+class HeadMajorEngine:
+    """`run` is that of `OnnxRuntimeEngine`; the graph's capacity is a number."""
+
+    def __init__(self, path: Path, *, slots: int) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = 1, 3
+        self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self.caches = {
+            i.name: np.zeros((slots, *i.shape[1:]), np.float16 if "16" in i.type else np.float32)
+            for i in self.session.get_inputs()
+            if "_cache." in i.name
+        }
+
+    def run(self, feeds: Mapping[str, np.ndarray], *, first_slot: int = 0) -> dict[str, np.ndarray]:
+        used = slice(first_slot, first_slot + len(feeds["start"]))
+        found = self.session.run(None, {**feeds, **{name: c[used] for name, c in self.caches.items()}})
+        out = dict(zip((o.name for o in self.session.get_outputs()), found, strict=True))
+        for name, cache in self.caches.items():
+            cache[used] = out.pop(name.replace("_cache.", "_cache_out."))
+        return out
