@@ -1,4 +1,4 @@
-"""ONNX Runtime: the embedded engine, and the reference that every other engine is held against."""
+"""ONNX Runtime: the embedded engine, and the reference for every other engine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _DTYPES = {
     "tensor(int64)": np.int64,
     "tensor(bool)": np.bool_,
 }
-# A decode round alternates between two shapes; prompts bring a few more. Beyond this many, start over.
+# A decode round alternates between two shapes, and prompts add a few more. Beyond this number, all are dropped.
 _MAX_BINDINGS = 64
 
 
 class _Bound:
-    """One set of shapes, bound once: filling the inputs and running is all that a pass costs."""
+    """One set of shapes, bound once. A pass then only fills the inputs and runs."""
 
     def __init__(self, binding: Any, inputs: dict[str, Array], outputs: dict[str, Array]) -> None:
         self.binding, self.inputs, self.outputs = binding, inputs, outputs
@@ -58,8 +58,8 @@ class OnnxRuntimeEngine:
         options = ort.SessionOptions()
         options.intra_op_num_threads = self._threads or len(os.sched_getaffinity(0))
         options.log_severity_level = 3
-        # Target and drafter take turns. Threads wait for work spinning, since waking them takes as long as a small
-        # pass, but only until the pass ends: then the other one needs the cores.
+        # Target and drafter take turns. Idle threads spin, because waking them takes as long as a small pass. They
+        # spin only until the pass ends, because then the other engine needs the cores.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         path = self._path
         try:
@@ -75,7 +75,7 @@ class OnnxRuntimeEngine:
         ]
 
     def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]:
-        """One pass. The outputs are views that the next pass overwrites."""
+        """Run one pass. The outputs are views that the next pass overwrites."""
         if self._session is None:
             self._load()
         place = self._place(feeds, first_slot)
@@ -129,10 +129,10 @@ class OnnxRuntimeEngine:
         return _Bound(binding, inputs, outputs)
 
     def _view(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A view into the one buffer this name has; growing it drops every binding to the old one."""
+        """A view of the only buffer with this name. If the buffer grows, all bindings to the old one are dropped."""
         size = int(np.prod(shape))
         if name not in self._memory or self._memory[name].size < size:
-            self._bound.clear()  # first: whatever interrupts this, no binding to the old memory is left
+            self._bound.clear()  # first, so that an interruption leaves no binding to the old memory
             self._memory[name] = np.zeros(max(size, 1), dtype)
         return self._memory[name][:size].reshape(shape)
 

@@ -177,7 +177,7 @@ def _zeros(slots: int, capacity: int, width: int, dtype: Any) -> tuple[mmap.mmap
     count = slots * capacity * width
     size = count * np.dtype(dtype).itemsize
     try:
-        if not hasattr(mmap, "MAP_PRIVATE"):  # not on Unix
+        if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
             return None, np.zeros(count, dtype)
         memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, MemoryError, OverflowError, ValueError) as error:
@@ -186,6 +186,6 @@ def _zeros(slots: int, capacity: int, width: int, dtype: Any) -> tuple[mmap.mmap
             "max_batch_size, or build with a smaller --max-seq-len"
         ) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+        with contextlib.suppress(OSError):  # the kernel may lack huge pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory, np.frombuffer(memory, dtype, count)
