@@ -45,7 +45,7 @@ class Dialect(ABC):
     name: str
     # Whether `quantized_experts` also handles experts in floating point.
     experts_apart = False
-    # Whether attention and caches store the heads apart, as [B,n,S,d]. Otherwise they store rows of all heads, [B,S,n*d].
+    # Whether attention and caches store the heads apart, as [B,n,S,d]. Otherwise each row has all heads, [B,S,n*d].
     by_head = True
     # Whether quantized layers of one input become one product if they are adjacent in their file.
     joins_quantized = False
