@@ -76,6 +76,7 @@ def activation_amax(
                 f"{checkpoint.directory}: is already quantized; calibrate with the original checkpoint"
             )
     dialect = OnnxRuntime() if drafter else _Observing()
+    dialect.joins_floats = False  # each layer is found by its name
     graphs = {"target": build_target(config, checkpoints["target"], taps, dialect, folder="weights/target")}
     room = PROMPT_TOKENS + DECODED_TOKENS + 2
     if drafter is not None:
