@@ -79,22 +79,26 @@ def write_pair(
     intermediate: int,
     vocab: int,
     heads: tuple[int, int] | None = None,
+    drafter_layers: int = 5,
 ) -> int:
-    """`directory`/target and /drafter, BF16, with the tokenizer of the shipped pair. Returns bytes of weights."""
+    """`directory`/target and /drafter, BF16, with the tokenizer of the shipped pair. Returns bytes of weights.
+
+    The drafter taps five of the target's layers; of fewer than eight layers, fewer.
+    """
     config = qwen3_config(hidden, layers, intermediate, vocab, heads)
     target = decoder_layers(config, "model.")
     target |= {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
     target["model.norm.weight"] = (hidden,)
-    taps = [round(1 + i * (layers - 4) / 4) for i in range(5)]
-    drafter_config = qwen3_config(hidden, 5, intermediate, vocab, heads) | {
+    taps = sorted({round(1 + i * (layers - 4) / 4) for i in range(5)})
+    drafter_config = qwen3_config(hidden, drafter_layers, intermediate, vocab, heads) | {
         "architectures": ["DFlashDraftModel"],
         "block_size": 16,
         "num_target_layers": layers,
         "dflash_config": {"mask_token_id": 1, "target_layer_ids": taps},
-        "layer_types": ["full_attention"] * 5,
+        "layer_types": ["full_attention"] * drafter_layers,
     }
     drafter = decoder_layers(drafter_config, "")
-    drafter |= {"fc.weight": (hidden, 5 * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    drafter |= {"fc.weight": (hidden, len(taps) * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     total = 0
     for role, settings, shapes in (("target", config, target), ("drafter", drafter_config, drafter)):
         folder = directory / role
