@@ -29,7 +29,7 @@ Kind = Literal["bundle", "checkpoint", "repository"]
 _RECORD = "record.json"
 _FORMAT = "dflash-trt work directory"
 _DIGESTS = "digests.json"
-_NEW, _SCRATCH, _REPLACED = "new", "scratch", "replaced"
+_NEW, _SCRATCH, _REPLACED, _REMOVED = "new", "scratch", "replaced", "removed"
 
 
 def silent(step: str, done: int, total: int) -> None:
@@ -251,12 +251,15 @@ def _settle(out: Path, name: str, parent: int) -> bool:
 def _remove(out: Path, name: str, parent: int) -> None:
     """Remove a work directory. A replaced bundle inside it loses only the files that its manifest lists.
 
-    The record is removed last, so that an interrupted removal can be continued.
+    The record is removed last, so that an interrupted removal can be continued. Folders are renamed first. Otherwise the
+    next run would take their remains for whole work.
     """
     with _in(name, parent) as area:
-        for folder in (_NEW, _SCRATCH):
+        for folder in (_REMOVED, _NEW, _SCRATCH):
             with suppress(FileNotFoundError):
-                shutil.rmtree(folder, dir_fd=area)
+                if folder != _REMOVED:
+                    os.rename(folder, _REMOVED, src_dir_fd=area, dst_dir_fd=area)
+                shutil.rmtree(_REMOVED, dir_fd=area)
         replaced = out.parent / name / _REPLACED
         if not remove_bundle(replaced):
             warnings.warn(

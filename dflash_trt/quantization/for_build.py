@@ -89,6 +89,7 @@ def _place(folder: Path, source: Checkpoint, made: str) -> Path:
     inputs = json.dumps([made, [stamp(file.stat()) for file in files]]).encode()
     note = folder.with_name(f"{folder.name}.inputs")
     if not note.is_file() or note.read_bytes() != inputs:
+        note.unlink(missing_ok=True)  # first: what a kill leaves of the folder belongs to no inputs
         shutil.rmtree(folder, ignore_errors=True)
         with whole_file(note) as file:
             file.write(inputs)

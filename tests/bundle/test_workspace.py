@@ -191,6 +191,33 @@ def test_an_interrupted_run_is_resumed_by_its_kind_only(tmp_path: Path) -> None:
     assert leftovers(tmp_path / "bundle") == []
 
 
+def test_what_is_left_of_an_interrupted_removal_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, unlink = tmp_path / "bundle", os.unlink
+    removed: list[str] = []
+
+    def second_fails(name: Any, **kwargs: Any) -> None:
+        if removed:
+            raise KeyboardInterrupt
+        removed.append(name)
+        unlink(name, **kwargs)
+
+    with pytest.raises(KeyboardInterrupt), workspace(out, "bundle") as place:
+        quantized = place.scratch / "target"
+        quantized.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (quantized / name).write_text("whole")
+        place.done = True
+        monkeypatch.setattr(os, "unlink", second_fails)
+    monkeypatch.undo()
+    assert len(removed) == 1
+    with workspace(out, "bundle") as again:
+        assert again.area == place.area
+        assert not any(again.scratch.iterdir())
+    assert leftovers(out) == []
+
+
 def test_a_replacement_that_was_interrupted_between_its_renames_is_undone(
     checkpoints: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

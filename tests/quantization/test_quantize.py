@@ -21,7 +21,7 @@ from dflash_trt.formats import SCHEMES, numbers
 from dflash_trt.formats.nvfp4 import nvfp4_global_scale, quantize_nvfp4
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph import onnxruntime as functions
-from dflash_trt.quantization import convert
+from dflash_trt.quantization import convert, for_build
 from dflash_trt.quantization.calibrate import activation_amax, calibration_set
 from dflash_trt.quantization.convert import quantize, repack_int4
 from dflash_trt.reports.inspection import inspect
@@ -383,3 +383,27 @@ def test_damage_to_a_quantized_checkpoint_is_noticed(quantized: dict[str, Path],
     with pytest.raises(CheckpointError, match="the file was damaged or changed"):
         build(str(out), str(TINY / "drafter"), tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
+
+
+def test_what_is_left_of_an_interrupted_removal_belongs_to_no_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build in one precision is interrupted, one in another as it removes the first's weights; the first runs again."""
+    source = Checkpoint(TINY / "target")
+    place = for_build._place(tmp_path / "target", source, "fp8")
+    place.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (place / name).write_text("whole")
+    assert for_build._place(place, source, "fp8") == place
+    assert (place / "model.safetensors").exists()
+
+    def interrupted(folder: Path, **options: Any) -> None:
+        (folder / "config.json").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        for_build._place(place, source, "int4")
+    monkeypatch.undo()
+    for_build._place(place, source, "fp8")
+    assert not place.exists()
