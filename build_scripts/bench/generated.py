@@ -98,7 +98,11 @@ def write_pair(
         "layer_types": ["full_attention"] * drafter_layers,
     }
     drafter = decoder_layers(drafter_config, "")
-    drafter |= {"fc.weight": (hidden, len(taps) * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    drafter |= {
+        "fc.weight": (hidden, len(taps) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
     total = 0
     for role, settings, shapes in (("target", config, target), ("drafter", drafter_config, drafter)):
         folder = directory / role

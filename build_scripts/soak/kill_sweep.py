@@ -285,9 +285,7 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory(dir=args.dir) as work:
         pair = Path(work) / "pair"
-        write_pair(
-            pair, hidden=32, layers=4, intermediate=32, vocab=2048, heads=(1, 1), drafter_layers=1
-        )
+        write_pair(pair, hidden=32, layers=4, intermediate=32, vocab=2048, heads=(1, 1), drafter_layers=1)
         build(str(pair / "target"), str(pair / "drafter"), pair / "bundle")
         for name in args.operations or OPERATIONS:
             begin = time.monotonic()

@@ -251,8 +251,8 @@ def _settle(out: Path, name: str, parent: int) -> bool:
 def _remove(out: Path, name: str, parent: int) -> None:
     """Remove a work directory. A replaced bundle inside it loses only the files that its manifest lists.
 
-    The record is removed last, so that an interrupted removal can be continued. Folders are renamed first. Otherwise the
-    next run would take their remains for whole work.
+    The record is removed last, so that an interrupted removal can be continued. Folders are renamed first. Otherwise
+    the next run would take their remains for whole work.
     """
     with _in(name, parent) as area:
         for folder in (_REMOVED, _NEW, _SCRATCH):

@@ -388,7 +388,7 @@ def test_damage_to_a_quantized_checkpoint_is_noticed(quantized: dict[str, Path],
 def test_what_is_left_of_an_interrupted_removal_belongs_to_no_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A build in one precision is interrupted, one in another as it removes the first's weights; the first runs again."""
+    """A build in another precision is interrupted as it removes the weights of the first, which runs again."""
     source = Checkpoint(TINY / "target")
     place = for_build._place(tmp_path / "target", source, "fp8")
     place.mkdir()
