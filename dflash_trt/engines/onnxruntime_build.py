@@ -1,4 +1,4 @@
-"""ONNX Runtime in a build: graphs whose cache rows are fixed at run time, computed in float32."""
+"""ONNX Runtime in a build: graphs with cache rows fixed at run time, computed in float32."""
 
 from __future__ import annotations
 

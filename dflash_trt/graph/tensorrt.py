@@ -1,7 +1,7 @@
-"""The bodies for TensorRT and TensorRT-RTX, in BF16 or FP16, or in FP32 for comparing numbers.
+"""The bodies for TensorRT and TensorRT-RTX, in BF16 or FP16 (in FP32 to compare numbers with).
 
-Caches have a static capacity C. Attention covers all of it, with a mask, up to the length of each sequence.
-`trt::` operators are those of the ONNX parser (github.com/onnx/onnx-tensorrt, docs/TRT_custom_ops.md).
+Caches have a static capacity C, and attention goes over all of it, under a mask and up to each sequence's length.
+`trt::` operators are the ONNX parser's own (github.com/onnx/onnx-tensorrt, docs/TRT_custom_ops.md).
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from dflash_trt.graph.tensorrt_experts import mxfp4_experts, router_shares, shar
 
 
 class TensorRT(Dialect):
-    """`trt_operators`: whether the parser has `trt::TRT_Attention` and `trt::TRT_KVCacheUpdate`, as from TensorRT 11
-    on.
+    """`trt_operators`: whether the parser has `trt::TRT_Attention` and `trt::TRT_KVCacheUpdate`, from TensorRT 11 on.
 
-    Otherwise standard operators do the same, and also in FP32, which has no fused kernel. They attend to the whole
-    capacity, because only the mask hides the slots beyond a sequence's length.
+    Without them, and in FP32, for which there is no fused kernel, standard operators say the same, except that
+    attention cannot stop at each sequence's length: the mask alone hides what lies beyond.
     """
 
     name = "tensorrt"
-    # For adjacent layers, TensorRT would build a joined copy itself, once per profile. Other layers it leaves
-    # separate.
+    # TensorRT would make one of them itself, of copies, for each profile; others it leaves where they are.
     joins_quantized = True
 
     def __init__(self, dtype: ir.DataType, *, trt_operators: bool = True) -> None:
@@ -40,7 +38,7 @@ class TensorRT(Dialect):
         self.fused = trt_operators and dtype != FLOAT
 
     def cache_sizes(self, head_dim: int, *, sinks: bool) -> tuple[int, int]:
-        """Keys and values must have the same size."""
+        """Keys and values must be of one size."""
         size = head_dim + SINK_PADDING if sinks else head_dim
         return size, size
 
@@ -57,7 +55,7 @@ class TensorRT(Dialect):
         return g.function()
 
     def sink_attention(self, kind: AttentionKind) -> ir.Function:
-        """As for ONNX Runtime (onnxruntime.py), but without a scale: the added column is the sink itself."""
+        """As on ONNX Runtime (functions.py), except that there is no scale, so that the column is the sink itself."""
         g = self._builder("SinkAttention")
         head_dim = kind.head_dim
         size = f"{head_dim}+{SINK_PADDING}"
@@ -152,10 +150,10 @@ class TensorRT(Dialect):
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
     ) -> ir.Function:
-        """Every expert for every row, weighted by 0 if it was not chosen. The sum over experts is in float32.
+        """Every expert for every row, weighted by 0 where it was not chosen; the sum over experts is in float32.
 
-        Gathering the chosen matrices would read less. But TensorRT-RTX 1.7 writes the gathered matrices to memory: 72
-        GB for 512 rows of gpt-oss-20b.
+        Gathering the matrices that each row chose would read less, but TensorRT-RTX 1.7 writes them out: 72 GB
+        for 512 rows of gpt-oss-20b.
         """
         g = self._builder("MoE")
         x, router = g.input("x", self.dtype, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
@@ -188,7 +186,7 @@ class TensorRT(Dialect):
         return g.op("Expand", constant, g.shape(*dims, len(row)), name="repeated")
 
     def _scaled(self, g: GraphBuilder, q: ir.Value, head_dim: int) -> ir.Value:
-        """Scale queries in float32. Rounded to BF16, most scales would be off by a thousandth, for all scores alike."""
+        """In float32: rounded to BF16, most scales would be wrong by a part in a thousand, for every score alike."""
         scaled = g.op("Mul", g.to_float(q), g.scalar(head_dim**-0.5, FLOAT), name="scaled")
         return g.to_dtype(scaled, FLOAT)
 
@@ -200,7 +198,7 @@ class TensorRT(Dialect):
         rows: tuple[ir.Value, ir.Value],
         lengths: ir.Value,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Write the rows and attend. Returns y and both caches."""
+        """Writes the rows, attends; returns y and both caches."""
         if not self.fused:
             k, v = (
                 g.op("TensorScatter", cache, new, a.start, name="write", axis=-2, mode="linear")
@@ -218,7 +216,7 @@ class TensorRT(Dialect):
         return g.op("TRT_Attention", q, k, v, a.mask, None, ends, domain=TRT_DOMAIN, name="attention"), k, v
 
     def _swiglu(self, g: GraphBuilder, x: ir.Value, axis: int = -1) -> ir.Value:
-        """Interleaved gate and up, 2I numbers along an axis -> I. In float32, where no limit overflows."""
+        """2I numbers along an axis, gate and up in turns -> I; in float32, where no limit overflows."""
 
         def attribute(name: str) -> ir.Value:
             reference = ir.RefAttr("value_float", name, ir.AttributeType.FLOAT)
