@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
-from dflash_trt.engines.caches import RowCaches
+from dflash_trt.engines.onnxruntime_caches import CachePool
+from dflash_trt.engines.tensorrt.caches import RowCaches
 from tests.decoding.test_scheduler import AnyLengths, finish, prompt
 from tests.doubles.fake_engines import VOCAB, FakeTarget, Pool, StateTarget, expected, request
 
@@ -84,11 +86,21 @@ def test_trees_give_the_tokens_of_plain_decoding(target: type[FakeTarget]) -> No
 
 
 def test_accepted_nodes_move_to_their_places_in_every_cache() -> None:
-    rng = np.random.default_rng(0)
-    arrays = {name: rng.standard_normal((2, heads, 12, 3)) for name, heads in (("k", 2), ("v", 1))}
-    before = {name: rows.copy() for name, rows in arrays.items()}
-    RowCaches(arrays).compact(1, 4, [0, 2, 3, 6])
-    for name, rows in arrays.items():
-        np.testing.assert_array_equal(rows[1, :, 4:8], before[name][1, :, [4, 6, 7, 10]].swapaxes(0, 1))
-        np.testing.assert_array_equal(rows[1, :, :4], before[name][1, :, :4])
-        np.testing.assert_array_equal(rows[0], before[name][0])
+    rng, nodes = np.random.default_rng(0), [0, 2, 3, 6]
+    device = {
+        name: torch.tensor(rng.standard_normal((2, heads, 12, 3))) for name, heads in (("k", 2), ("v", 1))
+    }
+    before = {name: rows.clone() for name, rows in device.items()}
+    RowCaches(device, stream=None).compact(1, 4, nodes)
+    for name, rows in device.items():
+        assert torch.equal(rows[1, :, 4:8], before[name][1, :, [4, 6, 7, 10]])
+        assert torch.equal(rows[1, :, :4], before[name][1, :, :4])
+        assert torch.equal(rows[0], before[name][0])
+    host = CachePool({"k": (6, np.float32), "v": (3, np.float32)}, slots=2, capacity=12)
+    written = [rng.standard_normal((11, width)).astype(np.float32) for width in (6, 3)]
+    for slot in range(2):
+        host.write(written, slot, 0)
+    host.compact(1, 4, nodes)
+    for whole, other, rows in zip(host.read(1, 0, 8), host.read(0, 0, 11), written, strict=True):
+        np.testing.assert_array_equal(whole, rows[[0, 1, 2, 3, 4, 6, 7, 10]])
+        np.testing.assert_array_equal(other, rows)

@@ -8,44 +8,18 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from dflash_trt.decoding.caches import Kept
-from dflash_trt.engines.caches import RowCaches
+from dflash_trt.engines.tensorrt.caches import RowCaches
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL
 from dflash_trt.errors import BundleError
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
-
-
-class DeviceRowCaches(RowCaches):
-    """Caches on a GPU. The stream orders copies on the device, so they need no wait."""
-
-    def __init__(self, arrays: Mapping[str, Tensor], stream: Any) -> None:
-        super().__init__(arrays)
-        self._stream = stream
-
-    def keep(self, slot: int, start: int, stop: int) -> Kept:
-        try:
-            return super().keep(slot, start, stop)
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
-
-    def _in_order(self) -> AbstractContextManager[Any]:
-        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
-        return stream
-
-    def _copied(self, rows: Tensor) -> Tensor:
-        return rows.clone()
-
-    def _zero(self, rows: Tensor) -> None:
-        rows.zero_()
 
 
 class TensorRTEngine:
@@ -79,7 +53,7 @@ class TensorRTEngine:
         for profile, context in enumerate(self._contexts):
             context.set_optimization_profile_async(profile, stream.cuda_stream)
         self._caches = {name: self._cache(name, slots) for name in inputs if "_cache." in name}
-        self.caches = DeviceRowCaches(self._caches, stream)
+        self.caches = RowCaches(self._caches, stream)
         self._buffers: dict[tuple[int, str], Tensor] = {}
         self._shapes: dict[tuple[int, str], tuple[int, ...]] = {}
         self._views: dict[tuple[Any, ...], dict[str, Tensor]] = {}
