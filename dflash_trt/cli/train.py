@@ -197,6 +197,13 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of prompt and answer (default: 1024)",
     )
+    add(
+        "--head-tokens",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="tokens whose logits the loss has, drawn for each step (default: 0, all)",
+    )
     add("--learning-rate", type=float, default=6e-4, metavar="R", help="at its highest (default: 6e-4)")
     add("--optimizer", choices=["adamw", "muon"], default="adamw", help="default: adamw")
     add(
@@ -274,6 +281,7 @@ def _drafter(args: argparse.Namespace) -> int:
         weighting=args.weighting,
         shorter=args.shorter,
         max_length=args.max_length,
+        head_tokens=args.head_tokens,
         seed=args.seed,
     )
     design = Design(

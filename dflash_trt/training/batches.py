@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dflash_trt.errors import RequestError
 from dflash_trt.training.answers import Answer, in_order
+from dflash_trt.training.head_sample import by_frequency
 from dflash_trt.training.target import FeatureCache, FrozenTarget
 
 _WINDOW = 16  # batches whose answers are grouped by length
@@ -46,6 +47,7 @@ class Batches:
             )
         self.per_epoch = len(self.answers) // size
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
+        self._frequent: Tensor | None = None
 
     def __call__(self, step: int) -> Batch:
         """The batch of step 0, 1, ..."""
@@ -59,6 +61,12 @@ class Batches:
             tokens[row, :length] = torch.tensor(answer.token_ids[:length])
         first = torch.tensor([len(answer.prompt_ids) for answer in chosen])
         return Batch(chosen, tokens, first, torch.tensor(lengths))
+
+    def frequent(self, vocabulary: int) -> Tensor:
+        """Tokens by how frequent they are in the answers; int64 [vocabulary]."""
+        if self._frequent is None:
+            self._frequent = by_frequency(self.answers, vocabulary)
+        return self._frequent
 
     def _order(self, epoch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
@@ -82,7 +90,7 @@ def features_of(batch: Batch, target: FrozenTarget, cache: FeatureCache | None) 
                 [part for part in found if part is not None], batch_first=True
             )
             return padded.to(target.device, target.dtype)
-    features = target.features(batch.tokens.to(target.device), batch.ends.to(target.device))
+    features = target.features(batch.tokens.to(target.device))
     if cache is not None:
         for row, (answer, length) in enumerate(zip(batch.answers, lengths, strict=True)):
             cache.put(answer, length, features[row])

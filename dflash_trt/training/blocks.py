@@ -105,6 +105,7 @@ class _HeadLoss(torch.autograd.Function):
         valid: Tensor,
         weighting: Weighting,
         chunk: int,
+        bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         blocks, size, _ = hidden.shape
         gradient = torch.zeros_like(hidden, dtype=head.dtype)
@@ -115,6 +116,8 @@ class _HeadLoss(torch.autograd.Function):
             mask = valid[part]
             rows = hidden[part][mask].to(head.dtype)
             logits = (rows @ head.T).float()
+            if bias is not None:
+                logits += bias
             norm = logits.logsumexp(-1, keepdim=True)
             wanted = labels[part][mask][:, None]
             loss = torch.zeros(mask.shape, device=hidden.device)
@@ -136,19 +139,26 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         gradient, weight = ctx.saved_tensors
-        return (gradient.to(ctx.dtype) * (scale / weight), None, None, None, None, None)
+        return (gradient.to(ctx.dtype) * (scale / weight), None, None, None, None, None, None)
 
 
 def head_loss(
-    hidden: Tensor, head: Tensor, labels: Tensor, valid: Tensor, weighting: Weighting, chunk: int = 16
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    weighting: Weighting,
+    chunk: int = 16,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mean weighted loss, and the loss of every row.
 
     hidden [N, K, D]: normed rows of N blocks. head [V, D]: the target's, frozen; products are in its dtype.
     labels, valid [N, K]. `chunk`: blocks whose logits, [chunk * K, V] in float32, are held at a time.
+    bias [V]: float32, added to the logits; for a head that has some of the tokens only (HeadSample).
     Returns a scalar with gradient to `hidden`, and float32 [N, K] without one.
     """
-    return _HeadLoss.apply(hidden, head, labels, valid, weighting, chunk)
+    return _HeadLoss.apply(hidden, head, labels, valid, weighting, chunk, bias)
 
 
 def plain_loss(hidden: Tensor, head: Tensor, labels: Tensor, valid: Tensor, weighting: Weighting) -> Tensor:

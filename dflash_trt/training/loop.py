@@ -22,6 +22,7 @@ from dflash_trt.errors import DFlashError
 from dflash_trt.files.reading import read_object
 from dflash_trt.training.batches import Batches, features_of
 from dflash_trt.training.blocks import Weighting, draw_blocks, head_loss
+from dflash_trt.training.head_sample import draw_head
 from dflash_trt.training.masks import dense_mask, flex_mask
 from dflash_trt.training.model import Drafter
 from dflash_trt.training.state import load_state, save_state
@@ -34,6 +35,7 @@ class Recipe:
 
     The learning rate rises over the first `warmup` of the steps and falls as a cosine to `floor` of it. `shorter`: the
     share of blocks with fewer rows than the block size. An answer is cut at `max_length` tokens, its prompt included.
+    `head_tokens`: the loss has the logits of that many tokens (head_sample.py), 0: of all.
     """
 
     steps: int
@@ -47,6 +49,7 @@ class Recipe:
     weighting: Weighting = "dpace"
     shorter: float = 0.2
     max_length: int = 1024
+    head_tokens: int = 0
     seed: int = 0
 
     def factor(self, step: int) -> float:
@@ -58,6 +61,7 @@ class Recipe:
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
 
 
+_CHUNK = 16  # blocks whose logits of the whole vocabulary are held at a time
 # Fields that may differ when a run goes on: they say where it ends, not what a step does.
 _FREE = {"steps"}
 
@@ -166,13 +170,14 @@ def _step(
     with accelerator.autocast():
         hidden = module(features, positions, target.embed(blocks.tokens), blocks.positions, masks)
     size = config.block_size
-    loss, _ = head_loss(
-        hidden.reshape(-1, size, hidden.shape[-1]),
-        target.head,
-        blocks.labels.flatten(0, 1),
-        blocks.valid.flatten(0, 1),
-        recipe.weighting,
-    )
+    head, labels, valid = target.head, blocks.labels.flatten(0, 1), blocks.valid.flatten(0, 1)
+    bias, chunk = None, _CHUNK
+    if 0 < recipe.head_tokens < len(head):
+        sample = draw_head(labels[valid], batches.frequent(len(head)), recipe.head_tokens, generator)
+        chunk = _CHUNK * len(head) // len(sample.ids)
+        head, labels, bias = head[sample.ids], sample.labels(labels), sample.bias
+    rows = hidden.reshape(-1, size, hidden.shape[-1])
+    loss, _ = head_loss(rows, head, labels, valid, recipe.weighting, chunk, bias)
     return loss, int((blocks.anchors >= 0).sum())
 
 

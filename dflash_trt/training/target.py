@@ -71,10 +71,9 @@ class FrozenTarget:
         return hook
 
     @torch.no_grad()
-    def features(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """[B, T, taps * D] of tokens [B, T], right-padded to T; rows at `lengths` [B] and behind mean nothing."""
-        seen = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-        self.decoder(input_ids=tokens, attention_mask=seen.long(), use_cache=False)
+    def features(self, tokens: Tensor) -> Tensor:
+        """[B, T, taps * D] of tokens [B, T], right-padded to T: what is behind a text does not change it."""
+        self.decoder(input_ids=tokens, use_cache=False)
         return torch.cat(self._taps, -1)
 
     def embed(self, tokens: Tensor) -> Tensor:

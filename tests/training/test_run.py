@@ -87,7 +87,7 @@ def small_drafter(seed: int = 0) -> Drafter:
 def rounds(drafter: Drafter, target: FrozenTarget, answer: Answer) -> list[int]:
     """Drafts accepted in each round of a greedy answer. The training module drafts with its own mask."""
     config, tokens = drafter.config, torch.tensor([answer.token_ids])
-    features = target.features(tokens, torch.tensor([tokens.shape[1]]))
+    features = target.features(tokens)
     anchor, accepted = len(answer.prompt_ids), []
     while anchor < tokens.shape[1] - 1:
         block = torch.tensor([[answer.token_ids[anchor]] + [config.mask_token_id] * (config.block_size - 1)])
