@@ -9,17 +9,20 @@ the same text on every machine. Only `library_documents` depends on the running 
     chat    questions about a closed world of invented towns
 
 Held-out prompts are told from training ones by a hash of the prompt itself: no prompt can be on both sides.
-`python -m build_scripts.corpus.corpus` writes the held-out prompts that ship with the package.
+`python -m build_scripts.corpus.corpus` writes the held-out prompts that ship with the package, with `--out FILE`
+training prompts.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from build_scripts.corpus import arithmetic as corpus_math
@@ -39,6 +42,8 @@ SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are a careful assistant who answers in full sentences.",
 )
+TRAINING_SHARES = {"math": 0.36, "code": 0.32, "tools": 0.16, "chat": 0.16}
+TRAINING_START = 500_000_000  # behind the examples that the targets are trained on
 SHIPPED_PROMPTS = Path(__file__).parents[2] / "dflash_trt" / "shipped" / "prompts"
 
 CHAT_TEMPLATE = """\
@@ -149,5 +154,33 @@ def write_prompts(directory: Path, count: int = 32) -> None:
         (directory / f"{category}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def write_training_prompts(file: Path, count: int) -> None:
+    """Write a JSONL file of about `count` training prompts, for `dflash-trt train regenerate`."""
+    lines = []
+    for category, share in TRAINING_SHARES.items():
+        source = examples(category, held_out=False, start=TRAINING_START)
+        for number, made in enumerate(islice(source, round(count * share))):
+            record = {
+                "id": f"{category}-{number}",
+                "category": category,
+                "messages": list(made.messages),
+            }
+            lines.append(json.dumps(record, ensure_ascii=False))
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Write the shipped held-out prompts, or training prompts for a drafter."
+    )
+    parser.add_argument("--count", type=int, default=5000, help="training prompts")
+    parser.add_argument("--out", type=Path, help="training prompts as JSONL, instead of the held-out ones")
+    arguments = parser.parse_args()
+    if arguments.out is not None:
+        write_training_prompts(arguments.out, arguments.count)
+    else:
+        write_prompts(SHIPPED_PROMPTS)
+
+
 if __name__ == "__main__":
-    write_prompts(SHIPPED_PROMPTS)
+    main()

@@ -1,1 +1,1 @@
-"""Training of the shipped pairs."""
+"""Training of the targets of the shipped pairs."""

@@ -18,8 +18,11 @@ from build_scripts.train import gpt_oss_chat as train_gpt_oss_chat
 from build_scripts.train import gpt_oss_export as train_gpt_oss_export
 from build_scripts.train import gpt_oss_model as train_gpt_oss_model
 from build_scripts.train.data import Render, chatml, load_tokenizer, packed_rows, train_tokenizer
-from build_scripts.train.export import write_target
-from build_scripts.train.model import Drafter, Shape, Target
+from build_scripts.train.export import drafter_config, write_json, write_target
+from build_scripts.train.model import Shape, Target
+from dflash_trt.models.configs import read_drafter_config
+from dflash_trt.training.checkpoint import write_checkpoint
+from dflash_trt.training.model import Drafter
 
 TINY = Path(dflash_trt.__file__).parent / "shipped" / "tiny"
 
@@ -28,21 +31,20 @@ TINY = Path(dflash_trt.__file__).parent / "shipped" / "tiny"
 class Architecture:
     """One pair: its sizes, and how its parts begin, are written and are read back.
 
-    `render` makes the texts that are trained on and `ask` those that the pair is measured with. `rates` are the
-    learning rates of the rest and of the matrices, for the target and for the drafter. `seed` is that of the first
-    worker's documents, so that what begins as another pair sees other ones.
+    `render` makes the texts that are trained on. `rates` are the learning rates of the rest and of the matrices. `seed`
+    is that of the first worker's documents, so that what begins as another pair sees other ones. `begin_drafter` writes
+    the drafter to go on from, where it is not a new one.
     """
 
     shape: Shape
     seed: int
     render: Render
-    ask: Render
-    rates: tuple[tuple[float, float], tuple[float, float]]
+    rates: tuple[float, float]
     new_tokenizer: Callable[[], Tokenizer]
     new_target: Callable[[], Target]
-    new_drafter: Callable[[], Drafter]
     write_target: Callable[[Target, Path, Path], None]
     load_target: Callable[[Path], Target]
+    begin_drafter: Callable[[Path], None] | None = None
 
 
 def load_qwen3(directory: Path) -> Target:
@@ -55,13 +57,19 @@ def load_qwen3(directory: Path) -> Target:
     return target
 
 
-def load_drafter(directory: Path, shape: Shape) -> Drafter:
-    """The drafter exactly as its BF16 file has it, in float32; biases that it has not are 0."""
-    drafter = Drafter(shape)
-    weights = {name: weight.float() for name, weight in load_file(directory / "model.safetensors").items()}
-    biases = {name: value * 0 for name, value in drafter.state_dict().items() if name.endswith(".bias")}
-    drafter.load_state_dict(biases | weights)
-    return drafter
+def begin_drafter(shape: Shape, directory: Path) -> None:
+    """Write `tiny`'s drafter in the form of another pair's: with biases, of 0, and for the RoPE of that pair."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = drafter_config(shape)
+    write_json(directory / "config.json", config)
+    weights = load_file(TINY / "drafter" / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            weights[name] = weight.float() / shape.rotary_factor
+    for name, value in Drafter(read_drafter_config(directory)).state_dict().items():
+        if name.endswith(".bias"):
+            weights[name] = value * 0
+    write_checkpoint(weights, config, directory, "What a drafter of another form of `tiny` begins with.\n")
 
 
 def qwen3() -> Architecture:
@@ -70,11 +78,9 @@ def qwen3() -> Architecture:
         shape=shape,
         seed=0,
         render=chatml,
-        ask=chatml,
-        rates=((3e-3, 0.02), (3e-3, 0.02)),
+        rates=(3e-3, 0.02),
         new_tokenizer=partial(train_tokenizer, shape.vocab_size),
         new_target=partial(Target, shape),
-        new_drafter=partial(Drafter, shape),
         write_target=write_target,
         load_target=load_qwen3,
     )
@@ -94,24 +100,16 @@ def gpt_oss() -> Architecture:
         train_gpt_oss_model.warm_start(target, source, [tokens, documents, positions], stand_ins)
         return target
 
-    def new_drafter() -> Drafter:
-        drafter = load_drafter(TINY / "drafter", shape)
-        for name, parameter in drafter.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                parameter.data /= shape.rotary_factor
-        return drafter
-
     return Architecture(
         shape=shape,
         seed=10,
         render=train_gpt_oss_chat.render,
-        ask=partial(train_gpt_oss_chat.render, effort="low"),
-        rates=((1e-3, 0.006), (2e-3, 0.01)),
+        rates=(1e-3, 0.006),
         new_tokenizer=partial(train_gpt_oss_chat.make_tokenizer, TINY / "target"),
         new_target=new_target,
-        new_drafter=new_drafter,
         write_target=train_gpt_oss_export.write_target,
         load_target=partial(train_gpt_oss_export.load_target, shape),
+        begin_drafter=partial(begin_drafter, shape),
     )
 
 

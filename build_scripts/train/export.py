@@ -1,4 +1,4 @@
-"""Write the pair as checkpoints are published: Transformers' form for the target, z-lab's for the drafter."""
+"""The pair's checkpoints as they are published: Transformers' form for the target, z-lab's for the drafter."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import json
 import shutil
 from pathlib import Path
 
-from safetensors.torch import save_file
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from build_scripts.corpus.corpus import CHAT_TEMPLATE
 from build_scripts.train.data import SPECIAL_TOKENS
-from build_scripts.train.model import Drafter, Shape, Target
+from build_scripts.train.model import Shape, Target
 
 END_OF_TEXT, START, END, MASK = range(len(SPECIAL_TOKENS))
 
@@ -85,13 +84,9 @@ def write_target(target: Target, tokenizer_file: Path, directory: Path) -> None:
     write_json(directory / "tokenizer_config.json", tokenizer_config)
 
 
-def write_drafter(drafter: Drafter, directory: Path) -> None:
-    """config.json and model.safetensors (BF16), with the names and fields of z-lab's Qwen3-4B-DFlash-b16."""
-    shape = drafter.shape
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.bfloat16().contiguous() for name, tensor in drafter.state_dict().items()}
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    config = {
+def drafter_config(shape: Shape) -> dict[str, object]:
+    """config.json of a drafter, with the names and fields of z-lab's Qwen3-4B-DFlash-b16."""
+    return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": shape.block_size,
@@ -103,7 +98,6 @@ def write_drafter(drafter: Drafter, directory: Path) -> None:
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
-    write_json(directory / "config.json", config)
 
 
 def write_json(path: Path, value: object) -> None:

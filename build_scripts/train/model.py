@@ -1,7 +1,6 @@
-"""The two networks of the pair `tiny`, in plain torch, with the tensor names of their published forms.
+"""The target of the pair `tiny` in plain torch, with the tensor names of its published form.
 
-`Target` is Qwen3 (Transformers' Qwen3ForCausalLM with tied embeddings); `Drafter` is DFlash's block-diffusion
-drafter (arXiv 2602.06036, section 4.1). Both compile to a few fused loops on a CPU.
+It is Qwen3 (Transformers' Qwen3ForCausalLM with tied embeddings), and compiles to a few fused loops on a CPU.
 """
 
 from __future__ import annotations
@@ -137,11 +136,6 @@ class Target(nn.Module):
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
         initialize(self, shape.target_layers)
 
-    @property
-    def fan_in(self) -> int:
-        """Width of a row of features."""
-        return self.shape.taps * self.shape.hidden_size
-
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of normed rows: the embedding is tied."""
         return F.linear(hidden, self.embed_tokens.weight)
@@ -155,38 +149,6 @@ class Target(nn.Module):
         for layer in self.layers:
             normed = layer.input_layernorm(x)
             keys, values = layer.self_attn.keys_values(normed, cos, sin)
-            x = x + layer.self_attn(normed, cos, sin, keys, values, mask)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x)
-
-
-class Drafter(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.fc = nn.Linear(shape.taps * shape.hidden_size, shape.hidden_size, bias=False)
-        self.hidden_norm = Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.drafter_layers))
-        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
-        initialize(self, shape.drafter_layers)
-
-    def forward(
-        self, features: Tensor, context_positions: Tensor, block: Tensor, positions: Tensor, mask: Tensor
-    ) -> Tensor:
-        """Normed rows [B, Q, D] of embedded block rows.
-
-        features: [B, S, taps * D] of context rows at context_positions [B, S]; block: [B, Q, D] embedded anchors and
-        masks at positions [B, Q]; mask: [B, 1, Q, S + Q], True where a block row may look.
-        """
-        context = self.hidden_norm(self.fc(features))
-        context_cos, context_sin = rotary(context_positions, self.shape)
-        cos, sin = rotary(positions, self.shape)
-        x = block
-        for layer in self.layers:
-            normed = layer.input_layernorm(x)
-            old_keys, old_values = layer.self_attn.keys_values(context, context_cos, context_sin)
-            new_keys, new_values = layer.self_attn.keys_values(normed, cos, sin)
-            keys, values = torch.cat((old_keys, new_keys), 2), torch.cat((old_values, new_values), 2)
             x = x + layer.self_attn(normed, cos, sin, keys, values, mask)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
