@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 440, 70, 20, 44, 52
-_COLOURS = ("#6b7280", "#d97706", "#2563eb", "#059669", "#9333ea", "#dc2626")
+_COLOURS = ("#6b7280", "#d97706", "#2563eb", "#059669", "#9333ea", "#dc2626", "#0891b2", "#a16207", "#db2777")
 
 Points = Sequence[tuple[float, float, str]]  # x, y and the label of the point
 
@@ -36,6 +36,7 @@ def line_chart(series: Mapping[str, Points], *, title: str, x: str, y: str) -> s
         out.append(f'<path d="M{px} {floor}V{ceiling}M{_LEFT} {py}H{_WIDTH - _RIGHT}" stroke="#e5e7eb"/>')
         out.append(_text(px, floor + 18, f"{right * i / 5:.4g}"))
         out.append(_text(_LEFT - 8, py + 4, f"{top * i / 5:.4g}", "end"))
+    apart = min(100, (_WIDTH - _LEFT - _RIGHT) // max(1, len(series)))
     for number, (name, line) in enumerate(series.items()):
         colour = _COLOURS[number % len(_COLOURS)]
         places = [at(px, py) for px, py, _ in line]
@@ -44,7 +45,7 @@ def line_chart(series: Mapping[str, Points], *, title: str, x: str, y: str) -> s
         for (px, py), (_, _, label) in zip(places, line, strict=True):
             out.append(f'<circle cx="{px}" cy="{py}" r="3.5" fill="{colour}"/>')
             out.append(_text(px + 6, py - 6, label, "start", f'fill="{colour}" font-size="10"'))
-        legend = _WIDTH - _RIGHT - 100 * (len(series) - number)
+        legend = _WIDTH - _RIGHT - apart * (len(series) - number)
         out.append(_text(legend, 36, name, "start", f'fill="{colour}"'))
     return "\n".join([*out, "</svg>"]) + "\n"
 

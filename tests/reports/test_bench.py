@@ -164,3 +164,12 @@ def test_a_chart_has_its_points_inside() -> None:
     texts = [t.text for t in root.findall(f"{SVG}text")]
     assert {"T", "X", "Y", "a & b", "<1>", "50", "5"} <= set(texts)
     assert ElementTree.fromstring(line_chart({}, title="", x="", y="")) is not None
+
+
+def test_names_of_many_lines_fit_above_the_chart() -> None:
+    names = [f"line {number}" for number in range(9)]
+    root = ElementTree.fromstring(line_chart(dict.fromkeys(names, [(1.0, 2.0, "")]), title="T", x="X", y="Y"))
+    places = [float(text.attrib["x"]) for text in root.iter() if text.text in names]
+    assert len(places) == len(names)
+    assert min(places) > 0
+    assert places == sorted(set(places))
