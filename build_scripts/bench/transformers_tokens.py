@@ -2,9 +2,10 @@
 
     python -m build_scripts.bench.transformers_tokens --target smollm2-135m --prompts 50 --tokens 128
 
-Our engine answers held-out prompts, several at a time, plain or with drafts (--drafts). Transformers then reads each prompt with its answer in one
-pass: every token must be the one with the largest logit behind the tokens before it. A greedy answer by Transformers
-is then the same, up to the rounding of its passes. Where a token differs, the gap of the two logits is printed.
+Our engine answers held-out prompts, several at a time, plain or with drafts (--drafts). Transformers then reads each
+prompt with its answer in one pass: every token must be the one with the largest logit behind the tokens before it. A
+greedy answer by Transformers is then the same, up to the rounding of its passes. Where a token differs, the gap of the
+two logits is printed.
 """
 
 from __future__ import annotations

@@ -168,7 +168,8 @@ def test_a_chart_has_its_points_inside() -> None:
 
 def test_names_of_many_lines_fit_above_the_chart() -> None:
     names = [f"line {number}" for number in range(9)]
-    root = ElementTree.fromstring(line_chart(dict.fromkeys(names, [(1.0, 2.0, "")]), title="T", x="X", y="Y"))
+    series = {name: [(1.0, 2.0, "")] for name in names}
+    root = ElementTree.fromstring(line_chart(series, title="T", x="X", y="Y"))
     places = [float(text.attrib["x"]) for text in root.iter() if text.text in names]
     assert len(places) == len(names)
     assert min(places) > 0
