@@ -295,7 +295,7 @@ def _drafter(args: argparse.Namespace) -> int:
     def report(line: dict[str, Any]) -> None:
         print(json.dumps({key: value for key, value in line.items() if key != "figures"}), file=sys.stderr)
 
-    run(
+    ended = run(
         resolve(args.target, "target").directory,
         args.target,
         args.data,
@@ -308,6 +308,9 @@ def _drafter(args: argparse.Namespace) -> int:
         evaluate_every=args.evaluate_every,
         report=report,
     )
+    if ended < args.steps:
+        print(f"{args.out}: ended after step {ended}, as asked; the same command goes on from there")
+        return 1
     print(f"{args.out}: newest weights in checkpoint/, best ones in best/, curve in acceptance.svg")
     return 0
 

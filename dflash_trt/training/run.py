@@ -56,8 +56,10 @@ def run(
     save_every: int = 50,
     evaluate_every: int = 0,
     report: Callable[[dict[str, Any]], None] | None = None,
-) -> None:
-    """Train a drafter for the target in `out`, or resume the run there.
+) -> int:
+    """Train a drafter for the target in `out`, or resume the run there; returns after which step it ended.
+
+    That is recipe.steps, or fewer if the process was asked to end.
 
     Raises DFlashError if `out` holds a run with another drafter or recipe, and any error of reading the inputs.
     """
@@ -115,6 +117,7 @@ def run(
         on_weights=keep,
         report=report,
     )
+    return int(read_object(out / "state" / "state.json")["step"])
 
 
 def _drafter_config(file: Path, target: Path, target_config: TargetConfig, design: Design) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -290,7 +291,7 @@ def test_defaults_of_a_new_drafter_follow_from_the_target() -> None:
 
 
 def test_the_command_trains_and_measures(
-    answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held_out = tmp_path / "held_out.jsonl"
     lines = [json.dumps({"id": p.id, "category": p.category, "messages": p.content}) for p in HELD_OUT[:2]]
@@ -318,5 +319,8 @@ def test_the_command_trains_and_measures(
         == 0
     )
     assert set(json.loads(capsys.readouterr().out)) == {HELD_OUT[0].category, HELD_OUT[1].category, ALL}
+    monkeypatch.setattr("dflash_trt.training.loop._asked_to_end", lambda: nullcontext(lambda: True))
+    assert main([*command[:-10], "--steps", "9", *sizes, *asking]) == 1
+    assert "ended after step 3, as asked" in capsys.readouterr().out
     assert main([*command, "--taps", "50"]) == 1
     assert "target_layer_ids" in capsys.readouterr().err
