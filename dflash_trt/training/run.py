@@ -79,7 +79,9 @@ def run(
     if design.checkpoint is None:
         start_from_target(drafter, Checkpoint(target), target_config)
     taps = drafter.config.target_layer_ids
-    frozen = FrozenTarget(target, target_config, taps, accelerator.device, matrix_dtype(accelerator.device))
+    # Without autocast, the drafter computes in float32, and takes nothing else.
+    dtype = matrix_dtype(accelerator.device) if accelerator.mixed_precision == "bf16" else torch.float32
+    frozen = FrozenTarget(target, target_config, taps, accelerator.device, dtype)
     key = {"target": target_name, "taps": list(taps), "hidden_size": target_config.hidden_size}
     cache = None if features is None else FeatureCache(features, key)
     batches = Batches(answers, recipe.batch_size, recipe.max_length, recipe.seed)

@@ -71,7 +71,6 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    monkeypatch.setattr("dflash_trt.training.run.matrix_dtype", lambda device: torch.float32)
     yield
     torch.set_num_threads(threads)
 
