@@ -56,9 +56,9 @@ def main() -> None:
             prompts = [llm.chat_prompt(p.content) for p in asked if not isinstance(p.content, str)]
             done = llm.generate(prompts, params, speculate=arguments.drafts)
     answers = [each.token_ids for each in done]
-    model = AutoModelForCausalLM.from_pretrained(
-        resolve(arguments.target, "target").directory, dtype=torch.float32, trust_remote_code=False
-    ).eval()
+    directory = resolve(arguments.target, "target").directory
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False)
+    model.eval()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     equal = 0
