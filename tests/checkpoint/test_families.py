@@ -327,6 +327,7 @@ def test_known_configs_by_any_name() -> None:
     assert known_configs("gpt-oss-120b") == known_configs("openai/gpt-oss-120b")
     assert known_configs("qwen3-4b") == known_configs("z-lab/Qwen3-4B-DFlash-b16@main")
     with pytest.raises(
-        CheckpointError, match=r"gpt-5: no pair is known by that name; known are tiny, tiny-gpt-oss, qwen3-4b"
+        CheckpointError,
+        match=r"gpt-5: no pair is known by that name; known are tiny, tiny-gpt-oss, smollm2-135m",
     ):
         known_configs("gpt-5")
