@@ -19,6 +19,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import BuildJob, BuildSettings, Engine, Weights
 from dflash_trt.errors import BuildError
+from dflash_trt.formats.base import WeightLayout
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.quantization.for_build import in_precision
@@ -94,7 +95,7 @@ def build(
     )
     progress("read checkpoints", 1, 1)
     with workspace(out, "bundle") as place:
-        pair = _quantized(pair, settings.precision, place, progress, int4_by_row=entry.int4_by_row)
+        pair = _quantized(pair, settings.precision, place, progress, entry.weight_layout)
         job = entry.job(pair, settings, place, progress)
         manifest = _describe(pair, settings, entry, job)
         inputs = read_inputs(job.files, place, progress)
@@ -126,7 +127,7 @@ def _read_pair(sources: tuple[Source, Source], engine: Engine, weights: Weights)
 
 
 def _quantized(
-    pair: CheckpointPair, precision: Precision, place: Workspace, progress: Progress, *, int4_by_row: bool
+    pair: CheckpointPair, precision: Precision, place: Workspace, progress: Progress, layout: WeightLayout
 ) -> CheckpointPair:
     """The pair as `precision` asks for it, with the head that it gives the drafter."""
     target, drafter, head = in_precision(
@@ -135,7 +136,7 @@ def _quantized(
         precision,
         place.scratch,
         progress,
-        int4_by_row=int4_by_row,
+        layout=layout,
     )
     return CheckpointPair(
         replace(pair.target, checkpoint=target), replace(pair.drafter, checkpoint=drafter), head

@@ -39,6 +39,11 @@ class StoredLinear:
         return FORMATS[self.algorithm.scheme]
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether the weight is in the blocks that ONNX Runtime multiplies (`NumberFormat.block_forms`)."""
+        return len(self.weight.shape) == 3
+
+    @property
     def tensors(self) -> list[TensorInfo]:
         values = [getattr(self, f.name) for f in fields(self)]
         return [value for value in values if isinstance(value, TensorInfo)]
@@ -71,7 +76,13 @@ def stored_linear(
     def optional(suffix: str, form: Form) -> TensorInfo | None:
         return tensor(suffix, form) if f"{layer}.{suffix}" in checkpoint.tensors else None
 
-    found = {suffix: tensor(suffix, each) for suffix, each in kind.forms(algorithm, outputs, inputs).items()}
+    in_blocks = kind.integer_bits is not None and (
+        len(weight.shape) == 3
+        if weight is not None
+        else isinstance(checkpoint, Outline) and checkpoint.in_blocks
+    )
+    forms = kind.block_forms(outputs, inputs) if in_blocks else kind.forms(algorithm, outputs, inputs)
+    found = {suffix: tensor(suffix, form) for suffix, form in forms.items()}
     input_scale = None
     if algorithm.static:
         input_scale = tensor("input_scale", Form(ONE, ["F32"]))
@@ -189,7 +200,7 @@ def _expect(
 
 def widened_bytes(checkpoint: Checkpoint | Outline) -> int:
     """What the quantized linear layers of a checkpoint would take in float32, without experts."""
-    numbers_in_byte = {"F8_E4M3": 1, "U8": 2}
+    numbers_in_byte = {"F8_E4M3": 1, "I8": 1, "U8": 2}
     return 4 * sum(
         info.nbytes * numbers_in_byte.get(info.dtype, 0)
         for info in checkpoint.tensors.values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from dflash_trt.checkpoint.tensors import TensorInfo
+from dflash_trt.formats.base import BLOCK
 
 _ROLES = (
     ("embed_tokens", "embedding"),
@@ -36,8 +37,13 @@ _SCALES = (
 
 
 def parameters_of(tensor: TensorInfo) -> int:
-    """Numbers in a tensor: two in a byte of blocks and of packed weights, none in their scales."""
+    """Numbers in a tensor: two in a byte of MXFP4's blocks and of packed weights, none in their scales.
+
+    Layers in the blocks that ONNX Runtime multiplies have BLOCK numbers in each.
+    """
     if tensor.name.endswith(_SCALES):
         return 0
+    if tensor.dtype == "U8" and tensor.name.endswith(".weight") and len(tensor.shape) == 3:
+        return math.prod(tensor.shape[:2]) * BLOCK
     packed = tensor.name.endswith("_blocks") or (tensor.dtype == "U8" and tensor.name.endswith(".weight"))
     return math.prod(tensor.shape) * (2 if packed else 1)

@@ -200,10 +200,13 @@ class Outline:
     """A checkpoint known by its configuration only: it has whatever tensor is expected of it, and no bytes.
 
     Tensors get the first of the dtypes they may have, and places in one imagined file, in the order of asking.
+    `in_blocks`: quantized layers are in the blocks that ONNX Runtime multiplies, where their format can be.
     """
 
-    def __init__(self, directory: Path, quantization: Quantization | None = None) -> None:
-        self.directory = directory
+    def __init__(
+        self, directory: Path, quantization: Quantization | None = None, *, in_blocks: bool = False
+    ) -> None:
+        self.directory, self.in_blocks = directory, in_blocks
         self.quantization = quantization or read_quantization(directory)
         self.files: tuple[Path, ...] = ()
         self.tensors: dict[str, TensorInfo] = {}

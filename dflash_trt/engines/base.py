@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from dflash_trt.bundle.workspace import Progress, Workspace
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
+from dflash_trt.formats.base import WeightLayout
 from dflash_trt.formats.precision import Precision
 
 # "copy": files of the bundle's own.  "link": hard links to the checkpoints' files.  "none": graphs only.
@@ -57,13 +58,13 @@ class Engine(ABC):
     """An entry of the registry.
 
     `option`: the argument of `build` that takes this engine's own options. `weights_folder`: where checkpoints lie in
-    its bundles. `int4_by_row`: whether it reads INT4 with two columns in a byte, as ONNX has it.
+    its bundles. `weight_layout`: how it reads quantized layers.
     """
 
     name: str
     option: ClassVar[str] = ""
     weights_folder: ClassVar[str] = "weights/"
-    int4_by_row: ClassVar[bool] = False
+    weight_layout: ClassVar[WeightLayout] = "stored"
 
     @abstractmethod
     def check(self, precision: Precision | None, weights: Weights, options: Any) -> None:

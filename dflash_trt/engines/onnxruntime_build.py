@@ -16,6 +16,7 @@ class OnnxRuntimeEntry(Engine):
     """Runs graphs on the CPU."""
 
     name = OnnxRuntime.name
+    weight_layout = "blocks"
 
     def check(self, precision: Precision | None, weights: Weights, options: None) -> None:
         for role in ("target", "drafter"):

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from .base import Algorithm, NumberFormat
 from .fp8 import FP8
 from .int4 import INT4
+from .int8 import INT8
 from .mxfp4 import MXFP4
 from .nvfp4 import NVFP4
 
 __all__ = ["ALGORITHMS", "FORMATS", "INT4", "MXFP4", "SCHEMES", "Algorithm", "NumberFormat"]
 
-FORMATS: Mapping[str, NumberFormat] = {f.name: f for f in (FP8(), NVFP4(), MXFP4(), INT4())}
+FORMATS: Mapping[str, NumberFormat] = {f.name: f for f in (FP8(), NVFP4(), MXFP4(), INT8(), INT4())}
 SCHEMES = tuple(FORMATS)
 # By the names that NVIDIA's Model Optimizer uses in hf_quant_config.json.
 ALGORITHMS: Mapping[str, Algorithm] = {a.name: a for f in FORMATS.values() for a in f.algorithms}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -20,6 +20,12 @@ Shape = tuple[int, ...]
 Floats = NDArray[np.float32]
 FLOAT_DTYPES = ("BF16", "F16", "F32")  # as safetensors names them
 ONE: tuple[Shape, ...] = ((), (1,))  # shapes of a tensor of one number
+# Weights per scale in the blocks that ONNX Runtime multiplies. With larger blocks its kernels round one row otherwise
+# than several: the tokens would depend on drafting (docs/quantization.md).
+BLOCK = 32
+# How an engine reads quantized layers: as checkpoints have them; INT4 with two columns of a row in a byte, as ONNX and
+# TensorRT have it; or in blocks of integers.
+WeightLayout = Literal["stored", "int4_by_row", "blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,10 @@ class NumberFormat(ABC):
     scale_by_row = False
     # The scale of stacked experts that is repeated for each of their rows.
     expanded: str | None = None
+    # Bits of the integers that hold its numbers exactly; None where there are none. A layer may then lie in blocks,
+    # as unsigned integers [out, blocks, BLOCK * bits / 8], whose zero is 2 ** (bits - 1). Their float32 scales are
+    # [out, blocks].
+    integer_bits: int | None = None
 
     # Reading
 
@@ -75,6 +85,21 @@ class NumberFormat(ABC):
         self, codes: NDArray[Any], scale: NDArray[Any], global_scale: NDArray[Any] | None, *, by_row: bool
     ) -> Floats:
         """The numbers that the codes stand for, float32 [rows, columns]."""
+
+    def block_forms(self, rows: int, columns: int) -> dict[str, Form]:
+        """As `forms`, of a layer in blocks."""
+        assert self.integer_bits is not None
+        blocks = columns // BLOCK
+        return {
+            "weight": Form([(rows, blocks, BLOCK * self.integer_bits // 8)], ["U8"]),
+            "weight_scale": Form([(rows, blocks)], ["F32"]),
+        }
+
+    def integers(
+        self, codes: NDArray[Any], scale: NDArray[Any], *, by_row: bool
+    ) -> tuple[NDArray[np.int8], Floats]:
+        """Integers [rows, columns] and float32 scales [rows, columns / BLOCK] of the same numbers."""
+        raise NotImplementedError(f"{self.name} is not made of integers")
 
     @abstractmethod
     def nbytes(self, parameters: int, rows: int, group_size: int) -> int:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from . import bodies
-from .base import FLOAT_DTYPES, Algorithm, Floats, Form, NumberFormat, Shape
+from .base import BLOCK, FLOAT_DTYPES, Algorithm, Floats, Form, NumberFormat, Shape
 from .numbers import INT4_MAX, pack_rows, unpack_pairs, unpack_rows
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class INT4(NumberFormat):
     algorithms = (_AWQ,)
     group_sizes = (128, 64, 32)  # supported by both TensorRT and ONNX Runtime
     even_rows = True
+    integer_bits = 4
     modelopt_config = "INT4_AWQ_CFG"
 
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
@@ -75,6 +76,13 @@ class INT4(NumberFormat):
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
         codes, scales = quantize_int4(rows, algorithm.group_size)
         return {"weight": pack_rows(codes), "weight_scale": scales}
+
+    def integers(
+        self, codes: NDArray[Any], scale: NDArray[Any], *, by_row: bool
+    ) -> tuple[NDArray[np.int8], Floats]:
+        numbers = unpack_pairs(codes) if by_row else unpack_rows(codes)
+        repeated = numbers.shape[1] // BLOCK // scale.shape[1]
+        return (numbers.astype(np.int8) ^ 8) - 8, np.repeat(scale.astype(np.float32), repeated, axis=1)
 
     def operator(self, kind: LinearKind) -> str:
         return f"INT4Linear{kind.group_size}{'' if kind.by_row else 'x2'}"

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from . import bodies
-from .base import Algorithm, Floats, Form, NumberFormat, Shape
+from .base import BLOCK, Algorithm, Floats, Form, NumberFormat, Shape
 from .numbers import BYTE_TO_PAIR, E2M1, E2M1_MAX, E8M0, encode_e2m1, pack_pairs, unpack_pairs
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from dflash_trt.graph.builder import GraphBuilder
     from dflash_trt.graph.quantized import LinearKind
 
-BLOCK = 32
 _MXFP4 = Algorithm("W4A16_MXFP4", "mxfp4", group_size=BLOCK)
 
 
@@ -62,6 +61,7 @@ class MXFP4(NumberFormat):
     name = "mxfp4"
     algorithms = (_MXFP4, Algorithm("MXFP4", "mxfp4", group_size=BLOCK))
     group_sizes = (BLOCK,)
+    integer_bits = 8
     capabilities = (100, 103, 110, 120, 121)  # seen with TensorRT-RTX 1.7
 
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
@@ -87,6 +87,12 @@ class MXFP4(NumberFormat):
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
         codes, scales = quantize_mxfp4(rows)
         return {"weight": codes, "weight_scale": scales}
+
+    def integers(
+        self, codes: NDArray[Any], scale: NDArray[Any], *, by_row: bool
+    ) -> tuple[NDArray[np.int8], Floats]:
+        """Twice the numbers, which are whole: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives."""
+        return (2 * E2M1[unpack_pairs(codes)]).astype(np.int8), E8M0[scale] / np.float32(2)
 
     def weight(
         self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool

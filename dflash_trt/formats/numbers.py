@@ -26,7 +26,7 @@ E8M0 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.nan).astype(n
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9
-INT4_MAX = 7.0
+INT4_MAX, INT8_MAX = 7.0, 127.0
 
 
 def encode_e4m3(x: Floats) -> NDArray[Any]:

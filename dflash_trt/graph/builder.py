@@ -26,6 +26,7 @@ ONNX_DTYPES = {
     "F16": ir.DataType.FLOAT16,
     "BF16": ir.DataType.BFLOAT16,
     "U8": ir.DataType.UINT8,
+    "I8": ir.DataType.INT8,
     "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
 }
 

@@ -39,7 +39,7 @@ from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, Dialect
 from dflash_trt.graph.experts import Storage, onnxruntime_moe
-from dflash_trt.graph.quantized import INPUTS, kind_of, onnxruntime_linear, tensors
+from dflash_trt.graph.quantized import INPUTS, kind_of, onnxruntime_integers, onnxruntime_linear, tensors
 from dflash_trt.graph.quantized_experts import Projection, Stack, onnxruntime_experts, onnxruntime_inputs
 
 # Up to this size all experts are widened to float32 as the engine loads (its peak then is four times that); beyond it,
@@ -62,6 +62,7 @@ class OnnxRuntime(Dialect):
     name = "onnxruntime"
     by_head = False
     joins_floats = True
+    joins_quantized = True
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
         g = GraphBuilder(_name("AttentionMask", kind))
@@ -130,6 +131,8 @@ class OnnxRuntime(Dialect):
         name: str,
         widened_bytes: int,
     ) -> ir.Value:
+        if stored.in_blocks:
+            return onnxruntime_integers(g, x, stored, folder, bias, name)
         inputs = tensors(g, stored, folder, packed_as_bytes=True)
         if bias is not None:
             inputs["bias"] = bias

@@ -12,7 +12,7 @@ input, in the weight's kind of numbers:
 The formats themselves, and the nodes that each dialect gets for them, are in dflash_trt/formats.
 
 The bodies for ONNX Runtime compute in float32 on the exact numbers that the codes stand for, with the input rounded as
-the format rounds it. What TensorRT gets are the patterns of QuantizeLinear and DequantizeLinear that it turns into
+the format rounds it. A layer in blocks of integers has no such operator: it is one node, `onnxruntime_integers`. What TensorRT gets are the patterns of QuantizeLinear and DequantizeLinear that it turns into
 multiplications of packed numbers; weights stay packed in its plans.
 """
 
@@ -28,11 +28,14 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.formats import FORMATS, NumberFormat
+from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.experts import MICROSOFT_DOMAIN
 
 Activations = Literal["none", "static", "row"]
 # What a row's magnitude is at least taken for: far below anything, and far from where a reciprocal overflows.
 _TINY = 2.0**-100
+_INTEGERS = 4  # MatMulNBits's accuracy_level: inputs in eight bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,34 @@ def onnxruntime_linear(
     y = product(g, kind, inputs, x, weight)
     g.output(y if dtype == FLOAT else g.op("Cast", y, to=int(dtype)), "y", dtype, ["rows", "out"])
     return g.function()
+
+
+def onnxruntime_integers(
+    g: GraphBuilder, x: ir.Value, stored: StoredLinear, folder: str, bias: ir.Value | None, name: str
+) -> ir.Value:
+    """A layer in blocks, x in float32, by ONNX Runtime's own product of integers.
+
+    It rounds every row of x to eight bits, 32 numbers at a time, and adds in integers: a row does not depend on others.
+    """
+    assert stored.format.integer_bits is not None
+    rows, blocks, _ = stored.weight.shape
+    if stored.pre_quant_scale is not None:
+        smooth = g.cast(g.raw_weight(stored.pre_quant_scale, folder), FLOAT, name=f"{name}/smooth")
+        x = g.op("Mul", x, smooth, name=f"{name}/smoothed")
+    inputs = [x, g.raw_weight(stored.weight, folder), g.raw_weight(stored.scale, folder)]
+    if bias is not None:
+        inputs += [None, None, bias]
+    g.graph.opset_imports[MICROSOFT_DOMAIN] = 1
+    return g.op(
+        *("MatMulNBits", *inputs),
+        name=name,
+        domain=MICROSOFT_DOMAIN,
+        K=blocks * BLOCK,
+        N=rows,
+        bits=stored.format.integer_bits,
+        block_size=BLOCK,
+        accuracy_level=_INTEGERS,
+    )
 
 
 def product(

@@ -75,7 +75,7 @@ def onnxruntime_inputs(g: GraphBuilder, stack: Stack, folder: str) -> list[ir.Va
         for part, values in each.items():
             info: TensorInfo = getattr(stored, part)
             value = g.raw_weight(info, folder)
-            if info.dtype == "F8_E4M3":
+            if info.dtype in ("F8_E4M3", "I8"):
                 value = g.reinterpret(value, ir.DataType.UINT8, info.shape)
             elif part in ("global_scale", "input_scale") or (part == "scale" and stored.format.scale_by_row):
                 value = g.reinterpret(value, FLOAT, [info.nbytes // 4])

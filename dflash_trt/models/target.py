@@ -15,6 +15,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, same_bytes
 from dflash_trt.errors import CheckpointError
+from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.decoder import embed
@@ -78,7 +79,8 @@ def build_target(
 
 def _tied_copy(config: TargetConfig, checkpoint: Checkpoint | Outline) -> tuple[str, ...]:
     """With tied embeddings some checkpoints store the head too. It must be the same: Transformers would use it."""
-    if not config.tie_word_embeddings or "lm_head.weight" not in checkpoint.tensors:
+    tied = config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors
+    if not tied or _quantized_head(checkpoint):
         return ()
     head, table = (checkpoint.tensors[name] for name in ("lm_head.weight", "model.embed_tokens.weight"))
     if not same_bytes(head, table):
@@ -89,10 +91,18 @@ def _tied_copy(config: TargetConfig, checkpoint: Checkpoint | Outline) -> tuple[
     return ("lm_head.weight",)
 
 
+def _quantized_head(checkpoint: Checkpoint | Outline) -> bool:
+    """Whether there is a head in fewer bits beside a tied embedding."""
+    if checkpoint.quantization.algorithm("lm_head") is None:
+        return False
+    head = checkpoint.tensors.get("lm_head.weight")
+    return isinstance(checkpoint, Outline) if head is None else head.dtype not in FLOAT_DTYPES
+
+
 def lm_head(x: ir.Value, root: Module, config: TargetConfig) -> ir.Value:
     """x [rows, D], already normed, -> logits [rows, V] through the target's head, tied or not."""
     hidden, vocab = config.hidden_size, config.vocab_size
-    if not config.tie_word_embeddings:
+    if not config.tie_word_embeddings or _quantized_head(root.checkpoint):
         return root.linear(x, "lm_head", hidden, vocab)
     weight = root.weight("model.embed_tokens.weight", vocab, hidden)
     return root.g.op("Gemm", x, weight, name="lm_head", transB=1)

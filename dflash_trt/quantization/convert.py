@@ -32,13 +32,12 @@ from dflash_trt.files.disk import own_file, whole_file
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import FORMATS, INT4, SCHEMES, Algorithm
 from dflash_trt.formats.base import FLOAT_DTYPES
-from dflash_trt.formats.numbers import pack_pairs, unpack_rows
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 _QUANTIZED_ROLES = ("attention", "mlp", "experts", "fc")
 _COPIED = (".json", ".jinja", ".txt", ".model")
 # What one step widens to float32.
-_STEP_BYTES = 32 << 20
+STEP_BYTES = 32 << 20
 # Layers that engines multiply as one share their scales, as Model Optimizer has them.
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")  # a layer's, and which of the expert's linear layers
 _FUSED = ((re.compile(r"\.[qkv]_proj$"), ".qkv_proj"), (re.compile(r"\.(gate|up)_proj$"), ".gate_up_proj"))
@@ -58,6 +57,7 @@ def quantize(
     *,
     exclude: Sequence[str] = (),
     head: str | None = None,
+    largest_group: int | None = None,
     calibration: Mapping[str, float] | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -65,7 +65,7 @@ def quantize(
 
     `scheme` is fp8, nvfp4, mxfp4 or int4. Embedding, norms, routers and gpt-oss's experts (in MXFP4 already) stay as
     they are, and so do layers that a pattern of `exclude` matches, as `model.layers.0.*`, and the LM head, unless
-    `head` names a scheme for it. `calibration`: layer -> largest magnitude of its input; fp8 and nvfp4 then get static
+    `head` names a scheme for it. `largest_group`: weights that may share a scale. `calibration`: layer -> largest magnitude of its input; fp8 and nvfp4 then get static
     input scales.
 
     Works shard by shard beside `out`, which appears when all is whole; an interrupted run continues where it was. Holds
@@ -76,7 +76,9 @@ def quantize(
         BuildError: the scheme does not fit a layer, or `out` holds something else.
     """
     checkpoint = Checkpoint(source)
-    layers = _layers(checkpoint, scheme, exclude, head, calibrated=calibration is not None)
+    layers = _layers(
+        checkpoint, scheme, exclude, head, largest_group=largest_group, calibrated=calibration is not None
+    )
     copied = [t for t in checkpoint.tensors.values() if t.name.removesuffix(".weight") not in layers]
     if calibration is not None and (missing := sorted(set(layers) - set(calibration) - {HEAD})):
         raise BuildError(f"{source}: the calibration saw nothing of {len(missing)} layers, as {missing[0]}")
@@ -89,37 +91,6 @@ def quantize_head(source: Path, out: Path, scheme: str, progress: Progress | Non
     layers = {HEAD: _head(checkpoint, scheme)}
     _check_groups(layers)
     return _convert(checkpoint, out, layers, [], {}, progress or silent)
-
-
-def repack_int4(checkpoint: Checkpoint, out: Path, progress: Progress | None = None) -> Path:
-    """Write the checkpoint with its INT4 weights by row, two columns in a byte, as ONNX and TensorRT read them."""
-    progress = progress or silent
-
-    def by_row(info: TensorInfo) -> Iterator[tuple[str, NDArray[Any]]]:
-        packed = checkpoint.array(info.name)
-        step = max(1, _STEP_BYTES // info.shape[1])
-        for begin in range(0, len(packed), step):
-            yield info.name, pack_pairs(unpack_rows(packed[begin : begin + step]))
-
-    def entry(info: TensorInfo) -> Entry:
-        algorithm = checkpoint.quantization.algorithm(info.name.removesuffix(".weight"))
-        int4 = algorithm is not None and algorithm.scheme == INT4.name and info.dtype == "U8"
-        if not int4 or not info.name.endswith(".weight"):
-            return Entry(info.name, info.dtype, info.shape, state.copy(info))
-        return Entry(info.name, "U8", (2 * info.shape[0], info.shape[1] // 2), by_row(info))
-
-    state = _State(checkpoint, {}, {}, progress, sum(t.nbytes for t in checkpoint.tensors.values()))
-    out.mkdir(parents=True, exist_ok=True)
-    for file in checkpoint.files:
-        if not (out / file.name).is_file():
-            write_shard(out / file.name, [entry(t) for t in checkpoint.tensors.values() if t.file == file])
-    for path in checkpoint.directory.glob("*.json"):
-        shutil.copyfile(own_file(checkpoint.directory, path), out / path.name)
-    if (out / QUANT_CONFIG).is_file():
-        config = read_object(out / QUANT_CONFIG)
-        if isinstance(config.get("producer"), dict) and config["producer"].pop("sha256", None):
-            _write_json(out / QUANT_CONFIG, config)  # the weights are other files now
-    return out
 
 
 def data_free(scheme: str, *, calibrated: bool = False, inputs: Sequence[int] = ()) -> Algorithm:
@@ -160,7 +131,13 @@ def _of_all_experts(name: str) -> str:
 
 
 def _layers(
-    checkpoint: Checkpoint, scheme: str, exclude: Sequence[str], head: str | None, *, calibrated: bool
+    checkpoint: Checkpoint,
+    scheme: str,
+    exclude: Sequence[str],
+    head: str | None,
+    *,
+    largest_group: int | None,
+    calibrated: bool,
 ) -> dict[str, _Layer]:
     for option, value in (("scheme", scheme), ("head", head or scheme)):
         if value not in SCHEMES:
@@ -171,7 +148,8 @@ def _layers(
             f"{found.path}: the checkpoint is {found.name} already; quantize the original one"
         )
     kept = linear_layers(checkpoint, exclude)
-    algorithm = data_free(scheme, calibrated=calibrated, inputs=[t.shape[1] for t in kept.values()])
+    divided = [t.shape[1] for t in kept.values()] + ([] if largest_group is None else [largest_group])
+    algorithm = data_free(scheme, calibrated=calibrated, inputs=divided)
     layers = {name: _Layer(name, tensor, algorithm) for name, tensor in kept.items()}
     if head is not None:
         layers[HEAD] = _head(checkpoint, head)
@@ -224,7 +202,7 @@ def _convert(
         begun = work / QUANT_CONFIG
         if not _made_as(begun, config):
             place.empty()
-            _write_json(begun, config)
+            write_json(begun, config)
         total = sum(t.nbytes for t in copied) + sum(layer.source.nbytes for layer in layers.values())
         state = _State(checkpoint, layers, amax, progress, total)
         weight_map: dict[str, str] = {}
@@ -238,12 +216,12 @@ def _convert(
                 write_shard(work / file.name, entries)
         if set(weight_map.values()) != {"model.safetensors"}:
             size = sum(path.stat().st_size for path in work.glob("*.safetensors"))
-            _write_json(work / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+            write_json(work / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
         copy_files(checkpoint.directory, work)
         _write_config(checkpoint.directory, work, config, untied=HEAD in layers)
         progress("quantize", total, total)
         digests = {path.name: digest(path) for path in sorted(work.glob("*.safetensors"))}
-        _write_json(begun, config | {"producer": config["producer"] | {"sha256": digests}})
+        write_json(begun, config | {"producer": config["producer"] | {"sha256": digests}})
         place.publish()
     return out
 
@@ -262,7 +240,7 @@ class _State:
         self.checkpoint, self.progress, self.total, self.done = checkpoint, progress, total, 0
         self.groups: dict[str, list[_Layer]] = {}
         for layer in layers.values():
-            self.groups.setdefault(_fused(layer.name), []).append(layer)
+            self.groups.setdefault(joined_name(layer.name), []).append(layer)
         self.amax = {
             group: max((amax[member.name] for member in members if member.name in amax), default=None)
             for group, members in self.groups.items()
@@ -275,14 +253,14 @@ class _State:
 
     def copy(self, info: TensorInfo) -> Iterator[tuple[str, NDArray[Any]]]:
         flat = self.checkpoint.array(info.name).reshape(-1).view(np.uint8)
-        for begin in range(0, len(flat), _STEP_BYTES):
-            yield info.name, flat[begin : begin + _STEP_BYTES]
+        for begin in range(0, len(flat), STEP_BYTES):
+            yield info.name, flat[begin : begin + STEP_BYTES]
         self._advance(info.nbytes)
 
     def rows(self, layer: _Layer) -> Iterator[NDArray[np.float32]]:
         """The weight in float32, some rows at a time, an even number but for the last."""
         array = self.checkpoint.array(layer.source.name)
-        step = max(2, _STEP_BYTES // (4 * layer.source.shape[1]) // 2 * 2)
+        step = max(2, STEP_BYTES // (4 * layer.source.shape[1]) // 2 * 2)
         for begin in range(0, len(array), step):
             rows = array[begin : begin + step].astype(np.float32)
             if not np.isfinite(rows).all():
@@ -294,7 +272,7 @@ class _State:
 
     def largest(self, layer: _Layer) -> float:
         """Over all layers that this one is multiplied with as one."""
-        group = _fused(layer.name)
+        group = joined_name(layer.name)
         if group not in self._largest:
             members = self.groups[group]
             self._largest[group] = max(float(np.abs(r).max(initial=0)) for m in members for r in self.rows(m))
@@ -306,14 +284,14 @@ class _State:
         written = FORMATS[algorithm.scheme].written(algorithm, *layer.source.shape)
         entries = [Entry(f"{name}.{suffix}", *form) for suffix, form in written.items()]
         entries[0] = replace(entries[0], pieces=self._encoded(layer))
-        if algorithm.activations and self.amax[_fused(name)] is not None:
+        if algorithm.activations and self.amax[joined_name(name)] is not None:
             entries.append(Entry(f"{name}.input_scale", "F32", ()))
         return entries
 
     def _encoded(self, layer: _Layer) -> Iterator[tuple[str, NDArray[Any]]]:
         """Pieces of the layer's tensors, by name, each tensor's in order."""
         name, algorithm = layer.name, layer.algorithm
-        form, seen = FORMATS[algorithm.scheme], self.amax[_fused(name)]
+        form, seen = FORMATS[algorithm.scheme], self.amax[joined_name(name)]
         if algorithm.activations and seen is not None:
             yield f"{name}.input_scale", form.scale_of(seen)
         shared: NDArray[np.float32] = np.ones((), np.float32)
@@ -326,7 +304,9 @@ class _State:
         self._advance(layer.source.nbytes)
 
 
-def _fused(name: str) -> str:
+def joined_name(layer: str) -> str:
+    """A name that layers have in common which engines multiply as one."""
+    name = layer
     for pattern, whole in _FUSED:
         name = pattern.sub(whole, name)
     return name
@@ -336,7 +316,7 @@ def _side_by_side(layers: Mapping[str, _Layer]) -> list[_Layer]:
     """Those that engines multiply as one, one behind the other; a drafter's keys and values without its queries."""
     groups: dict[str, list[_Layer]] = {}
     for layer in layers.values():
-        groups.setdefault(_fused(layer.name), []).append(layer)
+        groups.setdefault(joined_name(layer.name), []).append(layer)
     queries_first = (
         sorted(group, key=lambda layer: ".q_proj" not in layer.name) for group in groups.values()
     )
@@ -409,9 +389,10 @@ def _write_config(source: Path, work: Path, quantization: Mapping[str, Any], *, 
         config["quantization_config"] = {"quant_method": "modelopt", **said}
     if untied and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = False
-    _write_json(work / "config.json", config)
+    write_json(work / "config.json", config)
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a configuration, which appears when it is whole."""
     with whole_file(path) as file:
         file.write(json.dumps(values, indent=2).encode() + b"\n")

@@ -13,8 +13,10 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import BuildError
 from dflash_trt.files.disk import stamp, whole_file
 from dflash_trt.formats import FORMATS, INT4
+from dflash_trt.formats.base import BLOCK, WeightLayout
 from dflash_trt.formats.precision import Precision
-from dflash_trt.quantization.convert import HEAD, data_free, quantize, quantize_head, repack_int4
+from dflash_trt.quantization import repack
+from dflash_trt.quantization.convert import HEAD, data_free, quantize, quantize_head
 
 Weights = Checkpoint | Outline
 
@@ -26,24 +28,26 @@ def in_precision(
     folder: Path,
     progress: Progress,
     *,
-    int4_by_row: bool = False,
+    layout: WeightLayout = "stored",
 ) -> tuple[Weights, Weights, Weights | None]:
     """Target, drafter, and the head that the drafter has to itself, if any.
 
     What is made lies in `folder`; what an interrupted build made there of the same checkpoints is taken over.
 
-    Scales come from the weights alone; calibrated ones are made before, by `dflash-trt quantize`. `int4_by_row`: for an
-    engine that reads INT4 with two columns in a byte, as ONNX has it.
+    Scales come from the weights alone; calibrated ones are made before, by `dflash-trt quantize`. `layout`: how the
+    engine reads quantized weights. An engine of blocks multiplies the head in them too: the target's gets its scheme.
 
     Raises BuildError where a checkpoint is quantized already, otherwise than asked.
     """
     found = {"target": target, "drafter": drafter}
+    largest_group = BLOCK if layout == "blocks" else None
     head: Weights | None = None
     if (scheme := precision.scheme("head")) is not None:
-        head = _head(target, scheme, folder / "head", progress)
+        head = _head(target, scheme, folder / "head", layout, progress)
     for role, checkpoint in found.items():
         if (scheme := precision.scheme(role)) is None:
             continue
+        with_head = role == "target" and _with_blocks(layout, scheme)
         if checkpoint.quantization.algorithms:
             stored = sorted({a.scheme for a in checkpoint.quantization.algorithms})
             if stored != [scheme]:
@@ -53,29 +57,52 @@ def in_precision(
                 )
         elif isinstance(checkpoint, Checkpoint):
             out = _place(folder / role, checkpoint, scheme)
-            found[role] = Checkpoint(quantize(checkpoint.directory, out, scheme, progress=progress))
+            found[role] = Checkpoint(
+                quantize(
+                    checkpoint.directory,
+                    out,
+                    scheme,
+                    head=scheme if with_head else None,
+                    largest_group=largest_group,
+                    progress=progress,
+                )
+            )
         else:
             # The layers' widths are not known here.
             algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
             path = checkpoint.directory / "config.json"
-            found[role] = Outline(
-                checkpoint.directory, Quantization(path, algorithm, excluded=frozenset({HEAD}))
-            )
-    if int4_by_row:
-        for role, checkpoint in found.items():
-            if isinstance(checkpoint, Checkpoint) and INT4.name in number_formats(checkpoint):
-                out = _place(folder / f"{role}-by-row", checkpoint, "by row")
-                found[role] = Checkpoint(repack_int4(checkpoint, out, progress))
-        if isinstance(head, Checkpoint) and INT4.name in number_formats(head):
-            out = _place(folder / "head-by-row", head, "by row")
-            head = Checkpoint(repack_int4(head, out, progress))
-    return found["target"], found["drafter"], head
+            excluded: frozenset[str] = frozenset() if with_head else frozenset({HEAD})
+            quantization = Quantization(path, algorithm, excluded=excluded)
+            found[role] = Outline(checkpoint.directory, quantization, in_blocks=layout == "blocks")
+    made = found | ({} if head is None else {"head": head})
+    for role, checkpoint in made.items():
+        if isinstance(checkpoint, Checkpoint):
+            made[role] = _laid_out(checkpoint, layout, folder, role, progress)
+    return made["target"], made["drafter"], made.get("head")
 
 
-def _head(target: Weights, scheme: str, folder: Path, progress: Progress) -> Weights:
+def _laid_out(
+    checkpoint: Checkpoint, layout: WeightLayout, folder: Path, role: str, progress: Progress
+) -> Checkpoint:
+    """The checkpoint with its weights as the engine reads them."""
+    if layout == "int4_by_row" and INT4.name in number_formats(checkpoint):
+        write = repack.int4_by_row
+    elif layout == "blocks" and repack.has_blocks(checkpoint):
+        write = repack.in_blocks
+    else:
+        return checkpoint
+    out = _place(folder / f"{role}-{layout}", checkpoint, layout)
+    return Checkpoint(write(checkpoint, out, progress))
+
+
+def _with_blocks(layout: WeightLayout, scheme: str) -> bool:
+    return layout == "blocks" and FORMATS[scheme].integer_bits is not None
+
+
+def _head(target: Weights, scheme: str, folder: Path, layout: WeightLayout, progress: Progress) -> Weights:
     if not isinstance(target, Checkpoint):
         path = target.directory / "config.json"
-        return Outline(target.directory, Quantization(path, data_free(scheme)))
+        return Outline(target.directory, Quantization(path, data_free(scheme)), in_blocks=layout == "blocks")
     if target.quantization.algorithm(HEAD) is not None and f"{HEAD}.weight_scale" in target.tensors:
         raise BuildError(
             f"--precision is head={scheme}, but {target.directory} has a quantized LM head already: leave head out"

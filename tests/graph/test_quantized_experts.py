@@ -13,6 +13,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import stored_experts, stored_linear, widen
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError
@@ -23,7 +24,7 @@ from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.graph.quantized_experts import Projection, Stack
 from dflash_trt.graph.tensorrt import TensorRT
-from dflash_trt.quantization.convert import repack_int4
+from dflash_trt.quantization.repack import int4_by_row
 from tests.doubles.quantized_checkpoints import encoded, rounded, write_quant_config, write_safetensors
 from tests.doubles.trt_bodies import executable
 
@@ -198,7 +199,9 @@ def test_what_tensorrt_gets_against_numpy(
     """In float32, with TensorRT's own operators as functions of standard ones."""
     monkeypatch.setattr(tensorrt_experts, "WIDENED_BYTES", widened_bytes)
     checkpoint = write(tmp_path / "source", name)
-    checkpoint = Checkpoint(repack_int4(checkpoint, tmp_path)) if name == "AWQ" else write(tmp_path, name)
+    checkpoint = (
+        Checkpoint(int4_by_row(checkpoint, tmp_path, silent)) if name == "AWQ" else write(tmp_path, name)
+    )
     exported = model(checkpoint, TensorRT(FLOAT))
     assert sum(node.op_type == "ReduceSum" for node in exported.graph) == (
         1 if widened_bytes else EXPERTS // 2

@@ -13,6 +13,7 @@ import pytest
 
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
+from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import stored_linear, widen
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.cli import main
@@ -23,7 +24,8 @@ from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph import onnxruntime as functions
 from dflash_trt.quantization import convert, for_build
 from dflash_trt.quantization.calibrate import activation_amax, calibration_set
-from dflash_trt.quantization.convert import quantize, repack_int4
+from dflash_trt.quantization.convert import quantize
+from dflash_trt.quantization.repack import int4_by_row
 from dflash_trt.reports.inspection import inspect
 from tests.doubles.quantized_checkpoints import write_quant_config, write_safetensors
 
@@ -91,7 +93,7 @@ def test_layers_and_head_of_different_schemes(tmp_path: Path) -> None:
 
 def test_int4_by_row_is_the_same_numbers(quantized: dict[str, Path], tmp_path: Path) -> None:
     one = Checkpoint(quantized["int4"])
-    other = Checkpoint(repack_int4(one, tmp_path / "by-row"))
+    other = Checkpoint(int4_by_row(one, tmp_path / "by-row", silent))
     layer = "model.layers.3.mlp.down_proj"
     pair = [stored_linear(c, layer, 512, 192) for c in (one, other)]
     assert [stored and stored.by_row for stored in pair] == [False, True]

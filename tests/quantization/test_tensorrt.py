@@ -22,7 +22,8 @@ from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.quantized_experts import Projection, Stack
 from dflash_trt.graph.tensorrt import TensorRT
-from dflash_trt.quantization.convert import quantize, repack_int4
+from dflash_trt.quantization.convert import quantize
+from dflash_trt.quantization.repack import int4_by_row
 from tests.doubles.checkpoints import make_drafter
 from tests.doubles.family_checkpoints import make_qwen3_moe
 
@@ -67,7 +68,7 @@ def test_plans_keep_weights_packed(
     amax = {LAYER: 4.0} if calibrated else None
     folder = quantize(source, tmp_path / "quantized", scheme, calibration=amax)
     if scheme == "int4":
-        folder = repack_int4(Checkpoint(folder), tmp_path / "by-row")
+        folder = int4_by_row(Checkpoint(folder), tmp_path / "by-row", silent)
     stored = stored_linear(Checkpoint(folder), LAYER, SIZE, SIZE)
     assert stored is not None
     dialect = TensorRT(ir.DataType[dtype])
@@ -130,7 +131,7 @@ def test_plans_keep_experts_packed(
     amax = dict.fromkeys(layers, 4.0) if calibrated else None
     folder = quantize(experts, tmp_path / "quantized", scheme, calibration=amax)
     if scheme == "int4":
-        folder = repack_int4(Checkpoint(folder), tmp_path / "by-row")
+        folder = int4_by_row(Checkpoint(folder), tmp_path / "by-row", silent)
     checkpoint, stacks = Checkpoint(folder), dict[Projection, Stack]()
     for i, projection in enumerate(PROJECTIONS):
         stored = stored_experts(checkpoint, layers[i * COUNT : (i + 1) * COUNT], WIDTH, WIDTH)

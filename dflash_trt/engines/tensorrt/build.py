@@ -35,7 +35,7 @@ class TensorRTEntry(Engine):
     """Runs plans on one GPU."""
 
     option = "tensorrt"
-    int4_by_row = True
+    weight_layout = "int4_by_row"
 
     def __init__(self, name: str) -> None:
         self.name = name

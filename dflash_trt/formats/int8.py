@@ -1,0 +1,106 @@
+"""INT8: two's complement numbers in groups of 32, each with a scale. Weights only.
+
+The numbers of GGUF's Q8_0, with scales in float32. `W8A16` is Model Optimizer's name for eight-bit weights alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from dflash_trt.errors import BuildError
+
+from . import bodies
+from .base import FLOAT_DTYPES, Algorithm, Floats, Form, NumberFormat, Shape
+from .numbers import INT8_MAX, scale_for
+
+if TYPE_CHECKING:
+    from dflash_trt.checkpoint.linears import StoredLinear
+    from dflash_trt.graph.builder import GraphBuilder
+    from dflash_trt.graph.quantized import LinearKind
+
+GROUP = 32
+_W8A16 = Algorithm("W8A16", "int8", group_size=GROUP)
+
+
+def quantize_int8(w: Floats) -> tuple[NDArray[np.int8], Floats]:
+    """[out, in] -> codes [out, in] and float32 scales [out, in/32]."""
+    blocks = w.reshape(w.shape[0], -1, GROUP)
+    scales = scale_for(np.abs(blocks).max(axis=-1), INT8_MAX)
+    return np.rint(blocks / scales[..., None]).astype(np.int8).reshape(w.shape), scales
+
+
+class INT8(NumberFormat):
+    name = "int8"
+    algorithms = (_W8A16,)
+    group_sizes = (GROUP,)
+    numbers_in_byte = 1
+    integer_bits = 8
+    # TensorRT has INT8 weights with a scale for each row or weight only: none of its GPUs is built for.
+    capabilities = ()
+
+    def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
+        return {
+            "weight": Form([(rows, columns)], ["I8"]),
+            "weight_scale": Form([(rows, columns // GROUP)], FLOAT_DTYPES),
+        }
+
+    def widen(
+        self, codes: NDArray[Any], scale: NDArray[Any], global_scale: NDArray[Any] | None, *, by_row: bool
+    ) -> Floats:
+        blocks = codes.reshape(*scale.shape, GROUP).astype(np.float32)
+        widened: Floats = (blocks * scale.astype(np.float32)[..., None]).reshape(codes.shape)
+        return widened
+
+    def nbytes(self, parameters: int, rows: int, group_size: int) -> int:
+        return round(parameters * (1 + 4 / GROUP))
+
+    def algorithm(self, *, calibrated: bool, inputs: Sequence[int]) -> Algorithm:
+        return _W8A16
+
+    def written(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, tuple[str, Shape]]:
+        return {"weight": ("I8", (rows, columns)), "weight_scale": ("F32", (rows, columns // GROUP))}
+
+    def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
+        codes, scales = quantize_int8(rows)
+        return {"weight": codes, "weight_scale": scales}
+
+    def integers(
+        self, codes: NDArray[Any], scale: NDArray[Any], *, by_row: bool
+    ) -> tuple[NDArray[np.int8], Floats]:
+        return codes, scale.astype(np.float32)
+
+    def weight(
+        self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool
+    ) -> ir.Value:
+        return raw
+
+    def onnxruntime_weight(
+        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
+    ) -> ir.Value:
+        scale = g.op("Cast", inputs["scale"], name="scale_float", to=int(bodies.FLOAT))
+        if not resident:
+            return g.op(
+                *("DequantizeLinear", inputs["weight"], scale), name="widened", axis=1, block_size=GROUP
+            )
+        numbers = g.op("Cast", inputs["weight"], to=int(bodies.FLOAT))
+        numbers = g.op("Reshape", numbers, g.constant([0, -1, GROUP]), name="numbers_by_block")
+        return bodies.times_factors(g, numbers, scale)
+
+    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+        raise BuildError(
+            "INT8 weights are in groups of 32, which TensorRT does not read: use --engine onnxruntime, or quantize "
+            "to int4 or fp8"
+        )
+
+    @property
+    def byte_values(self) -> NDArray[np.float32]:
+        values: NDArray[np.float32] = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
+        return values[:, None]
+
+    def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
+        return g.op("Cast", parts["scale"], name="factors", to=int(bodies.FLOAT))
