@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=_scheme,
         metavar="SCHEME",
-        help="how the weights are stored: fp8, nvfp4, mxfp4 or int4",
+        help="how the weights are stored: fp8, nvfp4, mxfp4, int8 or int4",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the checkpoint goes")
     parser.add_argument(

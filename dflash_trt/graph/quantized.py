@@ -1,6 +1,6 @@
 """`dflash::` operators for linear layers whose weights are stored in fewer bits (checkpoint/linears.py).
 
-FP8Linear, NVFP4Linear, MXFP4Linear, INT4Linear(x [rows,in], weight, scale, global_scale, input_scale,
+FP8Linear, NVFP4Linear, MXFP4Linear, INT8Linear, INT4Linear(x [rows,in], weight, scale, global_scale, input_scale,
     pre_quant_scale [in], bias [out]) -> y [rows,out]
 
 y = Q(x * pre_quant_scale) @ widened(weight).T + bias. What a format does not have is absent. Q is what happens to the
@@ -12,8 +12,10 @@ input, in the weight's kind of numbers:
 The formats themselves, and the nodes that each dialect gets for them, are in dflash_trt/formats.
 
 The bodies for ONNX Runtime compute in float32 on the exact numbers that the codes stand for, with the input rounded as
-the format rounds it. A layer in blocks of integers has no such operator: it is one node, `onnxruntime_integers`. What TensorRT gets are the patterns of QuantizeLinear and DequantizeLinear that it turns into
-multiplications of packed numbers; weights stay packed in its plans.
+the format rounds it. A layer in blocks of integers has no such operator: it is one node, `onnxruntime_integers`.
+
+What TensorRT gets are the patterns of QuantizeLinear and DequantizeLinear that it turns into multiplications of packed
+numbers; weights stay packed in its plans.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import numpy as np
 from dflash_trt.formats import numbers
 from dflash_trt.formats.fp8 import fp8_scale
 from dflash_trt.formats.int4 import quantize_int4
+from dflash_trt.formats.int8 import quantize_int8
 from dflash_trt.formats.mxfp4 import quantize_mxfp4
 from dflash_trt.formats.numbers import E4M3
 from dflash_trt.formats.nvfp4 import nvfp4_global_scale, quantize_nvfp4
@@ -22,6 +23,7 @@ NAMES = {
     np.dtype(np.float16): "F16",
     np.dtype(ml_dtypes.bfloat16): "BF16",
     np.dtype(np.uint8): "U8",
+    np.dtype(np.int8): "I8",
     E4M3: "F8_E4M3",
 }
 
@@ -60,6 +62,9 @@ def encoded(layer: str, algorithm: str, w: np.ndarray) -> dict[str, np.ndarray]:
     if algorithm in ("W4A16_MXFP4", "MXFP4"):
         packed, exponents = quantize_mxfp4(w)
         return {f"{layer}.weight": packed, f"{layer}.weight_scale": exponents}
+    if algorithm == "W8A16":
+        codes8, scales = quantize_int8(w)
+        return {f"{layer}.weight": codes8, f"{layer}.weight_scale": scales}
     codes, scales = quantize_int4(w, INT4_GROUP)
     return {f"{layer}.weight": numbers.pack_rows(codes), f"{layer}.weight_scale": scales}
 

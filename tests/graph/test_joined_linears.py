@@ -13,7 +13,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from tests.doubles.quantized_checkpoints import INT4_GROUP, encoded, write_quant_config, write_safetensors
 
 COLUMNS, ROWS = 128, {"q": 48, "k": 16, "v": 32}
-FORMATS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A16_MXFP4", "W4A16_AWQ"]
+FORMATS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A16_MXFP4", "W4A16_AWQ", "W8A16"]
 
 
 def whole(algorithm: str) -> dict[str, np.ndarray]:

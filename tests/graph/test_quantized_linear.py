@@ -24,7 +24,7 @@ from tests.doubles.quantized_checkpoints import (
 )
 
 IN, OUT = 256, 48
-FORMATS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A16_MXFP4", "W4A16_AWQ"]
+FORMATS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A16_MXFP4", "W4A16_AWQ", "W8A16"]
 
 
 def run(directory: Path, x: np.ndarray, *, biased: bool, resident: bool) -> np.ndarray:

@@ -1,0 +1,253 @@
+"""What the precision of the weights costs and gives on a CPU: size, memory, time of a pass, perplexity, agreement.
+
+    python -m build_scripts.bench.precision [--target smollm2-135m] [--drafter DIR] [--precisions P ...]
+        [--parts text time memory rows] [--tokens 4096] [--dir DIR]
+
+A precision is one of `dflash-trt build --precision`. The target's graph alone is measured, on ONNX Runtime.
+
+text    perplexity on the descriptions of installed packages, in pieces of 512 tokens, each from its beginning. And how
+        often the likeliest next token is that of the first precision
+time    milliseconds of a pass of 1, 4, 8 and 16 rows behind `--context` tokens; all precisions take turns
+memory  MB in use after the first passes and at most, in a process of its own, and MB of weights that a pass reads
+rows    tokens whose logits differ, bit for bit, between passes of one row and of several
+
+Bundles stay in `--dir`, where the next run finds them. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.formats.precision import parse_precision
+from dflash_trt.text.tokenizer import Tokenizer
+
+Array = np.ndarray[Any, Any]
+PIECE = 512
+ROWS = (1, 4, 8, 16)
+PASSES = 8
+# Packages of the test environment whose descriptions are prose and code.
+PACKAGES = (
+    *(
+        "numpy",
+        "pytest",
+        "onnx",
+        "tokenizers",
+        "safetensors",
+        "Jinja2",
+        "aiohttp",
+        "packaging",
+        "mypy",
+        "ruff",
+    ),
+    *(
+        "onnxruntime",
+        "regex",
+        "PyYAML",
+        "sympy",
+        "networkx",
+        "hypothesis",
+        "multidict",
+        "idna",
+        "urllib3",
+        "rich",
+    ),
+)
+
+
+def engine(bundle: Bundle) -> OnnxRuntimeEngine:
+    return OnnxRuntimeEngine(bundle.path / "target.onnx", slots=1, capacity=bundle.capacity)
+
+
+def run(model: OnnxRuntimeEngine, tokens: Array, start: int) -> Array:
+    """Logits [rows, V] of a pass over `tokens`, whose memory the next pass overwrites."""
+    rows = np.arange(len(tokens))[None]
+    return model.run({"tokens": tokens[None], "start": np.array([start]), "rows": rows})["logits"][0]
+
+
+def texts(bundle: Bundle, count: int) -> list[Array]:
+    """Pieces of installed packages' descriptions, as many from each package."""
+    tokenizer = Tokenizer(bundle.path)
+    found: list[list[Array]] = []
+    for name in PACKAGES:
+        try:
+            described = metadata.metadata(name)
+        except metadata.PackageNotFoundError:
+            continue
+        text = str(described.get_payload() or described.get("Description") or "")
+        tokens = np.array(tokenizer.encode(text))
+        pieces = [tokens[i : i + PIECE] for i in range(0, len(tokens) - PIECE + 1, PIECE)]
+        if pieces:
+            found.append(pieces)
+    turns = [pieces[i] for i in range(max(map(len, found))) for pieces in found if i < len(pieces)]
+    return turns[: max(1, count // PIECE)]
+
+
+def likelihood(bundle: Bundle, pieces: list[Array]) -> tuple[float, Array]:
+    """Perplexity, and the likeliest next token at each place."""
+    model, nats, best = engine(bundle), 0.0, list[Array]()
+    for piece in pieces:
+        logits = run(model, piece, 0)[:-1].astype(np.float64)
+        best.append(logits.argmax(axis=-1))
+        peak = logits.max(axis=-1)
+        chosen = logits[np.arange(len(logits)), piece[1:]]
+        nats += float((peak + np.log(np.exp(logits - peak[:, None]).sum(axis=-1)) - chosen).sum())
+    model.close()
+    return float(np.exp(nats / sum(map(len, best)))), np.concatenate(best)
+
+
+def measure_text(bundles: dict[str, Bundle], count: int) -> dict[str, Any]:
+    pieces = texts(next(iter(bundles.values())), count)
+    found: dict[str, Any] = {"tokens": PIECE * len(pieces)}
+    reference: Array | None = None
+    for name, bundle in bundles.items():
+        perplexity, best = likelihood(bundle, pieces)
+        reference = best if reference is None else reference
+        found[name] = {
+            "perplexity": round(perplexity, 4),
+            "agreement": round(float((best == reference).mean()), 4),
+        }
+        print("text", name, found[name], flush=True)
+    return found
+
+
+def measure_time(bundles: dict[str, Bundle], context: int, rounds: int) -> dict[str, Any]:
+    models = {name: engine(bundle) for name, bundle in bundles.items()}
+    random = np.random.default_rng(0)
+    tokens = random.integers(100, next(iter(bundles.values())).manifest["vocab_size"], context + max(ROWS))
+    for model in models.values():
+        run(model, tokens[:context], 0)
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for _ in range(rounds):
+        for rows in ROWS:
+            for name, model in models.items():
+                some = tokens[context : context + rows]
+                run(model, some, context)
+                began = time.perf_counter()
+                for _ in range(PASSES):
+                    run(model, some, context)
+                seconds.setdefault((name, rows), []).append((time.perf_counter() - began) / PASSES)
+    found = {
+        name: {str(rows): round(1e3 * statistics.median(seconds[name, rows]), 2) for rows in ROWS}
+        for name in models
+    }
+    for name, each in found.items():
+        print("time", name, each, flush=True)
+    return {"context": context, "rounds": rounds, "milliseconds": found}
+
+
+def measure_rows(bundles: dict[str, Bundle], count: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, bundle in bundles.items():
+        (piece,) = texts(bundle, PIECE)
+        tokens, model = piece[:count], engine(bundle)
+        alone = np.concatenate([run(model, tokens[i : i + 1], i).copy() for i in range(len(tokens))])
+        found[name] = {}
+        for rows in (2, 3, 8, 16, count):
+            together = [run(model, tokens[i : i + rows], i).copy() for i in range(0, len(tokens), rows)]
+            found[name][str(rows)] = int((np.concatenate(together) != alone).any(axis=-1).sum())
+        model.close()
+        print("rows", name, found[name], f"of {count} tokens differ", flush=True)
+    return found
+
+
+def memory(path: Path) -> dict[str, float]:
+    """Of this process."""
+
+    def status() -> dict[str, int]:
+        fields = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+        return {name.rstrip(":"): int(value) for name, value, *_ in fields if name.startswith("Vm")}
+
+    bundle = Bundle.open(path)
+    before = status()["VmRSS"]
+    model = engine(bundle)
+    for start, rows in ((0, 64), (64, 1), (65, 8)):
+        run(model, np.arange(100, 100 + rows), start)
+    after = status()
+    return {
+        "before_mb": round(before / 1024, 1),
+        "in_use_mb": round(after["VmRSS"] / 1024, 1),
+        "peak_mb": round(after["VmHWM"] / 1024, 1),
+        "read_mb": round(read_bytes(path / "target.onnx") / 2**20, 1),
+    }
+
+
+def read_bytes(path: Path) -> int:
+    """Bytes of the weights that a pass reads whole: all but the embedding, widened where a Cast does that at load."""
+    total = 0
+    for node in ir.load(path).graph:
+        for value in node.inputs:
+            if (
+                value is None
+                or not isinstance(value.const_value, ir.ExternalTensor)
+                or node.op_type == "Gather"
+            ):
+                continue
+            tensor = value.const_value
+            total += 4 * tensor.size if node.op_type == "Cast" else tensor.nbytes
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="smollm2-135m", metavar="NAME_OR_PATH")
+    parser.add_argument("--drafter", metavar="NAME_OR_PATH")
+    parser.add_argument("--precisions", nargs="+", default=["target=fp32", "target=int8", "target=int4"])
+    parser.add_argument("--parts", nargs="+", default=["text", "time", "memory", "rows"])
+    parser.add_argument("--tokens", type=int, default=4096, help="of text")
+    parser.add_argument("--context", type=int, default=200, help="tokens in front of a timed pass")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dir", type=Path, help="where bundles are made (default: a temporary one)")
+    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.memory_of is not None:
+        print(json.dumps(memory(args.memory_of)))
+        return
+    results: dict[str, Any] = {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "versions": {name: metadata.version(name) for name in ("dflash-trt", "onnxruntime", "numpy")},
+        "target": args.target,
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.dir or Path(scratch)
+        bundles = {
+            each: build(args.target, args.drafter, folder / each, precision=parse_precision(each), force=True)
+            for each in args.precisions
+        }
+        for part in args.parts:
+            if part == "text":
+                results[part] = measure_text(bundles, args.tokens)
+            elif part == "time":
+                results[part] = measure_time(bundles, args.context, args.rounds)
+            elif part == "rows":
+                results[part] = measure_rows(bundles, 64)
+            else:
+                results[part] = {}
+                for name, bundle in bundles.items():
+                    command = [sys.executable, "-m", "build_scripts.bench.precision"]
+                    output = subprocess.check_output([*command, "--memory-of", str(bundle.path)], text=True)
+                    results[part][name] = json.loads(output)
+                    print("memory", name, results[part][name], flush=True)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Layers in blocks of integers on ONNX Runtime: the same numbers as on disk, and rows that depend on no other row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from dflash_trt.bundle.workspace import silent
+from dflash_trt.checkpoint.linears import stored_linear, widen
+from dflash_trt.checkpoint.roles import parameters_of
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.formats import FORMATS
+from dflash_trt.formats.base import BLOCK
+from dflash_trt.formats.numbers import unpack_pairs
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.onnxruntime import OnnxRuntime
+from dflash_trt.quantization.repack import has_blocks, in_blocks, int4_by_row
+from tests.doubles.quantized_checkpoints import INT4_GROUP, encoded, write_quant_config, write_safetensors
+
+IN, OUT = 192, 80
+ALGORITHMS = ["W8A16", "W4A16_AWQ", "W4A16_MXFP4"]
+
+
+def write(folder: Path, algorithm: str, *, extras: bool = False) -> Checkpoint:
+    random = np.random.default_rng(0)
+    w = random.standard_t(3, (OUT, IN)).astype(np.float32)
+    w[7] = 0
+    found: dict[str, Any] = encoded("l", algorithm, w)
+    if extras:
+        smooth, bias = random.uniform(0.5, 2, IN), random.standard_normal(OUT)
+        found |= {"l.pre_quant_scale": smooth.astype(np.float32), "l.bias": bias.astype(np.float32)}
+    folder.mkdir()
+    write_safetensors(folder / "model.safetensors", found)
+    write_quant_config(folder, algorithm, **({"group_size": INT4_GROUP} if algorithm == "W4A16_AWQ" else {}))
+    return Checkpoint(folder)
+
+
+def session(checkpoint: Checkpoint, *, biased: bool = False, threads: int = 1) -> ort.InferenceSession:
+    stored = stored_linear(checkpoint, "l", IN, OUT)
+    assert stored is not None
+    assert stored.in_blocks
+    g = GraphBuilder("test")
+    x = g.input("x", FLOAT, ["rows", IN])
+    bias = g.raw_weight(checkpoint["l.bias"], ".") if biased else None
+    y = OnnxRuntime().quantized_linear(g, x, stored, ".", bias, name="linear", widened_bytes=0)
+    g.output(y, "y", FLOAT, ["rows", OUT])
+    path = checkpoint.directory / "model.onnx"
+    ir.save(g.model({}), path)
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, threads
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def numbers(checkpoint: Checkpoint, algorithm: str) -> np.ndarray:
+    """What the blocks stand for, by the definition of MatMulNBits."""
+    codes, scales = checkpoint.array("l.weight"), checkpoint.array("l.weight_scale")
+    bits = codes.shape[2] * 8 // BLOCK
+    unsigned = codes if bits == 8 else unpack_pairs(codes)
+    found: np.ndarray = (unsigned.astype(np.float32) - 2 ** (bits - 1)) * scales[..., None]
+    return found.reshape(OUT, IN)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_blocks_are_the_same_numbers(tmp_path: Path, algorithm: str) -> None:
+    original = write(tmp_path / "l", algorithm)
+    stored = stored_linear(original, "l", IN, OUT)
+    assert stored is not None
+    assert has_blocks(original)
+    found = Checkpoint(in_blocks(original, tmp_path / "blocks", silent))
+    np.testing.assert_array_equal(numbers(found, algorithm), widen(original, stored))
+    assert parameters_of(found["l.weight"]) == parameters_of(original["l.weight"]) == OUT * IN
+    if algorithm == "W4A16_AWQ":
+        by_row = Checkpoint(int4_by_row(original, tmp_path / "by-row", silent))
+        again = Checkpoint(in_blocks(by_row, tmp_path / "again", silent))
+        np.testing.assert_array_equal(again.array("l.weight"), found.array("l.weight"))
+        np.testing.assert_array_equal(again.array("l.weight_scale"), found.array("l.weight_scale"))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_product_is_that_of_inputs_in_eight_bits(tmp_path: Path, algorithm: str) -> None:
+    original = write(tmp_path / "l", algorithm, extras=True)
+    stored = stored_linear(original, "l", IN, OUT)
+    assert stored is not None
+    random = np.random.default_rng(1)
+    x = random.standard_t(3, (5, IN)).astype(np.float32)
+    x[3] = 0
+    found = Checkpoint(in_blocks(original, tmp_path / "blocks", silent))
+    y = np.asarray(session(found, biased=True).run(None, {"x": x})[0])
+    smoothed = (x * original.array("l.pre_quant_scale")).reshape(5, -1, BLOCK)
+    scale = np.maximum(np.abs(smoothed).max(axis=-1, keepdims=True) / 127, 1e-30)
+    rounded = (np.rint(smoothed / scale) * scale).reshape(5, IN).astype(np.float64)
+    weights, bias = widen(original, stored).astype(np.float64), original.array("l.bias")
+    exact = rounded @ weights.T + bias
+    # A number half-way between two integers may go either way.
+    np.testing.assert_allclose(y, exact, atol=2e-2 * np.abs(exact).max())
+    assert np.linalg.norm(y - exact) < 2e-3 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_row_does_not_depend_on_other_rows(tmp_path: Path, algorithm: str, threads: int) -> None:
+    """Bit for bit: drafting must not change the tokens."""
+    found = Checkpoint(in_blocks(write(tmp_path / "l", algorithm), tmp_path / "blocks", silent))
+    run = session(found, threads=threads)
+    x = np.random.default_rng(1).standard_t(3, (64, IN)).astype(np.float32)
+    alone = np.concatenate([run.run(None, {"x": row[None]})[0] for row in x])
+    for rows in (2, 3, 4, 7, 8, 9, 16, 17, 33, 64):
+        np.testing.assert_array_equal(run.run(None, {"x": x[:rows]})[0], alone[:rows])
+
+
+def test_other_formats_have_no_blocks(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path / "l", "NVFP4")
+    assert FORMATS["nvfp4"].integer_bits is None
+    assert not has_blocks(checkpoint)
