@@ -22,7 +22,7 @@ from tests.doubles.checkpoints import make_drafter
 from tests.doubles.family_checkpoints import make_qwen3_moe
 from tests.models.test_families import load
 
-ERRORS = {"fp8": 0.03, "nvfp4": 0.1, "mxfp4": 0.12, "int4": 0.12}
+ERRORS = {"fp8": 0.03, "nvfp4": 0.1, "mxfp4": 0.12, "int8": 0.01, "int4": 0.12}
 
 
 @pytest.fixture(scope="module")

@@ -74,6 +74,11 @@ class Flavour:
                 )
             for scheme in sorted(formats):
                 having = FORMATS[scheme].capabilities
+                if having == ():
+                    raise BuildError(
+                        f"--engine is {self.name}, but weights of this pair are in {scheme.upper()}, which it does not "
+                        "read; use --engine onnxruntime, or quantize the original checkpoint to fp8 or int4"
+                    )
                 if having is not None and capability not in having:
                     raise BuildError(
                         f"--compute-capability {capability}: has no {scheme.upper()} arithmetic, which the weights of "

@@ -253,6 +253,11 @@ def test_mxfp4_needs_a_gpu_that_has_it(tmp_path: Path) -> None:
         rtx(("tiny-gpt-oss", None), tmp_path / "b", Options((120, 89)))
 
 
+def test_weights_in_int8_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="in INT8, which it does not read; use --engine onnxruntime"):
+        rtx(("tiny", None), tmp_path / "b", precision=parse_precision("target=int8"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,0 +1,87 @@
+"""Bundles for the CPU in eight and four bits: which nodes they have, and that drafts do not change their tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.formats.precision import parse_precision
+
+LAYERS, LINEARS = 10, 4  # of tiny; products of a layer: q/k/v, o, gate/up, down
+
+
+@pytest.fixture(scope="module", params=["int8", "int4"])
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    scheme = request.param
+    out = tmp_path_factory.mktemp("cpu") / scheme
+    return build("tiny", None, out, precision=parse_precision(f"target={scheme},drafter=int8,head=int4"))
+
+
+def operators(path: Path) -> Counter[str]:
+    return Counter(node.op_type for node in ir.load(path).graph)
+
+
+def test_every_product_is_one_of_integers(bundle: Bundle) -> None:
+    found = operators(bundle.path / "target.onnx")
+    assert found["MatMulNBits"] == LAYERS * LINEARS + 1
+    assert found["Gemm"] == found["MatMul"] == 0
+    drafter = operators(bundle.path / "drafter.onnx")
+    assert drafter["MatMulNBits"]
+    assert drafter["Gemm"] == drafter["MatMul"] == 0
+
+
+def test_the_head_has_fewer_bits_beside_a_tied_embedding(bundle: Bundle, tmp_path: Path) -> None:
+    by_dtype = bundle.manifest["target"]["weight_bytes"]
+    assert set(by_dtype["head"]) == {"U8", "F32"}
+    assert set(by_dtype["embedding"]) == {"BF16"}
+    plain = build("tiny", None, tmp_path / "plain").manifest
+    head = 192 * 2048
+    assert bundle.manifest["target"]["parameters"] == plain["target"]["parameters"] + head
+    assert bundle.manifest["quantization"]["head"] == "W4A16_AWQ"
+
+
+def test_an_outline_has_the_same_nodes(bundle: Bundle, tmp_path: Path) -> None:
+    scheme = "int8" if bundle.manifest["quantization"]["target"] == "W8A16" else "int4"
+    precision = parse_precision(f"target={scheme},drafter=int8,head=int4")
+    outline = build("tiny", None, tmp_path / "outline", weights="none", precision=precision)
+    for name in ("target.onnx", "drafter.onnx"):
+        assert operators(outline.path / name) == operators(bundle.path / name)
+
+
+def test_rows_do_not_depend_on_the_pass(bundle: Bundle) -> None:
+    """Bit for bit. A difference of one bit in front of a rounded input would become one of a hundredth."""
+    engine = OnnxRuntimeEngine(bundle.path / "target.onnx", slots=1, capacity=128)
+    tokens = np.random.default_rng(0).integers(3, 2048, 48)
+
+    def logits(rows: int) -> np.ndarray:
+        found = []
+        for start in range(0, len(tokens), rows):
+            some = tokens[None, start : start + rows]
+            feeds = {"tokens": some, "start": np.array([start]), "rows": np.arange(some.shape[1])[None]}
+            found.append(engine.run(feeds)["logits"][0].copy())
+        return np.concatenate(found)
+
+    alone = logits(1)
+    for rows in (2, 3, 8, 16, 48):
+        np.testing.assert_array_equal(logits(rows), alone)
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_do_not_change_the_tokens(bundle: Bundle, temperature: float) -> None:
+    prompts = [list(np.random.default_rng(i).integers(3, 2048, 5 + i)) for i in range(4)]
+    params = SamplingParams(max_tokens=48, temperature=temperature, seed=1, ignore_eos=True)
+    with LLM(bundle.path, max_batch_size=4) as llm:
+        plain, drafted = (
+            [c.token_ids for c in llm.generate(prompts, params, block_length=length)]
+            for length in (1, llm.block_size)
+        )
+    assert drafted == plain
