@@ -85,10 +85,17 @@ def quantize(
     return _convert(checkpoint, out, layers, copied, calibration or {}, progress or silent)
 
 
-def quantize_head(source: Path, out: Path, scheme: str, progress: Progress | None = None) -> Path:
+def quantize_head(
+    source: Path,
+    out: Path,
+    scheme: str,
+    *,
+    largest_group: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
     """Write the LM head of the target in `source`, quantized, and nothing else."""
     checkpoint = Checkpoint(source)
-    layers = {HEAD: _head(checkpoint, scheme)}
+    layers = {HEAD: _head(checkpoint, scheme, largest_group)}
     _check_groups(layers)
     return _convert(checkpoint, out, layers, [], {}, progress or silent)
 
@@ -148,25 +155,30 @@ def _layers(
             f"{found.path}: the checkpoint is {found.name} already; quantize the original one"
         )
     kept = linear_layers(checkpoint, exclude)
-    divided = [t.shape[1] for t in kept.values()] + ([] if largest_group is None else [largest_group])
-    algorithm = data_free(scheme, calibrated=calibrated, inputs=divided)
+    inputs = _dividing([t.shape[1] for t in kept.values()], largest_group)
+    algorithm = data_free(scheme, calibrated=calibrated, inputs=inputs)
     layers = {name: _Layer(name, tensor, algorithm) for name, tensor in kept.items()}
     if head is not None:
-        layers[HEAD] = _head(checkpoint, head)
+        layers[HEAD] = _head(checkpoint, head, largest_group)
     if not layers:
         raise BuildError(f"{checkpoint.directory}: has no linear layer to quantize")
     _check_groups(layers)
     return layers
 
 
-def _head(checkpoint: Checkpoint, scheme: str) -> _Layer:
+def _head(checkpoint: Checkpoint, scheme: str, largest_group: int | None) -> _Layer:
     """Nothing calibrates the head: every row that reaches it brings its own scale."""
     weight = checkpoint.tensors.get(f"{HEAD}.weight") or checkpoint.tensors.get(f"{EMBEDDING}.weight")
     if weight is None:
         raise BuildError(
             f"{checkpoint.directory}: has no LM head; a drafter uses its target's: quantize that"
         )
-    return _Layer(HEAD, weight, data_free(scheme, inputs=[weight.shape[1]]))
+    return _Layer(HEAD, weight, data_free(scheme, inputs=_dividing([weight.shape[1]], largest_group)))
+
+
+def _dividing(inputs: Sequence[int], largest_group: int | None) -> list[int]:
+    """Numbers that a group divides where it divides all `inputs` and is not larger than `largest_group`."""
+    return [*inputs, *([] if largest_group is None else [largest_group])]
 
 
 def _check_groups(layers: Mapping[str, _Layer]) -> None:

@@ -40,7 +40,6 @@ def in_precision(
     Raises BuildError where a checkpoint is quantized already, otherwise than asked.
     """
     found = {"target": target, "drafter": drafter}
-    largest_group = BLOCK if layout == "blocks" else None
     head: Weights | None = None
     if (scheme := precision.scheme("head")) is not None:
         head = _head(target, scheme, folder / "head", layout, progress)
@@ -63,7 +62,7 @@ def in_precision(
                     out,
                     scheme,
                     head=scheme if with_head else None,
-                    largest_group=largest_group,
+                    largest_group=_largest_group(layout),
                     progress=progress,
                 )
             )
@@ -95,6 +94,11 @@ def _laid_out(
     return Checkpoint(write(checkpoint, out, progress))
 
 
+def _largest_group(layout: WeightLayout) -> int | None:
+    """Blocks have a scale of their own each: larger groups would spare nothing."""
+    return BLOCK if layout == "blocks" else None
+
+
 def _with_blocks(layout: WeightLayout, scheme: str) -> bool:
     return layout == "blocks" and FORMATS[scheme].integer_bits is not None
 
@@ -102,12 +106,16 @@ def _with_blocks(layout: WeightLayout, scheme: str) -> bool:
 def _head(target: Weights, scheme: str, folder: Path, layout: WeightLayout, progress: Progress) -> Weights:
     if not isinstance(target, Checkpoint):
         path = target.directory / "config.json"
-        return Outline(target.directory, Quantization(path, data_free(scheme)), in_blocks=layout == "blocks")
+        algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
+        return Outline(target.directory, Quantization(path, algorithm), in_blocks=layout == "blocks")
     if target.quantization.algorithm(HEAD) is not None and f"{HEAD}.weight_scale" in target.tensors:
         raise BuildError(
             f"--precision is head={scheme}, but {target.directory} has a quantized LM head already: leave head out"
         )
-    return Checkpoint(quantize_head(target.directory, _place(folder, target, scheme), scheme, progress))
+    out, largest_group = _place(folder, target, scheme), _largest_group(layout)
+    return Checkpoint(
+        quantize_head(target.directory, out, scheme, largest_group=largest_group, progress=progress)
+    )
 
 
 def _place(folder: Path, source: Checkpoint, made: str) -> Path:
