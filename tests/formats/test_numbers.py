@@ -13,6 +13,7 @@ from hypothesis.extra.numpy import arrays
 from dflash_trt.formats import numbers
 from dflash_trt.formats.fp8 import fp8_scale
 from dflash_trt.formats.int4 import dequantize_int4, quantize_int4
+from dflash_trt.formats.int8 import quantize_int8
 from dflash_trt.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from dflash_trt.formats.nvfp4 import dequantize_nvfp4, nvfp4_global_scale, quantize_nvfp4
 
@@ -88,6 +89,14 @@ def test_int4_is_within_half_a_step(w: np.ndarray) -> None:
     assert (np.abs(found - w) <= steps * 0.5001 + 2.0**-149).all()
 
 
+@given(matrices(64))
+def test_int8_is_within_half_a_step(w: np.ndarray) -> None:
+    codes, scales = quantize_int8(w)
+    assert np.abs(codes.astype(np.int16)).max() <= 127
+    steps = np.repeat(scales, 32, axis=1)
+    assert (np.abs(codes * steps - w) <= steps * 0.5001 + 2.0**-149).all()
+
+
 @given(matrices(16))
 def test_fp8_reaches_from_the_largest_number_down(w: np.ndarray) -> None:
     scale = fp8_scale(np.abs(w).max(axis=1))[:, None]
@@ -102,3 +111,4 @@ def test_zero_blocks_stay_zero() -> None:
     assert not dequantize_nvfp4(*quantize_nvfp4(w, one), one).any()
     assert not dequantize_mxfp4(*quantize_mxfp4(w)).any()
     assert not dequantize_int4(*quantize_int4(w, 64)).any()
+    assert not quantize_int8(w)[0].any()

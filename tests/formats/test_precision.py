@@ -26,7 +26,7 @@ def test_roles_are_parsed() -> None:
         ("model=fp8", "target, drafter, head"),
         ("target=", "expected one of"),
         ("target=fp4", "did you mean"),
-        ("head=bf16", "fp8, nvfp4, mxfp4, int4"),
+        ("head=bf16", "fp8, nvfp4, mxfp4, int8, int4"),
         ("target=fp8,target=fp8", "twice"),
     ],
 )
