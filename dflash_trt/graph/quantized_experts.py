@@ -208,10 +208,13 @@ def _widened(g: GraphBuilder, kind: LinearKind, columns: int, parts: Mapping[str
     """Weights of one expert or of all, [rows, columns]: exactly the numbers that the codes stand for."""
     form = kind.format
     found = [lookup(g, g.constant(table, np.float32), parts["weight"]) for table in form.byte_values.T]
-    if form.numbers_in_byte == 1:
+    if not kind.group_size:
         return g.op("Mul", found[0], form.expert_factors(g, parts), name="widened")
-    axis = 2 if kind.by_row else 1  # the two in a byte are neighbours in a row, or in a column
-    numbers = g.op("Concat", *(g.unsqueeze(half, axis) for half in found), name="numbers", axis=axis)
+    numbers = found[0]
+    if form.numbers_in_byte == 2:
+        axis = 2 if kind.by_row else 1  # the two in a byte are neighbours in a row, or in a column
+        halves = [g.unsqueeze(half, axis) for half in found]
+        numbers = g.op("Concat", *halves, name="numbers", axis=axis)
     groups = columns // kind.group_size
     numbers = g.op("Reshape", numbers, g.constant([-1, groups, kind.group_size]), name="numbers_by_block")
     factors = form.expert_factors(g, parts)
