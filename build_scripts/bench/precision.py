@@ -78,7 +78,8 @@ def engine(bundle: Bundle) -> OnnxRuntimeEngine:
 def run(model: OnnxRuntimeEngine, tokens: Array, start: int) -> Array:
     """Logits [rows, V] of a pass over `tokens`, whose memory the next pass overwrites."""
     rows = np.arange(len(tokens))[None]
-    return model.run({"tokens": tokens[None], "start": np.array([start]), "rows": rows})["logits"][0]
+    found: Array = model.run({"tokens": tokens[None], "start": np.array([start]), "rows": rows})["logits"][0]
+    return found
 
 
 def texts(bundle: Bundle, count: int) -> list[Array]:
@@ -87,11 +88,10 @@ def texts(bundle: Bundle, count: int) -> list[Array]:
     found: list[list[Array]] = []
     for name in PACKAGES:
         try:
-            described = metadata.metadata(name)
+            described = metadata.distribution(name).read_text("METADATA") or ""
         except metadata.PackageNotFoundError:
             continue
-        text = str(described.get_payload() or described.get("Description") or "")
-        tokens = np.array(tokenizer.encode(text))
+        tokens = np.array(tokenizer.encode(described.partition("\n\n")[2]))
         pieces = [tokens[i : i + PIECE] for i in range(0, len(tokens) - PIECE + 1, PIECE)]
         if pieces:
             found.append(pieces)

@@ -163,12 +163,17 @@ def onnxruntime_integers(
     if stored.pre_quant_scale is not None:
         smooth = g.cast(g.raw_weight(stored.pre_quant_scale, folder), FLOAT, name=f"{name}/smooth")
         x = g.op("Mul", x, smooth, name=f"{name}/smoothed")
-    inputs = [x, g.raw_weight(stored.weight, folder), g.raw_weight(stored.scale, folder)]
+    inputs: list[ir.Value | None] = [
+        x,
+        g.raw_weight(stored.weight, folder),
+        g.raw_weight(stored.scale, folder),
+    ]
     if bias is not None:
         inputs += [None, None, bias]
     g.graph.opset_imports[MICROSOFT_DOMAIN] = 1
     return g.op(
-        *("MatMulNBits", *inputs),
+        "MatMulNBits",
+        *inputs,
         name=name,
         domain=MICROSOFT_DOMAIN,
         K=blocks * BLOCK,

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from dflash_trt.formats.mxfp4 import BLOCK, tensorrt_blocks
+from dflash_trt.formats.base import BLOCK
+from dflash_trt.formats.mxfp4 import tensorrt_blocks
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.experts import Experts
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
 from dflash_trt.errors import quoted, show
-from dflash_trt.formats.mxfp4 import BLOCK
+from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.builder import FLOAT
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.graph.experts import Experts, Storage
