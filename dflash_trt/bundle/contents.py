@@ -1,4 +1,4 @@
-"""What goes into a bundle as it is: digests of the files, and their way there, copied or linked."""
+"""Put input files into a bundle: compute their digests, then copy or link them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dflash_trt.files.disk import clone, copy, stamp, whole_file
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A file as it was when its digest was worked out. `stamp`: see `disk.stamp`."""
+    """A file at the time its digest was computed. `stamp`: see `disk.stamp`."""
 
     source: Path
     stamp: tuple[int, int, int, int]
@@ -30,13 +30,15 @@ class Input:
         return self.stamp[2]
 
     def check(self) -> None:
-        """Raises BuildError where the file is another one by now."""
+        """Raise BuildError if the file has changed since."""
         if stamp(self.source.stat()) != self.stamp:
-            raise BuildError(f"{self.source}: was changed during the build; build again when it is at rest")
+            raise BuildError(
+                f"{self.source}: was changed during the build; build again when nothing writes to it"
+            )
 
 
 def read_inputs(wanted: Mapping[str, Path], place: Workspace, progress: Progress) -> dict[str, Input]:
-    """Digests of `wanted` (name inside the bundle -> file); those that an interrupted build noted are taken over."""
+    """Compute the digests of `wanted` (name inside the bundle -> file). Digests of an interrupted build are reused."""
     try:
         memo = json.loads(place.digests.read_text())
     except (OSError, ValueError):
@@ -48,7 +50,7 @@ def read_inputs(wanted: Mapping[str, Path], place: Workspace, progress: Progress
         progress("digest", done, total)
         found = stamp(source.stat())
         if memo.get(name, {}).get("stamp") != list(found):
-            (place.path / name).unlink(missing_ok=True)  # a copy of what was there before
+            (place.path / name).unlink(missing_ok=True)  # a copy of the old content
             inputs[name] = Input(source, found, bundle.digest(source))
             inputs[name].check()
             memo[name] = {"stamp": found, "sha256": inputs[name].sha256}
@@ -63,9 +65,9 @@ def read_inputs(wanted: Mapping[str, Path], place: Workspace, progress: Progress
 def key_of(
     manifest: Mapping[str, Any], inputs: Mapping[str, Input], generated: Mapping[str, str] | None = None
 ) -> str:
-    """The key of a bundle: what its manifest says so far, and the digests of what it is made from.
+    """The key of a bundle: a digest of its manifest so far and of its inputs' digests.
 
-    `generated`: name -> sha256 of files that are made on the way.
+    generated: name -> sha256 of files that the build makes itself.
     """
     digests = {name: file.sha256 for name, file in inputs.items()} | dict(generated or {})
     return hashlib.sha256(json.dumps([manifest, digests], sort_keys=True).encode()).hexdigest()
@@ -74,13 +76,13 @@ def key_of(
 def bring(
     inputs: Mapping[str, Input], place: Workspace, progress: Progress, *, link: bool, keep: str = ""
 ) -> dict[str, dict[str, Any]]:
-    """Put `inputs` into the work directory; returns the manifest's entries.
+    """Put `inputs` into the work directory. Returns the manifest's entries.
 
-    Weights are hard-linked where `link` asks for it and the file system can; else files share their blocks with the
-    source where that is possible, and are copied where it is not. Files of the scratch directory are always linked.
-    What else lies in the work directory goes, except in its folder `keep`.
+    With `link`, weights are hard links if the file system allows it. Other files share blocks with their source if
+    possible, and are copied otherwise. Files of the scratch directory are always linked. Anything else in the work
+    directory is removed, except for its folder `keep`.
 
-    Raises BuildError where a file was changed meanwhile, or a copy does not fit on the disk.
+    Raises BuildError if a file changed meanwhile, or if a copy does not fit on the disk.
     """
     _remove_others(place.path, inputs, keep)
     to_copy = [name for name, file in inputs.items() if not _bring(name, file, place, link)]
@@ -88,8 +90,8 @@ def bring(
     free = shutil.disk_usage(place.path).free
     if total > free:
         raise BuildError(
-            f"{place.out}: {total} bytes have to be copied there, and {free} are free on that file system; make room, "
-            "choose another --out, or use the checkpoint's own files with --weights link"
+            f"{place.out}: needs {total} bytes for copies, but its file system has {free} free; make room, choose "
+            "another --out, or use the checkpoint's own files with --weights link"
         )
     done = 0
     for name in to_copy:
@@ -111,7 +113,7 @@ def _linkable(file: Input, place: Workspace, link: bool) -> bool:
 
 
 def _bring(name: str, file: Input, place: Workspace, link: bool) -> bool:
-    """Link or clone a file, unless it is there already; False where it has to be copied."""
+    """Link or clone a file that is not there yet. Returns False if it has to be copied instead."""
     destination = place.path / name
     destination.parent.mkdir(parents=True, exist_ok=True)
     linkable = file.source.is_relative_to(place.scratch) or _linkable(file, place, link)
@@ -125,7 +127,7 @@ def _bring(name: str, file: Input, place: Workspace, link: bool) -> bool:
 
 
 def hard_link(source: Path, destination: Path) -> bool:
-    """False where that is not possible: another file system, or one without links."""
+    """Returns False if a hard link is impossible: on another file system, or on one without links."""
     try:
         os.link(source, destination)
     except OSError:

@@ -231,7 +231,9 @@ def test_copies_that_do_not_fit_on_the_disk_are_not_begun(
     usage = shutil.disk_usage(pair)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(contents, "clone", lambda source, destination: False)
-    with pytest.raises(BuildError, match=r"bytes have to be copied there, and 1000 are free.*--weights link"):
+    with pytest.raises(
+        BuildError, match=r"bytes for copies, but its file system has 1000 free.*--weights link"
+    ):
         build_pair(pair, pair / "bundle")
     assert not [p for p in pair.rglob("*.safetensors") if ".bundle.work" in str(p)]
 

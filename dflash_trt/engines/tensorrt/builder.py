@@ -1,6 +1,6 @@
 """From a graph to a plan: parse, set profiles, build, and stream the result to disk.
 
-Written against the documented Python API that `tensorrt` and `tensorrt_rtx` share; which of the two is an argument.
+Written against the documented Python API that `tensorrt` and `tensorrt_rtx` share. An argument selects one of them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ def build_plan(
     *,
     plugins: bool = False,
 ) -> dict[str, Any]:
-    """Build `graph` for one compute capability into `plan`, which appears whole or not at all, with a log beside it.
+    """Build `graph` for one compute capability into `plan`, which appears only when complete, with a log beside it.
 
-    The graph's weights are external data: TensorRT maps their files, and the plan is written as it is made, so memory
-    holds one copy of the weights, TensorRT's own. Returns what the manifest says of the plan.
+    The graph's weights are external data. TensorRT maps their files, and the plan is written while it is made. So
+    memory holds only TensorRT's own copy of the weights. Returns the plan's entry for the manifest.
 
-    Raises BuildError: a node that TensorRT does not take, by its path and operator; a build that fails; a full disk.
+    Raises BuildError for a node that TensorRT refuses, with its path and operator, for a failed build, or a full
+    disk.
     """
     trt = flavour.load()
     step = f"build {graph.stem} sm{capability}"
@@ -49,7 +50,7 @@ def build_plan(
     with log_file.open("w", encoding="utf-8") as log, released(graph.parent.rglob("*")):
         logger = _logger(trt, log)
         builder = trt.Builder(logger)
-        # From TensorRT 11 on every network is strongly typed, and the flag is but accepted.
+        # From TensorRT 11 on, every network is strongly typed, and the flag is accepted without effect.
         flags = [trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED]
         if plugins:
             importlib.import_module(f"{flavour.module}.plugin")
@@ -62,9 +63,9 @@ def build_plan(
         config = builder.create_builder_config()
         if hasattr(
             trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"
-        ):  # or its runtime may allocate, and not be captured
+        ):  # otherwise its runtime may allocate, and cannot be captured
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
-        # On several streams weights that are widened before a product would be so all at once, as far as they fit.
+        # With several streams, all weights that need widening would be widened at once, as far as memory permits.
         config.max_aux_streams = 0
         if flavour.ahead:
             config.num_compute_capabilities = 1
@@ -75,7 +76,7 @@ def build_plan(
         config.progress_monitor = monitor
         progress(step, 0, 1)
         try:
-            # Unbuffered, so that a full disk shows where it is met.
+            # Unbuffered, so that a full disk is noticed where it occurs.
             with partial.open("wb", buffering=0) as file:
                 writer = _writer(trt, file)
                 built = builder.build_serialized_network_to_stream(network, config, writer)
@@ -101,7 +102,7 @@ def build_plan(
 
 
 def has_operator(trt: Any, name: str) -> bool:
-    """Whether the ONNX parser of this version takes an operator of its own, as `TRT_Attention`."""
+    """Whether this version's ONNX parser supports one of its own operators, such as `TRT_Attention`."""
     logger = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)
     return bool(trt.OnnxParser(builder.create_network(0), logger).supports_operator(name))
@@ -120,7 +121,9 @@ def _add_profile(builder: Any, config: Any, network: Any, profile: Profile) -> N
 
 
 def _parser_error(parser: Any, flavour: Flavour) -> str:
-    """Inside a function the parser knows only the body's node; the path is on its stack of calls."""
+    """Describe the parser's error. Inside a function, it knows only the body's node; the path is on its stack of
+    calls.
+    """
     error = parser.get_error(0)
     stack = list(error.local_function_stack())
     where = f"{error.node_name()} ({error.node_operator()})"
@@ -141,7 +144,7 @@ def _one_line(text: str) -> str:
 
 
 def _logger(trt: Any, log: Any) -> Any:
-    """Everything but chatter goes to the log; errors are kept, to be said in one line."""
+    """A logger. Everything except verbose messages goes to the log; errors are kept for the one-line error text."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -158,7 +161,7 @@ def _logger(trt: Any, log: Any) -> Any:
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
                 self.errors.append(message)
             if found := re.match(r"Total Activation Memory: (\d+) bytes", message):
-                self.activation_bytes = max(self.activation_bytes or 0, int(found[1]))  # one for each profile
+                self.activation_bytes = max(self.activation_bytes or 0, int(found[1]))  # one per profile
 
     return Logger()
 
@@ -171,7 +174,7 @@ def _writer(trt: Any, file: Any) -> Any:
             self.size, self.sha256 = 0, hashlib.sha256()
 
         def write(self, data: bytes) -> int:
-            # TensorRT takes a short write for a whole one, and exceptions do not cross it.
+            # TensorRT takes a short write for a complete one, and exceptions do not pass through it.
             rest = memoryview(data)
             try:
                 while rest:
@@ -187,7 +190,7 @@ def _writer(trt: Any, file: Any) -> Any:
 
 
 def _monitor(trt: Any, step: str, progress: Progress) -> Any:
-    """TensorRT's outermost phase as one of our steps. What `progress` raises ends the build."""
+    """Report TensorRT's outermost phase as one of our steps. An error in `progress` ends the build."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -214,7 +217,7 @@ def _monitor(trt: Any, step: str, progress: Progress) -> Any:
 
 
 def weight_bytes(model: Any) -> Mapping[str, int]:
-    """Bytes of a graph's weights by the dtype in which the plan computes with them, from the largest."""
+    """Bytes of a graph's weights by the plan's compute dtype, largest first."""
     total: dict[str, int] = {}
     for value in model.graph.initializers.values():
         tensor = value.const_value

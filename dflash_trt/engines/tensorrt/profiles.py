@@ -1,4 +1,4 @@
-"""Which shapes a plan is built for: two optimization profiles per graph, prefill and decoding."""
+"""The shapes of a plan: two optimization profiles per graph, prefill and decoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREFILL, DECODE = 0, 1
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan can take: sequences at a time, prompt tokens per pass, tokens per block, cache rows."""
+    """The limits of a plan: sequences at a time, prompt tokens per pass, tokens per block, cache rows."""
 
     max_batch_size: int
     prefill_chunk: int
@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Profile:
-    """Smallest, usual and largest length of each dimension that is not fixed."""
+    """Smallest, usual and largest length of each dynamic dimension."""
 
     name: str
     lengths: Mapping[str, tuple[int, int, int]]
@@ -53,12 +53,12 @@ class Profile:
 
 
 def profiles(role: str, limits: Limits) -> tuple[Profile, Profile]:
-    """Of "target" or "drafter", in the order PREFILL, DECODE."""
+    """The profiles of "target" or "drafter", in the order PREFILL, DECODE."""
     batch, chunk, block = limits.max_batch_size, limits.prefill_chunk, limits.block_size
     one, batches, chunks = (1, 1, 1), (1, max(1, batch // 2), batch), (1, chunk, chunk)
     if role == "target":
         decode = {"B": batches, "S": (1, block, block), "R": (1, block, block)}
         return Profile("prefill", {"B": one, "S": chunks, "R": one}), Profile("verify", decode)
-    # The features that wait for the drafter lie in a buffer of one block per sequence, and go in all together.
+    # The features for the drafter are in a buffer with one block per sequence, and are passed in together.
     decode = {"B": batches, "S": (block, block, block), "K": (2, block, block)}
     return Profile("prefill", {"B": one, "S": chunks, "K": (2, 2, 2)}), Profile("draft", decode)
