@@ -68,6 +68,11 @@ class OnnxRuntimeEngine:
             raise BundleError(f"{path}: ONNX Runtime cannot load this graph: {error}") from error
         self._inputs = {i.name: i for i in self._session.get_inputs()}
         self._outputs = {o.name: o for o in self._session.get_outputs()}
+        if old := [n for n, i in self._inputs.items() if "_cache." in n and len(i.shape) != 3]:
+            raise BundleError(
+                f"{path}: input {old[0]} has {len(self._inputs[old[0]].shape)} axes, expected 3: an earlier version "
+                "built this bundle; build it again"
+            )
         caches = {n: (i.shape[2], _DTYPES[i.type]) for n, i in self._inputs.items() if "_cache." in n}
         self.caches.allocate(caches)
         self._written = [

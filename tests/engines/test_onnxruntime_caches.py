@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import onnx_ir as ir
 import pytest
 
+from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.engines.onnxruntime_caches import STEP, CachePool
+from dflash_trt.errors import BundleError
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
 
 SLOTS, CAPACITY, WIDTHS = 4, 500, {"k_cache.0": (3, np.float32), "v_cache.0": (2, np.float32)}
 
@@ -96,3 +102,12 @@ def test_a_slot_alone_does_not_move() -> None:
     assert pool.place(1, [129]) == (500, 192)  # more than its share: it goes back
     with pytest.raises(ValueError, match=r"slots 3\.\.4 of 4"):
         pool.place(3, [1, 1])
+
+
+def test_a_graph_with_caches_by_head_is_refused(tmp_path: Path) -> None:
+    g = GraphBuilder("target")
+    cache = g.input("k_cache.0", FLOAT, ["B", 2, "C", 16])
+    g.output(g.op("Identity", cache), "k_cache_out.0", FLOAT, ["B", 2, "C", 16])
+    ir.save(g.model({}), tmp_path / "target.onnx")
+    with pytest.raises(BundleError, match=r"k_cache\.0 has 4 axes, expected 3: .* build it again"):
+        OnnxRuntimeEngine(tmp_path / "target.onnx", slots=1, capacity=64)
