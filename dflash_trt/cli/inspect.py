@@ -57,4 +57,6 @@ def _show(name: str, value: object) -> str:
         return byte_count(value)
     if isinstance(value, int) and name == "parameters":
         return f"{value:,}"
-    return "unknown" if value is None else str(value)
+    if value is None:
+        return "none" if name == "quantization" else "unknown"
+    return str(value)

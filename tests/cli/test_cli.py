@@ -264,6 +264,7 @@ def test_inspect(
     assert "target.onnx" in found["files"]
     shown = Output(capsys, "inspect", bundle)
     assert "weights/drafter/model.safetensors" in shown.out
+    assert "quantization           target  none\n" in shown.out
     neither = Output(capsys, "inspect", tmp_path)
     assert neither.code == 1
     assert "neither manifest.json nor config.json" in neither.err
