@@ -1,6 +1,6 @@
 """What models/ know of an engine: a dtype to compute in, and the bodies of the `dflash::` operators.
 
-Signatures are at the top of functions.py, experts.py, quantized.py and quantized_experts.py.
+Signatures are at the top of onnxruntime.py, experts.py, quantized.py and quantized_experts.py.
 """
 
 from __future__ import annotations

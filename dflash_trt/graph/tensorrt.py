@@ -55,7 +55,7 @@ class TensorRT(Dialect):
         return g.function()
 
     def sink_attention(self, kind: AttentionKind) -> ir.Function:
-        """As on ONNX Runtime (functions.py), except that there is no scale, so that the column is the sink itself."""
+        """As on ONNX Runtime (onnxruntime.py), except that there is no scale, so that the column is the sink itself."""
         g = self._builder("SinkAttention")
         head_dim = kind.head_dim
         size = f"{head_dim}+{SINK_PADDING}"
