@@ -13,7 +13,6 @@ import numpy as np
 
 from dflash_trt.bundle.manifest import Bundle, Check
 from dflash_trt.checkpoint.catalogue import known_pair
-from dflash_trt.decoding.arrays import HostArrays
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.pass_times import measure
 from dflash_trt.decoding.length.policy import FixedLength, Lengths
@@ -25,8 +24,8 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.sampler import TokenCounts
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
-from dflash_trt.engines.tensorrt.flavour import FLAVOURS
+from dflash_trt.engines.base import RunSettings
+from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import BundleError, DFlashError, RequestError, quoted
 from dflash_trt.text.tokenizer import Tokenizer
 
@@ -63,46 +62,29 @@ class Runtime:
             )
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
-        self.driver: Driver | None = None
         self._adaptive: AdaptiveLength | None = None
+        engine = engine_of(self.bundle)
+        self.tokenizer = self._tokenizer(engine.tokenizer_folder)
+        settings = RunSettings(
+            max_batch_size=max_batch_size,
+            prefill_chunk=prefill_chunk,
+            prefix_cache_bytes=prefix_cache_bytes,
+            threads=threads,
+        )
+        self.scheduler = engine.open(self.bundle, settings)
+        # An engine with a scheduler of its own is a driver instead: pair and scheduler in one.
+        self.driver: Driver | None = None
         self.pair: Pair | Driver
-        self.scheduler: Scheduler | Driver
-        if manifest["engine"] == "tensorrt-llm":  # schedules by itself, within the limits of the bundle
-            from dflash_trt.trtllm.driver import Driver
-
-            self.tokenizer = Tokenizer(self.bundle.path / "target")
-            self.pair = self.scheduler = self.driver = Driver(self.bundle)
-            return
-        self.tokenizer = Tokenizer(self.bundle.path, manifest["files"])
-        if manifest["engine"] in FLAVOURS:
-            from dflash_trt.engines.tensorrt.device_arrays import open_pair
-
-            most = min(max_batch_size, manifest["tensorrt"]["max_batch_size"])
-            self.pair = open_pair(self.bundle, slots=most, max_batch_size=most, prefill_chunk=prefill_chunk)
+        if isinstance(self.scheduler, Scheduler):
+            self.pair = self.scheduler.pair
         else:
-            most = max_batch_size
-            target, drafter = (
-                OnnxRuntimeEngine(
-                    self.bundle.path / f"{role}.onnx",
-                    slots=most,
-                    capacity=self.bundle.capacity,
-                    threads=threads,
-                    deferred=role == "drafter",  # until a draft is asked for
-                )
-                for role in ("target", "drafter")
-            )
-            features = len(manifest["target_layer_ids"]) * manifest["hidden_size"]
-            self.pair = Pair(
-                target,
-                drafter,
-                HostArrays(slots=most, feature_size=features, most_waiting=prefill_chunk),
-                slots=most,
-                capacity=self.bundle.capacity,
-                mask_token_id=manifest["mask_token_id"],
-                vocab_size=manifest["vocab_size"],
-                prefill_chunk=prefill_chunk,
-            )
-        self.scheduler = Scheduler(self.pair, most, prefix_cache_bytes)
+            self.pair = self.driver = self.scheduler
+
+    def _tokenizer(self, folder: str) -> Tokenizer:
+        files = self.bundle.manifest["files"]
+        if folder:
+            files = {name.removeprefix(f"{folder}/") for name in files if name.startswith(f"{folder}/")}
+        return Tokenizer(self.bundle.path / folder, files)
 
     def lengths(self, speculate: bool, block_length: int | None) -> Lengths:
         """The policy for a block length. None is the adaptive one, which times some passes when first asked for: only
@@ -114,7 +96,7 @@ class Runtime:
         if block_length is not None or self.driver is not None:
             return FixedLength(block_length or self.block_size)
         if not (isinstance(self.pair, Pair) and isinstance(self.scheduler, Scheduler)):
-            return FixedLength(self.block_size)  # TensorRT-LLM's own loop has one length
+            return FixedLength(self.block_size)  # an engine's own loop has one length
         if self._adaptive is None:
             self.scheduler.slots.overwritten()
             with self.scheduler.whole():

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_trt.building.build import build
 from dflash_trt.text.tokenizer import Tokenizer
-from dflash_trt.trtllm.configuration import Deployment
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from server_tests.serving import Serving
 
 ROOT = Path(__file__).parent.parent
@@ -30,8 +30,8 @@ module.LLM.delay = 0.03  # seconds between responses, so that a stream has sever
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, Tokenizer]]:
     root = tmp_path_factory.mktemp("trtllm")
     (root / "tensorrt_llm.py").write_text(PACKAGE)
-    deployment = Deployment(gpu="h200")
-    bundle = build("tiny", None, root / "bundle", engine="tensorrt-llm", deployment=deployment)
+    options = TensorRTLLMOptions(gpu="h200")
+    bundle = build("tiny", None, root / "bundle", engine="tensorrt-llm", options=options)
     with pytest.MonkeyPatch.context() as patch:
         paths = [str(root), str(ROOT), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", ":".join(filter(None, paths)))

@@ -4,37 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
-from dflash_trt.building.sources import resolve_pair
+from dflash_trt.building.limits import choose_block_size, choose_max_seq_len
+from dflash_trt.building.sources import find_sources
 from dflash_trt.bundle import manifest as bundle
 from dflash_trt.bundle.contents import bring, key_of, read_inputs
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import Progress, Workspace, check_out, silent, workspace
-from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
 from dflash_trt.checkpoint.pair import CheckpointPair, Side, Source
-from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines import registry
-from dflash_trt.engines.base import BuildJob, BuildSettings, Engine, Weights
+from dflash_trt.engines.base import BuildJob, BuildSettings, Engine, EngineOptions, Weights
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.base import WeightLayout
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.quantization.for_build import in_precision
-
-if TYPE_CHECKING:
-    from dflash_trt.engines.tensorrt.plans import Options
-    from dflash_trt.trtllm.configuration import Deployment
-
-# Without --max-seq-len: what both models were made for, but no more than this (cache memory grows with it).
-DEFAULT_MAX_SEQ_LEN = 8192
-# Arguments of `build` that are one engine's options, and what to say where they are given for another.
-_REFUSED = {
-    "tensorrt": "but --compute-capability, --max-batch-size and --prefill-chunk are for: tensorrt-rtx, tensorrt",
-    "deployment": "and --gpu is of no use: it is for tensorrt-llm, which needs it",
-}
 
 
 def build(
@@ -47,8 +34,7 @@ def build(
     engine: str = registry.DEFAULT,
     weights: Weights = "copy",
     precision: Precision | None = None,
-    tensorrt: Options | None = None,
-    deployment: Deployment | None = None,
+    options: EngineOptions | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Bundle:
@@ -62,8 +48,8 @@ def build(
     package): nothing is fetched, and the bundle can be inspected but not run.
     `precision` is what the engine computes in, float32 on ONNX Runtime, else BF16 unless it says otherwise; or what
     the weights of linear layers are quantized to on the way, where the checkpoint's are not yet.
-    `tensorrt` is for the engines "tensorrt" and "tensorrt-rtx": GPUs to build for, largest batch and prompt chunk.
-    `deployment` is for `engine="tensorrt-llm"` only, which needs one: GPUs, parallelism, version.
+    `options` are the engine's own: `TensorRTOptions` (dflash_trt/engines/tensorrt/options.py) for "tensorrt" and
+    "tensorrt-rtx", `TensorRTLLMOptions` (dflash_trt/trtllm/options.py) for "tensorrt-llm", which needs them.
     Work happens in a sibling directory that is renamed at the end, so an interrupted build never looks finished;
     the next one continues with what is whole. A bundle of the same inputs that is already there is kept as it is.
     `force` replaces one of other inputs, or a damaged one; nothing else is ever replaced.
@@ -77,12 +63,9 @@ def build(
     entry = registry.find(engine)
     if weights not in get_args(Weights):
         raise BuildError(f"--weights is {weights!r}, expected one of: {', '.join(get_args(Weights))}")
-    options = {"tensorrt": tensorrt, "deployment": deployment}
-    for name, refusal in _REFUSED.items():
-        if options[name] is not None and name != entry.option:
-            raise BuildError(f"--engine is {engine}, {refusal}")
+    _check_options(entry, options)
     check_out(out)
-    entry.check(precision, weights, options.get(entry.option))
+    entry.check(precision, weights, options)
 
     progress("read checkpoints", 0, 1)
     pair = _read_pair(find_sources(target, drafter, weights), entry, weights)
@@ -91,7 +74,7 @@ def build(
         max_seq_len=choose_max_seq_len(max_seq_len, pair.target.config, pair.drafter.config),
         weights=weights,
         precision=precision or Precision(),
-        options=options.get(entry.option),
+        options=options,
     )
     progress("read checkpoints", 1, 1)
     with workspace(out, "bundle") as place:
@@ -111,6 +94,14 @@ def build(
         bundle.write_manifest(place.path, manifest)
         place.publish()
     return Bundle.open(out)
+
+
+def _check_options(engine: Engine, options: EngineOptions | None) -> None:
+    if options is not None and not (engine.options and isinstance(options, engine.options)):
+        names = registry.names_by_options().get(type(options), [])
+        raise BuildError(
+            f"--engine is {engine.name}, and options are {type(options).__name__}, which are for: {', '.join(names)}"
+        )
 
 
 def _read_pair(sources: tuple[Source, Source], engine: Engine, weights: Weights) -> CheckpointPair:
@@ -170,33 +161,3 @@ def _check_digests(pair: CheckpointPair, found: dict[str, str]) -> None:
         if isinstance(side.checkpoint, Checkpoint):
             names = {f"{side.folder}/{file.name}": file.name for file in side.checkpoint.files}
             side.checkpoint.check_digests({names[name]: d for name, d in found.items() if name in names})
-
-
-def find_sources(target: str, drafter: str | None, weights: Weights) -> tuple[Source, Source]:
-    if weights == "none" and drafter is None and not Path(target).is_dir():
-        directories = known_configs(target)
-        return Source(directories[0], target), Source(directories[1], target)
-    return resolve_pair(target, drafter)
-
-
-def choose_block_size(asked: int | None, drafter: DrafterConfig) -> int:
-    if asked is None:
-        return drafter.block_size
-    if not 2 <= asked <= drafter.block_size:
-        raise BuildError(
-            f"--block-size is {asked}, expected 2..{drafter.block_size}: the drafter was trained for blocks of "
-            f"{drafter.block_size} ({drafter.path})"
-        )
-    return asked
-
-
-def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: DrafterConfig) -> int:
-    limit = min(target.max_position_embeddings, drafter.max_position_embeddings)
-    if asked is None:
-        return min(limit, DEFAULT_MAX_SEQ_LEN)
-    if not 2 <= asked <= limit:
-        raise BuildError(
-            f"--max-seq-len is {asked}, expected 2..{limit}: max_position_embeddings is "
-            f"{target.max_position_embeddings} in the target and {drafter.max_position_embeddings} in the drafter"
-        )
-    return asked

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from dflash_trt.checkpoint import gguf
-from dflash_trt.checkpoint.catalogue import NAMES, SHIPPED, Pair, known_pair
+from dflash_trt.checkpoint.catalogue import NAMES, SHIPPED, Pair, known_configs, known_pair
 from dflash_trt.checkpoint.pair import Source
+from dflash_trt.engines.base import Weights
 from dflash_trt.errors import CheckpointError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 
@@ -18,6 +19,14 @@ _REPOSITORY = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./
 _CONFIGS = ["config.json", "generation_config.json"]
 # The hub matches patterns with fnmatch. Its * crosses slashes, so subdirectories are excluded separately.
 _FILES = ["*.safetensors", "*.json", "*.jinja"]
+
+
+def find_sources(target: str, drafter: str | None, weights: Weights) -> tuple[Source, Source]:
+    """Both checkpoints of a pair. With weights "none", those of a known pair are configurations alone."""
+    if weights == "none" and drafter is None and not Path(target).is_dir():
+        directories = known_configs(target)
+        return Source(directories[0], target), Source(directories[1], target)
+    return resolve_pair(target, drafter)
 
 
 def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Source]:

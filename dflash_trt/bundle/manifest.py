@@ -19,6 +19,7 @@ from dflash_trt.files.reading import read_object
 FORMAT = "dflash-trt bundle"
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
+GRAPHS = ("target.onnx", "drafter.onnx")
 # Files up to this size have their digest checked at every load; larger ones (weights) only by check="full".
 QUICK_DIGEST_BYTES = 16 << 20
 _MAX_MANIFEST_BYTES = 4 << 20
@@ -65,7 +66,7 @@ class Bundle:
         Raises:
             BundleError: something is missing, truncated, altered, of another format version, or the two graphs
                 and the manifest disagree; the message names the file or the field. Files that the manifest does not
-                list are not read; of TensorRT-LLM, which reads whole directories, there may be none.
+                list are not read; in a bundle without graphs, whose engine reads whole directories, there may be none.
         """
         path = Path(path)
         if check not in get_args(Check):
@@ -73,18 +74,22 @@ class Bundle:
         manifest = read_manifest(path)
         for name, entry in manifest["files"].items():
             _check_file(path, name, entry, full=check == "full")
-        if manifest["engine"] == "tensorrt-llm":
-            if found := unlisted(path, manifest):  # TensorRT-LLM reads whatever lies in these directories
-                raise BundleError(
-                    f"{path / found[0]}: the manifest does not list this file, and TensorRT-LLM could read it; "
-                    "move it out of the bundle"
-                )
-            return cls(path, manifest)
-        for graph in ("target.onnx", "drafter.onnx"):
-            if graph not in manifest["files"]:
-                raise BundleError(f"{path / MANIFEST}: files does not list {graph}; build the bundle again")
-            _check_graph(path / graph, manifest)
-        return cls(path, manifest)
+        graphs = [graph for graph in GRAPHS if graph in manifest["files"]]
+        if not graphs and (found := unlisted(path, manifest)):
+            raise BundleError(
+                f"{path / found[0]}: the manifest does not list this file, and {manifest['engine']}, which reads whole "
+                "directories, could read it; move it out of the bundle"
+            )
+        bundle = cls(path, manifest)
+        for graph in GRAPHS if graphs else ():
+            _check_graph(bundle.listed(graph), manifest)
+        return bundle
+
+    def listed(self, name: str) -> Path:
+        """The path of a file that the bundle must have. Raises BundleError where the manifest does not list it."""
+        if name not in self.manifest["files"]:
+            raise BundleError(f"{self.path / MANIFEST}: files does not list {name}; build the bundle again")
+        return self.path / name
 
     def copy_to(self, path: Path) -> None:
         """Write a copy of the bundle to the new directory `path`: what the manifest lists, and the manifest last."""

@@ -7,9 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from dflash_trt.cli import deployment, tensorrt
+from dflash_trt.cli import engine_options
 from dflash_trt.cli.options import at_least
 from dflash_trt.cli.output import byte_count, print_json, progress_display
+from dflash_trt.engines import registry
 
 SUMMARY = "build a bundle from a target and a drafter checkpoint"
 DESCRIPTION = """\
@@ -56,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine",
-        choices=["onnxruntime", "tensorrt-rtx", "tensorrt", "tensorrt-llm"],
-        default="onnxruntime",
-        help="what runs the graphs (default: onnxruntime)",
+        choices=registry.NAMES,
+        default=registry.DEFAULT,
+        help=f"what runs the graphs (default: {registry.DEFAULT})",
     )
     parser.add_argument(
         "--weights",
@@ -80,8 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most requests at a time, where the build fixes it",
     )
-    tensorrt.add_arguments(parser)
-    deployment.add_arguments(parser)
+    engine_options.add_arguments(parser)
     parser.add_argument(
         "--force",
         action="store_true",
@@ -111,8 +111,7 @@ def run(args: argparse.Namespace) -> int:
             engine=args.engine,
             weights=args.weights,
             precision=parse_precision(args.precision),
-            tensorrt=tensorrt.from_arguments(args),
-            deployment=deployment.from_arguments(args),
+            options=engine_options.from_arguments(args),
             force=args.force,
             progress=progress,
         )

@@ -6,8 +6,10 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dflash_trt.cli import engine_options
 from dflash_trt.cli.options import at_least
 from dflash_trt.cli.output import print_json, print_table
+from dflash_trt.engines import registry
 
 if TYPE_CHECKING:
     from dflash_trt.planning.memory import MemoryEstimate
@@ -33,16 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpu", metavar="NAME", help="one of those that --gpus lists")
     parser.add_argument("--engine", default="tensorrt", metavar="ENGINE", help="default: tensorrt")
-    parser.add_argument("--tp", type=at_least(1), default=1, metavar="N", help="GPUs, with tensorrt-llm")
+    several = [engine.name for engine in registry.engines() if engine.memory.several_gpus]
+    parser.add_argument(
+        "--tp",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        dest="tensor_parallel",
+        help=f"GPUs, with {' or '.join(several)}",
+    )
     parser.add_argument(
         "--max-seq-len", type=at_least(1), metavar="N", help="default: as `build` has it, at most 8192"
     )
     parser.add_argument("--max-batch-size", type=at_least(1), default=8, metavar="N", help="default: 8")
     parser.add_argument("--block-size", type=at_least(2), metavar="K", help="default: as trained")
     parser.add_argument("--precision", metavar="ROLE=VALUE,...", help="as `build` has it")
-    parser.add_argument(
-        "--trtllm-version", metavar="VERSION", help="with tensorrt-llm; default: the newest known"
-    )
+    engine_options.add_plan_arguments(parser)
     parser.add_argument("--gpus", action="store_true", help="list the GPUs with the source of each figure")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -52,9 +60,7 @@ def run(args: argparse.Namespace) -> int:
         return _gpus(args)
     if args.target is None or args.gpu is None:
         args.usage_error("--target and --gpu are needed (or --gpus, which lists the GPUs)")
-    if args.engine == "tensorrt-llm" and args.precision is not None:
-        args.usage_error("--precision is not for tensorrt-llm, which takes a checkpoint as it is")
-    found = make_plan(args)
+    found = estimate(args)
     if args.json:
         print_json({**found.to_dict(), "fits": found.fits})
     else:
@@ -62,42 +68,34 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def make_plan(args: argparse.Namespace) -> MemoryEstimate:
-    from dflash_trt.building.build import choose_block_size, choose_max_seq_len, find_sources
+def estimate(args: argparse.Namespace) -> MemoryEstimate:
+    from dflash_trt.building.limits import choose_block_size, choose_max_seq_len
+    from dflash_trt.building.sources import find_sources
     from dflash_trt.checkpoint.compatibility import check_pair
     from dflash_trt.formats.precision import parse_precision
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.planning.gpus import find_gpu
     from dflash_trt.planning.inventory import take_inventory
     from dflash_trt.planning.memory import Settings, estimate_memory
-    from dflash_trt.trtllm.configuration import Deployment, memory_settings
-    from dflash_trt.trtllm.quantization import target_quantization
 
+    engine, options = registry.find(args.engine), engine_options.from_arguments(args, plan=True)
+    precision = parse_precision(args.precision)
+    engine.check(precision, "copy", options)
     sources = find_sources(args.target, args.drafter, "none")
     target, drafter = read_target_config(sources[0].directory), read_drafter_config(sources[1].directory)
+    engine.check_pair(target, drafter)
     check_pair(target, drafter)
     inventory = take_inventory(target, drafter)
-    block, length = choose_block_size(args.block_size, drafter), args.max_seq_len
-    length = choose_max_seq_len(length, target, drafter)
-    if args.engine == "tensorrt-llm":
-        where = Deployment(gpu=args.gpu, tensor_parallel=args.tp, version=args.trtllm_version)
-        quantization = target_quantization(target)
-        settings = memory_settings(
-            inventory, where, block_size=block, max_seq_len=length, quantization=quantization
-        )
-        return estimate_memory(inventory, replace(settings, max_batch_size=args.max_batch_size))
-    return estimate_memory(
-        inventory,
-        Settings(
-            engine=args.engine,
-            gpu=find_gpu(args.gpu),
-            max_seq_len=length,
-            max_batch_size=args.max_batch_size,
-            block_size=block,
-            tensor_parallel=args.tp,
-            precision=parse_precision(args.precision),
-        ),
+    settings = Settings(
+        engine=args.engine,
+        gpu=find_gpu(args.gpu),
+        max_seq_len=choose_max_seq_len(args.max_seq_len, target, drafter),
+        max_batch_size=args.max_batch_size,
+        block_size=choose_block_size(args.block_size, drafter),
+        tensor_parallel=args.tensor_parallel,
+        precision=precision,
     )
+    return estimate_memory(inventory, replace(settings, **engine.memory_settings(inventory, options)))
 
 
 def _print(found: MemoryEstimate) -> None:

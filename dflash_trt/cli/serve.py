@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from dflash_trt.cli.deploy import add_engine_arguments, engine_settings
+from dflash_trt.engines import registry
 
 SUMMARY = "serve a bundle with Triton Inference Server"
 DESCRIPTION = """\
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         parser.add_argument(f"--{name}-port", type=int, default=port, metavar="PORT", help=f"default: {port}")
     parser.add_argument(
-        "--server", default="triton", choices=("triton", "trtllm-serve"),
+        "--server", default="triton", choices=("triton", *(e.server for e in registry.engines() if e.server)),
         help="trtllm-serve: TensorRT-LLM's own, with OpenAI's API on the HTTP port; takes none of the options below",
     )  # fmt: skip
     parser.add_argument(
@@ -50,11 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.server == "trtllm-serve":
-        from dflash_trt.trtllm.serve import serve
-
-        serve(args.bundle, host=args.host, port=args.http_port)
     from dflash_trt.bundle.manifest import Bundle
+
+    if args.server != "triton":
+        bundle = Bundle.open(args.bundle)
+        registry.engine_of(bundle).serve(bundle, args.server, host=args.host, port=args.http_port)
     from dflash_trt.serving.deploy import container_command, deploy
     from dflash_trt.serving.launch import find_server, server_arguments
     from dflash_trt.serving.proxy import Settings, Sockets, check_installed, max_request_bytes

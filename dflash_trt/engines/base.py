@@ -1,21 +1,36 @@
-"""An engine as a build sees it: what it refuses, and its part of a bundle."""
+"""What an engine is to the rest of the package: one entry of the registry.
+
+An entry is a light module. Its methods import what they need when they are called, so that every engine can be listed
+and described where none of its packages is installed.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
-from dflash_trt.bundle.workspace import Progress, Workspace
-from dflash_trt.checkpoint.pair import CheckpointPair
-from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
-from dflash_trt.formats.base import WeightLayout
-from dflash_trt.formats.precision import Precision
+from dflash_trt.errors import DFlashError
+
+if TYPE_CHECKING:
+    from dflash_trt.bundle.manifest import Bundle
+    from dflash_trt.bundle.workspace import Progress, Workspace
+    from dflash_trt.checkpoint.pair import CheckpointPair
+    from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
+    from dflash_trt.decoding.scheduler import Scheduler
+    from dflash_trt.formats.base import WeightLayout
+    from dflash_trt.formats.precision import Precision
+    from dflash_trt.planning.inventory import Inventory
+    from dflash_trt.trtllm.driver import Driver
 
 # "copy": files of the bundle's own.  "link": hard links to the checkpoints' files.  "none": graphs only.
 Weights = Literal["copy", "link", "none"]
+GIB = 1 << 30
+# Tags of nvcr.io/nvidia/tritonserver. Containers before 26.07 have defects that clients can use (docs/serving.md,
+# "Security"), and are not named.
+TRITON_IMAGE, TRITON_TRTLLM_IMAGE = "26.07-py3", "26.07-trtllm-python-py3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +69,98 @@ class BuildJob(ABC):
         """
 
 
-class Engine(ABC):
-    """An entry of the registry.
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What is asked of a loaded bundle. `LLM` describes the fields."""
 
-    `option`: the argument of `build` that takes this engine's own options. `weights_folder`: where checkpoints lie in
-    its bundles. `weight_layout`: how it reads quantized layers.
+    max_batch_size: int
+    prefill_chunk: int
+    prefix_cache_bytes: int
+    threads: int | None
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether this machine can build for an engine and run it. `note`: for which GPUs, and what is missing."""
+
+    build: bool
+    run: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class Container:
+    """Where Triton serves a bundle: the tag of NVIDIA's image, and what pip has to add to it."""
+
+    tag: str = TRITON_IMAGE
+    gpus: bool = True
+    packages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedPool:
+    """A pool of cache pages of `page` tokens that takes the share `fraction` of free memory, at most.
+
+    `activation_bytes`: the least that is set aside for activations. `arena_safety`: the share of free memory that a
+    dense buffer beside the pool may take.
+    """
+
+    page: int
+    fraction: float
+    activation_bytes: int
+    arena_safety: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTraits:
+    """How an engine lays a pair out in a GPU's memory.
+
+    `compute`: the dtype of weights and caches for which no precision is given. `runtime_bytes`: context, libraries and
+    workspace, as an allowance. `scratch_bytes`: what both plans need beside the estimate from shapes; an engine that
+    has it computes every expert for every row. `expert_kernels`: formats of experts that need no such memory.
+    `pool`: the pages of an engine with several GPUs and a scheduler of its own; None for dense caches on one GPU.
+    """
+
+    compute: str = "bf16"
+    runtime_bytes: int = GIB
+    scratch_bytes: int = 0
+    expert_kernels: frozenset[str] = frozenset()
+    pool: PagedPool | None = None
+
+    @property
+    def several_gpus(self) -> bool:
+        """Whether a pair can be spread over GPUs."""
+        return self.pool is not None
+
+
+class EngineOptions:
+    """What one engine, or several, can be asked for in a build, as a dataclass.
+
+    A field whose metadata is an `option` is an option of the command line. `title`: of their group in the help text.
+    `batch`: what --max-batch-size is by default.
+    """
+
+    title: ClassVar[str]
+    batch: ClassVar[str]
+
+
+class Engine(ABC):
+    """An entry of the registry: all that the package knows of one engine.
+
+    `options`: its own options of a build. `weights_folder`: where checkpoints lie in its bundles. `tokenizer_folder`:
+    where the tokenizer lies in them. `weight_layout`: how it reads quantized layers. `server`: the name of a server of
+    its own, beside Triton. `modules`: Python modules that it can use, which `doctor` shows. `memory`: its layout, for
+    `plan`.
     """
 
     name: str
-    option: ClassVar[str] = ""
+    options: ClassVar[type[EngineOptions] | None] = None
     weights_folder: ClassVar[str] = "weights/"
+    tokenizer_folder: ClassVar[str] = ""
     weight_layout: ClassVar[WeightLayout] = "stored"
+    server: ClassVar[str] = ""
+    modules: tuple[str, ...] = ()
+    memory: MemoryTraits
 
     @abstractmethod
     def check(self, precision: Precision | None, weights: Weights, options: Any) -> None:
@@ -78,3 +174,43 @@ class Engine(ABC):
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
     ) -> BuildJob:
         """This engine's part of a build of `pair`. Raises BuildError for what is impossible."""
+
+    @abstractmethod
+    def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler | Driver:
+        """Load a bundle of this engine. Raises DFlashError where this machine cannot run it."""
+
+    def describe(self, bundle: Bundle) -> dict[str, Any]:
+        """What `inspect` shows of a bundle of this engine, beside what it shows of every bundle."""
+        return {"cache_rows": bundle.capacity}
+
+    @abstractmethod
+    def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
+        """What this machine can do. `missing`: packages of the core that are not there. `capabilities`: compute
+        capabilities of the GPUs here, as 120 for 12.0.
+        """
+
+    def memory_settings(self, inventory: Inventory, options: Any) -> dict[str, Any]:
+        """Fields of planning's `Settings` that follow from this engine's own options.
+
+        Raises BuildError for a pair that it cannot run so.
+        """
+        return {}
+
+    def container(self, manifest: Mapping[str, Any]) -> Container:
+        """The container that serves a bundle of this engine. Raises DFlashError where none is known."""
+        return Container()
+
+    def serve(self, bundle: Bundle, server: str, *, host: str, port: int) -> NoReturn:
+        """Become a server of this engine's own, in place of this process. Raises DFlashError where it cannot."""
+        raise DFlashError(
+            f"{bundle.path}: is a bundle for {self.name}, which {server} does not serve; serve it with Triton"
+        )
+
+
+def option(flag: str, *, plan: bool = False, least: int | None = None, **arguments: Any) -> dict[str, Any]:
+    """Metadata of a field of an engine's options: how the command line takes it.
+
+    `plan`: whether `plan` has the option too. `least`: the value is an integer, and at least this. `arguments`: of
+    argparse's add_argument.
+    """
+    return {"flag": flag, "plan": plan, "least": least, "arguments": arguments}

@@ -1,26 +1,55 @@
-"""The one table of engines. An entry is imported when it is asked for, so that no other engine's packages are."""
+"""The one table of engines. An entry is imported when it is asked for, and imports its packages when it is used."""
 
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from functools import cache
+from typing import TYPE_CHECKING, cast
 
-from dflash_trt.engines.base import Engine
-from dflash_trt.errors import BuildError
+from dflash_trt.engines.base import Engine, EngineOptions
+from dflash_trt.errors import BuildError, BundleError, show
+
+if TYPE_CHECKING:
+    from dflash_trt.bundle.manifest import Bundle
 
 # Engine -> the module whose `entry(name)` gives it.
 _MODULES = {
-    "onnxruntime": "dflash_trt.engines.onnxruntime_build",
-    "tensorrt-rtx": "dflash_trt.engines.tensorrt.build",
-    "tensorrt": "dflash_trt.engines.tensorrt.build",
-    "tensorrt-llm": "dflash_trt.trtllm.build",
+    "onnxruntime": "dflash_trt.engines.onnxruntime_entry",
+    "tensorrt-rtx": "dflash_trt.engines.tensorrt.entry",
+    "tensorrt": "dflash_trt.engines.tensorrt.entry",
+    "tensorrt-llm": "dflash_trt.trtllm.entry",
 }
 NAMES = tuple(_MODULES)
 DEFAULT = "onnxruntime"
 
 
+@cache
 def find(name: str) -> Engine:
     """The engine of that name. Raises BuildError where there is none."""
     if name not in _MODULES:
-        raise BuildError(f"--engine is {name!r}, this version builds for: {', '.join(NAMES)}")
+        raise BuildError(f"--engine is {name!r}, expected one of: {', '.join(NAMES)}")
     return cast(Engine, importlib.import_module(_MODULES[name]).entry(name))
+
+
+def engine_of(bundle: Bundle) -> Engine:
+    """The engine that a bundle was built for. Raises BundleError where this version has no such engine."""
+    name = bundle.manifest["engine"]
+    if name not in _MODULES:
+        raise BundleError(
+            f"{bundle.path}: engine is {show(name)}, this version of dflash-trt has: {', '.join(NAMES)}"
+        )
+    return find(name)
+
+
+def engines() -> list[Engine]:
+    """Every engine."""
+    return [find(name) for name in NAMES]
+
+
+def names_by_options() -> dict[type[EngineOptions], list[str]]:
+    """The kinds of options that engines have of their own, and the names of the engines that take them."""
+    found: dict[type[EngineOptions], list[str]] = {}
+    for engine in engines():
+        if engine.options is not None:
+            found.setdefault(engine.options, []).append(engine.name)
+    return found

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig
+from dflash_trt.engines import registry
+from dflash_trt.engines.base import GIB, MemoryTraits
 from dflash_trt.errors import BuildError
 from dflash_trt.formats import FORMATS, SCHEMES
 from dflash_trt.formats.precision import Precision
@@ -19,18 +21,7 @@ from dflash_trt.graph.tensorrt_experts import at_a_time
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.inventory import NUMBER_BYTES, Inventory, weight_bytes
 
-ENGINES = ("onnxruntime", "tensorrt", "tensorrt-rtx", "tensorrt-llm")
-GIB = 1 << 30
-# TensorRT-LLM 1.4: _DFLASH_BUDGET_RUNTIME_OVERHEAD_BYTES, _ACTIVATION_RESERVE_BYTES and _SAFETY_FACTOR.
-TRTLLM_RUNTIME_BYTES, TRTLLM_ACTIVATION_BYTES, TRTLLM_ARENA_SAFETY = 4 * GIB, 6 * GIB, 0.70
-# CUDA context, libraries and workspace of an engine of ours on a GPU: an allowance, not a measurement.
-RUNTIME_BYTES = GIB
-# What both plans of TensorRT-RTX together ask for beside the estimate from shapes (docs/tensorrt.md), and beside what
-# experts need. Taken for TensorRT too.
-SCRATCH_BYTES = GIB // 4
 PREFILL_CHUNK = 512
-KV_FRACTION = 0.9  # TensorRT-LLM's default
-_PAGE = 32  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +47,17 @@ class Settings:
 
     def compute(self, side: str) -> str:
         """What "target" or "drafter" computes in."""
-        return self.precision.compute(side, "fp32" if self.engine == "onnxruntime" else "bf16")
+        return self.precision.compute(side, self.traits.compute)
+
+    @property
+    def traits(self) -> MemoryTraits:
+        """How the engine uses memory. Raises BuildError where there is no such engine."""
+        return registry.find(self.engine).memory
 
     @property
     def arena(self) -> bool:
         """Whether the drafter's context lies in a dense buffer of its own."""
-        return self.engine == "tensorrt-llm" and self.drafter_attention != "TRTLLM"
+        return self.traits.pool is not None and self.drafter_attention != "TRTLLM"
 
 
 @dataclass(frozen=True)
@@ -133,17 +129,16 @@ def arena_bytes(
     max_seq_len: int,
     draft_len: int,
     tensor_parallel: int = 1,
-    paged: bool = False,
+    page: int = 1,
     dtype_bytes: int = 2,
 ) -> int:
     """TensorRT-LLM's context buffer of a DFlash drafter, per GPU; one slot more than sequences, for padding.
 
     K and V of every layer, dense in the context: 2 * slots * layers * (context + block) * kv heads * head size.
-    `paged`: as the TRTLLM attention backend falls back to where it gets no managed pool, in pages of 32 tokens.
+    `page`: tokens of a page, where the TRTLLM attention backend gets no managed pool and falls back to pages.
     """
     rows = min(max_seq_len, drafter.max_position_embeddings) + draft_len + 1
-    if paged:
-        rows = -(-rows // _PAGE) * _PAGE
+    rows = -(-rows // page) * page
     heads = max(1, drafter.num_key_value_heads // tensor_parallel)
     per_row = 2 * drafter.num_hidden_layers * heads * drafter.head_dim * dtype_bytes
     return (max_batch_size + 1) * rows * per_row
@@ -155,10 +150,11 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
     Raises BuildError where the engine is unknown, or asked to run on several GPUs and cannot.
     """
     s = settings
-    if s.engine not in ENGINES:
-        raise BuildError(f"--engine is {s.engine!r}, expected one of: {', '.join(ENGINES)}")
-    if s.tensor_parallel > 1 and s.engine != "tensorrt-llm":
-        raise BuildError(f"--tp is {s.tensor_parallel}, but {s.engine} runs on one GPU; use tensorrt-llm")
+    if s.tensor_parallel > 1 and not s.traits.several_gpus:
+        several = [engine.name for engine in registry.engines() if engine.memory.several_gpus]
+        raise BuildError(
+            f"--tp is {s.tensor_parallel}, but {s.engine} runs on one GPU; use {' or '.join(several)}"
+        )
     weights = {side: _weights(inventory, s, side) for side in ("target", "drafter")}
     held = sum(n for side in weights.values() for role in side.values() for n in role.values())
     packed = bool(set(weights["target"].get("experts", {})) & set(SCHEMES))
@@ -202,15 +198,13 @@ class _Layout:
         self, inventory: Inventory, settings: Settings, weight_bytes: int, *, packed_experts: bool
     ) -> None:
         self.inventory, self.s, self.weight_bytes = inventory, settings, weight_bytes
-        self.ours = settings.engine != "tensorrt-llm"
+        self.traits = settings.traits
+        self.pages = self.traits.pool
         cache = settings.cache or settings.compute("target")
         self.kv_per_token = self._per_token("target", NUMBER_BYTES[cache])
         self.drafter_per_token = self._per_token("drafter", NUMBER_BYTES[settings.compute("drafter")])
-        if settings.engine == "onnxruntime":
-            self.runtime = 0
-        else:
-            self.runtime = RUNTIME_BYTES if self.ours else TRTLLM_RUNTIME_BYTES
-        self.scratch = SCRATCH_BYTES if settings.engine in ("tensorrt", "tensorrt-rtx") else 0
+        self.runtime = self.traits.runtime_bytes
+        self.scratch = self.traits.scratch_bytes
         moe = inventory.target.moe
         if self.scratch and moe is not None:
             self.scratch += self._experts(moe, packed=packed_experts)
@@ -222,8 +216,8 @@ class _Layout:
 
     def _experts(self, moe: MoEConfig, *, packed: bool) -> int:
         """What one product over experts needs: their rows of a prompt's chunk, and packed weights widened."""
-        if self.s.engine == "tensorrt" and moe.quantization == "mxfp4":
-            return 0  # plugins, which widen nothing and compute no expert that was not asked
+        if moe.quantization in self.traits.expert_kernels:
+            return 0
         hidden, element = self.inventory.target.hidden_size, NUMBER_BYTES[self.s.compute("target")]
         size = round(2 * moe.intermediate_size * hidden * element)
         count = at_a_time(moe.num_experts, size) if packed else moe.num_experts
@@ -231,9 +225,11 @@ class _Layout:
         return round(rows) + count * size * packed
 
     def rows(self, length: int) -> int:
-        """Cache rows of one sequence: passes of ours write blocks past the last token; TensorRT-LLM has pages."""
+        """Cache rows of one sequence: in a dense cache, passes write blocks past the last token."""
         block = self.s.block_size
-        return length + 2 * block + 1 if self.ours else -(-(length + block) // _PAGE) * _PAGE
+        if self.pages is None:
+            return length + 2 * block + 1
+        return -(-(length + block) // self.pages.page) * self.pages.page
 
     def kv(self, batch: int, length: int) -> int:
         per_token = self.kv_per_token
@@ -256,13 +252,13 @@ class _Layout:
         """Taps, logits, and two passes' worth of the widest rows."""
         s, c = self.s, self.inventory.target
         verified = batch * s.block_size
-        rows = s.max_num_tokens or max(verified, length if not self.ours else min(length, PREFILL_CHUNK))
+        rows = s.max_num_tokens or max(verified, min(length, PREFILL_CHUNK) if self.pages is None else length)
         element = NUMBER_BYTES[s.compute("target")]
         widest = max(c.intermediate_size // s.tensor_parallel, c.num_attention_heads * c.head_dim)
         working = rows * (4 * c.hidden_size + 2 * widest) * element
         taps = rows * len(self.inventory.drafter.target_layer_ids) * c.hidden_size * element
         estimate = round(working + taps + verified * c.vocab_size * 4)
-        return estimate + self.scratch if self.ours else max(estimate, TRTLLM_ACTIVATION_BYTES)
+        return estimate + self.scratch if self.pages is None else max(estimate, self.pages.activation_bytes)
 
     def total(self, batch: int, length: int) -> int:
         fixed = self.weight_bytes + self.runtime + self.activations(batch, length)
@@ -274,13 +270,13 @@ class _Layout:
         A dense arena is outside of the pool. Releases differ in which of the two is allocated first: the fraction
         leaves the arena room in both orders, with the safety factor of TensorRT-LLM's own check.
         """
-        if self.ours:
+        if self.pages is None:
             return None, None
         free = self.s.gpu.memory_bytes - self.weight_bytes - self.runtime
         arena = self.drafter(batch, length) if self.s.arena else 0
-        fraction = KV_FRACTION
+        fraction = self.pages.fraction
         if arena:
-            fraction = min(fraction, 1 - arena / (TRTLLM_ARENA_SAFETY * free)) if free > 0 else 0.0
+            fraction = min(fraction, 1 - arena / (self.pages.arena_safety * free)) if free > 0 else 0.0
         fraction = max(0.0, int(fraction * 100) / 100)
         return fraction, max(0, int((free - self.activations(batch, length) - arena) * fraction))
 

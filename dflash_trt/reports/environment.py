@@ -5,47 +5,44 @@ from __future__ import annotations
 import importlib.util
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
 from dflash_trt import hardware
-from dflash_trt.engines.tensorrt.flavour import FLAVOURS
+from dflash_trt.engines.registry import DEFAULT, engines, find
 
 REQUIRED = (
     "numpy",
     "ml_dtypes",
     "onnx",
     "onnx_ir",
-    "onnxruntime",
+    *find(DEFAULT).modules,
     "tokenizers",
     "jinja2",
     "huggingface_hub",
     "rich",
     "yaml",
 )
-OPTIONAL = (
-    "torch",
-    "transformers",
-    "safetensors",
-    "tensorrt",
-    "tensorrt_rtx",
-    "tensorrt_llm",
-    "jsonschema",
-    "triton",
-    "tritonclient",
-)
+_OTHERS = ("torch", "transformers", "safetensors", "tritonclient")
+
+
+def optional() -> list[str]:
+    """Modules that the core does without: those that engines can use, and a few more."""
+    found = [module for engine in engines() for module in engine.modules]
+    return [name for name in dict.fromkeys((*_OTHERS, *found)) if name not in REQUIRED]
 
 
 def describe() -> dict[str, Any]:
     """Everything that a bug report needs, as plain JSON values. Imports nothing heavier than onnxruntime."""
     distributions = metadata.packages_distributions()
-    versions = {name: _version(name, distributions) for name in ("dflash_trt", *REQUIRED, *OPTIONAL)}
+    versions = {name: _version(name, distributions) for name in ("dflash_trt", *REQUIRED, *optional())}
     missing = [name for name in REQUIRED if versions[name] is None]
     return {
         "python": platform.python_version(),
         "dflash_trt": versions["dflash_trt"],
         "required": {name: versions[name] for name in REQUIRED},
-        "optional": {name: versions[name] for name in OPTIONAL},
+        "optional": {name: versions[name] for name in optional()},
         "system": platform.platform(),
         "cpu": hardware.processor_name(),
         "cores": hardware.cores(),
@@ -58,37 +55,9 @@ def describe() -> dict[str, Any]:
 
 
 def _engines(missing: list[str]) -> list[dict[str, Any]]:
-    ready = not missing
-    note = "on the CPU" if ready else f"install {', '.join(missing)}"
-    rows = [{"engine": "onnxruntime", "build": ready, "run": ready, "note": note}]
-    present = hardware.compute_capabilities()
-    for flavour in FLAVOURS.values():
-        there = importlib.util.find_spec(flavour.module) is not None
-        here = [capability for capability in present if capability in flavour.capabilities]
-        absent = [] if there else [flavour.module]
-        if importlib.util.find_spec("torch") is None:
-            absent.append("torch, to run")
-        serves = f"for compute capability {', '.join(map(str, flavour.capabilities))}"
-        rows.append(
-            {
-                "engine": flavour.name,
-                "build": ready and there and (flavour.ahead or bool(here)),
-                "run": ready and not absent and bool(here),
-                "note": "; ".join([serves, *([f"install {', '.join(absent)}"] if absent else [])]),
-            }
-        )
-    schemas, package = (importlib.util.find_spec(name) is not None for name in ("jsonschema", "tensorrt_llm"))
-    lacks = {"jsonschema, to build": schemas, "tensorrt_llm, to run": package}
-    note = ", ".join(name for name, there in lacks.items() if not there)
-    rows.append(
-        {
-            "engine": "tensorrt-llm",
-            "build": ready and schemas,
-            "run": ready and package,
-            "note": f"install {note}" if note else "",
-        }
-    )
-    return rows
+    capabilities = hardware.compute_capabilities()
+    found = {engine.name: engine.availability(missing, capabilities) for engine in engines()}
+    return [{"engine": name, **asdict(available)} for name, available in found.items()]
 
 
 def _version(module: str, distributions: Mapping[str, list[str]]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.roles import parameters_of
 from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import CheckpointError
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_drafter_config, read_target_config
@@ -65,60 +65,10 @@ def _bundle(path: Path) -> dict[str, Any]:
         "format_version": manifest["format_version"],
         **{field: manifest[field] for field in _SHOWN},
         "quantization": manifest.get("quantization", {}),
-        **(
-            _deployment(manifest["tensorrt_llm"])
-            if "tensorrt_llm" in manifest
-            else {"cache_rows": bundle.capacity}
-        ),
-        **_plans(manifest),
+        **engine_of(bundle).describe(bundle),
         **_weights(sum(side["parameters"] for side in sides), by_dtype),
         "files": {name: entry["size"] for name, entry in manifest["files"].items()},
     }
-
-
-def _deployment(found: dict[str, Any]) -> dict[str, Any]:
-    """Of a bundle for TensorRT-LLM: where it runs, what it takes of each GPU, and the reason of every setting."""
-    world = found["memory"]["tensor_parallel"]
-    choices: dict[str, str] = {}
-    for choice in found["choices"]:
-        name, value = choice["name"], choice["value"]
-        number = sum(key.startswith(name) for key in choices)
-        text = choice["reason"] if value == "" else f"{value}: {choice['reason']}"
-        choices[f"{name} {number + 1}" if number else name] = text
-    return {
-        "runs_on": f"{world} x {found['gpu']}, {found['nodes']} node(s), TensorRT-LLM {found['version']}",
-        "memory_per_gpu": found["arithmetic"],
-        "room": found["room"],
-        "choices": choices,
-    }
-
-
-def _plans(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a bundle for TensorRT: what its plans were built by and for, and what is in each of them."""
-    if "tensorrt" not in manifest:
-        return {}
-    built = manifest["tensorrt"]
-    plans = {
-        f"sm{capability}/{role}": {
-            "precision": manifest["precision"][role],
-            "size": manifest["files"][plan["plan"]]["size"],
-            "scratch_bytes": plan["activation_bytes"],
-            "weight_bytes": plan["weight_bytes"],
-            **{profile["name"]: _lengths(profile) for profile in plan["profiles"]},
-        }
-        for capability, both in built["plans"].items()
-        for role, plan in both.items()
-    }
-    shown = ("version", "max_batch_size", "prefill_chunk")
-    return {"tensorrt": {field: built[field] for field in shown}, "plans": plans}
-
-
-def _lengths(profile: Mapping[str, Any]) -> str:
-    """A profile's ranges: B 1..8, S 1..16."""
-    ranges = {name: lengths for name, lengths in profile.items() if name != "name"}
-    return " ".join(
-        f"{name} {low}" if low == high else f"{name} {low}..{high}" for name, (low, _, high) in ranges.items()
-    )
 
 
 def _weights(parameters: int, by_dtype: Counter[str]) -> dict[str, Any]:

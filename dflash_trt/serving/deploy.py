@@ -8,6 +8,7 @@ from string import Template
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import workspace
+from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import DFlashError, RequestError
 
 MODEL = "dflash"
@@ -83,13 +84,14 @@ def template() -> Path:
 
 def container_command(bundle: str | Path) -> str:
     """How to serve a bundle in a container whose libraries fit it."""
-    manifest = Bundle.open(bundle).manifest
-    extra = {"tensorrt-rtx": " tensorrt-rtx"}.get(manifest["engine"], "")
-    gpus = "" if manifest["engine"] == "onnxruntime" else "--gpus all "
+    opened = Bundle.open(bundle)
+    found = engine_of(opened).container(opened.manifest)
+    packages = " ".join(["'dflash-trt[serve]'", *found.packages])
     return (
-        f'docker run --rm --init {gpus}--network host --shm-size 1g -v "{Path(bundle).resolve()}:/bundle:ro" \\\n'
-        f"    nvcr.io/nvidia/tritonserver:{_image(manifest['engine'], manifest['versions'])} bash -c \\\n"
-        f"    \"pip install 'dflash-trt[serve]'{extra} && dflash-trt serve /bundle\""
+        f"docker run --rm --init {'--gpus all ' if found.gpus else ''}--network host --shm-size 1g "
+        f'-v "{Path(bundle).resolve()}:/bundle:ro" \\\n'
+        f"    nvcr.io/nvidia/tritonserver:{found.tag} bash -c \\\n"
+        f'    "pip install {packages} && dflash-trt serve /bundle"'
     )
 
 
@@ -106,21 +108,3 @@ def bare_command(repository: str | Path) -> str:
         f"    --http-restricted-api {RESTRICTED}:dflash-secret=$secret \\\n"
         f"    --grpc-restricted-protocol {RESTRICTED}:dflash-secret=$secret"
     )
-
-
-# TensorRT of the containers that hold it (server/docs/introduction/compatibility.md). Containers before 26.07 have
-# defects that clients can use (docs/serving.md, "Security"), and are not named.
-_TENSORRT_IMAGES = {"10.14": "26.07-trtllm-python-py3"}
-
-
-def _image(engine: str, versions: dict[str, str]) -> str:
-    """A plan runs only with the TensorRT that built it; the other engines bring their library themselves."""
-    if engine == "tensorrt":
-        version = ".".join(versions.get("tensorrt", "").split(".")[:2])
-        if version not in _TENSORRT_IMAGES:
-            raise DFlashError(
-                f"this bundle's plans are of TensorRT {version or 'unknown'}; known containers have "
-                f"{', '.join(_TENSORRT_IMAGES)}: build the bundle again with one of these, or install it in yours"
-            )
-        return _TENSORRT_IMAGES[version]
-    return "26.07-trtllm-python-py3" if engine == "tensorrt-llm" else "26.07-py3"

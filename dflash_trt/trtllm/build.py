@@ -11,16 +11,14 @@ from typing import Any
 from dflash_trt.bundle.contents import describe_file
 from dflash_trt.bundle.workspace import Progress, Workspace
 from dflash_trt.checkpoint.pair import TOKENIZER_FILES, CheckpointPair, tokenizer_files
-from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
+from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
-from dflash_trt.engines.base import BuildJob, BuildSettings, Engine, Weights
-from dflash_trt.errors import BuildError
-from dflash_trt.formats.precision import Precision
+from dflash_trt.engines.base import BuildJob, BuildSettings
 from dflash_trt.planning.inventory import Inventory, take_inventory
-from dflash_trt.trtllm.configuration import Configuration, Deployment, configure, describe
+from dflash_trt.trtllm.configuration import ENGINE, Configuration, configure, describe
 from dflash_trt.trtllm.drafter import as_it_is, drafter_config, write_weights
 from dflash_trt.trtllm.launch import launch_files
-from dflash_trt.trtllm.quantization import check_drafter, target_quantization
+from dflash_trt.trtllm.quantization import target_quantization
 
 _DRAFTER = "drafter/model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -47,65 +45,39 @@ class ConfigurationJob(BuildJob):
         return files
 
 
-class TensorRTLLMEntry(Engine):
-    """Runs checkpoints as they are, on one GPU or several, with a scheduler of its own."""
-
-    name = "tensorrt-llm"
-    option = "deployment"
-    weights_folder = ""
-
-    def check(self, precision: Precision | None, weights: Weights, options: Deployment | None) -> None:
-        if options is None:
-            raise BuildError(
-                f"--engine is {self.name}, and --gpu is missing: it is for tensorrt-llm, which needs it"
-            )
-        if precision not in (None, Precision()):
-            raise BuildError(
-                f"--precision is of no use to --engine {self.name}, which runs checkpoints as they are; make one in "
-                "fewer bits with: dflash-trt quantize"
-            )
-
-    def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:
-        target_quantization(target)
-        check_drafter(drafter.path.parent)
-
-    def job(
-        self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
-    ) -> ConfigurationJob:
-        target, drafter = pair.target.config, pair.drafter.config
-        quantization = target_quantization(target)
-        configuration = configure(
-            _inventory(pair),
-            settings.options,
-            block_size=settings.block_size,
-            max_seq_len=settings.max_seq_len,
-            quantization=quantization,
-        )
-        return ConfigurationJob(
-            manifest={
-                "dialect": self.name,
-                "precision": {"target": quantization.scheme or "bfloat16", "drafter": "bfloat16"},
-                "target_layer_ids": sorted(drafter.target_layer_ids),
-                "cache_bytes_per_token": {
-                    "target": configuration.memory.kv_bytes_per_token,
-                    "drafter": configuration.memory.drafter_bytes_per_token,
-                },
-                "versions": {
-                    "dflash-trt": version("dflash-trt"),
-                    self.name: configuration.release.version,
-                },
-                "tensorrt_llm": describe(configuration),
+def configuration_job(
+    pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
+) -> ConfigurationJob:
+    """TensorRT-LLM's part in a build. Raises BuildError for what it cannot load or run, or what does not fit."""
+    target, drafter = pair.target.config, pair.drafter.config
+    quantization = target_quantization(target)
+    configuration = configure(
+        _inventory(pair),
+        settings.options,
+        block_size=settings.block_size,
+        max_seq_len=settings.max_seq_len,
+        quantization=quantization,
+    )
+    return ConfigurationJob(
+        manifest={
+            "dialect": ENGINE,
+            "precision": {"target": quantization.scheme or "bfloat16", "drafter": "bfloat16"},
+            "target_layer_ids": sorted(drafter.target_layer_ids),
+            "cache_bytes_per_token": {
+                "target": configuration.memory.kv_bytes_per_token,
+                "drafter": configuration.memory.drafter_bytes_per_token,
             },
-            files=_files(pair, place, progress),
-            link=settings.weights == "link",
-            configuration=configuration,
-            drafter=drafter,
-        )
-
-
-def entry(name: str) -> Engine:
-    """The registry's entry."""
-    return TensorRTLLMEntry()
+            "versions": {
+                "dflash-trt": version("dflash-trt"),
+                ENGINE: configuration.release.version,
+            },
+            "tensorrt_llm": describe(configuration),
+        },
+        files=_files(pair, place, progress),
+        link=settings.weights == "link",
+        configuration=configuration,
+        drafter=drafter,
+    )
 
 
 def _inventory(pair: CheckpointPair) -> Inventory:

@@ -5,39 +5,23 @@ Rules and their sources are in docs/tensorrt_llm.md. Nothing here imports tensor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_trt.errors import BuildError
 from dflash_trt.planning.gpus import Gpu, find_gpu
 from dflash_trt.planning.inventory import Inventory
 from dflash_trt.planning.memory import MemoryEstimate, Settings, arena_bytes, estimate_memory, gib
+from dflash_trt.trtllm.memory import POOL
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from dflash_trt.trtllm.quantization import TargetQuantization
 from dflash_trt.trtllm.releases import Release, find_release
 
+ENGINE = "tensorrt-llm"
 DRAFTER_BACKENDS = ("VANILLA", "TRTLLM", "FA4")
 # Paths inside the bundle; the launch scripts change to its directory first.
 TARGET, DRAFTER = "target", "./drafter"
 _LARGEST_DEFAULT_BATCH = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deployment:
-    """What the user asks for. None: computed.
-
-    `tensor_parallel` GPUs, over `expert_parallel` of which the experts are spread. `draft_len_schedule`: the number
-    of active requests up to which so many tokens are drafted.
-    """
-
-    gpu: str
-    tensor_parallel: int = 1
-    expert_parallel: int = 1
-    gpus_per_node: int | None = None
-    version: str | None = None
-    max_batch_size: int | None = None
-    drafter_attention: str | None = None
-    moe_backend: str | None = None
-    draft_len_schedule: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,7 +48,7 @@ class Configuration:
 
 def configure(
     inventory: Inventory,
-    deployment: Deployment,
+    options: TensorRTLLMOptions,
     *,
     block_size: int,
     max_seq_len: int,
@@ -74,28 +58,33 @@ def configure(
 
     Raises BuildError for what it cannot load or run, with the reason, and for what does not fit, with the arithmetic.
     """
-    release, gpu = find_release(deployment.version), find_gpu(deployment.gpu)
-    settings = memory_settings(
-        inventory, deployment, block_size=block_size, max_seq_len=max_seq_len, quantization=quantization
+    release, gpu = find_release(options.version), find_gpu(options.gpu)
+    settings = Settings(
+        engine=ENGINE,
+        gpu=gpu,
+        max_seq_len=max_seq_len,
+        max_batch_size=1,
+        block_size=block_size,
+        **memory_settings(inventory, options, quantization),
     )
-    gpus_per_node, nodes = _nodes(deployment, gpu)
-    attention = _drafter_attention(deployment, gpu)
-    moe = _moe_backend(inventory, deployment, gpu, release, quantization)
+    gpus_per_node, nodes = _nodes(options, gpu)
+    attention = _drafter_attention(options, gpu)
+    moe = _moe_backend(inventory, options, gpu, release, quantization)
     draft_len = block_size - 1
-    memory, batch = _batch(inventory, settings, deployment)
+    memory, batch = _batch(inventory, settings, options)
     tokens = max(max_seq_len, batch.value * block_size)
-    schedule = _schedule(deployment, draft_len)
+    schedule = _schedule(options, draft_len)
     sizes = _graph_sizes(batch.value, schedule)
     drafter_bytes = arena_bytes(
         inventory.drafter,
         max_batch_size=batch.value,
         max_seq_len=max_seq_len,
         draft_len=draft_len,
-        tensor_parallel=deployment.tensor_parallel,
-        paged=not settings.arena,
+        tensor_parallel=options.tensor_parallel,
+        page=1 if settings.arena else POOL.page,
     )
     choices = [
-        Choice("tensor_parallel_size", deployment.tensor_parallel, "as asked (--tp)"),
+        Choice("tensor_parallel_size", options.tensor_parallel, "as asked (--tp)"),
         Choice("nodes", nodes, f"{gpus_per_node} GPUs a node"),
         Choice("max_draft_len", draft_len, f"block of {block_size}, of which the first token is the anchor"),
         attention,
@@ -125,7 +114,7 @@ def configure(
         ),
     ]
     args: dict[str, Any] = {
-        "tensor_parallel_size": deployment.tensor_parallel,
+        "tensor_parallel_size": options.tensor_parallel,
         "pipeline_parallel_size": 1,
         "gpus_per_node": gpus_per_node,
         "max_batch_size": batch.value,
@@ -151,8 +140,8 @@ def configure(
     }
     if moe is not None:
         choices.append(moe)
-        choices.append(Choice("moe_expert_parallel_size", deployment.expert_parallel, "as asked (--ep)"))
-        args["moe_expert_parallel_size"] = deployment.expert_parallel
+        choices.append(Choice("moe_expert_parallel_size", options.expert_parallel, "as asked (--ep)"))
+        args["moe_expert_parallel_size"] = options.expert_parallel
         args["moe_config"] = {"backend": moe.value}
     if schedule:
         args["speculative_config"]["draft_len_schedule"] = schedule
@@ -163,28 +152,18 @@ def configure(
 
 
 def memory_settings(
-    inventory: Inventory,
-    deployment: Deployment,
-    *,
-    block_size: int,
-    max_seq_len: int,
-    quantization: TargetQuantization,
-) -> Settings:
-    """What a memory plan needs to know, for one sequence. Raises BuildError for what TensorRT-LLM cannot run."""
-    release, gpu = find_release(deployment.version), find_gpu(deployment.gpu)
+    inventory: Inventory, options: TensorRTLLMOptions, quantization: TargetQuantization
+) -> dict[str, Any]:
+    """Fields of a memory plan's `Settings`. Raises BuildError for what TensorRT-LLM cannot run."""
+    release, gpu = find_release(options.version), find_gpu(options.gpu)
     check_quantization(inventory, gpu, quantization)
-    _check_parallel(inventory, deployment, gpu)
-    return Settings(
-        engine="tensorrt-llm",
-        gpu=gpu,
-        max_seq_len=max_seq_len,
-        max_batch_size=1,
-        block_size=block_size,
-        tensor_parallel=deployment.tensor_parallel,
-        cache=quantization.kv_cache,
-        drafter_attention=_drafter_attention(deployment, gpu).value,
-        draft_pool=release.draft_pool_beside_arena,
-    )
+    _check_parallel(inventory, options, gpu)
+    return {
+        "tensor_parallel": options.tensor_parallel,
+        "cache": quantization.kv_cache,
+        "drafter_attention": _drafter_attention(options, gpu).value,
+        "draft_pool": release.draft_pool_beside_arena,
+    }
 
 
 def check_quantization(inventory: Inventory, gpu: Gpu, quantization: TargetQuantization) -> None:
@@ -202,9 +181,9 @@ def check_quantization(inventory: Inventory, gpu: Gpu, quantization: TargetQuant
         )
 
 
-def _nodes(deployment: Deployment, gpu: Gpu) -> tuple[int, int]:
-    per_node = deployment.gpus_per_node or gpu.gpus_per_node
-    world = deployment.tensor_parallel
+def _nodes(options: TensorRTLLMOptions, gpu: Gpu) -> tuple[int, int]:
+    per_node = options.gpus_per_node or gpu.gpus_per_node
+    world = options.tensor_parallel
     if world > per_node and world % per_node:
         raise BuildError(
             f"--tp is {world}, but a node has {per_node} GPUs: whole nodes are needed, so a multiple of {per_node} "
@@ -213,8 +192,8 @@ def _nodes(deployment: Deployment, gpu: Gpu) -> tuple[int, int]:
     return min(per_node, world), max(1, world // per_node)
 
 
-def _check_parallel(inventory: Inventory, deployment: Deployment, gpu: Gpu) -> None:
-    tp, ep, moe = deployment.tensor_parallel, deployment.expert_parallel, inventory.target.moe
+def _check_parallel(inventory: Inventory, options: TensorRTLLMOptions, gpu: Gpu) -> None:
+    tp, ep, moe = options.tensor_parallel, options.expert_parallel, inventory.target.moe
     if tp < 1 or ep < 1:
         raise BuildError(f"--tp is {tp} and --ep is {ep}, expected 1 or more")
     for config in (inventory.target, inventory.drafter):
@@ -239,7 +218,7 @@ def _check_parallel(inventory: Inventory, deployment: Deployment, gpu: Gpu) -> N
         )
 
 
-def _drafter_attention(deployment: Deployment, gpu: Gpu) -> Choice:
+def _drafter_attention(options: TensorRTLLMOptions, gpu: Gpu) -> Choice:
     if gpu.sm in (100, 103):
         best, reason = "TRTLLM", f"SM{gpu.sm}: context in pages of the KV pool, with generated kernels"
     elif gpu.sm == 90:
@@ -247,7 +226,7 @@ def _drafter_attention(deployment: Deployment, gpu: Gpu) -> Choice:
     else:
         best = "VANILLA"
         reason = f"SM{gpu.sm}: TRTLLM is for SM100 and SM103, FA4 for SM90; needs the flash-attn package"
-    asked = deployment.drafter_attention
+    asked = options.drafter_attention
     if asked is None or asked == best:
         return Choice("attention_backend", best, reason)
     if asked not in DRAFTER_BACKENDS:
@@ -261,10 +240,14 @@ def _drafter_attention(deployment: Deployment, gpu: Gpu) -> Choice:
 
 
 def _moe_backend(
-    inventory: Inventory, deployment: Deployment, gpu: Gpu, release: Release, quantization: TargetQuantization
+    inventory: Inventory,
+    options: TensorRTLLMOptions,
+    gpu: Gpu,
+    release: Release,
+    quantization: TargetQuantization,
 ) -> Choice | None:
     if inventory.target.moe is None:
-        if deployment.moe_backend is not None:
+        if options.moe_backend is not None:
             raise BuildError(f"--moe-backend: {inventory.target.path} has no experts; leave it out")
         return None
     blackwell = gpu.sm in (100, 103)
@@ -285,7 +268,7 @@ def _moe_backend(
         best, reason = "TRTLLM", "NVFP4 experts on SM100 and SM103"
     else:
         best, reason = "CUTLASS", "experts that are not MXFP4"
-    asked = deployment.moe_backend
+    asked = options.moe_backend
     if asked is None or asked == best:
         return Choice("moe_backend", best, reason)
     if asked == "TRTLLM" and not blackwell:
@@ -298,12 +281,14 @@ def _moe_backend(
     return Choice("moe_backend", asked, "as asked (--moe-backend)")
 
 
-def _batch(inventory: Inventory, settings: Settings, deployment: Deployment) -> tuple[MemoryEstimate, Choice]:
+def _batch(
+    inventory: Inventory, settings: Settings, options: TensorRTLLMOptions
+) -> tuple[MemoryEstimate, Choice]:
     """The batch, and the plan for it. What was asked for may exceed what the KV pool holds at full length."""
     single = estimate_memory(inventory, settings)
     if single.largest_batch < 1:
         raise single.refuse()
-    asked = deployment.max_batch_size
+    asked = options.max_batch_size
     if asked is None:
         fitting = 1 << (single.largest_batch.bit_length() - 1)
         batch = min(_LARGEST_DEFAULT_BATCH, fitting)
@@ -319,8 +304,8 @@ def _batch(inventory: Inventory, settings: Settings, deployment: Deployment) -> 
     return found, Choice("max_batch_size", asked, "as asked (--max-batch-size)")
 
 
-def _schedule(deployment: Deployment, draft_len: int) -> dict[int, int]:
-    schedule = dict(sorted(deployment.draft_len_schedule.items()))
+def _schedule(options: TensorRTLLMOptions, draft_len: int) -> dict[int, int]:
+    schedule = dict(sorted(options.draft_len_schedule.items()))
     for batch, length in schedule.items():
         if batch < 1 or not 0 <= length <= draft_len:
             raise BuildError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 from typing import NoReturn
 
 from dflash_trt.bundle.manifest import Bundle
@@ -13,20 +12,14 @@ from dflash_trt.trtllm.installed import read_llm_args
 from dflash_trt.trtllm.releases import find_release
 
 
-def serve(path: str | Path, *, host: str, port: int) -> NoReturn:
+def serve(bundle: Bundle, *, host: str, port: int) -> NoReturn:
     """Become the server, in place of this process, so that signals reach it. Nothing of the bundle is executed.
 
     Raises:
-        DFlashError: the bundle is for another engine, is for several nodes, or asks for code of its own to be run; or
-            there is no trtllm-serve.
+        DFlashError: the bundle is for several nodes, or asks for code of its own to be run; or there is no
+            trtllm-serve.
     """
-    bundle = Bundle.open(path)
-    manifest = bundle.manifest
-    if manifest["engine"] != "tensorrt-llm":
-        raise DFlashError(
-            f"{path}: is a bundle for {manifest['engine']}, but trtllm-serve takes those for tensorrt-llm; serve it "
-            "with Triton"
-        )
+    path, manifest = bundle.path, bundle.manifest
     if manifest["weights"] == "none":
         raise DFlashError(f"{path}: was built with --weights none and cannot run; build it with its weights")
     nodes = manifest["tensorrt_llm"]["nodes"]

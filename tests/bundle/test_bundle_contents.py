@@ -21,7 +21,7 @@ from dflash_trt.errors import BuildError, BundleError, CheckpointError
 from dflash_trt.files import disk
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.serving.deploy import deploy
-from dflash_trt.trtllm.configuration import Deployment
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.bundle.test_bundle import build_pair, built, bundle, checkpoints, leftovers, manifest_of
 from tests.doubles.checkpoints import make_drafter, make_target
 
@@ -84,7 +84,7 @@ def test_files_beside_the_manifest_are_not_read(pair: Path) -> None:
 
 def test_a_bundle_for_tensorrt_llm_has_no_files_beside_the_manifests(pair: Path) -> None:
     """TensorRT-LLM reads what it finds in the directories of target and drafter."""
-    out = build_pair(pair, pair / "b", engine="tensorrt-llm", deployment=Deployment(gpu="b200")).path
+    out = build_pair(pair, pair / "b", engine="tensorrt-llm", options=TensorRTLLMOptions(gpu="b200")).path
     (out / "target" / "modeling.py").write_text("import os")
     with pytest.raises(BundleError, match=r"modeling\.py: the manifest does not list this file"):
         Bundle.open(out)

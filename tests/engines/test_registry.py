@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+import dflash_trt
 from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines import registry
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, BundleError
 
 
 def test_every_engine_is_found_by_its_name() -> None:
@@ -27,30 +30,115 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> Non
 
 
 def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
-    from dflash_trt.engines.tensorrt.plans import Options
+    from dflash_trt.engines.tensorrt.options import TensorRTOptions
 
-    with pytest.raises(BuildError, match="--engine is tensorrt-llm, but --compute-capability"):
-        build("tiny", None, tmp_path / "b", engine="tensorrt-llm", tensorrt=Options())
+    with pytest.raises(BuildError, match="--engine is tensorrt-llm, and options are TensorRTOptions"):
+        build("tiny", None, tmp_path / "b", engine="tensorrt-llm", options=TensorRTOptions())
     with pytest.raises(BuildError, match="--engine is tensorrt-llm, and --gpu is missing"):
         build("tiny", None, tmp_path / "b", engine="tensorrt-llm")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_build_for_onnxruntime_imports_nothing_of_tensorrt(tmp_path: Path) -> None:
+# Of these, nothing may be imported but what the table itself needs to list engines and their options.
+GPU_ROOMS = (
+    "tensorrt",
+    "torch",
+    "triton",
+    "dflash_plugins",
+    "dflash_trt.engines.tensorrt",
+    "dflash_trt.trtllm",
+)
+LIGHT = {
+    *(
+        "dflash_trt.engines.tensorrt",
+        "dflash_trt.engines.tensorrt.entry",
+        "dflash_trt.engines.tensorrt.flavour",
+    ),
+    *("dflash_trt.engines.tensorrt.options", "dflash_trt.trtllm", "dflash_trt.trtllm.entry"),
+    *("dflash_trt.trtllm.memory", "dflash_trt.trtllm.options"),
+}
+
+
+def modules_after(program: str) -> set[str]:
+    """What a program of its own imports from the rooms of GPUs."""
+    program += "\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = json.loads(answer.stdout.splitlines()[-1])
+    return {name for name in found if name.split(".")[0] in GPU_ROOMS or name.startswith(GPU_ROOMS)}
+
+
+def test_building_and_running_for_onnxruntime_import_nothing_of_tensorrt(tmp_path: Path) -> None:
     program = (
-        "import json, sys; from dflash_trt.cli import main\n"
-        f"code = main(['build', '--target', 'tiny', '--weights', 'none', '--out', {str(tmp_path / 'b')!r}])\n"
-        "print(json.dumps([code, sorted(sys.modules)]))"
+        "from dflash_trt import LLM, SamplingParams\n"
+        "from dflash_trt.building.build import build\n"
+        f"bundle = build('tiny', None, {str(tmp_path / 'b')!r})\n"
+        "with LLM(bundle.path, threads=1) as llm:\n"
+        "    assert len(llm.generate('def', SamplingParams(max_tokens=4, ignore_eos=True)).token_ids) == 4"
+    )
+    assert modules_after(program) == set()
+
+
+def test_the_command_line_knows_every_engine_and_imports_none(tmp_path: Path) -> None:
+    arguments = ["build", "--target", "tiny", "--weights", "none", "--out", str(tmp_path / "b")]
+    assert modules_after(f"from dflash_trt.cli import main; assert main({arguments!r}) == 0") == LIGHT
+
+
+def test_engines_are_described_where_no_package_is_installed() -> None:
+    """As `doctor` does on a machine without NumPy, ONNX and the rest."""
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(['numpy', 'onnx', 'onnx_ir', 'onnxruntime', 'ml_dtypes', 'yaml',"
+        " 'tokenizers', 'jinja2', 'rich', 'torch', 'tensorrt', 'tensorrt_rtx', 'tensorrt_llm', 'jsonschema']))\n"
+        "from dflash_trt.engines.registry import engines\n"
+        "import json; print(json.dumps([[e.name, e.availability(['numpy'], [90]).build] for e in engines()]))"
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    code, modules = json.loads(answer.stdout.splitlines()[-1])
-    assert code == 0
-    rooms = (
-        "tensorrt",
-        "torch",
-        "triton",
-        "dflash_plugins",
-        "dflash_trt.engines.tensorrt",
-        "dflash_trt.trtllm",
-    )
-    assert [name for name in modules if name.split(".")[0] in rooms or name.startswith(rooms)] == []
+    assert json.loads(answer.stdout) == [[name, False] for name in registry.NAMES]
+
+
+def test_a_bundle_of_an_unknown_engine_is_refused(tmp_path: Path) -> None:
+    bundle = build("tiny", None, tmp_path / "b", weights="none")
+    other = Bundle(bundle.path, {**bundle.manifest, "engine": "abacus"})
+    with pytest.raises(
+        BundleError, match='b: engine is "abacus", this version of dflash-trt has: onnxruntime, '
+    ):
+        registry.engine_of(other)
+
+
+def named(tree: ast.Module) -> list[int]:
+    """Lines where an engine's name is compared, or stands in a list, a tuple, a set or a mapping."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+        elif isinstance(node, ast.List | ast.Tuple | ast.Set):
+            parts = node.elts
+        elif isinstance(node, ast.Dict):
+            parts = [key for key in node.keys if key is not None]
+        elif isinstance(node, ast.MatchValue):
+            parts = [node.value]
+        else:
+            continue
+        if any(isinstance(part, ast.Constant) and part.value in registry.NAMES for part in parts):
+            found.append(node.lineno)
+    return found
+
+
+# Names that are no engine's: the package that runs the prompts of `quantize --calibration`.
+ELSEWHERE = {"cli/quantize.py": 1}
+
+
+def test_engines_are_named_in_their_own_rooms_only() -> None:
+    """A new engine must not have to be added anywhere else."""
+    package = Path(dflash_trt.__file__).parent
+    found = {
+        name: lines
+        for file in sorted(package.rglob("*.py"))
+        if not (name := file.relative_to(package).as_posix()).startswith(("engines/", "trtllm/"))
+        and (lines := named(ast.parse(file.read_text())))
+    }
+    assert {name: len(lines) for name, lines in found.items()} == ELSEWHERE, found
+
+
+def test_the_search_for_names_finds_them() -> None:
+    program = "if a == 'tensorrt' or a in ('onnxruntime', 'b'): pass\nx = {'tensorrt-llm': 1}\ny = 'tensorrt'"
+    assert sorted(named(ast.parse(program))) == [1, 1, 2]

@@ -126,7 +126,7 @@ def test_the_arena_is_as_tensorrt_llm_computes_it() -> None:
     assert total / GIB == pytest.approx(80, abs=0.05)
     paged = drafter_of(2, 1, 16, 4096)
     assert (
-        arena_bytes(paged, max_batch_size=1, max_seq_len=100, draft_len=7, paged=True)
+        arena_bytes(paged, max_batch_size=1, max_seq_len=100, draft_len=7, page=32)
         == 2 * 2 * 2 * 128 * 1 * 16 * 2
     )
 
@@ -278,10 +278,10 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "largest batch at 131072 tokens: 1\n" in out
     assert main(["plan", "--gpus"]) == 0
     assert "DGX Spark" in capsys.readouterr().out
-    for wrong in (
-        ["plan"],
-        [*base, "--gpu", "b200", "--engine", "tensorrt-llm", "--precision", "target=fp8"],
-    ):
+    llm = [*base, "--gpu", "b200", "--engine", "tensorrt-llm", "--precision", "target=fp8"]
+    assert main(llm) == 1
+    assert "--precision is of no use to --engine tensorrt-llm" in capsys.readouterr().err
+    for wrong in (["plan"], [*base, "--gpu", "b200", "--trtllm-version", "1.4"]):
         with pytest.raises(SystemExit) as raised:
             main(wrong)
         assert raised.value.code == 2

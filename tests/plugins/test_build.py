@@ -17,6 +17,7 @@ from dflash_plugins.version import VERSION, versioned
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.tensorrt import builder, plans
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS, Flavour
+from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.graph.builder import DFLASH_DOMAIN
@@ -80,7 +81,7 @@ def made(
     monkeypatch.setattr(plans, "compute_capabilities", lambda: (capability,))
     return plans.Plans(
         engine,
-        plans.Options(capabilities=(capability,), **options),
+        TensorRTOptions(capabilities=(capability,), **options),
         parse_precision(precision),
         block_size=8,
         capacity=128,

@@ -15,7 +15,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.engines.tensorrt.builder import build_plan
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
-from dflash_trt.engines.tensorrt.plans import Options
+from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import Profile
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import parse_precision
@@ -164,7 +164,7 @@ def test_formats_a_gpu_lacks_are_refused(
             None,
             tmp_path / "bundle",
             engine="tensorrt-rtx",
-            tensorrt=Options((capability,)),
+            options=TensorRTOptions((capability,)),
             precision=parse_precision(precision),
         )
     assert not (tmp_path / "bundle").exists()
@@ -180,7 +180,7 @@ def test_a_pair_with_experts_builds(tmp_path: Path, scheme: str, capability: int
         str(drafter),
         tmp_path / "bundle",
         engine="tensorrt-rtx",
-        tensorrt=Options((capability,), max_batch_size=2, prefill_chunk=16),
+        options=TensorRTOptions((capability,), max_batch_size=2, prefill_chunk=16),
         max_seq_len=64,
         precision=parse_precision(f"target={scheme}"),
     )
@@ -194,7 +194,7 @@ def test_the_shipped_pair_builds(tmp_path: Path) -> None:
         None,
         tmp_path / "bundle",
         engine="tensorrt-rtx",
-        tensorrt=Options((120,), max_batch_size=2, prefill_chunk=64),
+        options=TensorRTOptions((120,), max_batch_size=2, prefill_chunk=64),
         max_seq_len=256,
         precision=parse_precision("target=nvfp4,drafter=fp8,head=int4"),
     )

@@ -317,20 +317,20 @@ def test_the_server_on_the_path_is_taken_and_without_one_the_container_is_told(
 
 
 def test_containers_fit_the_engine_of_the_bundle(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def command(engine: str, **versions: str) -> str:
-        manifest = {"engine": engine, "versions": versions}
+    def command(engine: str, version: str = "") -> str:
+        manifest = {"engine": engine, "tensorrt": {"version": version}}
         monkeypatch.setattr(
             "dflash_trt.serving.deploy.Bundle.open", lambda _: type("B", (), {"manifest": manifest})
         )
         return container_command(bundle)
 
-    assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt", tensorrt="10.14.1.48")
+    assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt", "10.14.1.48")
     assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt-llm")
     assert "'dflash-trt[serve]' tensorrt-rtx" in command("tensorrt-rtx")
     assert "--gpus" not in command("onnxruntime")
     for version in ("10.2.0", "10.11.0.33"):  # older containers have open doors
         with pytest.raises(DFlashError, match=rf"plans are of TensorRT {version[:4]}.*10\.14"):
-            command("tensorrt", tensorrt=version)
+            command("tensorrt", version)
 
 
 def test_tritonserver_listens_where_only_its_user_may_enter(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, BundleError, CheckpointError
 from dflash_trt.models.configs import read_drafter_config
 from dflash_trt.reports.inspection import inspect
-from dflash_trt.trtllm.configuration import Deployment
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_qwen3_moe
 
-H200 = Deployment(gpu="h200")
+H200 = TensorRTLLMOptions(gpu="h200")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_pair(root: Path, out: Path, drafter: str = "drafter", **options: Any) -> Bundle:
-    options = {"engine": "tensorrt-llm", "deployment": H200} | options
+    options = {"engine": "tensorrt-llm", "options": H200} | options
     return build(str(root / "target"), str(root / drafter), out, **options)
 
 
@@ -51,10 +51,10 @@ def built(pair: Path) -> Bundle:
 
 @pytest.mark.parametrize("name", [pair.name for pair in PAIRS])
 def test_every_known_pair_builds_without_weights(name: str, tmp_path: Path) -> None:
-    where = Deployment(gpu="b200", tensor_parallel=8)
+    where = TensorRTLLMOptions(gpu="b200", tensor_parallel=8)
     if name in ("tiny", "tiny-gpt-oss", "smollm2-135m", "qwen3-coder-30b-a3b"):
-        where = Deployment(gpu="b200")  # two, three or four heads of keys and values, or one
-    bundle = build(name, None, tmp_path / "b", engine="tensorrt-llm", weights="none", deployment=where)
+        where = TensorRTLLMOptions(gpu="b200")  # two, three or four heads of keys and values, or one
+    bundle = build(name, None, tmp_path / "b", engine="tensorrt-llm", weights="none", options=where)
     files = {str(p.relative_to(bundle.path)) for p in bundle.path.rglob("*") if p.is_file()}
     assert files == {*bundle.manifest["files"], MANIFEST}
     assert not [file for file in files if file.endswith(".safetensors")]
@@ -201,7 +201,7 @@ def test_modelopt_checkpoints_build(scheme: str, make: Callable[[Path], Path], t
     make(tmp_path / "target")
     make_drafter(tmp_path / "drafter", tmp_path / "target")
     quantize(tmp_path / "target", scheme)
-    bundle = build_pair(tmp_path, tmp_path / "b", deployment=Deployment(gpu="b200"))
+    bundle = build_pair(tmp_path, tmp_path / "b", options=TensorRTLLMOptions(gpu="b200"))
     assert bundle.manifest["precision"] == {"target": scheme.lower(), "drafter": "bfloat16"}
     assert (bundle.path / "target" / "hf_quant_config.json").is_file()
     args = yaml.safe_load((bundle.path / "llm_args.yaml").read_text())
@@ -214,20 +214,20 @@ def test_modelopt_checkpoints_build(scheme: str, make: Callable[[Path], Path], t
     gone = next(name for name in sorted(tensors) if name.endswith("up_proj.weight_scale"))
     save_file({n: t for n, t in tensors.items() if n != gone}, tmp_path / "target" / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"no tensor '{gone}'"):
-        build_pair(tmp_path, tmp_path / "c", deployment=Deployment(gpu="b200"))
+        build_pair(tmp_path, tmp_path / "c", options=TensorRTLLMOptions(gpu="b200"))
 
 
 def test_experts_stay_as_they_are(tmp_path: Path) -> None:
     target = make_gpt_oss(tmp_path / "gpt" / "target")
     make_gpt_oss_drafter(tmp_path / "gpt" / "drafter", target)
-    where = Deployment(gpu="b200", tensor_parallel=2, expert_parallel=2)
-    bundle = build_pair(tmp_path / "gpt", tmp_path / "b", deployment=where)
+    where = TensorRTLLMOptions(gpu="b200", tensor_parallel=2, expert_parallel=2)
+    bundle = build_pair(tmp_path / "gpt", tmp_path / "b", options=where)
     assert bundle.manifest["precision"]["target"] == "mxfp4"
     weights = "model.safetensors"
     assert (bundle.path / "target" / weights).read_bytes() == (target / weights).read_bytes()
     moe = make_qwen3_moe(tmp_path / "moe" / "target")
     make_drafter(tmp_path / "moe" / "drafter", moe)
-    bundle = build_pair(tmp_path / "moe", tmp_path / "c", deployment=where)
+    bundle = build_pair(tmp_path / "moe", tmp_path / "c", options=where)
     args = yaml.safe_load((bundle.path / "llm_args.yaml").read_text())
     assert args["moe_expert_parallel_size"] == 2
 
@@ -238,8 +238,8 @@ def test_the_same_build_again_keeps_the_bundle_and_another_needs_force(pair: Pat
     assert build_pair(pair, tmp_path / "b").manifest["key"] == bundle.manifest["key"]
     assert (bundle.path / MANIFEST).stat().st_mtime_ns == stamp
     with pytest.raises(BuildError, match="--force"):
-        build_pair(pair, tmp_path / "b", deployment=Deployment(gpu="b200"))
-    other = build_pair(pair, tmp_path / "b", deployment=Deployment(gpu="b200"), force=True)
+        build_pair(pair, tmp_path / "b", options=TensorRTLLMOptions(gpu="b200"))
+    other = build_pair(pair, tmp_path / "b", options=TensorRTLLMOptions(gpu="b200"), force=True)
     assert other.manifest["key"] != bundle.manifest["key"]
 
 
@@ -279,6 +279,6 @@ def test_the_command_builds(pair: Path, tmp_path: Path, capsys: pytest.CaptureFi
             main([*base, str(tmp_path / "c"), *wrong])
         assert raised.value.code == 2
     with pytest.raises(BuildError, match="--gpu is missing"):
-        build_pair(pair, tmp_path / "c", deployment=None)
-    with pytest.raises(BuildError, match="--gpu is of no use"):
+        build_pair(pair, tmp_path / "c", options=None)
+    with pytest.raises(BuildError, match="options are TensorRTLLMOptions, which are for: tensorrt-llm"):
         build_pair(pair, tmp_path / "c", engine="onnxruntime")

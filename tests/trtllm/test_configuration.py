@@ -16,9 +16,11 @@ from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.planning.gpus import gpus
 from dflash_trt.planning.inventory import Inventory, take_inventory
-from dflash_trt.planning.memory import GIB, TRTLLM_ARENA_SAFETY, arena_bytes
-from dflash_trt.trtllm.configuration import Configuration, Deployment, configure
+from dflash_trt.planning.memory import GIB, arena_bytes
+from dflash_trt.trtllm.configuration import Configuration, configure
 from dflash_trt.trtllm.launch import launch_files
+from dflash_trt.trtllm.memory import POOL
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from dflash_trt.trtllm.quantization import TargetQuantization, check_drafter, target_quantization
 from dflash_trt.trtllm.releases import Release, find_release, known_releases
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
@@ -51,12 +53,12 @@ def quantized_pair(root: Path, name: str, algorithm: str | None, cache: str | No
 
 
 def configured(
-    pair: Pair, gpu: str = "b200", *, block: int | None = None, length: int = 8192, **deployment: Any
+    pair: Pair, gpu: str = "b200", *, block: int | None = None, length: int = 8192, **options: Any
 ) -> Configuration:
     inventory, quantization = pair
     return configure(
         inventory,
-        Deployment(gpu=gpu, **deployment),
+        TensorRTLLMOptions(gpu=gpu, **options),
         block_size=block or inventory.drafter.block_size,
         max_seq_len=min(length, inventory.drafter.max_position_embeddings),
         quantization=quantization,
@@ -139,7 +141,7 @@ def check_rules(found: Configuration, inventory: Inventory, tp: int, ep: int) ->
             tensor_parallel=tp,
         )
         assert arena <= free - 6 * GIB
-        assert arena <= TRTLLM_ARENA_SAFETY * (1 - fraction) * free
+        assert arena <= POOL.arena_safety * (1 - fraction) * free
     pool = fraction * (free - memory.activation_bytes - (memory.drafter_bytes if backend != "TRTLLM" else 0))
     assert memory.kv_bytes <= pool
     assert not args["kv_cache_config"]["enable_block_reuse"]

@@ -12,7 +12,7 @@ import pytest
 from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.errors import BundleError, DFlashError, RequestError
-from dflash_trt.trtllm.configuration import Deployment
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.tensorrt_llm_double import make_double
 
 PROMPTS = ["What is 17 + 25?", "def add(a, b):", "Say hello."]
@@ -22,9 +22,9 @@ PROMPTS = ["What is 17 + 25?", "def add(a, b):", "Say hello."]
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("bundles")
     build("tiny", None, root / "onnx")
-    build("tiny", None, root / "trtllm", engine="tensorrt-llm", deployment=Deployment(gpu="h100"))
-    old = Deployment(gpu="h100", version="1.3.0rc27")
-    build("tiny", None, root / "old", engine="tensorrt-llm", deployment=old)
+    build("tiny", None, root / "trtllm", engine="tensorrt-llm", options=TensorRTLLMOptions(gpu="h100"))
+    old = TensorRTLLMOptions(gpu="h100", version="1.3.0rc27")
+    build("tiny", None, root / "old", engine="tensorrt-llm", options=old)
     return root
 
 
@@ -292,7 +292,7 @@ def test_a_bundle_without_weights_does_not_run(bundles: Path, double: Any, tmp_p
         tmp_path / "b",
         engine="tensorrt-llm",
         weights="none",
-        deployment=Deployment(gpu="b200"),
+        options=TensorRTLLMOptions(gpu="b200"),
     )
     with pytest.raises(BundleError, match="--weights none"):
         LLM(tmp_path / "b")

@@ -14,21 +14,21 @@ import yaml
 
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import DFlashError
-from dflash_trt.trtllm.configuration import Deployment
 from dflash_trt.trtllm.installed import read_llm_args
-from dflash_trt.trtllm.serve import serve
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 
-TWO_NODES = Deployment(gpu="h200", tensor_parallel=2, gpus_per_node=1)
+TWO_NODES = TensorRTLLMOptions(gpu="h200", tensor_parallel=2, gpus_per_node=1)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return build_tiny(tmp_path_factory.mktemp("bundle") / "tiny", Deployment(gpu="h200"))
+    return build_tiny(tmp_path_factory.mktemp("bundle") / "tiny", TensorRTLLMOptions(gpu="h200"))
 
 
-def build_tiny(out: Path, deployment: Deployment | None, engine: str = "tensorrt-llm") -> Bundle:
-    return build("tiny", None, out, engine=engine, deployment=deployment, force=True)
+def build_tiny(out: Path, options: TensorRTLLMOptions | None, engine: str = "tensorrt-llm") -> Bundle:
+    return build("tiny", None, out, engine=engine, options=options, force=True)
 
 
 class Launch:
@@ -123,9 +123,13 @@ def test_triton_gets_the_path_of_its_configuration(built: Bundle, tmp_path: Path
         launch("triton.sh")
 
 
+def serve(bundle: Bundle) -> None:
+    engine_of(bundle).serve(bundle, "trtllm-serve", host="127.0.0.1", port=9000)
+
+
 def test_serving_becomes_trtllm_serve(built: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DFlashError, match=r"no trtllm-serve on the PATH; .*docker run .*127\.0\.0\.1:9000:"):
-        serve(built.path, host="127.0.0.1", port=9000)
+        serve(built)
     launch = Launch(built.path, tmp_path)
     monkeypatch.setenv("PATH", str(launch.bin))  # no bash there: a script of the bundle would fail
     options = ["--server", "trtllm-serve", "--host", "0.0.0.0", "--http-port", "9000"]
@@ -142,17 +146,17 @@ def test_serving_becomes_trtllm_serve(built: Bundle, tmp_path: Path, monkeypatch
         (lambda: build_tiny(other, None, "onnxruntime"), "is a bundle for onnxruntime"),
     ):
         with pytest.raises(DFlashError, match=message):
-            serve(bundle().path, host="127.0.0.1", port=9000)
+            serve(bundle())
     without = build(
         "qwen3-8b",
         None,
         tmp_path / "without",
         engine="tensorrt-llm",
         weights="none",
-        deployment=Deployment(gpu="h200"),
+        options=TensorRTLLMOptions(gpu="h200"),
     )
     with pytest.raises(DFlashError, match="--weights none"):
-        serve(without.path, host="127.0.0.1", port=9000)
+        serve(without)
 
 
 def test_code_of_a_checkpoint_is_never_run(built: Bundle, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_trt.errors import BuildError
-from dflash_trt.formats import FORMATS
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class Flavour:
         Raises BuildError for a capability that this flavour does not support, naming the one that does. Also for a
         capability without arithmetic in one of the weights' `formats`.
         """
+        from dflash_trt.formats import FORMATS  # imports NumPy, which a list of the engines does without
+
         wanted = tuple(dict.fromkeys(asked or present))
         if not wanted:
             hint = (

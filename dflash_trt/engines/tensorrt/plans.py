@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import onnx_ir as ir
 from dflash_plugins.dialect import TensorRTPlugins
@@ -20,8 +18,8 @@ from dflash_trt.bundle.contents import describe_file
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.engines.tensorrt.builder import build_plan, has_operator, weight_bytes
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
+from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import Limits, profiles
-from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.hardware import compute_capabilities
@@ -29,29 +27,6 @@ from dflash_trt.hardware import compute_capabilities
 DEFAULT_PREFILL_CHUNK = 512
 DTYPES = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
 FOLDER = "plans"
-
-
-@dataclass(frozen=True)
-class Options:
-    """`capabilities`: of the GPUs to build for, as 120 for 12.0; none are those of this machine.
-
-    `prefill_chunk`: prompt tokens per pass; None is 512, or less where the cache is small.
-    `plugins`: "auto" makes taps, acceptance and MXFP4 experts kernels of ours where engine, GPU and installed packages
-    take them (`plugins/`), "none" leaves them to standard operators; the result is the same.
-    """
-
-    capabilities: tuple[int, ...] = ()
-    max_batch_size: int = 8
-    prefill_chunk: int | None = None
-    plugins: Literal["auto", "none"] = "auto"
-
-
-def parse_capability(text: str) -> int:
-    """`120`, `12.0` or `sm120`. Raises BuildError for anything else."""
-    match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", text.strip().lower())
-    if match is None:
-        raise BuildError(f"--compute-capability is {text!r}, expected a number such as 120 (or 12.0)")
-    return int(match[1] + match[2])
 
 
 class Plans:
@@ -63,7 +38,7 @@ class Plans:
     def __init__(
         self,
         engine: str,
-        options: Options,
+        options: TensorRTOptions,
         precision: Precision,
         *,
         block_size: int,

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.tensorrt import plans
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
-from dflash_trt.engines.tensorrt.plans import Options, parse_capability
+from dflash_trt.engines.tensorrt.options import TensorRTOptions, parse_capability
 from dflash_trt.engines.tensorrt.profiles import Limits, profiles
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision, parse_precision
@@ -34,7 +35,7 @@ from dflash_trt.reports.inspection import inspect
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.tensorrt_matrix import CASES, FAMILIES, Case, make_pair
 
-SMALL = Options(capabilities=(120,), max_batch_size=2, prefill_chunk=16)
+SMALL = TensorRTOptions(capabilities=(120,), max_batch_size=2, prefill_chunk=16)
 RTX = FLAVOURS["tensorrt-rtx"]
 
 
@@ -49,9 +50,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(target), str(drafter)
 
 
-def rtx(sources: tuple[str, str | None], out: Path, options: Options = SMALL, **settings: Any) -> Bundle:
+def rtx(
+    sources: tuple[str, str | None], out: Path, options: TensorRTOptions = SMALL, **settings: Any
+) -> Bundle:
     settings = {"max_seq_len": 64} | settings
-    return build(*sources, out, engine="tensorrt-rtx", tensorrt=options, **settings)
+    return build(*sources, out, engine="tensorrt-rtx", options=options, **settings)
 
 
 def plan_sizes(bundle: Bundle) -> dict[str, int]:
@@ -62,7 +65,7 @@ def plan_sizes(bundle: Bundle) -> dict[str, int]:
     ("name", "capabilities"), [("tiny", (120, 89)), ("tiny-gpt-oss", (120,))], ids=["tiny", "tiny-gpt-oss"]
 )
 def test_shipped_pairs(name: str, capabilities: tuple[int, ...], tmp_path: Path) -> None:
-    options = Options(capabilities=capabilities, max_batch_size=4, prefill_chunk=128)
+    options = TensorRTOptions(capabilities=capabilities, max_batch_size=4, prefill_chunk=128)
     bundle = rtx((name, None), tmp_path / "bundle", options, max_seq_len=512)
     found = inspect(bundle.path)
     assert set(found["plans"]) == {f"sm{c}/{role}" for c in capabilities for role in ("target", "drafter")}
@@ -94,7 +97,7 @@ NOT_ABOVE = [case for case in CASES if case.precision or case.pair in FAMILIES]
 )
 def test_families_and_precisions(case: Case, tmp_path: Path) -> None:
     sources, precision = make_pair(case.pair, tmp_path), parse_precision(case.precision or None)
-    options = Options(capabilities=(case.capability,), max_batch_size=2, prefill_chunk=16)
+    options = TensorRTOptions(capabilities=(case.capability,), max_batch_size=2, prefill_chunk=16)
     bundle = rtx(sources, tmp_path / "bundle", options, precision=precision)
     roles = ("target", "drafter")
     assert set(plan_sizes(bundle)) == {f"plans/sm{case.capability}/{role}.plan" for role in roles}
@@ -111,7 +114,7 @@ def test_batches_and_capacities(
     pair: tuple[str, str], options: tuple[int, int], length: int, tmp_path: Path
 ) -> None:
     batch, chunk = options
-    bundle = rtx(pair, tmp_path / "b", Options((120,), batch, chunk), max_seq_len=length)
+    bundle = rtx(pair, tmp_path / "b", TensorRTOptions((120,), batch, chunk), max_seq_len=length)
     ranges = bundle.manifest["tensorrt"]["plans"]["120"]["target"]["profiles"]
     assert ranges[0] == {"name": "prefill", "B": [1, 1, 1], "S": [1, chunk, chunk], "R": [1, 1, 1]}
     assert ranges[1]["B"] == [1, max(1, batch // 2), batch]
@@ -125,7 +128,7 @@ def test_the_same_inputs_are_built_once(pair: tuple[str, str], tmp_path: Path) -
     assert not any(step.startswith("build ") for step in steps)
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
     with pytest.raises(BuildError, match="holds a bundle of other inputs or options"):
-        rtx(pair, tmp_path / "b", Options((120,), 3, 16))
+        rtx(pair, tmp_path / "b", TensorRTOptions((120,), 3, 16))
 
 
 def test_a_node_that_tensorrt_rejects_is_named(
@@ -209,8 +212,8 @@ def test_a_killed_build_is_continued(pair: tuple[str, str], tmp_path: Path) -> N
     """Killed while the second of four plans is built: nothing looks finished, and the first is not built again."""
     script = (
         "import sys; from pathlib import Path\n"
-        "from dflash_trt.building.build import build; from dflash_trt.engines.tensorrt.plans import Options\n"
-        "build(*sys.argv[1:4], engine='tensorrt-rtx', tensorrt=Options((120, 89), 2, 16), max_seq_len=64)\n"
+        "from dflash_trt.building.build import build; from dflash_trt.engines.tensorrt.options import TensorRTOptions\n"
+        "build(*sys.argv[1:4], engine='tensorrt-rtx', options=TensorRTOptions((120, 89), 2, 16), max_seq_len=64)\n"
     )
     out = tmp_path / "b"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
@@ -225,7 +228,7 @@ def test_a_killed_build_is_continued(pair: tuple[str, str], tmp_path: Path) -> N
     first = (folder / "target.plan").stat().st_mtime_ns
     assert not (folder / "drafter.plan").exists()
     steps: list[str] = []
-    options = Options((120, 89), 2, 16)
+    options = TensorRTOptions((120, 89), 2, 16)
     bundle = rtx(pair, out, options, progress=lambda step, *_: steps.append(step))
     assert (bundle.path / "plans/sm120/target.plan").stat().st_mtime_ns == first
     assert "build target sm120" not in steps
@@ -244,13 +247,13 @@ def test_a_killed_build_is_continued(pair: tuple[str, str], tmp_path: Path) -> N
 )
 def test_other_gpus_are_refused(capability: int, message: str, pair: tuple[str, str], tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=message):
-        rtx(pair, tmp_path / "b", Options((120, capability)))
+        rtx(pair, tmp_path / "b", TensorRTOptions((120, capability)))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_mxfp4_needs_a_gpu_that_has_it(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"89: has no MXFP4 arithmetic.*100, 103, 110, 120, 121"):
-        rtx(("tiny-gpt-oss", None), tmp_path / "b", Options((120, 89)))
+        rtx(("tiny-gpt-oss", None), tmp_path / "b", TensorRTOptions((120, 89)))
 
 
 def test_weights_in_int8_are_refused(tmp_path: Path) -> None:
@@ -262,16 +265,23 @@ def test_weights_in_int8_are_refused(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (
-            Options((120,), 2, 80),
+            TensorRTOptions((120,), 2, 80),
             r"--prefill-chunk is 80, but the cache has 73 rows, of which a pass can fill 68",
         ),
-        (Options((120,), 2, 3), r"--prefill-chunk is 3, expected 4 \(the block size\) or more"),
-        (Options((120,), 0), r"--max-batch-size is 0, expected 1 or more"),
-        (Options(), r"nvidia-smi shows no GPU here; say which GPU to build for: --compute-capability 120"),
+        (TensorRTOptions((120,), 2, 3), r"--prefill-chunk is 3, expected 4 \(the block size\) or more"),
+        (TensorRTOptions((120,), 0), r"--max-batch-size is 0, expected 1 or more"),
+        (
+            TensorRTOptions(),
+            r"nvidia-smi shows no GPU here; say which GPU to build for: --compute-capability 120",
+        ),
     ],
 )
 def test_impossible_options(
-    options: Options, message: str, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: TensorRTOptions,
+    message: str,
+    pair: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plans, "compute_capabilities", list)
     with pytest.raises(BuildError, match=message):
@@ -287,16 +297,19 @@ def test_a_missing_package(pair: tuple[str, str], tmp_path: Path, monkeypatch: p
 
 
 def test_options_of_other_engines(pair: tuple[str, str], tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="--engine is onnxruntime, but --compute-capability"):
-        build(*pair, tmp_path / "b", tensorrt=SMALL)
+    with pytest.raises(
+        BuildError,
+        match="options are TensorRTOptions, which are for: tensorrt-rtx, tensorrt",
+    ):
+        build(*pair, tmp_path / "b", options=SMALL)
     with pytest.raises(BuildError, match="--weights is none, but --engine tensorrt-rtx builds plans"):
-        build("gpt-oss-20b", None, tmp_path / "b", engine="tensorrt-rtx", weights="none", tensorrt=SMALL)
+        build("gpt-oss-20b", None, tmp_path / "b", engine="tensorrt-rtx", weights="none", options=SMALL)
 
 
 @pytest.mark.parametrize(("text", "value"), [("120", 120), ("12.0", 120), ("sm_89", 89), ("SM121", 121)])
 def test_capabilities_are_read(text: str, value: int) -> None:
     assert parse_capability(text) == value
-    with pytest.raises(BuildError, match=f"'x{text}'"):
+    with pytest.raises(ArgumentTypeError, match=f"'x{text}'"):
         parse_capability(f"x{text}")
 
 

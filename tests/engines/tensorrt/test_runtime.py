@@ -19,7 +19,7 @@ from dflash_trt import LLM, Completion, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
 from dflash_trt.engines.tensorrt import device_arrays, flavour, plans
-from dflash_trt.engines.tensorrt.plans import Options
+from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE
 from dflash_trt.errors import BatchError, BuildError, BundleError, NonFiniteError
 from dflash_trt.formats.precision import Precision
@@ -56,7 +56,7 @@ def bundles(
         target = make_gpt_oss(directory / "target", favourites=6, quantized=False)
         drafter = make_gpt_oss_drafter(directory / "drafter", target, block_size=BLOCK, layers=2)
     plain = build(str(target), str(drafter), directory / "onnxruntime", max_seq_len=100)
-    options = Options(max_batch_size=3, prefill_chunk=16)
+    options = TensorRTOptions(max_batch_size=3, prefill_chunk=16)
     return plain, build(
         str(target),
         str(drafter),
@@ -64,7 +64,7 @@ def bundles(
         engine="tensorrt",
         max_seq_len=100,
         precision=FLOAT32,
-        tensorrt=options,
+        options=options,
     )
 
 
@@ -144,7 +144,7 @@ def test_numbers_that_are_not_finite_end_their_request_alone(
     target = make_target(tmp_path / "target", favourites=6)
     spoil(target)
     drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
-    options = Options(max_batch_size=3, prefill_chunk=16)
+    options = TensorRTOptions(max_batch_size=3, prefill_chunk=16)
     settings: dict[str, Any] = {
         "engine": "tensorrt",
         "max_seq_len": 64,

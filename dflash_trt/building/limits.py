@@ -1,0 +1,34 @@
+"""The block size and the longest sequence of a build: as asked, if the models allow it, or by default."""
+
+from __future__ import annotations
+
+from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
+from dflash_trt.errors import BuildError
+
+# Without --max-seq-len: what both models were made for, but no more than this (cache memory grows with it).
+DEFAULT_MAX_SEQ_LEN = 8192
+
+
+def choose_block_size(asked: int | None, drafter: DrafterConfig) -> int:
+    """Tokens of a block, by default as trained. Raises BuildError for what the drafter was not trained for."""
+    if asked is None:
+        return drafter.block_size
+    if not 2 <= asked <= drafter.block_size:
+        raise BuildError(
+            f"--block-size is {asked}, expected 2..{drafter.block_size}: the drafter was trained for blocks of "
+            f"{drafter.block_size} ({drafter.path})"
+        )
+    return asked
+
+
+def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: DrafterConfig) -> int:
+    """Tokens of a prompt and its output together. Raises BuildError for more than both models take."""
+    limit = min(target.max_position_embeddings, drafter.max_position_embeddings)
+    if asked is None:
+        return min(limit, DEFAULT_MAX_SEQ_LEN)
+    if not 2 <= asked <= limit:
+        raise BuildError(
+            f"--max-seq-len is {asked}, expected 2..{limit}: max_position_embeddings is "
+            f"{target.max_position_embeddings} in the target and {drafter.max_position_embeddings} in the drafter"
+        )
+    return asked

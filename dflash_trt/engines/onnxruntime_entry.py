@@ -1,0 +1,103 @@
+"""ONNX Runtime as an engine: graphs with cache rows fixed at run time, computed in float32 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dflash_trt.engines.base import (
+    Availability,
+    BuildSettings,
+    Container,
+    Engine,
+    MemoryTraits,
+    RunSettings,
+    Weights,
+)
+from dflash_trt.errors import BuildError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from dflash_trt.bundle.manifest import Bundle
+    from dflash_trt.bundle.workspace import Progress, Workspace
+    from dflash_trt.checkpoint.pair import CheckpointPair
+    from dflash_trt.decoding.scheduler import Scheduler
+    from dflash_trt.engines.graph_job import GraphJob
+    from dflash_trt.formats.precision import Precision
+    from dflash_trt.graph.dialect import Dialect
+
+
+class OnnxRuntimeEntry(Engine):
+    """Runs graphs on the CPU."""
+
+    name = "onnxruntime"
+    modules = ("onnxruntime",)
+    weight_layout = "blocks"
+    memory = MemoryTraits(compute="fp32", runtime_bytes=0)
+
+    def check(self, precision: Precision | None, weights: Weights, options: None) -> None:
+        for role in ("target", "drafter"):
+            if precision is not None and (compute := precision.compute(role, "fp32")) != "fp32":
+                raise BuildError(
+                    f"--precision is {role}={compute}, but --engine {self.name} computes in fp32"
+                )
+
+    def job(
+        self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
+    ) -> GraphJob:
+        from dflash_trt.engines.graph_job import GraphJob, export, graph_digests, graph_fields, graph_files
+        from dflash_trt.graph.onnxruntime import OnnxRuntime
+
+        dialects: dict[str, Dialect] = {"target": OnnxRuntime(), "drafter": OnnxRuntime()}
+        models = export(pair, dialects, "C", progress)
+        return GraphJob(
+            manifest=graph_fields(pair, dialects, models),
+            files=graph_files(pair),
+            digests=graph_digests(models),
+            link=settings.weights == "link",
+            models=models,
+        )
+
+    def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler:
+        from dflash_trt.decoding.arrays import HostArrays
+        from dflash_trt.decoding.pair import Pair
+        from dflash_trt.decoding.scheduler import Scheduler
+        from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+
+        manifest, slots = bundle.manifest, settings.max_batch_size
+        target, drafter = (
+            OnnxRuntimeEngine(
+                bundle.listed(f"{role}.onnx"),
+                slots=slots,
+                capacity=bundle.capacity,
+                threads=settings.threads,
+                deferred=role == "drafter",  # until a draft is asked for
+            )
+            for role in ("target", "drafter")
+        )
+        features = len(manifest["target_layer_ids"]) * manifest["hidden_size"]
+        pair = Pair(
+            target,
+            drafter,
+            HostArrays(slots=slots, feature_size=features, most_waiting=settings.prefill_chunk),
+            slots=slots,
+            capacity=bundle.capacity,
+            mask_token_id=manifest["mask_token_id"],
+            vocab_size=manifest["vocab_size"],
+            prefill_chunk=settings.prefill_chunk,
+        )
+        return Scheduler(pair, slots, settings.prefix_cache_bytes)
+
+    def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
+        ready = not missing
+        return Availability(ready, ready, "on the CPU" if ready else f"install {', '.join(missing)}")
+
+    def container(self, manifest: Mapping[str, Any]) -> Container:
+        return Container(gpus=False)
+
+
+def entry(name: str) -> Engine:
+    """The registry's entry."""
+    return OnnxRuntimeEntry()

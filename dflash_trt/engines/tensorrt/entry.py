@@ -1,0 +1,127 @@
+"""TensorRT and TensorRT-RTX as engines: plans that run on one GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dflash_trt.engines.base import (
+    GIB,
+    TRITON_TRTLLM_IMAGE,
+    Availability,
+    BuildSettings,
+    Container,
+    Engine,
+    MemoryTraits,
+    RunSettings,
+    Weights,
+)
+from dflash_trt.engines.tensorrt.flavour import FLAVOURS
+from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.errors import BuildError, DFlashError
+
+if TYPE_CHECKING:
+    from dflash_trt.bundle.manifest import Bundle
+    from dflash_trt.bundle.workspace import Progress, Workspace
+    from dflash_trt.checkpoint.pair import CheckpointPair
+    from dflash_trt.decoding.scheduler import Scheduler
+    from dflash_trt.engines.tensorrt.build import PlanJob
+    from dflash_trt.formats.precision import Precision
+
+# TensorRT of the containers that hold it (server/docs/introduction/compatibility.md).
+_IMAGES = {"10.14": TRITON_TRTLLM_IMAGE}
+
+
+class TensorRTEntry(Engine):
+    """Runs plans on one GPU."""
+
+    options = TensorRTOptions
+    weight_layout = "int4_by_row"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.flavour = FLAVOURS[name]
+        self.modules = (self.flavour.module, "torch", "triton")
+        # Both plans of TensorRT-RTX together ask for so much scratch memory beside the estimate from shapes
+        # (docs/tensorrt.md). Taken for TensorRT too. Its plugins widen no experts, and compute none that nobody chose.
+        kernels = frozenset({"mxfp4"} if self.flavour.plugins else ())
+        self.memory = MemoryTraits(scratch_bytes=GIB // 4, expert_kernels=kernels)
+
+    def check(self, precision: Precision | None, weights: Weights, options: TensorRTOptions | None) -> None:
+        if weights != "copy":
+            raise BuildError(
+                f"--weights is {weights}, but --engine {self.name} builds plans, which hold the weights"
+            )
+
+    def job(
+        self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
+    ) -> PlanJob:
+        from dflash_trt.engines.tensorrt.build import plan_job
+
+        return plan_job(self.name, pair, settings, progress)
+
+    def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler:
+        from dflash_trt.decoding.scheduler import Scheduler
+        from dflash_trt.engines.tensorrt.device_arrays import open_pair
+
+        most = min(settings.max_batch_size, bundle.manifest["tensorrt"]["max_batch_size"])
+        pair = open_pair(bundle, slots=most, max_batch_size=most, prefill_chunk=settings.prefill_chunk)
+        return Scheduler(pair, most, settings.prefix_cache_bytes)
+
+    def describe(self, bundle: Bundle) -> dict[str, Any]:
+        """What the plans were built by and for, and what is in each of them."""
+        manifest = bundle.manifest
+        built = manifest["tensorrt"]
+        plans = {
+            f"sm{capability}/{role}": {
+                "precision": manifest["precision"][role],
+                "size": manifest["files"][plan["plan"]]["size"],
+                "scratch_bytes": plan["activation_bytes"],
+                "weight_bytes": plan["weight_bytes"],
+                **{profile["name"]: _lengths(profile) for profile in plan["profiles"]},
+            }
+            for capability, both in built["plans"].items()
+            for role, plan in both.items()
+        }
+        shown = {field: built[field] for field in ("version", "max_batch_size", "prefill_chunk")}
+        return {**super().describe(bundle), "tensorrt": shown, "plans": plans}
+
+    def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
+        flavour, ready = self.flavour, not missing
+        there = importlib.util.find_spec(flavour.module) is not None
+        here = any(capability in flavour.capabilities for capability in capabilities)
+        absent = [] if there else [flavour.module]
+        if importlib.util.find_spec("torch") is None:
+            absent.append("torch, to run")
+        serves = f"for compute capability {', '.join(map(str, flavour.capabilities))}"
+        return Availability(
+            build=ready and there and (flavour.ahead or here),
+            run=ready and not absent and here,
+            note="; ".join([serves, *([f"install {', '.join(absent)}"] if absent else [])]),
+        )
+
+    def container(self, manifest: Mapping[str, Any]) -> Container:
+        """A plan runs only with the version that built it. TensorRT's is in the image, TensorRT-RTX's is a wheel."""
+        if self.flavour.ahead:
+            return Container(packages=(self.name,))
+        version = ".".join(manifest["tensorrt"]["version"].split(".")[:2])
+        if version not in _IMAGES:
+            raise DFlashError(
+                f"this bundle's plans are of TensorRT {version}; known containers have "
+                f"{', '.join(_IMAGES)}: build the bundle again with one of these, or install it in yours"
+            )
+        return Container(_IMAGES[version])
+
+
+def entry(name: str) -> Engine:
+    """The registry's entry of a flavour."""
+    return TensorRTEntry(name)
+
+
+def _lengths(profile: Mapping[str, Any]) -> str:
+    """A profile's ranges: B 1..8, S 1..16."""
+    ranges = {name: lengths for name, lengths in profile.items() if name != "name"}
+    return " ".join(
+        f"{name} {low}" if low == high else f"{name} {low}..{high}" for name, (low, _, high) in ranges.items()
+    )

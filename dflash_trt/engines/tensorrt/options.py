@@ -1,0 +1,57 @@
+"""Options of a build for TensorRT and TensorRT-RTX: for which GPUs and shapes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dflash_trt.engines.base import EngineOptions, option
+
+
+def parse_capability(text: str) -> int:
+    """`120`, `12.0` or `sm120`, as 120. Raises ArgumentTypeError for anything else."""
+    match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no compute capability such as 120 (or 12.0)")
+    return int(match[1] + match[2])
+
+
+@dataclass(frozen=True)
+class TensorRTOptions(EngineOptions):
+    """`capabilities`: of the GPUs to build for, as 120 for 12.0; none are those of this machine.
+
+    `prefill_chunk`: prompt tokens per pass; None is 512, or less where the cache is small.
+    `plugins`: "auto" makes taps, acceptance and MXFP4 experts kernels of ours where engine, GPU and installed packages
+    take them (`plugins/`), "none" leaves them to standard operators; the result is the same.
+    """
+
+    title = "TensorRT"
+    batch = "8"
+
+    capabilities: tuple[int, ...] = field(
+        default=(),
+        metadata=option(
+            "--compute-capability",
+            nargs="+",
+            type=parse_capability,
+            metavar="CC",
+            help="of the GPUs to build for, such as 89 120 (default: of those here)",
+        ),
+    )
+    max_batch_size: int = 8
+    prefill_chunk: int | None = field(
+        default=None,
+        metadata=option(
+            "--prefill-chunk", least=1, metavar="N", help="most prompt tokens per pass (default: 512)"
+        ),
+    )
+    plugins: Literal["auto", "none"] = field(
+        default="auto",
+        metadata=option(
+            "--plugins",
+            choices=["auto", "none"],
+            help="auto: our kernels for taps, acceptance and MXFP4 experts, where engine and GPU take them (default)",
+        ),
+    )

@@ -1,0 +1,122 @@
+"""TensorRT-LLM as an engine: checkpoints as they are, on one GPU or several, with a scheduler of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dflash_trt.engines.base import (
+    TRITON_TRTLLM_IMAGE,
+    Availability,
+    BuildSettings,
+    Container,
+    Engine,
+    RunSettings,
+    Weights,
+)
+from dflash_trt.errors import BuildError
+from dflash_trt.trtllm.memory import MEMORY
+from dflash_trt.trtllm.options import TensorRTLLMOptions
+
+if TYPE_CHECKING:
+    from dflash_trt.bundle.manifest import Bundle
+    from dflash_trt.bundle.workspace import Progress, Workspace
+    from dflash_trt.checkpoint.pair import CheckpointPair
+    from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
+    from dflash_trt.formats.precision import Precision
+    from dflash_trt.planning.inventory import Inventory
+    from dflash_trt.trtllm.build import ConfigurationJob
+    from dflash_trt.trtllm.driver import Driver
+
+
+class TensorRTLLMEntry(Engine):
+    """Runs checkpoints as they are, on one GPU or several, with a scheduler of its own."""
+
+    name = "tensorrt-llm"
+    options = TensorRTLLMOptions
+    weights_folder = ""
+    tokenizer_folder = "target"
+    modules = ("tensorrt_llm", "jsonschema")
+    memory = MEMORY
+    server = "trtllm-serve"
+
+    def check(
+        self, precision: Precision | None, weights: Weights, options: TensorRTLLMOptions | None
+    ) -> None:
+        from dflash_trt.formats.precision import Precision
+
+        if options is None:
+            raise BuildError(
+                f"--engine is {self.name}, and --gpu is missing: it is for {self.name}, which needs it"
+            )
+        if precision not in (None, Precision()):
+            raise BuildError(
+                f"--precision is of no use to --engine {self.name}, which runs checkpoints as they are; make one in "
+                "fewer bits with: dflash-trt quantize"
+            )
+
+    def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:
+        from dflash_trt.trtllm.quantization import check_drafter, target_quantization
+
+        target_quantization(target)
+        check_drafter(drafter.path.parent)
+
+    def job(
+        self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
+    ) -> ConfigurationJob:
+        from dflash_trt.trtllm.build import configuration_job
+
+        return configuration_job(pair, settings, place, progress)
+
+    def open(self, bundle: Bundle, settings: RunSettings) -> Driver:
+        """It schedules by itself, within the limits of the bundle. `settings` play no part."""
+        from dflash_trt.trtllm.driver import Driver
+
+        return Driver(bundle)
+
+    def describe(self, bundle: Bundle) -> dict[str, Any]:
+        """Where it runs, what it takes of each GPU, and the reason of every setting."""
+        found = bundle.manifest["tensorrt_llm"]
+        world = found["memory"]["tensor_parallel"]
+        choices: dict[str, str] = {}
+        for choice in found["choices"]:
+            name, value = choice["name"], choice["value"]
+            number = sum(key.startswith(name) for key in choices)
+            text = choice["reason"] if value == "" else f"{value}: {choice['reason']}"
+            choices[f"{name} {number + 1}" if number else name] = text
+        return {
+            "runs_on": f"{world} x {found['gpu']}, {found['nodes']} node(s), TensorRT-LLM {found['version']}",
+            "memory_per_gpu": found["arithmetic"],
+            "room": found["room"],
+            "choices": choices,
+        }
+
+    def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
+        package, schemas = (importlib.util.find_spec(name) is not None for name in self.modules)
+        lacks = {"jsonschema, to build": schemas, "tensorrt_llm, to run": package}
+        note = ", ".join(name for name, there in lacks.items() if not there)
+        return Availability(
+            build=not missing and schemas, run=not missing and package, note=f"install {note}" if note else ""
+        )
+
+    def memory_settings(self, inventory: Inventory, options: TensorRTLLMOptions) -> dict[str, Any]:
+        from dflash_trt.trtllm.configuration import memory_settings
+        from dflash_trt.trtllm.quantization import target_quantization
+
+        return memory_settings(inventory, options, target_quantization(inventory.target))
+
+    def container(self, manifest: Mapping[str, Any]) -> Container:
+        return Container(TRITON_TRTLLM_IMAGE)
+
+    def serve(self, bundle: Bundle, server: str, *, host: str, port: int) -> NoReturn:
+        if server != self.server:
+            super().serve(bundle, server, host=host, port=port)
+        from dflash_trt.trtllm.serve import serve
+
+        serve(bundle, host=host, port=port)
+
+
+def entry(name: str) -> Engine:
+    """The registry's entry."""
+    return TensorRTLLMEntry()
