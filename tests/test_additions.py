@@ -112,7 +112,9 @@ def test_the_added_family_drafter_format_command_and_engine_work(package: Path, 
     assert json.loads((tmp_path / "small" / "manifest.json").read_text())["engine"] == "toy"
     rows = json.loads(run(package, "doctor", "--json"))["engines"]
     assert [row["build"] for row in rows if row["engine"] == "toy"] == [True]
-    assert json.loads(run(package, "plan", "--target", "tiny", "--gpu", "b200", "--engine", "toy", "--json"))["fits"]
+    assert json.loads(run(package, "plan", "--target", "tiny", "--gpu", "b200", "--engine", "toy", "--json"))[
+        "fits"
+    ]
     assert len(json.loads(run(package, "generate", str(tmp_path / "small"), *ask))["token_ids"]) == 12
 
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())

@@ -40,7 +40,7 @@ def from_arguments(args: argparse.Namespace, *, plan: bool = False) -> EngineOpt
             args.usage_error(f"{', '.join(flags)}: only with --engine {' or '.join(engines)}")
     if kind is None:
         return None
-    given = {f.name: value for f in fields(kind) if (value := getattr(args, f.name, None)) is not None}  # type: ignore[arg-type]
+    given = {f.name: value for f in fields(kind) if (value := getattr(args, f.name, None)) is not None}
     for field in _fields(kind):
         if field.default is MISSING and field.default_factory is MISSING and field.name not in given:
             args.usage_error(f"--engine {args.engine} needs {field.metadata['flag']}")
@@ -49,7 +49,7 @@ def from_arguments(args: argparse.Namespace, *, plan: bool = False) -> EngineOpt
 
 def _fields(kind: type[EngineOptions], *, plan: bool = False) -> list[Field[Any]]:
     """The fields that are options of `build`, or of `plan`."""
-    found = [field for field in fields(kind) if field.metadata]  # type: ignore[arg-type]
+    found = [field for field in fields(kind) if field.metadata]
     return [field for field in found if field.metadata["plan"] or not plan]
 
 

@@ -133,6 +133,7 @@ class MemoryTraits:
         return self.pool is not None
 
 
+@dataclass(frozen=True)
 class EngineOptions:
     """What one engine, or several, can be asked for in a build, as a dataclass.
 

@@ -1,8 +1,7 @@
 """What a pair takes of one GPU's memory, and the longest context and the largest batch that fit beside it.
 
-Everything but activations and the runtime's own memory follows exactly from the configurations. Those two are:
-TensorRT-LLM's own allowances (4 GiB and 6 GiB, from its config-time check of DFlash's context buffers), or an
-estimate from shapes for the other engines.
+Everything but activations and the runtime's own memory follows exactly from the configurations. For these two, an
+engine has allowances of its own (`MemoryTraits`). Activations may also be estimated from shapes.
 """
 
 from __future__ import annotations
