@@ -157,10 +157,10 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
     weights = {side: _weights(inventory, s, side) for side in ("target", "drafter")}
     held = sum(n for side in weights.values() for role in side.values() for n in role.values())
     packed = bool(set(weights["target"].get("experts", {})) & set(SCHEMES))
-    ours = _Layout(inventory, s, held, packed_experts=packed)
-    total = ours.total(s.max_batch_size, s.max_seq_len)
+    layout = _Layout(inventory, s, held, packed_experts=packed)
+    total = layout.total(s.max_batch_size, s.max_seq_len)
     limit = min(inventory.target.max_position_embeddings, inventory.drafter.max_position_embeddings)
-    fraction, pool = ours.pool(s.max_batch_size, s.max_seq_len)
+    fraction, pool = layout.pool(s.max_batch_size, s.max_seq_len)
     return MemoryEstimate(
         engine=s.engine,
         gpu=s.gpu.name,
@@ -170,18 +170,18 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
         memory_bytes=s.gpu.memory_bytes,
         weights=weights,
         weight_bytes=held,
-        runtime_bytes=ours.runtime,
-        activation_bytes=ours.activations(s.max_batch_size, s.max_seq_len),
-        kv_bytes_per_token=ours.kv_per_token,
-        drafter_bytes_per_token=ours.drafter_per_token,
-        kv_bytes=ours.kv(s.max_batch_size, s.max_seq_len),
-        drafter_bytes=ours.drafter(s.max_batch_size, s.max_seq_len),
+        runtime_bytes=layout.runtime,
+        activation_bytes=layout.activations(s.max_batch_size, s.max_seq_len),
+        kv_bytes_per_token=layout.kv_per_token,
+        drafter_bytes_per_token=layout.drafter_per_token,
+        kv_bytes=layout.kv(s.max_batch_size, s.max_seq_len),
+        drafter_bytes=layout.drafter(s.max_batch_size, s.max_seq_len),
         total_bytes=total,
         left_bytes=s.gpu.memory_bytes - total,
         kv_fraction=fraction,
         kv_pool_bytes=pool,
-        longest_context=_largest(lambda n: ours.fits(1, n), limit),
-        largest_batch=_largest(lambda n: ours.fits(n, s.max_seq_len), 4096),
+        longest_context=_largest(lambda n: layout.fits(1, n), limit),
+        largest_batch=_largest(lambda n: layout.fits(n, s.max_seq_len), 4096),
         pass_seconds=_bytes_read(inventory, s, weights) / s.gpu.bandwidth,
     )
 
