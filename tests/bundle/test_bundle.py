@@ -20,7 +20,7 @@ from dflash_trt import LLM
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, write_manifest
 from dflash_trt.checkpoint.catalogue import PAIRS
-from dflash_trt.engines import onnxruntime_build
+from dflash_trt.engines import graph_job
 from dflash_trt.errors import BuildError, BundleError, CheckpointError, DFlashError
 from tests.doubles.checkpoints import make_drafter, make_target
 
@@ -119,14 +119,14 @@ def test_changed_weights_make_another_bundle(checkpoints: Path, built: Path) -> 
 def test_changed_graphs_make_another_bundle(
     checkpoints: Path, built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export = onnxruntime_build.export
+    export = graph_job.export
 
     def renamed(*args: Any) -> dict[str, ir.Model]:
         models = export(*args)
         next(iter(models["target"].graph)).name = "target/renamed"
         return models
 
-    monkeypatch.setattr(onnxruntime_build, "export", renamed)
+    monkeypatch.setattr(graph_job, "export", renamed)
     other = build_pair(checkpoints, checkpoints / "other-graph")
     assert other.manifest["key"] != manifest_of(built)["key"]
     assert other.manifest.keys() == manifest_of(built).keys()
