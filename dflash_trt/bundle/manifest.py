@@ -74,7 +74,7 @@ class Bundle:
         manifest = read_manifest(path)
         for name, entry in manifest["files"].items():
             _check_file(path, name, entry, full=check == "full")
-        graphs = [graph for graph in GRAPHS if graph in manifest["files"]]
+        graphs = any(graph in manifest["files"] or (path / graph).exists() for graph in GRAPHS)
         if not graphs and (found := unlisted(path, manifest)):
             raise BundleError(
                 f"{path / found[0]}: the manifest does not list this file, and {manifest['engine']}, which reads whole "
