@@ -74,7 +74,7 @@ CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One prompt (`messages`, each with `role` and `content`) and the answer the assistant should give."""
+    """One prompt (`messages`, each with `role` and `content`) and the assistant's answer."""
 
     category: str
     messages: tuple[dict[str, str], ...]
@@ -82,7 +82,7 @@ class Example:
 
     @property
     def prompt(self) -> str:
-        """The prompt as the chat template renders it, up to where the answer begins."""
+        """The prompt as the chat template renders it, up to the start of the answer."""
         return render(self.messages) + "<|im_start|>assistant\n"
 
     @property
@@ -92,12 +92,12 @@ class Example:
 
 
 def render(messages: tuple[dict[str, str], ...]) -> str:
-    """What CHAT_TEMPLATE makes of messages without tools."""
+    """CHAT_TEMPLATE's rendering of messages without tools."""
     return "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
 
 
 def example(category: str, index: int) -> Example:
-    """Example number `index` of a category; examples of different indexes may be equal."""
+    """Example number `index` of a category. Two indexes may give equal examples."""
     rng = random.Random(f"dflash-trt/{category}/{index}")
     messages, answer = GENERATORS[category](rng)
     if messages[0]["role"] != "system" and rng.random() < 0.25:
@@ -106,7 +106,7 @@ def example(category: str, index: int) -> Example:
 
 
 def examples(category: str, *, held_out: bool, start: int = 0) -> Iterator[Example]:
-    """Endless examples of one side of the split, without repeats among the held-out ones."""
+    """Endless examples of one side of the split. Held-out examples do not repeat."""
     seen: set[str] = set()
     index = start
     while True:

@@ -1,4 +1,4 @@
-"""What the training of the two shipped pairs does not share."""
+"""The differences between the two shipped pairs in training."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Architecture:
 
 
 def load_qwen3(directory: Path) -> Target:
-    """The target exactly as its BF16 file has it, in float32."""
+    """The target with the exact values of its BF16 file, in float32."""
     target = Target(Shape())
     weights = load_file(directory / "model.safetensors")
     target.load_state_dict(
@@ -87,7 +87,7 @@ def qwen3() -> Architecture:
 
 
 def gpt_oss() -> Architecture:
-    """Target and drafter both begin as those of the pair `tiny` that is shipped."""
+    """gpt-oss, with target and drafter initialized from the shipped pair `tiny`."""
     shape = train_gpt_oss_model.gpt_oss_shape(train_gpt_oss_chat.VOCAB_SIZE)
 
     def new_target() -> Target:

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes that the target and the drafter share, and those of each.
+    """Common sizes of target and drafter, and the sizes of each.
 
-    Where `rope_scaling` is given, as config.json has it, `inverse_frequencies` and `rotary_factor` are what follows
-    from it.
+    `rope_scaling` is that of config.json, if any. It determines `inverse_frequencies` and `rotary_factor`.
     """
 
     vocab_size: int = 2048
@@ -41,7 +40,7 @@ class Shape:
 
     @property
     def target_layer_ids(self) -> list[int]:
-        """Which layers are tapped: evenly from the second to the third-to-last (facts of z-lab's code)."""
+        """The tapped layers: evenly from the second to the third-to-last, as in z-lab's code."""
         start, end = 1, self.target_layers - 3
         return [round(start + i * (end - start) / (self.taps - 1)) for i in range(self.taps)]
 
@@ -89,7 +88,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(-3, -2)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, kv heads, S, head_dim] each, keys normed and rotated."""
+        """[B, kv heads, S, head_dim] each. Keys are normalized and rotated."""
         return rotate(self.k_norm(self.heads(self.k_proj(x))), cos, sin), self.heads(self.v_proj(x))
 
     def forward(
@@ -103,7 +102,7 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(-3, -2).flatten(-2))
 
     def weights(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """Scores [B, kv heads, groups * S, n] of rows at positions [S] to weights; hidden keys are at -inf."""
+        """Scores [B, kv heads, groups * S, n] of rows at positions [S] -> weights. Hidden keys are at -inf."""
         return scores.softmax(-1)
 
 
@@ -137,11 +136,11 @@ class Target(nn.Module):
         initialize(self, shape.target_layers)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of normed rows: the embedding is tied."""
+        """Logits [..., V] of normalized rows. The embedding is tied."""
         return F.linear(hidden, self.embed_tokens.weight)
 
     def forward(self, tokens: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
-        """Normed hidden rows [B, S, D] of packed documents; a token sees its own document only. All are [B, S]."""
+        """Normalized hidden rows [B, S, D] of packed documents. A token sees only its own document. All are [B, S]."""
         x = self.embed_tokens(tokens)
         cos, sin = rotary(positions, self.shape)
         order = torch.arange(tokens.shape[1], device=tokens.device)

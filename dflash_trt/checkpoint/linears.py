@@ -1,4 +1,4 @@
-"""A linear layer as a checkpoint stores it, quantized: one representation of all formats, checked where it is read."""
+"""A quantized linear layer as a checkpoint stores it: one representation for all formats, checked when it is read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from dflash_trt.formats.base import FLOAT_DTYPES, ONE, Form
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
-    """The tensors of a quantized linear layer [out, in]. Scales multiply what the codes stand for.
+    """The tensors of a quantized linear layer [out, in]. Scales multiply the values of the codes.
 
-    weight, scale:   see the format's `forms`.  global_scale: one number that multiplies every scale.
-    by_row:          whether the numbers in a byte are neighbours in a row, or in a column.
-    input_scale:     one number for the activations. Where they are quantized and it is None, every row brings its own.
-    pre_quant_scale: [in], which multiplies the input first (AWQ).
+    weight, scale: see the format's `forms`.
+    global_scale: one number that multiplies every scale.
+    by_row: whether the numbers in a byte are neighbours in a row; otherwise they are neighbours in a column.
+    input_scale: one number for the activations. None with quantized activations: every row has its own scale.
+    pre_quant_scale: [in], multiplies the input first (AWQ).
     """
 
     algorithm: Algorithm
@@ -52,9 +53,10 @@ class StoredLinear:
 def stored_linear(
     checkpoint: Checkpoint | Outline, layer: str, inputs: int, outputs: int
 ) -> StoredLinear | None:
-    """The quantized layer whose tensors begin with `layer`; None where its weight is kept in floating point.
+    """The quantized layer whose tensors begin with `layer`; None if its weight is in floating point.
 
-    Raises CheckpointError naming the tensor that is missing or of another shape or dtype than its format has.
+    Raises CheckpointError, naming the tensor, if one is missing or has a shape or dtype that its format does not
+    have.
     """
     algorithm = checkpoint.quantization.algorithm(layer)
     weight = checkpoint.tensors.get(f"{layer}.weight")
@@ -100,8 +102,10 @@ def stored_linear(
 
 
 def joined(layers: Mapping[str, StoredLinear]) -> list[tuple[tuple[str, ...], StoredLinear]]:
-    """Layers of the same input, as few as possible: those whose tensors lie one behind the other as one, whose outputs
-    are theirs in the order of the names. Scales that a layer has once must be the same for all.
+    """Layers of the same input, joined where possible.
+
+    Layers whose tensors are adjacent in the file become one layer. Its outputs follow the order of the names. A scale
+    of which a layer has only one must be equal in all of them.
     """
     found, waiting = [], sorted(layers, key=lambda name: layers[name].weight.offset)
     while waiting:
@@ -134,9 +138,9 @@ def _as_one(layers: Sequence[StoredLinear]) -> StoredLinear | None:
 def stored_experts(
     checkpoint: Checkpoint | Outline, layers: Sequence[str], inputs: int, outputs: int
 ) -> list[StoredLinear] | None:
-    """One linear layer of every expert, whose tensors begin with `layers`; None where they are in floating point.
+    """One linear layer of every expert, whose tensors begin with `layers`; None if they are in floating point.
 
-    Raises CheckpointError as `stored_linear` does, and where an expert's is not stored as the first one's.
+    Raises CheckpointError as `stored_linear` does, and if an expert is stored differently from the first one.
     """
     found = [stored_linear(checkpoint, layer, inputs, outputs) for layer in layers]
     first = _form(found[0])
@@ -153,7 +157,7 @@ def stored_experts(
 
 
 def _form(stored: StoredLinear | None) -> dict[str, str]:
-    """What must be alike for layers to be stacked, by the ends of their tensors' names."""
+    """The properties that stacked layers must share, by the last part of the tensor's name."""
     if stored is None:
         return {"weight": "in floating point"}
     form = {}
@@ -168,7 +172,7 @@ def _form(stored: StoredLinear | None) -> dict[str, str]:
 
 
 def widen(checkpoint: Checkpoint, stored: StoredLinear) -> NDArray[np.float32]:
-    """The weight that the codes stand for, float32 [out, in], without pre_quant_scale."""
+    """The weight that the codes represent, float32 [out, in], without pre_quant_scale."""
     codes, scale = checkpoint.array(stored.weight.name), checkpoint.array(stored.scale.name)
     second = None if stored.global_scale is None else checkpoint.array(stored.global_scale.name)
     return stored.format.widen(codes, scale, second, by_row=stored.by_row)
@@ -199,7 +203,7 @@ def _expect(
 
 
 def widened_bytes(checkpoint: Checkpoint | Outline) -> int:
-    """What the quantized linear layers of a checkpoint would take in float32, without experts."""
+    """Bytes of the checkpoint's quantized linear layers in float32, without experts."""
     numbers_in_byte = {"F8_E4M3": 1, "I8": 1, "U8": 2}
     return 4 * sum(
         info.nbytes * numbers_in_byte.get(info.dtype, 0)
@@ -209,7 +213,7 @@ def widened_bytes(checkpoint: Checkpoint | Outline) -> int:
 
 
 def number_formats(checkpoint: Checkpoint | Outline) -> set[str]:
-    """The schemes in which linear layers are stored."""
+    """The number formats of the checkpoint's linear layers."""
     stored = checkpoint.tensors if isinstance(checkpoint, Checkpoint) else ()
     algorithms = {
         checkpoint.quantization.algorithm(name.removesuffix(".weight_scale"))

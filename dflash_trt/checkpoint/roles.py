@@ -1,4 +1,4 @@
-"""What a tensor is for, by its name: the same words for every family and for drafters."""
+"""The role of a tensor, by its name: the same words for all families and for drafters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safetensors files, single or sharded: headers are checked before they are believed, data is mapped.
+"""Safetensors files, single or sharded. Headers are checked before use, and data is memory-mapped.
 
 Format: 8 bytes header length (little endian), JSON header, data; github.com/huggingface/safetensors#format.
 """
@@ -42,13 +42,13 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "F4": np.dtype(np.uint8),  # two values a byte, the first in the low half
+    "F4": np.dtype(np.uint8),  # two values per byte, the first in the low half
 }
-_PACKED = {"F4": 2}  # dtype -> values in a byte
-# Room for 250,000 tensors. The library takes 100 MB, which may become 2.5 GB when they are parsed.
+_PACKED = {"F4": 2}  # dtype -> values per byte
+# Space for 250,000 tensors. The library accepts 100 MB, which may take 2.5 GB when parsed.
 _HEADER_BYTES = 32 << 20
 _INDEX_BYTES = 64 << 20
-# Near names are looked for among so many, of so many characters: comparing takes the square of both.
+# Limits of the search for similar names: comparing takes quadratic time in both.
 _NEAR_NAMES, _NEAR_CHARACTERS = 1000, 200
 _PIECE = 8 << 20
 INDEX = "model.safetensors.index.json"
@@ -57,7 +57,7 @@ _SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: `offset` and `nbytes` count bytes of `file`; `dtype` is its safetensors name."""
+    """The place of a tensor. `offset` and `nbytes` count bytes of `file`; `dtype` is its safetensors name."""
 
     name: str
     dtype: str
@@ -70,12 +70,12 @@ class TensorInfo:
 class Checkpoint:
     """The tensors of one checkpoint directory.
 
-    Opening reads the headers only; `array` maps a file the first time one of its tensors is asked for.
-    `quantization` is what its configuration says of quantized layers.
+    Opening reads only the headers. `array` maps a file when one of its tensors is first needed. `quantization`
+    describes the quantized layers.
 
     Raises:
-        CheckpointError: no safetensors, a header that is malformed or does not match its file, an index that
-            does not match its shards, a tensor that appears twice, or a quantization that is not read.
+        CheckpointError: no safetensors, a header that is malformed or does not match its file, an index that does not
+            match its shards, a duplicate tensor, or an unsupported quantization.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -119,7 +119,7 @@ class Checkpoint:
         return self.tensors[name]
 
     def expect(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> TensorInfo:
-        """The tensor, which must have this shape and one of these dtypes."""
+        """The tensor. Raises CheckpointError if it does not have this shape and one of these dtypes."""
         tensor = self[name]
         if tensor.shape != shape:
             raise CheckpointError(
@@ -134,9 +134,9 @@ class Checkpoint:
         return tensor
 
     def check_digests(self, found: Mapping[str, str]) -> None:
-        """Hold sha256 digests of the weight files, by name, against those that `dflash-trt quantize` left, if any.
+        """Compare the weight files' sha256 digests with those that `dflash-trt quantize` recorded by name, if any.
 
-        Raises CheckpointError naming a file that was changed or damaged since.
+        Raises CheckpointError, naming a file that was changed or damaged since.
         """
         for name, expected in self.quantization.digests.items():
             if found.get(name) != expected:
@@ -147,9 +147,9 @@ class Checkpoint:
                 )
 
     def array(self, name: str) -> NDArray[Any]:
-        """A read-only view of the mapped file, in the tensor's shape and dtype (ml_dtypes' for BF16, FP8).
+        """A read-only view of the mapped file, in the tensor's shape and dtype (from ml_dtypes for BF16 and FP8).
 
-        F4 comes as bytes: its last axis is half as long.
+        F4 is returned as bytes, with a last axis of half the length.
         """
         tensor = self[name]
         dtype = DTYPES[tensor.dtype]
@@ -162,7 +162,7 @@ class Checkpoint:
             with tensor.file.open("rb") as file:
                 if stamp(os.fstat(file.fileno())) != self._stamps[tensor.file]:
                     raise CheckpointError(
-                        f"{tensor.file}: was changed since its header was read; try again when it is at rest"
+                        f"{tensor.file}: was changed since its header was read; try again when nothing writes to it"
                     )
                 self._maps[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         count = tensor.nbytes // dtype.itemsize
@@ -170,7 +170,7 @@ class Checkpoint:
 
 
 def same_bytes(first: TensorInfo, second: TensorInfo) -> bool:
-    """Whether two tensors are stored alike. Read in pieces: they may be large."""
+    """Whether two tensors have the same dtype, shape and bytes. Reads in pieces, because they may be large."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     with first.file.open("rb") as one, second.file.open("rb") as other:
@@ -184,7 +184,7 @@ def same_bytes(first: TensorInfo, second: TensorInfo) -> bool:
 
 
 def adjacent(tensors: Sequence[TensorInfo]) -> TensorInfo | None:
-    """Tensors that lie one behind the other, as one that is longer along its first axis; None where they do not."""
+    """Adjacent tensors as one tensor, joined along the first axis; None if they are not adjacent."""
     first, *others = tensors
     end, rows = first.offset + first.nbytes, first.shape[0]
     for other in others:
@@ -223,8 +223,8 @@ class Outline:
 def read_header(file: Path) -> list[TensorInfo]:
     """The tensors of one safetensors file, in file order.
 
-    Every claim of the header is held against the file's size before use; offsets must cover the data exactly
-    once. Nothing beyond the header is read.
+    Every value of the header is checked against the file's size before use. The tensors must cover the data exactly
+    once. Only the header is read.
     """
     try:
         size = file.stat().st_size
@@ -233,7 +233,7 @@ def read_header(file: Path) -> list[TensorInfo]:
             if size < 8 or length > min(_HEADER_BYTES, size - 8):
                 limit = f"at most {_HEADER_BYTES} and {max(size - 8, 0)}"
                 raise CheckpointError(
-                    f"{file}: {size} bytes, with a header said to be {length} bytes, expected {limit}"
+                    f"{file}: {size} bytes; its header claims a length of {length} bytes, expected {limit}"
                 )
             header = parse_object(stream.read(length), f"{file}: header")
     except OSError as error:
@@ -281,7 +281,7 @@ def _read_entry(file: Path, name: str, entry: object, data: int) -> TensorInfo:
 
 
 def _read_index(directory: Path) -> dict[str, str] | None:
-    """Tensor name -> shard file name, or None where there is no index and no shard either."""
+    """Tensor name -> shard file name; None if there is no index and no shard."""
     path = directory / INDEX
     if not path.is_file():
         return None
@@ -300,7 +300,7 @@ def _read_index(directory: Path) -> dict[str, str] | None:
             raise section.error(
                 name, f"is {show(shard)}, expected the name of a .safetensors file in the same directory"
             )
-        if not os.path.isfile(directory / shard):  # Path's own raises OSError for a name that is too long
+        if not os.path.isfile(directory / shard):  # Path.is_file raises OSError for a name that is too long
             raise section.error(name, f"is {show(shard)}, but {directory} has no such file; fetch it")
     return weight_map
 

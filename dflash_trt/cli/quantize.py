@@ -1,4 +1,4 @@
-"""`dflash-trt quantize`: a checkpoint with its linear layers in fewer bits."""
+"""`dflash-trt quantize`: a checkpoint with quantized linear layers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dflash_trt.errors import BuildError
 
 SUMMARY = "write a checkpoint with its linear layers in FP8, NVFP4, MXFP4 or INT4"
 DESCRIPTION = """\
-Quantize the linear layers of a target or a drafter; embedding, norms, routers and LM head stay as they are. The result
+Quantize the linear layers of a target or a drafter. Embedding, norms, routers and LM head stay as they are. The result
 is a checkpoint in the format of NVIDIA's Model Optimizer, for `dflash-trt build` and other engines.
-Scales come from the weights alone, and activations bring their own in every pass. With --calibration, what a set of
-prompts makes of the activations gives fp8 and nvfp4 static scales, through ONNX Runtime on this machine.
+Scales come from the weights alone, and every pass computes the scales of its activations. With --calibration, fp8 and
+nvfp4 get static scales from a set of prompts, which ONNX Runtime runs on this machine.
 `dflash-trt build --precision` does the same, without calibration, on the way to a bundle.
 """
 EXAMPLES = """\
@@ -36,15 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SCHEME",
         help="how the weights are stored: fp8, nvfp4, mxfp4, int8 or int4",
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the checkpoint goes")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="directory of the new checkpoint"
+    )
     parser.add_argument(
         "--role",
         choices=["target", "drafter"],
         default="target",
-        help="which one of a known pair (default: target; a directory says itself what it is)",
+        help="which checkpoint of a known pair (default: target; not needed for a directory)",
     )
     parser.add_argument(
-        "--head", type=_scheme, metavar="SCHEME", help="quantize the target's LM head too, to this"
+        "--head", type=_scheme, metavar="SCHEME", help="also quantize the target's LM head, to this format"
     )
     parser.add_argument(
         "--exclude",
@@ -56,23 +58,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration",
         metavar="FILE",
-        help="JSONL prompts that give static scales; 'shipped': those that come with the package",
+        help="JSONL prompts for static scales; 'shipped' uses the package's own prompts",
     )
     parser.add_argument(
         "--calibrator",
         choices=["onnxruntime", "modelopt"],
-        help="what runs the prompts; modelopt needs the extra [quantize] (default: onnxruntime)",
+        help="the calibrator that runs the prompts; modelopt needs the extra [quantize] (default: onnxruntime)",
     )
     parser.add_argument(
         "--target",
         metavar="NAME_OR_PATH",
-        help="the target of a drafter that is calibrated (default: the known one)",
+        help="the target of a calibrated drafter (default: its known target)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _scheme(text: str) -> str:
-    from dflash_trt.formats import SCHEMES  # imports NumPy, which --help does without
+    from dflash_trt.formats import SCHEMES  # imports NumPy, which --help does not need
 
     if text not in SCHEMES:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(SCHEMES)}")
@@ -95,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
     with progress_display() as progress:
         if args.calibration:
             if not FORMATS[args.scheme].activations and args.calibrator != "modelopt":
-                raise BuildError(f"--scheme {args.scheme} is of weights only: there is nothing to calibrate")
+                raise BuildError(
+                    f"--scheme {args.scheme} quantizes weights only: there is nothing to calibrate"
+                )
             if drafter and args.target is None and Path(args.checkpoint).is_dir():
                 raise BuildError(f"{source} is a drafter: --calibration needs its target, give --target")
             target = resolve(args.target or args.checkpoint, "target").directory if drafter else source

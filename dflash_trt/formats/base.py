@@ -1,4 +1,4 @@
-"""What every number format answers: the contract of the modules in this folder."""
+"""The contract of a number format."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:  # formats stand below checkpoint/ and graph/: they take what those hand them
+if TYPE_CHECKING:  # formats are a layer below checkpoint/ and graph/, which pass these objects in
     from dflash_trt.checkpoint.linears import StoredLinear
     from dflash_trt.graph.builder import GraphBuilder
     from dflash_trt.graph.quantized import LinearKind
 
 Shape = tuple[int, ...]
 Floats = NDArray[np.float32]
-FLOAT_DTYPES = ("BF16", "F16", "F32")  # as safetensors names them
-ONE: tuple[Shape, ...] = ((), (1,))  # shapes of a tensor of one number
+FLOAT_DTYPES = ("BF16", "F16", "F32")  # names in safetensors
+ONE: tuple[Shape, ...] = ((), (1,))  # shapes of a tensor with one number
 # Weights per scale in the blocks that ONNX Runtime multiplies. With larger blocks its kernels round one row otherwise
 # than several: the tokens would depend on drafting (docs/quantization.md).
 BLOCK = 32
@@ -30,10 +30,11 @@ WeightLayout = Literal["stored", "int4_by_row", "blocks"]
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """How a linear layer is stored. `scheme` is the name of its format in FORMATS.
+    """The storage of a linear layer. `scheme` is the name of its format in FORMATS.
 
-    `activations`: its input is quantized too, to the weights' kind of numbers. `static`: with a scale that the
-    checkpoint must give. `group_size`: weights that share a scale, 0 where a row or the whole weight does.
+    activations: the layer's input is quantized too, to the same kind of numbers.
+    static: the input's scale must be in the checkpoint.
+    group_size: weights that share a scale; 0 if a row or the whole weight shares one.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Algorithm:
 
 
 class Form(NamedTuple):
-    """How a tensor may lie in a checkpoint: any of the shapes, the usual one first, in any of the dtypes."""
+    """The allowed storage of a tensor: any of the shapes, the usual one first, in any of the dtypes."""
 
     shapes: Sequence[Shape]
     dtypes: Sequence[str]
@@ -55,17 +56,17 @@ class NumberFormat(ABC):
 
     name: str
     algorithms: tuple[Algorithm, ...]
-    # Weights per scale that are read, the usual one first; none where scales are of rows or of the whole weight.
+    # Supported weights per scale, the usual number first. Empty if a row or the whole weight shares a scale.
     group_sizes: tuple[int, ...] = ()
     numbers_in_byte = 2
     even_rows = False  # whether two rows share bytes
-    # Compute capabilities with arithmetic in these numbers. None: weights are widened, which every GPU can.
+    # Compute capabilities with arithmetic in this format. None: weights are widened, which works on every GPU.
     capabilities: tuple[int, ...] | None = None
-    # The configuration of Model Optimizer that calibrates it; None: its weights alone are quantized.
+    # Model Optimizer's configuration for calibration. None: only the weights are quantized.
     modelopt_config: str | None = None
     # Whether inputs are quantized too, to the same numbers.
     activations = False
-    # Whether a scale may be one number, for the whole weight or for each row, rather than one for each group.
+    # Whether a scale may belong to the whole weight or to a row, rather than to a group.
     scale_by_row = False
     # The scale of stacked experts that is repeated for each of their rows.
     expanded: str | None = None
@@ -78,13 +79,13 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
-        """Of the tensors of a layer, by the end of their names: weight, weight_scale, weight_scale_2."""
+        """The forms of a layer's tensors, by the end of their names: weight, weight_scale, weight_scale_2."""
 
     @abstractmethod
     def widen(
         self, codes: NDArray[Any], scale: NDArray[Any], global_scale: NDArray[Any] | None, *, by_row: bool
     ) -> Floats:
-        """The numbers that the codes stand for, float32 [rows, columns]."""
+        """The values of the codes, float32 [rows, columns]."""
 
     def block_forms(self, rows: int, columns: int) -> dict[str, Form]:
         """As `forms`, of a layer in blocks."""
@@ -103,70 +104,72 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def nbytes(self, parameters: int, rows: int, group_size: int) -> int:
-        """Of weights with so many numbers and rows, their scales included."""
+        """Bytes of weights with this many numbers and rows, including their scales."""
 
     # Writing
 
     @abstractmethod
     def algorithm(self, *, calibrated: bool, inputs: Sequence[int]) -> Algorithm:
-        """What `dflash-trt quantize` writes for layers with these numbers of inputs."""
+        """The algorithm that `dflash-trt quantize` uses for layers with these numbers of inputs."""
 
     @abstractmethod
     def written(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, tuple[str, Shape]]:
-        """Dtype and shape of the tensors that `encode` gives, by the end of their names."""
+        """Dtype and shape of the tensors that `encode` returns, by the end of their names."""
 
     def shared_scale(self, algorithm: Algorithm) -> str | None:
-        """The tensor that holds the whole weight's scale; None where there is none."""
+        """The name of the tensor with the scale of the whole weight; None if there is none."""
         return None
 
     def scale_of(self, largest: float | NDArray[Any]) -> Floats:
-        """The scale of a whole weight, or of an input, from the largest magnitude in it."""
+        """The scale of a whole weight, or of an input, from its largest magnitude."""
         raise NotImplementedError(f"{self.name} has no scale of a whole tensor")
 
     @abstractmethod
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
-        """Some rows of a weight as codes and scales, by the end of their tensors' names."""
+        """Codes and scales of some rows of a weight, by the end of their tensors' names."""
 
-    # Graphs: `kind` says how the layer is stored, `inputs` are its tensors as values of the graph
+    # Graphs: `kind` describes the layer's storage, `inputs` are its tensors as values of the graph.
 
     def operator(self, kind: LinearKind) -> str:
-        """The name of the `dflash::` operator of a layer, without what all formats vary in."""
+        """The name of a layer's `dflash::` operator, without the suffixes that all formats share."""
         return f"{self.name.upper()}Linear"
 
     @abstractmethod
     def weight(
         self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool
     ) -> ir.Value:
-        """The codes, `raw` as they lie on disk, in the type that the engine has for them."""
+        """The codes `raw`, as they are on disk, in the engine's type for them."""
 
     @abstractmethod
     def onnxruntime_weight(
         self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
     ) -> ir.Value:
-        """float32 [out, in]. ONNX Runtime folds casts and look-ups of constants as it loads, never DequantizeLinear."""
+        """float32 [out, in]. ONNX Runtime folds casts and look-ups of constants when it loads, but never
+        DequantizeLinear.
+        """
 
     @abstractmethod
     def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
-        """[out, in] in the graph's dtype. Packed constants go nowhere but into a DequantizeLinear."""
+        """[out, in] in the graph's dtype. A packed constant may only feed a DequantizeLinear."""
 
-    # Of formats whose inputs are quantized too
-    unit_input_scale = 1.0  # for rows of which no number is larger than 1
+    # Formats that quantize inputs too.
+    unit_input_scale = 1.0  # for rows whose largest magnitude is 1
 
     def onnxruntime_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
-        """x, float32, rounded as the format rounds it, in float32."""
+        """x, float32, rounded as the format does, in float32."""
         raise NotImplementedError(f"{self.name} quantizes weights only")
 
     def tensorrt_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
-        """The same, in the graph's dtype."""
+        """x rounded as the format does, in the graph's dtype."""
         raise NotImplementedError(f"{self.name} quantizes weights only")
 
-    # Stacks of experts, whose codes and scales are bytes: no other type can be gathered
+    # Stacks of experts. Their codes and scales are bytes, because no other type can be gathered.
 
     @property
     @abstractmethod
     def byte_values(self) -> NDArray[np.float32]:
-        """The numbers in each of the 256 bytes of a weight, [256, numbers_in_byte]."""
+        """The numbers in each of the 256 possible bytes of a weight, [256, numbers_in_byte]."""
 
     @abstractmethod
     def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
-        """What the numbers of each row or group are multiplied by, float32."""
+        """The factor of each row or group, float32."""

@@ -35,14 +35,14 @@ from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.experts import MICROSOFT_DOMAIN
 
 Activations = Literal["none", "static", "row"]
-# What a row's magnitude is at least taken for: far below anything, and far from where a reciprocal overflows.
+# The smallest magnitude assumed for a row: far below any real one, and safe from overflow of the reciprocal.
 _TINY = 2.0**-100
 _INTEGERS = 4  # MatMulNBits's accuracy_level: inputs in eight bits
 
 
 @dataclass(frozen=True, slots=True)
 class LinearKind:
-    """What decides the body of one of the operators."""
+    """The properties that determine the body of one of the operators."""
 
     scheme: str
     group_size: int
@@ -78,9 +78,9 @@ def kind_of(stored: StoredLinear, *, biased: bool) -> LinearKind:
 def tensors(
     g: GraphBuilder, stored: StoredLinear, folder: str, *, packed_as_bytes: bool
 ) -> dict[str, ir.Value]:
-    """The operator's inputs from `weight` to `pre_quant_scale`, where they lie on disk; what is absent is left out.
+    """The operator's inputs from `weight` to `pre_quant_scale`, in place on disk. Absent ones are left out.
 
-    `packed_as_bytes`: E2M1 pairs as UINT8 [out, in/2], for an engine without that type.
+    packed_as_bytes: E2M1 pairs as UINT8 [out, in/2], for an engine without that type.
     """
 
     def raw(info: TensorInfo, dtype: ir.DataType | None = None, *shape: int) -> ir.Value:
@@ -212,9 +212,9 @@ def tensorrt_linear(
 ) -> ir.Value:
     """The layer for TensorRT and TensorRT-RTX, strongly typed, in the graph's dtype, BFLOAT16 or FLOAT16.
 
-    Written out in the graph itself: a function that is called twice has its quantizing layers refused, for their names,
-    and inside of one, MXFP4's exponents are taken for numbers. Scales of E4M3 numbers are float32, those of blocks of
-    the graph's dtype: the builder refuses other types.
+    It is written out in the graph itself. TensorRT refuses the quantizing layers of a function that is called twice,
+    because of their names. Inside a function it also takes MXFP4's exponents for numbers. Scales of E4M3 numbers are
+    float32, scales of blocks have the graph's dtype: the builder refuses other types.
     """
     kind = kind_of(stored, biased=bias is not None)
     inputs = tensors(g, stored, folder, packed_as_bytes=False)

@@ -1,9 +1,9 @@
 """The target's graph: embedding, the family's layers, taps, head, block acceptance.
 
-in:  tokens [B,S], start [B] (rows already committed), rows [B,R] (which of the S rows get logits), caches
+in:  tokens [B,S], start [B] (rows already committed), rows [B,R] (the rows of S that get logits), caches
 out: features [B,S,n*D], logits [B,R,V] float32, accepted [B], next_token [B], updated caches
 
-Prefill is a pass with S = a chunk and R = 1; verification a pass over [anchor, drafts ...] with R = S.
+Prefill is a pass with S = one chunk and R = 1. Verification is a pass over [anchor, drafts ...] with R = S.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def build_target(
     capacity: int | str = "C",
     metadata: dict[str, str] | None = None,
 ) -> ir.Model:
-    """The target as an ONNX model whose weights stay in `folder`'s safetensors files.
+    """The target as an ONNX model. Its weights stay in the safetensors files of `folder`.
 
-    `taps` are 0-based layer indices: tap i is the residual stream after decoder layer i, before the final norm.
-    Raises CheckpointError where a tensor is missing, has another shape than the config says, or is left over.
+    `taps` are 0-based layer indices. Tap i is the residual stream after decoder layer i, before the final norm.
+    Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
     """
     g = GraphBuilder("target", dtype=dialect.dtype)
     hidden, vocab = config.hidden_size, config.vocab_size
@@ -78,7 +78,7 @@ def build_target(
 
 
 def _tied_copy(config: TargetConfig, checkpoint: Checkpoint | Outline) -> tuple[str, ...]:
-    """With tied embeddings some checkpoints store the head too. It must be the same: Transformers would use it."""
+    """The name of a head that is stored although embeddings are tied. It must equal them: Transformers would use it."""
     tied = config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors
     if not tied or _quantized_head(checkpoint):
         return ()
@@ -86,7 +86,7 @@ def _tied_copy(config: TargetConfig, checkpoint: Checkpoint | Outline) -> tuple[
     if not same_bytes(head, table):
         raise CheckpointError(
             f"{config.path}: tie_word_embeddings is true, but {head.file.name} has an lm_head.weight that differs from "
-            "model.embed_tokens.weight; set it to false if the head is meant"
+            "model.embed_tokens.weight; set tie_word_embeddings to false to use the head"
         )
     return ("lm_head.weight",)
 
@@ -100,7 +100,7 @@ def _quantized_head(checkpoint: Checkpoint | Outline) -> bool:
 
 
 def lm_head(x: ir.Value, root: Module, config: TargetConfig) -> ir.Value:
-    """x [rows, D], already normed, -> logits [rows, V] through the target's head, tied or not."""
+    """x [rows, D], already normalized -> logits [rows, V] through the target's head, tied or not."""
     hidden, vocab = config.hidden_size, config.vocab_size
     if not config.tie_word_embeddings or _quantized_head(root.checkpoint):
         return root.linear(x, "lm_head", hidden, vocab)

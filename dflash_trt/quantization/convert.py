@@ -1,7 +1,7 @@
-"""Quantize a checkpoint: its linear layers in fewer bits, in the format of NVIDIA's Model Optimizer.
+"""Quantize the linear layers of a checkpoint, in the format of NVIDIA's Model Optimizer.
 
-Weights only are looked at. Their scales come from their own magnitudes; those of activations are left to each pass,
-unless a calibration gives the largest magnitudes seen (calibrate.py).
+Only the weights are read, and their scales come from their own magnitudes. Scales of activations are computed in each
+pass, unless a calibration provides the largest magnitudes (calibrate.py).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from dflash_trt.formats.base import FLOAT_DTYPES
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 _QUANTIZED_ROLES = ("attention", "mlp", "experts", "fc")
 _COPIED = (".json", ".jinja", ".txt", ".model")
-# What one step widens to float32.
+# Bytes of float32 that one step widens.
 STEP_BYTES = 32 << 20
-# Layers that engines multiply as one share their scales, as Model Optimizer has them.
-_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")  # a layer's, and which of the expert's linear layers
+# Layers that engines multiply as one share their scales, as in Model Optimizer.
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")  # the layer, and the expert's linear layer
 _FUSED = ((re.compile(r"\.[qkv]_proj$"), ".qkv_proj"), (re.compile(r"\.(gate|up)_proj$"), ".gate_up_proj"))
 
 
@@ -81,7 +81,9 @@ def quantize(
     )
     copied = [t for t in checkpoint.tensors.values() if t.name.removesuffix(".weight") not in layers]
     if calibration is not None and (missing := sorted(set(layers) - set(calibration) - {HEAD})):
-        raise BuildError(f"{source}: the calibration saw nothing of {len(missing)} layers, as {missing[0]}")
+        raise BuildError(
+            f"{source}: the calibration has no value for {len(missing)} layers, such as {missing[0]}"
+        )
     return _convert(checkpoint, out, layers, copied, calibration or {}, progress or silent)
 
 
@@ -93,7 +95,7 @@ def quantize_head(
     largest_group: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the LM head of the target in `source`, quantized, and nothing else."""
+    """Write only the LM head of the target in `source`, quantized."""
     checkpoint = Checkpoint(source)
     layers = {HEAD: _head(checkpoint, scheme, largest_group)}
     _check_groups(layers)
@@ -101,14 +103,14 @@ def quantize_head(
 
 
 def data_free(scheme: str, *, calibrated: bool = False, inputs: Sequence[int] = ()) -> Algorithm:
-    """The algorithm that a scheme stands for, for layers with these numbers of inputs."""
+    """The algorithm of a scheme, for layers with these numbers of inputs."""
     return FORMATS[scheme].algorithm(calibrated=calibrated, inputs=inputs)
 
 
 def linear_layers(checkpoint: Checkpoint, exclude: Sequence[str] = ()) -> dict[str, TensorInfo]:
-    """The weights that are quantized, by layer.
+    """The weights to quantize, by layer.
 
-    Raises BuildError for a pattern of `exclude` that matches none, or some of a layer's experts but not all.
+    Raises BuildError for a pattern of `exclude` that matches no layer, or only some of a layer's experts.
     """
     named = {
         tensor.name.removesuffix(".weight"): tensor
@@ -121,19 +123,19 @@ def linear_layers(checkpoint: Checkpoint, exclude: Sequence[str] = ()) -> dict[s
     for pattern in exclude:
         if not any(fnmatchcase(name, pattern) for name in named):
             raise BuildError(
-                f"--exclude {pattern!r} matches no linear layer, as {next(iter(named), 'none')} is"
+                f"--exclude {pattern!r} matches no linear layer; one is named {next(iter(named), 'none')}"
             )
     kept = {n: t for n, t in named.items() if not any(fnmatchcase(n, pattern) for pattern in exclude)}
     halved = {_of_all_experts(name) for name in kept} & {_of_all_experts(n) for n in named if n not in kept}
     if halved:
         raise BuildError(
-            f"--exclude leaves some of {min(halved)} as they are, but not all; the experts of a layer are stored alike"
+            f"--exclude matches some of {min(halved)}, but not all; the experts of a layer must be stored alike"
         )
     return kept
 
 
 def _of_all_experts(name: str) -> str:
-    """An expert's linear layer as a pattern for that of all experts of its layer; any other name as it is."""
+    """An expert's linear layer as a pattern for all experts of its layer. Any other name is returned unchanged."""
     return _EXPERT.sub(r"\1.*.\2", name)
 
 
@@ -152,7 +154,7 @@ def _layers(
     found = checkpoint.quantization
     if found.name is not None:
         raise CheckpointError(
-            f"{found.path}: the checkpoint is {found.name} already; quantize the original one"
+            f"{found.path}: the checkpoint is already {found.name}; quantize the original checkpoint"
         )
     kept = linear_layers(checkpoint, exclude)
     inputs = _dividing([t.shape[1] for t in kept.values()], largest_group)
@@ -167,11 +169,11 @@ def _layers(
 
 
 def _head(checkpoint: Checkpoint, scheme: str, largest_group: int | None) -> _Layer:
-    """Nothing calibrates the head: every row that reaches it brings its own scale."""
+    """The head as a layer. It is not calibrated: every row brings its own input scale."""
     weight = checkpoint.tensors.get(f"{HEAD}.weight") or checkpoint.tensors.get(f"{EMBEDDING}.weight")
     if weight is None:
         raise BuildError(
-            f"{checkpoint.directory}: has no LM head; a drafter uses its target's: quantize that"
+            f"{checkpoint.directory}: has no LM head; a drafter uses its target's head: quantize the target's"
         )
     return _Layer(HEAD, weight, data_free(scheme, inputs=_dividing([weight.shape[1]], largest_group)))
 
@@ -239,7 +241,7 @@ def _convert(
 
 
 class _State:
-    """What shards share as they are written: scales of fused layers, and how much is done."""
+    """State shared by all shards while they are written: scales of fused layers, and progress."""
 
     def __init__(
         self,
@@ -270,7 +272,7 @@ class _State:
         self._advance(info.nbytes)
 
     def rows(self, layer: _Layer) -> Iterator[NDArray[np.float32]]:
-        """The weight in float32, some rows at a time, an even number but for the last."""
+        """The weight in float32, in pieces with an even number of rows, except for the last."""
         array = self.checkpoint.array(layer.source.name)
         step = max(2, STEP_BYTES // (4 * layer.source.shape[1]) // 2 * 2)
         for begin in range(0, len(array), step):
@@ -283,7 +285,7 @@ class _State:
             yield rows
 
     def largest(self, layer: _Layer) -> float:
-        """Over all layers that this one is multiplied with as one."""
+        """The largest magnitude of all layers that are multiplied as one with this layer."""
         group = joined_name(layer.name)
         if group not in self._largest:
             members = self.groups[group]
@@ -291,7 +293,7 @@ class _State:
         return self._largest[group]
 
     def entries(self, layer: _Layer) -> list[Entry]:
-        """The tensors that the layer becomes. The first brings the data of those that go row by row."""
+        """The tensors of the quantized layer. The first yields the data of all tensors that are written row by row."""
         name, algorithm = layer.name, layer.algorithm
         written = FORMATS[algorithm.scheme].written(algorithm, *layer.source.shape)
         entries = [Entry(f"{name}.{suffix}", *form) for suffix, form in written.items()]
@@ -301,7 +303,7 @@ class _State:
         return entries
 
     def _encoded(self, layer: _Layer) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Pieces of the layer's tensors, by name, each tensor's in order."""
+        """Pieces of the layer's tensors, by name. The pieces of each tensor are in order."""
         name, algorithm = layer.name, layer.algorithm
         form, seen = FORMATS[algorithm.scheme], self.amax[joined_name(name)]
         if algorithm.activations and seen is not None:
@@ -325,7 +327,9 @@ def joined_name(layer: str) -> str:
 
 
 def _side_by_side(layers: Mapping[str, _Layer]) -> list[_Layer]:
-    """Those that engines multiply as one, one behind the other; a drafter's keys and values without its queries."""
+    """Layers in file order. Layers that are multiplied as one are adjacent, with a drafter's queries before keys and
+    values.
+    """
     groups: dict[str, list[_Layer]] = {}
     for layer in layers.values():
         groups.setdefault(joined_name(layer.name), []).append(layer)
@@ -338,7 +342,7 @@ def _side_by_side(layers: Mapping[str, _Layer]) -> list[_Layer]:
 def _quant_config(
     checkpoint: Checkpoint, layers: Mapping[str, _Layer], copied: Sequence[TensorInfo]
 ) -> dict[str, Any]:
-    """What hf_quant_config.json says."""
+    """The content of hf_quant_config.json."""
 
     def of(algorithm: Algorithm) -> dict[str, Any]:
         found: dict[str, Any] = {"quant_algo": algorithm.name}
@@ -367,14 +371,14 @@ def _quant_config(
 def _key(
     checkpoint: Checkpoint, config: Mapping[str, Any], amax: Mapping[str, float], copied: Sequence[TensorInfo]
 ) -> str:
-    """Names everything that the result depends on; the source's files by size and time."""
+    """A digest of everything that the result depends on. The source's files count by size and time."""
     files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in checkpoint.files]
     inputs = [config, files, sorted(amax.items()), [tensor.name for tensor in copied]]
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 def _made_as(file: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the file says `config`, but for the digests that are known in the end."""
+    """Whether the file says `config`, apart from the digests, which are only known at the end."""
     try:
         found = read_object(file)
     except CheckpointError:
@@ -386,7 +390,7 @@ def _made_as(file: Path, config: Mapping[str, Any]) -> bool:
 
 
 def copy_files(source: Path, work: Path) -> None:
-    """Bring tokenizer and generation settings along."""
+    """Copy the tokenizer and generation settings."""
     for path in source.iterdir():
         if path.suffix in _COPIED and path.name not in ("config.json", QUANT_CONFIG, INDEX):
             shutil.copyfile(own_file(source, path), work / path.name)
@@ -394,7 +398,7 @@ def copy_files(source: Path, work: Path) -> None:
 
 def _write_config(source: Path, work: Path, quantization: Mapping[str, Any], *, untied: bool) -> None:
     config = read_object(source / "config.json")
-    if not config.get("quantization_config"):  # gpt-oss's says how its experts are stored
+    if not config.get("quantization_config"):  # gpt-oss's config describes its experts here
         said = dict(quantization["quantization"])
         said["ignore"] = said.pop("exclude_modules")
         said.pop("kv_cache_quant_algo")

@@ -1,4 +1,4 @@
-"""A pair in the precision that a build was asked for: quantized on the way where its checkpoints are not yet."""
+"""A pair in the precision of a build. Checkpoints that are not quantized yet are quantized on the way."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def in_precision(
             stored = sorted({a.scheme for a in checkpoint.quantization.algorithms})
             if stored != [scheme]:
                 raise BuildError(
-                    f"--precision is {role}={scheme}, but {checkpoint.directory} is {', '.join(stored)} already; "
-                    f"give the checkpoint it was made from, or leave {role} out"
+                    f"--precision is {role}={scheme}, but {checkpoint.directory} is already {', '.join(stored)}; give "
+                    f"the unquantized checkpoint, or leave {role} out"
                 )
         elif isinstance(checkpoint, Checkpoint):
             out = _place(folder / role, checkpoint, scheme)
@@ -67,7 +67,7 @@ def in_precision(
                 )
             )
         else:
-            # The layers' widths are not known here.
+            # The widths of the layers are not known here.
             algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
             path = checkpoint.directory / "config.json"
             excluded: frozenset[str] = frozenset() if with_head else frozenset({HEAD})
@@ -110,7 +110,7 @@ def _head(target: Weights, scheme: str, folder: Path, layout: WeightLayout, prog
         return Outline(target.directory, Quantization(path, algorithm), in_blocks=layout == "blocks")
     if target.quantization.algorithm(HEAD) is not None and f"{HEAD}.weight_scale" in target.tensors:
         raise BuildError(
-            f"--precision is head={scheme}, but {target.directory} has a quantized LM head already: leave head out"
+            f"--precision is head={scheme}, but {target.directory} already has a quantized LM head: leave head out"
         )
     out, largest_group = _place(folder, target, scheme), _largest_group(layout)
     return Checkpoint(
@@ -119,7 +119,7 @@ def _head(target: Weights, scheme: str, folder: Path, layout: WeightLayout, prog
 
 
 def _place(folder: Path, source: Checkpoint, made: str) -> Path:
-    """`folder`, for what is made of `source`; what an interrupted build made there of anything else is removed."""
+    """`folder`, for a checkpoint made from `source`. Anything that another source left there is removed."""
     files = [source.directory / "config.json", *source.files]
     inputs = json.dumps([made, [stamp(file.stat()) for file in files]]).encode()
     note = folder.with_name(f"{folder.name}.inputs")

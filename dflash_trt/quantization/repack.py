@@ -26,7 +26,7 @@ Repack = Callable[[TensorInfo], list[Entry] | None]
 
 
 def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
-    """Write the checkpoint with its INT4 weights by row, two columns in a byte, as ONNX and TensorRT read them."""
+    """Write the checkpoint with its INT4 weights by row, two columns per byte, as ONNX and TensorRT read them."""
 
     def repacked(info: TensorInfo) -> list[Entry] | None:
         form, part = _stored(checkpoint, info)

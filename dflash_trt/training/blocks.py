@@ -1,7 +1,7 @@
-"""Training blocks: anchors in the target's answers, what their rows should predict, and the loss (paper, section 4.2).
+"""Training blocks: anchors in the target's answers, the labels of their rows, and the loss (paper, section 4.2).
 
-A block is an anchor and K - 1 mask tokens at the positions behind it; row j predicts the token at its own position.
-Positions behind the end of the answer have no weight.
+A block is an anchor and K - 1 mask tokens at the following positions. Row j predicts the token at its own position.
+Positions after the end of the answer have no weight.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Weighting = Literal["decay", "dpace"]
-# exp(-(k - 1) / gamma): the paper's gamma by block size; between them, in proportion.
+# exp(-(k - 1) / gamma): the paper's gamma by block size, interpolated linearly between these.
 _GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 _DPACE_SMOOTHING = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of a batch of B sequences, A each of K rows.
+    """Blocks of a batch of B sequences: A blocks of K rows per sequence.
 
-    anchors [B, A]: positions, -1 where a sequence has fewer places for one. lengths [B, A]: rows that a block has.
-    tokens, positions [B, A * K]: of block rows, with the mask token everywhere but at the anchor.
-    labels [B, A, K]. valid bool [B, A, K]: rows that count.
+    anchors [B, A]: positions; -1 if a sequence has fewer anchors.
+    lengths [B, A]: rows of each block.
+    tokens, positions [B, A * K]: of the block rows. All rows but the anchor hold the mask token.
+    labels [B, A, K].
+    valid bool [B, A, K]: rows that count.
     """
 
     anchors: Tensor
@@ -47,11 +49,11 @@ def draw_blocks(
     shorter: float,
     generator: torch.Generator,
 ) -> Blocks:
-    """Draw up to `anchors` places without replacement in each answer.
+    """Draw up to `anchors` positions without replacement in each answer.
 
-    tokens [B, T]; an answer is tokens[first:ends] (both [B]). An anchor is a token of the answer that has another one
-    behind it. `shorter`: the share of blocks that have fewer rows than `size`, any number from 2: blocks that are cut
-    short while decoding are then as good as those that are trained at that length.
+    tokens [B, T]; an answer is tokens[first:ends] (both [B]). An anchor is a token of the answer that another one
+    follows. `shorter` is the share of blocks with a random number of rows from 2 to `size` - 1. With them, blocks
+    that decoding shortens are as good as blocks trained at that length.
     """
     batch, width = tokens.shape
     device = tokens.device
@@ -75,10 +77,11 @@ def draw_blocks(
 
 
 def weights_of(losses: Tensor, valid: Tensor, weighting: Weighting) -> Tensor:
-    """The weight of each row's loss, from losses and valid, [N, K] with row 0 the anchor; without gradient.
+    """The weight of each row's loss, from losses and valid, [N, K] with row 0 the anchor. Has no gradient.
 
-    decay: exp(-(k - 1) / gamma). dpace: how much row j matters for the acceptance length, by the drafter's own
-    probabilities: the sum over m >= j of the product of the first m smoothed probabilities (arXiv 2605.18810).
+    decay: exp(-(k - 1) / gamma).
+    dpace: the influence of row j on the acceptance length, by the drafter's own probabilities. It is the sum, over
+        all m >= j, of the product of the first m smoothed probabilities (arXiv 2605.18810).
     """
     size = losses.shape[1]
     if weighting == "decay":
@@ -91,9 +94,10 @@ def weights_of(losses: Tensor, valid: Tensor, weighting: Weighting) -> Tensor:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Weighted cross entropy through the frozen head, a chunk of blocks at a time.
+    """Weighted cross entropy through the frozen head, one chunk of blocks at a time.
 
-    The gradient is computed with the loss: logits of one chunk are all that is held, and none are computed twice.
+    The gradient is computed together with the loss. So only the logits of one chunk are held, and none are computed
+    twice.
     """
 
     @staticmethod
@@ -162,7 +166,7 @@ def head_loss(
 
 
 def plain_loss(hidden: Tensor, head: Tensor, labels: Tensor, valid: Tensor, weighting: Weighting) -> Tensor:
-    """What head_loss computes, in the plain way: the reference for tests."""
+    """The result of head_loss, computed directly: the reference for tests."""
     logits = F.linear(hidden, head).float()
     losses = (
         F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape) * valid

@@ -1,4 +1,4 @@
-"""The frozen target: features at the taps, embedding and LM head, by Transformers; and a cache of features on disk."""
+"""The frozen target, loaded with Transformers: features at the taps, embedding, LM head. Also a feature cache."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from dflash_trt.training.answers import Answer
 
 
 def matrix_dtype(device: torch.device) -> torch.dtype:
-    """What frozen matrices are multiplied in: BF16 where the hardware has it, else float32.
+    """The dtype of products with frozen matrices: BF16 if the hardware supports it, else float32.
 
-    On a CPU with AMX, BF16 is up to three times as fast as float32; on one without, torch's BF16 was measured at a
-    fifteenth of float32's speed.
+    On a CPU with AMX, BF16 is up to three times as fast as float32. On one without, torch's BF16 reached a fifteenth
+    of float32's speed.
     """
     if device.type == "cpu":
         return torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
@@ -31,9 +31,9 @@ def matrix_dtype(device: torch.device) -> torch.dtype:
 
 
 class FrozenTarget:
-    """A target checkpoint, without gradients. Tap i is the residual stream after layer `taps[i]` (0-based).
+    """A target checkpoint without gradients. Tap i is the residual stream after layer `taps[i]` (0-based).
 
-    Raises CheckpointError where Transformers does not load it, or loads something else than the configuration says.
+    Raises CheckpointError if Transformers cannot load it, or loads something that differs from the configuration.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class FrozenTarget:
 
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
-        except Exception as error:  # whatever the family's code raises
-            raise CheckpointError(f"{directory}: Transformers does not load it: {error}") from error
+        except Exception as error:  # the family's code may raise anything
+            raise CheckpointError(f"{directory}: Transformers cannot load it: {error}") from error
         model = model.to(device).eval().requires_grad_(False)
         self.decoder = model.get_decoder()
         layers = getattr(self.decoder, "layers", ())
         if len(layers) != config.num_hidden_layers:
             raise CheckpointError(
-                f"{directory}: Transformers gives it {len(layers)} layers, config.json {config.num_hidden_layers}"
+                f"{directory}: has {len(layers)} layers in Transformers, but {config.num_hidden_layers} in config.json"
             )
         self.device, self.dtype = device, dtype
         self.embedding: Tensor = model.get_input_embeddings().weight
@@ -77,14 +77,14 @@ class FrozenTarget:
         return torch.cat(self._taps, -1)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embedded tokens, as the drafter gets them: no scaling, as in the families that are read."""
+        """Embedded tokens for the drafter, without scaling, as in the supported families."""
         return F.embedding(tokens, self.embedding)
 
 
 class FeatureCache:
-    """Features of answers on disk: a safetensors file each, named by the answer's tokens; [T, taps * D] in BF16.
+    """Features of answers on disk, [T, taps * D] in BF16. Each answer has a safetensors file, named after its tokens.
 
-    `key` says what the features are of: a folder with those of another target or other taps is refused.
+    `key` describes the features. A folder with features of another target or of other taps is refused.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class FeatureCache:
         else:
             if any(folder.iterdir()):
                 raise DFlashError(
-                    f"{folder}: is not empty and not a cache of features; choose another --features"
+                    f"{folder}: is not empty and is not a feature cache; choose another --features"
                 )
             label.write_text(json.dumps(key, indent=2) + "\n", encoding="utf-8")
         self.folder = folder
@@ -109,7 +109,7 @@ class FeatureCache:
         return load_file(file)["features"] if file.exists() else None
 
     def put(self, answer: Answer, length: int, features: Tensor) -> None:
-        """`features` of the answer's first `length` tokens."""
+        """Store `features` of the answer's first `length` tokens."""
         file = self._file(answer, length)
         partial = file.with_suffix(f".{os.getpid()}.part")
         save_file({"features": features[:length].to("cpu", torch.bfloat16).contiguous()}, partial)

@@ -1,4 +1,4 @@
-"""Safetensors: what the library writes is read back exactly, and nothing malformed gets past the header."""
+"""Safetensors: files of the library are read back exactly, and malformed headers are refused."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_reads_fp8(tmp_path: Path) -> None:
 
 
 def test_reads_mxfp4(tmp_path: Path) -> None:
-    """As published for gpt-oss, in bytes; and in the dtypes that safetensors has since been given."""
+    """As published for gpt-oss, in bytes, and in the dtypes that safetensors has added since."""
     blocks = torch.arange(2 * 3 * 4 * 16, dtype=torch.uint8).reshape(2, 3, 4, 16)
     scales = torch.arange(2 * 3 * 4, dtype=torch.uint8).reshape(2, 3, 4)
     tensors = {"w_blocks": blocks, "w_scales": scales, "w_e8m0": scales.clone().view(torch.float8_e8m0fnu)}
@@ -165,7 +165,7 @@ def test_refuses_a_header(tmp_path: Path, header: object, message: str) -> None:
 def test_refuses_a_header_length_before_allocating(tmp_path: Path, length: int) -> None:
     path = write(tmp_path / "model.safetensors", {"w": ENTRY}, length=length)
     tracemalloc.start()
-    with pytest.raises(CheckpointError, match=f"header said to be {length} bytes"):
+    with pytest.raises(CheckpointError, match=f"claims a length of {length} bytes"):
         read_header(path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -230,7 +230,7 @@ def test_any_changed_byte_is_harmless(
 
 
 def check_bounded(path: Path) -> None:
-    """Reading either refuses, or describes tensors that lie inside the file; neither takes memory to speak of."""
+    """A reader refuses, or describes tensors inside the file. Neither takes much memory."""
     tracemalloc.start()
     try:
         found = read_header(path)

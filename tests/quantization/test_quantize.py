@@ -1,4 +1,4 @@
-"""Quantizing checkpoints and building with them: what is written, what is refused, what an interruption leaves."""
+"""Quantize checkpoints and build with them: results, refusals, and remains of interruptions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ERRORS = {"fp8": 0.03, "nvfp4": 0.1, "mxfp4": 0.12, "int8": 0.01, "int4": 0.12}
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The shipped target in every scheme, its head too."""
+    """The shipped target in every scheme, including its head."""
     folder = tmp_path_factory.mktemp("quantized")
     return {scheme: quantize(TINY / "target", folder / scheme, scheme, head=scheme) for scheme in SCHEMES}
 
@@ -106,7 +106,7 @@ def test_calibrated_scales_are_those_of_the_inputs(tmp_path: Path) -> None:
     for drafter in (None, TINY / "drafter"):
         source = drafter or TINY / "target"
         amax = activation_amax(TINY / "target", drafter, prompts, work=tmp_path)
-        # Fused layers read the same rows, in the drafter but for the query.
+        # Fused layers read the same rows, except for the drafter's queries.
         first = "layers.0.self_attn" if drafter else "model.layers.0.self_attn"
         assert amax[f"{first}.k_proj"] == amax[f"{first}.v_proj"] > 0
         out = quantize(source, tmp_path / source.name, "fp8", calibration=amax)
@@ -186,7 +186,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_finished(
     assert set(Checkpoint(out).tensors) == {
         *(f"layers.{i}.mlp.up_proj.{t}" for i in (0, 1) for t in ("weight", "weight_scale"))
     }
-    # What is there is kept; anything else is not overwritten.
+    # An existing result is kept. Anything else is not overwritten.
     assert quantize(source, out, "fp8") == out
     with pytest.raises(BuildError, match="exists and is not this checkpoint quantized this way"):
         quantize(source, out, "nvfp4")
@@ -222,20 +222,20 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path, quantized: dict[str
     out = tmp_path / "out"
     target, drafter = TINY / "target", TINY / "drafter"
     cases: list[tuple[str, Any]] = [
-        ("the checkpoint is NVFP4 already", lambda: quantize(quantized["nvfp4"], out, "fp8")),
+        ("the checkpoint is already NVFP4", lambda: quantize(quantized["nvfp4"], out, "fp8")),
         ("matches no linear layer", lambda: quantize(target, out, "fp8", exclude=["model.layer.*"])),
         ("a drafter uses its target's", lambda: quantize(drafter, out, "fp8", head="fp8")),
         ("no linear layer to quantize", lambda: quantize(target, out, "fp8", exclude=["*"])),
-        ("--scheme is 'int8', expected one of", lambda: quantize(target, out, "int8")),
-        ("saw nothing of 70 layers", lambda: quantize(target, out, "fp8", calibration={})),
+        ("--scheme is 'int3', expected one of", lambda: quantize(target, out, "int3")),
+        ("has no value for 70 layers", lambda: quantize(target, out, "fp8", calibration={})),
         (
-            "is nvfp4 already",
+            "is already nvfp4",
             lambda: build(
                 str(quantized["nvfp4"]), str(drafter), out, precision=parse_precision("target=fp8")
             ),
         ),
         (
-            "a quantized LM head already",
+            "already has a quantized LM head",
             lambda: build(str(quantized["fp8"]), str(drafter), out, precision=parse_precision("head=fp8")),
         ),
     ]
@@ -262,7 +262,7 @@ LAYER = "model.layers.0.mlp.up_proj"
 
 
 def _one_layer(directory: Path, algorithm: str | None, **changes: Any) -> Checkpoint:
-    """A checkpoint of one NVFP4 layer [32, 64] with some tensors other or away."""
+    """A checkpoint of one NVFP4 layer [32, 64], with some tensors changed or removed."""
     w = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
     second = nvfp4_global_scale(np.abs(w).max())
     packed, scales = quantize_nvfp4(w, second)
@@ -353,7 +353,7 @@ def test_configurations_that_are_not_read_are_refused(
 
 @pytest.mark.parametrize("left", ["", "{", '{"producer": 3}', "[]"])
 def test_a_run_killed_at_its_first_write_runs_again(tmp_path: Path, left: str) -> None:
-    """Whatever stands in the record that says what was begun, as a kill or a full disk may leave it."""
+    """With any content of the record of the begun run, as a kill or a full disk may leave it."""
 
     class Killed(BaseException):
         pass

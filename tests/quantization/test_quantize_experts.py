@@ -1,4 +1,4 @@
-"""Quantizing Qwen3-MoE: experts like other layers, exclusions, calibrated scales, and what then runs."""
+"""Quantize Qwen3-MoE: experts like other layers, exclusions, calibrated scales, and the resulting pair."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def test_excluding_experts(moe: tuple[Path, Path], tmp_path: Path) -> None:
         assert len(found.excluded) + len(found.patterns) < 8
         build(str(path), str(moe[1]), tmp_path / f"{path.name}-bundle")
     with pytest.raises(
-        BuildError, match=r"leaves some of model\.layers\.1\.mlp\.experts\.\*\.down_proj as they are"
+        BuildError, match=r"matches some of model\.layers\.1\.mlp\.experts\.\*\.down_proj, but not all"
     ):
         quantize(moe[0], tmp_path / "out", "nvfp4", exclude=[f"{layer}.*"])
 
 
 def test_experts_share_their_calibrated_scales(moe: tuple[Path, Path], tmp_path: Path) -> None:
-    """No token need reach an expert; what reaches the down projections is seen behind the activation."""
+    """Some experts may get no token. The inputs of down projections are observed after the activation."""
     prompts = [ids[:2] for ids in calibration_set(moe[0], None)[:1]]
     amax = activation_amax(moe[0], None, prompts, work=tmp_path)
     found = Checkpoint(quantize(moe[0], tmp_path / "out", "fp8", calibration=amax))
@@ -99,7 +99,7 @@ def test_experts_share_their_calibrated_scales(moe: tuple[Path, Path], tmp_path:
 
 
 def _largest_hidden(target: Path, prompt: list[int]) -> float:
-    """Between SwiGLU and the down projections of layer 1, of the experts chosen, by Transformers."""
+    """The largest value between SwiGLU and the down projections of layer 1, in the chosen experts, by Transformers."""
     model, tokens, seen = load(target), list(prompt), list[tuple[Any, ...]]()
     model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
     weights = model.model.layers[1].mlp.experts.gate_up_proj

@@ -1,4 +1,4 @@
-"""The making of a gpt-oss pair from the shipped pair `tiny`: what is trained is what is written, read and run."""
+"""Make a gpt-oss pair from the shipped pair `tiny`: the trained pair is written, read and run without changes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_mxfp4_is_the_nearest_number_and_is_stored_as_it_is() -> None:
 
 
 def test_it_begins_as_the_shipped_pair() -> None:
-    """With no more than an eighth of its number, an expert layer is the MLP that it was cut from."""
+    """An expert layer differs from the MLP that it was cut from by less than an eighth of the norm."""
     torch.manual_seed(0)
     new, old = MAKE.new_target().eval(), load_qwen3(TINY / "target")
     vocab = old.shape.vocab_size
@@ -160,7 +160,7 @@ def test_the_built_pair_gives_the_tokens_of_training(made: Made, tmp_path: Path)
 
 
 def test_reasoning_effort(made: Made) -> None:
-    """The chat template renders what the pair is trained on, for every effort; another one is refused."""
+    """The chat template renders the training text for every effort. Other efforts are refused."""
     for kind in CATEGORIES:
         for each in islice(examples(kind, held_out=False), 25):
             for effort in EFFORTS:
