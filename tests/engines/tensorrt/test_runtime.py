@@ -247,7 +247,7 @@ def test_a_shape_outside_of_the_profile_is_refused(bundles: tuple[Bundle, Bundle
         feeds = {"tokens": block, "start": np.zeros(1, np.int64), "rows": block}
         with pytest.raises(ValueError, match=rf"(tokens|rows) \[1, {BLOCK + 1}\] is outside of profile 1"):
             target.run(DECODE, feeds)
-        with pytest.raises(ValueError, match=r"takes \['rows', 'start', 'tokens'\], not .*'parents'"):
+        with pytest.raises(ValueError, match=r"needs \['rows', 'start', 'tokens'\], not .*'parents'"):
             target.run(DECODE, feeds | {"parents": block})
 
 
