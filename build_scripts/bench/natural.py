@@ -290,7 +290,7 @@ def shown(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -315,7 +315,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--records", type=Path, help="JSON lines; measurements are appended")
     parser.add_argument("--svg", type=Path, help="a picture of the rates of one request at temperature 0")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     records: list[Record] = []
     if args.records is not None and args.records.exists():

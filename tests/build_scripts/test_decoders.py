@@ -1,0 +1,109 @@
+"""The comparison of decoders, the calibration's figures, and the demo: on the shipped pair `tiny`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from build_scripts import demo
+from build_scripts.bench import natural
+from build_scripts.bench.calibration import figures
+
+
+def record(item: str, peer: str, first: float, seconds: float, **more: Any) -> dict[str, Any]:
+    base = {"part": "decode", "category": "chat", "temperature": 0.0, "rounds": 0, "accepted": 0}
+    tokens = {"tokens": [[1] * 11]}
+    return base | tokens | {"item": item, "peer": peer, "first": first, "seconds": seconds} | more
+
+
+def test_a_rate_is_of_the_median_of_the_rounds_of_each_item() -> None:
+    rounds = [record("a", "p", 1.0, 2.0), record("a", "p", 1.0, 3.0), record("a", "p", 1.0, 9.0)]
+    assert natural.rate(rounds) == pytest.approx(10 / 2)
+    assert natural.rate([*rounds, record("b", "p", 0.0, 8.0)]) == pytest.approx(20 / 10)
+    assert natural.rate([]) is None
+    batch = [record("a", "p", 1.0, 4.0, part="batch", tokens=[[1] * 6, [1] * 2])]
+    assert natural.rate(batch) == pytest.approx(8 / 4)
+
+
+def test_the_table_has_ratios_acceptance_and_equal_answers() -> None:
+    text, found = natural.tables(
+        [
+            record("a", "plain:default", 0.0, 2.0),
+            record("a", "draft-4:default", 0.0, 1.0, rounds=4, accepted=6),
+            record("a", "llama.cpp:Q8_0", 0.0, 4.0, tokens=[[2] * 11]),
+        ]
+    )
+    rows = found["decode@0"]
+    assert [rows[name]["ratio"] for name in rows] == [1.0, 2.0, 0.5]
+    assert rows["draft-4:default"]["acceptance_length"] == 2.5
+    assert [rows[name]["same_answers"] for name in rows] == [1.0, 1.0, 0.0]
+    assert "| dflash-trt, blocks of 4 | 10.0 | 10.0 | 2.00 | 2.50 | 1/1 |" in text
+    assert "| llama.cpp Q8_0 | 2.5 |" in text
+
+
+def test_decoders_run_in_processes_of_their_own_and_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--target", "tiny", "--models", str(tmp_path / "models"), "--parts", "decode,batch"]
+    options += [
+        "--categories",
+        "chat",
+        "--prompts",
+        "2",
+        "--max-tokens",
+        "12",
+        "--rounds",
+        "1",
+        "--batches",
+        "2",
+    ]
+    options += ["--records", str(tmp_path / "records.jsonl"), "--svg", str(tmp_path / "speed.svg")]
+    names = ["plain:default", "draft:default", "transformers:float32"]
+    assert natural.main([*options, "--peers", *names]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
+    assert set(found) == {"decode@0", "decode@1", "batch@0", "batch@1"}
+    for rows in (found["decode@0"], found["batch@0"]):
+        assert [rows[name]["same_answers"] for name in names] == [1.0] * 3
+    assert found["decode@1"]["draft:default"]["same_answers"] == 1.0
+    assert found["decode@0"]["draft:default"]["acceptance_length"] > 1
+    assert "dflash-trt, whole blocks" in (tmp_path / "speed.svg").read_text()
+
+    # Measurements were kept: tables of them need no decoder.
+    assert natural.main([*options, "--parts", "none"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tables"] == found
+
+
+def test_a_decoder_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"'vllm:bf16' is no KIND:WEIGHTS; kinds: plain, "):
+        natural.main(["--target", "tiny", "--models", str(tmp_path), "--peers", "vllm:bf16"])
+
+
+def test_calibration_counts_drafts_behind_right_ones() -> None:
+    sure, unsure = np.log(np.array([0.95, 0.95])), np.log(np.array([0.2, 0.6]))
+    found = figures([(sure, 2, 2), (sure, 1, 2), (unsure, 0, 2)])
+    assert [(row["said"], row["drafts"], row["right"]) for row in found["bins"]] == [
+        ("0.1 to 0.3", 1, 0.0),
+        ("0.9 to 1", 4, 0.75),
+    ]
+    assert [(row["place"], row["drafts"]) for row in found["places"]] == [(1, 3), (2, 2)]
+    assert found["log_loss"]["word"] > 0
+
+
+def test_the_demo_falls_back_to_the_shipped_pair_and_shows_equal_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(demo, "MAX_TOKENS", 24)
+    assert demo.main("no-such-target") == 0
+    out = capfd.readouterr().out
+    assert "no-such-target cannot be shown:" in out
+    assert "The shipped pair tiny is shown instead." in out
+    assert "\x1b" not in out  # no colours where there is no terminal
+    assert [line.split()[-1] for line in out.splitlines() if line.strip()[:2] in ("1 ", "2 ", "3 ")] == [
+        "yes"
+    ] * 3
