@@ -32,7 +32,7 @@ from typing import Any
 
 from build_scripts import picture
 from build_scripts.bench import peer_models
-from build_scripts.bench.peers import Task, installed, package_of
+from build_scripts.bench.peers import PACKAGES, Task, installed, package_of
 from dflash_trt.building.build import build
 from dflash_trt.building.sources import resolve, resolve_pair
 from dflash_trt.formats.precision import parse_precision
@@ -238,7 +238,7 @@ def tables(records: list[Record]) -> tuple[str, Record]:
         groups[record["part"], record["temperature"]].append(record)
     for (part, temperature), group in sorted(groups.items()):
         columns = sorted({r["category"] for r in group} - {""}) if part in ("decode", "batch") else []
-        peers = list(dict.fromkeys(r["peer"] for r in group))
+        peers = sorted({r["peer"]: None for r in group}, key=kind_order)
         first = answers([r for r in group if r["peer"] == peers[0]])
         titles = [*(f"{c} requests" if part == "batch" else c for c in columns), "all", "ratio", "acceptance"]
         lines += ["", f"{part}, temperature {temperature:g}: tokens per second of {len(first)} items", ""]
@@ -267,6 +267,11 @@ def tables(records: list[Record]) -> tuple[str, Record]:
             lines.append(f"| {label(peer)} | {' | '.join([*cells, shown(rows[peer]['peak_mb'], 0)])} |")
         found[f"{part}@{temperature:g}"] = rows
     return "\n".join(lines), found
+
+
+def kind_order(peer: str) -> int:
+    kind = peer.partition(":")[0]
+    return list(PACKAGES).index("draft" if kind.startswith("draft-") else kind)
 
 
 def label(peer: str) -> str:
