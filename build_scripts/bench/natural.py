@@ -203,7 +203,7 @@ class Bench:
                     turn = (number + place) % len(workers)
                     for worker in workers[turn:] + workers[:turn]:
                         if job.batch == 1 or worker.name.partition(":")[0] not in ALONE:
-                            record = {"part": job.part, "item": job.item, "category": job.category}
+                            record: Record = {"part": job.part, "item": job.item, "category": job.category}
                             record |= {"temperature": job.task.temperature, "peer": worker.name}
                             yield record | worker.run(job.task)
         finally:

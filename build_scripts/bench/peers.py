@@ -190,7 +190,7 @@ class Genai:
         import numpy as np
 
         count, longest = len(task.prompts), max(map(len, task.prompts))
-        prompts = np.full((count, longest), self._pad, np.int32)
+        prompts: Any = np.full((count, longest), self._pad, np.int32)
         for row, prompt in zip(prompts, task.prompts, strict=True):
             row[longest - len(prompt) :] = prompt
         params = self._lib.GeneratorParams(self._model)

@@ -62,12 +62,12 @@ def test_decoders_run_in_processes_of_their_own_and_agree(
         "2",
     ]
     options += ["--records", str(tmp_path / "records.jsonl"), "--svg", str(tmp_path / "speed.svg")]
-    names = ["plain:default", "draft:default", "transformers:float32"]
+    names = ["plain:default", "draft:default"]
     assert natural.main([*options, "--peers", *names]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
     assert set(found) == {"decode@0", "decode@1", "batch@0", "batch@1"}
     for rows in (found["decode@0"], found["batch@0"]):
-        assert [rows[name]["same_answers"] for name in names] == [1.0] * 3
+        assert [rows[name]["same_answers"] for name in names] == [1.0] * 2
     assert found["decode@1"]["draft:default"]["same_answers"] == 1.0
     assert found["decode@0"]["draft:default"]["acceptance_length"] > 1
     assert "dflash-trt, whole blocks" in (tmp_path / "speed.svg").read_text()
