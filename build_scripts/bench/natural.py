@@ -197,7 +197,7 @@ class Bench:
             for name in names:
                 workers.append(Worker(name, args.models, batch, capacity, args.threads))
             for worker in workers:
-                worker.run(jobs[0].task)  # a warm-up
+                worker.run(self._task([jobs[0].task.prompts[0][-16:]], 16, 0.0))  # a warm-up
             for number in range(args.rounds):
                 for place, job in enumerate(jobs):
                     turn = (number + place) % len(workers)
