@@ -141,7 +141,7 @@ def columns(console: Console, both: list[Answer]) -> Group:
     for _ in both:
         table.add_column(width=width)
     table.add_row(*(Text(each.title, "underline") for each in both))
-    texts = [each.text.wrap(console, width) for each in both]
+    texts = [list(each.text.wrap(console, width)) for each in both]
     if console.is_terminal and any(each.statistics is None for each in both):
         most = max(1, console.height - 4)
         texts = [lines[-most:] for lines in texts]
