@@ -234,7 +234,7 @@ class DeviceArrays:
         )
 
 
-def open_pair(bundle: Bundle, *, slots: int, max_batch_size: int, prefill_chunk: int) -> Pair:
+def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int) -> Pair:
     """The bundle's plans for the GPU of this process, with `slots` cache slots.
 
     Raises BundleError if the package is missing, the plans were built with another version of it or of the plugins,

@@ -66,7 +66,7 @@ class TensorRTEntry(Engine):
         from dflash_trt.engines.tensorrt.device_arrays import open_pair
 
         most = min(settings.max_batch_size, bundle.manifest["tensorrt"]["max_batch_size"])
-        pair = open_pair(bundle, slots=most, max_batch_size=most, prefill_chunk=settings.prefill_chunk)
+        pair = open_pair(bundle, slots=most, prefill_chunk=settings.prefill_chunk)
         return Scheduler(pair, most, settings.prefix_cache_bytes)
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
