@@ -1,4 +1,4 @@
-"""`dflash-trt build`: a pair of checkpoints in, an engine bundle out."""
+"""`dflash-trt build`: turn a pair of checkpoints into an engine bundle."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _read_pair(sources: tuple[Source, Source], engine: Engine, weights: Weights)
 def _quantized(
     pair: CheckpointPair, precision: Precision, place: Workspace, progress: Progress, layout: WeightLayout
 ) -> CheckpointPair:
-    """The pair as `precision` asks for it, with the head that it gives the drafter."""
+    """The pair in `precision`, with the drafter's own head if there is one."""
     target, drafter, head = in_precision(
         pair.target.checkpoint,
         pair.drafter.checkpoint,
@@ -135,7 +135,7 @@ def _quantized(
 
 
 def _describe(pair: CheckpointPair, settings: BuildSettings, engine: Engine, job: BuildJob) -> dict[str, Any]:
-    """The manifest, before there is a key and files."""
+    """The manifest without its key and files."""
     target, drafter = pair.target.config, pair.drafter.config
     return {
         "format_version": bundle.FORMAT_VERSION,
@@ -156,7 +156,7 @@ def _describe(pair: CheckpointPair, settings: BuildSettings, engine: Engine, job
 
 
 def _check_digests(pair: CheckpointPair, found: dict[str, str]) -> None:
-    """Hold the weights that were read against the digests that their checkpoints were written with, if any."""
+    """Compare the digests of the weights with those that their checkpoints recorded, if any."""
     for side in pair.sides:
         if isinstance(side.checkpoint, Checkpoint):
             names = {f"{side.folder}/{file.name}": file.name for file in side.checkpoint.files}

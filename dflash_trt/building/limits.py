@@ -5,7 +5,7 @@ from __future__ import annotations
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.errors import BuildError
 
-# Without --max-seq-len: what both models were made for, but no more than this (cache memory grows with it).
+# The default of --max-seq-len: the models' own limit, but no more than this, because cache memory grows with it.
 DEFAULT_MAX_SEQ_LEN = 8192
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dflash_trt.planning.inventory import Inventory
     from dflash_trt.trtllm.driver import Driver
 
-# "copy": files of the bundle's own.  "link": hard links to the checkpoints' files.  "none": graphs only.
+# "copy": the bundle's own files. "link": hard links to the checkpoints' files. "none": graphs only.
 Weights = Literal["copy", "link", "none"]
 GIB = 1 << 30
 # Tags of nvcr.io/nvidia/tritonserver. Containers before 26.07 have defects that clients can use (docs/serving.md,
@@ -35,7 +35,7 @@ TRITON_IMAGE, TRITON_TRTLLM_IMAGE = "26.07-py3", "26.07-trtllm-python-py3"
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """What is asked of a build. `max_seq_len` and `block_size` are in tokens. `options`: the engine's own, if any."""
+    """The settings of a build. `max_seq_len` and `block_size` are in tokens. `options`: the engine's own, if any."""
 
     block_size: int
     max_seq_len: int
@@ -46,11 +46,13 @@ class BuildSettings:
 
 @dataclass(kw_only=True)
 class BuildJob(ABC):
-    """What an engine adds to a bundle.
+    """An engine's part of a bundle.
 
-    `manifest`: its fields. `files`: files that go into the bundle as they are, by their names there. `digests`: sha256
-    of what it will write, by name; they go into the bundle's key. `link`: whether weights are hard-linked. `keep`: the
-    folder of the work directory in which an interrupted build left something of use.
+    manifest: its fields of the manifest.
+    files: files that go into the bundle unchanged, by their names there.
+    digests: sha256 of the files that it will write, by name. They become part of the bundle's key.
+    link: whether weights are hard-linked.
+    keep: the folder of the work directory with reusable results of an interrupted build.
     """
 
     manifest: dict[str, Any]
@@ -63,7 +65,7 @@ class BuildJob(ABC):
     def write(
         self, work: Path, manifest: dict[str, Any], files: dict[str, dict[str, Any]], progress: Progress
     ) -> dict[str, dict[str, Any]]:
-        """Write the rest into `work`, which holds `files`. `manifest` has its key, and may be completed.
+        """Write the other files into `work`, which holds `files`. `manifest` has its key, and may be completed.
 
         Returns every file of the bundle as the manifest lists it: with its size and digest.
         """
@@ -165,16 +167,16 @@ class Engine(ABC):
 
     @abstractmethod
     def check(self, precision: Precision | None, weights: Weights, options: Any) -> None:
-        """Raise BuildError for what this engine cannot do, before anything is read."""
+        """Raise BuildError for anything that this engine cannot do, before any file is read."""
 
     def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:  # noqa: B027 - most take any
-        """Raise CheckpointError for a pair that this engine does not take."""
+        """Raise CheckpointError for a pair that this engine does not support."""
 
     @abstractmethod
     def job(
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
     ) -> BuildJob:
-        """This engine's part of a build of `pair`. Raises BuildError for what is impossible."""
+        """This engine's part of a build of `pair`. Raises BuildError if it is impossible."""
 
     @abstractmethod
     def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler | Driver:

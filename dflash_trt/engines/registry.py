@@ -12,7 +12,7 @@ from dflash_trt.errors import BuildError, BundleError, show
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
 
-# Engine -> the module whose `entry(name)` gives it.
+# Engine -> the module whose `entry(name)` returns its entry.
 _MODULES = {
     "onnxruntime": "dflash_trt.engines.onnxruntime_entry",
     "tensorrt-rtx": "dflash_trt.engines.tensorrt.entry",
@@ -25,7 +25,7 @@ DEFAULT = "onnxruntime"
 
 @cache
 def find(name: str) -> Engine:
-    """The engine of that name. Raises BuildError where there is none."""
+    """The engine with this name. Raises BuildError if there is none."""
     if name not in _MODULES:
         raise BuildError(f"--engine is {name!r}, expected one of: {', '.join(NAMES)}")
     return cast(Engine, importlib.import_module(_MODULES[name]).entry(name))

@@ -37,14 +37,17 @@ class AttentionKind:
 
 
 class Dialect(ABC):
-    """`dtype` is that of hidden states, caches and linears; norms, rotations, routers and logits are float32."""
+    """The `dflash::` bodies for one engine. Hidden states, caches and linear layers have the dialect's `dtype`.
+
+    Norms, rotations, routers and logits are float32.
+    """
 
     name: str
-    # Whether `quantized_experts` is asked for experts in floating point too.
+    # Whether `quantized_experts` also handles experts in floating point.
     experts_apart = False
     # Whether the heads of a row lie apart: [B,n,S,d] in attention and in caches. Otherwise they are [B,S,n*d].
     by_head = True
-    # Whether quantized layers of one input are one product where they lie one behind the other in their file.
+    # Whether quantized layers of one input become one product if they are adjacent in their file.
     joins_quantized = False
     # Whether layers of one input in floating point are one product, wherever they lie.
     joins_floats = False
@@ -53,7 +56,7 @@ class Dialect(ABC):
         self.dtype = dtype
 
     def cache_sizes(self, head_dim: int, *, sinks: bool) -> tuple[int, int]:
-        """Row sizes of a head's key and value cache."""
+        """Row sizes of the key and the value cache of a head."""
         return (head_dim + SINK_PADDING if sinks else head_dim), head_dim
 
     def cache_shapes(
@@ -80,7 +83,7 @@ class Dialect(ABC):
     def mxfp4_experts(
         self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
     ) -> tuple[Storage, ir.Value, ir.Value | None]:
-        """What `moe` takes for matrices stored as blocks [E,O,G,16] and scales [E,O,G], bytes both."""
+        """The inputs of `moe` for matrices stored as blocks [E,O,G,16] and scales [E,O,G], both bytes."""
         return "mxfp4", blocks, scales
 
     def experts(
@@ -93,9 +96,9 @@ class Dialect(ABC):
         widened_bytes: int,
         **attributes: Any,
     ) -> ir.Value:
-        """x [rows, D] through a layer of experts; `attributes` are those of `dflash::MoE`.
+        """x [rows, D] through a layer of experts. `attributes` are those of `dflash::MoE`.
 
-        `widened_bytes`: what all experts of the model take in float32.
+        widened_bytes: bytes of all experts of the model in float32.
         """
         biased = e.gate_up_bias is not None
         body = self.moe(e.storage, e.gate_up.dtype or g.dtype, biased=biased, widened_bytes=widened_bytes)
@@ -120,9 +123,9 @@ class Dialect(ABC):
         name: str,
         widened_bytes: int,
     ) -> ir.Value:
-        """x [rows, in] through a layer whose weights are in `folder`, see quantized.py.
+        """x [rows, in] through a layer whose weights are in `folder`; see quantized.py.
 
-        `widened_bytes`: what all quantized linear layers of the checkpoint take in float32.
+        widened_bytes: bytes of all quantized linear layers of the checkpoint in float32.
         """
 
     @abstractmethod
@@ -137,9 +140,9 @@ class Dialect(ABC):
         k: int,
         widened_bytes: int,
     ) -> ir.Value:
-        """x [rows, D], router logits [rows, E] in float32 -> [rows, D], see quantized_experts.py.
+        """x [rows, D], router logits [rows, E] in float32 -> [rows, D]; see quantized_experts.py.
 
-        `widened_bytes`: what all experts of the model take in float32.
+        widened_bytes: bytes of all experts of the model in float32.
         """
 
     def hidden_state_tap(self, taps: int) -> ir.Function:
@@ -153,8 +156,8 @@ class Dialect(ABC):
         tokens, rows = g.input("tokens", INT64, ["B", "S"]), g.input("rows", INT64, ["B", "R"])
         logits = g.input("logits", FLOAT, ["B", "R", "V"])
         chosen = g.op("ArgMax", logits, name="chosen", axis=-1, keepdims=0)
-        # Compare the choice of row i with the token of row i+1. The last row has no successor and never matches,
-        # so the first mismatch always exists, and its index is the number of accepted drafts.
+        # Compare the choice of row i with the token of row i+1. The last row has no successor and never matches. So a
+        # first mismatch always exists, and its index is the number of accepted drafts.
         count = g.dim(rows, 1, name="count")
         index = g.arange(count)
         final = g.op("Sub", count, g.constant(1), name="final")

@@ -1,7 +1,7 @@
-"""The bodies for TensorRT and TensorRT-RTX, in BF16 or FP16 (in FP32 to compare numbers with).
+"""The bodies for TensorRT and TensorRT-RTX, in BF16 or FP16, or in FP32 for comparing numbers.
 
-Caches have a static capacity C, and attention goes over all of it, under a mask and up to each sequence's length.
-`trt::` operators are the ONNX parser's own (github.com/onnx/onnx-tensorrt, docs/TRT_custom_ops.md).
+Caches have a static capacity C. Attention covers all of it, with a mask, up to the length of each sequence.
+`trt::` operators are those of the ONNX parser (github.com/onnx/onnx-tensorrt, docs/TRT_custom_ops.md).
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from dflash_trt.graph.tensorrt_experts import mxfp4_experts, router_shares, shar
 
 
 class TensorRT(Dialect):
-    """`trt_operators`: whether the parser has `trt::TRT_Attention` and `trt::TRT_KVCacheUpdate`, from TensorRT 11 on.
+    """`trt_operators`: whether the parser has `trt::TRT_Attention` and `trt::TRT_KVCacheUpdate`, as from TensorRT 11
+    on.
 
-    Without them, and in FP32, for which there is no fused kernel, standard operators say the same, except that
-    attention cannot stop at each sequence's length: the mask alone hides what lies beyond.
+    Otherwise standard operators do the same, and also in FP32, which has no fused kernel. They attend to the whole
+    capacity, because only the mask hides the slots beyond a sequence's length.
     """
 
     name = "tensorrt"
-    # TensorRT would make one of them itself, of copies, for each profile; others it leaves where they are.
+    # For adjacent layers, TensorRT would build a joined copy itself, once per profile. Other layers it leaves
+    # separate.
     joins_quantized = True
 
     def __init__(self, dtype: ir.DataType, *, trt_operators: bool = True) -> None:
@@ -38,7 +40,7 @@ class TensorRT(Dialect):
         self.fused = trt_operators and dtype != FLOAT
 
     def cache_sizes(self, head_dim: int, *, sinks: bool) -> tuple[int, int]:
-        """Keys and values must be of one size."""
+        """Keys and values must have the same size."""
         size = head_dim + SINK_PADDING if sinks else head_dim
         return size, size
 
@@ -150,10 +152,10 @@ class TensorRT(Dialect):
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int
     ) -> ir.Function:
-        """Every expert for every row, weighted by 0 where it was not chosen; the sum over experts is in float32.
+        """Every expert for every row, weighted by 0 if it was not chosen. The sum over experts is in float32.
 
-        Gathering the matrices that each row chose would read less, but TensorRT-RTX 1.7 writes them out: 72 GB
-        for 512 rows of gpt-oss-20b.
+        Gathering the chosen matrices would read less. But TensorRT-RTX 1.7 writes the gathered matrices to memory: 72
+        GB for 512 rows of gpt-oss-20b.
         """
         g = self._builder("MoE")
         x, router = g.input("x", self.dtype, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
@@ -186,7 +188,7 @@ class TensorRT(Dialect):
         return g.op("Expand", constant, g.shape(*dims, len(row)), name="repeated")
 
     def _scaled(self, g: GraphBuilder, q: ir.Value, head_dim: int) -> ir.Value:
-        """In float32: rounded to BF16, most scales would be wrong by a part in a thousand, for every score alike."""
+        """Scale queries in float32. Rounded to BF16, most scales would be off by a thousandth, for all scores alike."""
         scaled = g.op("Mul", g.to_float(q), g.scalar(head_dim**-0.5, FLOAT), name="scaled")
         return g.to_dtype(scaled, FLOAT)
 
@@ -198,7 +200,7 @@ class TensorRT(Dialect):
         rows: tuple[ir.Value, ir.Value],
         lengths: ir.Value,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Writes the rows, attends; returns y and both caches."""
+        """Write the rows and attend. Returns y and both caches."""
         if not self.fused:
             k, v = (
                 g.op("TensorScatter", cache, new, a.start, name="write", axis=-2, mode="linear")
@@ -216,7 +218,7 @@ class TensorRT(Dialect):
         return g.op("TRT_Attention", q, k, v, a.mask, None, ends, domain=TRT_DOMAIN, name="attention"), k, v
 
     def _swiglu(self, g: GraphBuilder, x: ir.Value, axis: int = -1) -> ir.Value:
-        """2I numbers along an axis, gate and up in turns -> I; in float32, where no limit overflows."""
+        """Interleaved gate and up, 2I numbers along an axis -> I. In float32, where no limit overflows."""
 
         def attribute(name: str) -> ir.Value:
             reference = ir.RefAttr("value_float", name, ir.AttributeType.FLOAT)

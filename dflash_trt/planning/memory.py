@@ -25,11 +25,14 @@ PREFILL_CHUNK = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is planned for. `cache`: precision of the caches, by default the compute dtype.
+    """The setting to plan for.
 
-    `drafter_attention`, of TensorRT-LLM: VANILLA and FA4 keep the drafter's context in a dense arena, TRTLLM in
-    pages of the KV pool. `draft_pool`: whether pages are set aside for the drafter beside an arena.
-    `max_num_tokens`: tokens of one pass, by default what the engine uses.
+    cache: precision of the caches; by default the compute dtype.
+    drafter_attention: for TensorRT-LLM. VANILLA and FA4 keep the drafter's context in a dense arena, TRTLLM keeps it
+    in
+        pages of the KV pool.
+    draft_pool: whether the KV pool has pages for the drafter in addition to an arena.
+    max_num_tokens: tokens of one pass; by default the engine's.
     """
 
     engine: str
@@ -45,7 +48,7 @@ class Settings:
     max_num_tokens: int | None = None
 
     def compute(self, side: str) -> str:
-        """What "target" or "drafter" computes in."""
+        """The compute dtype of "target" or "drafter"."""
         return self.precision.compute(side, self.traits.compute)
 
     @property
@@ -55,17 +58,19 @@ class Settings:
 
     @property
     def arena(self) -> bool:
-        """Whether the drafter's context lies in a dense buffer of its own."""
+        """Whether the drafter's context has its own dense buffer."""
         return self.traits.pool is not None and self.drafter_attention != "TRTLLM"
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one GPU. `kv_bytes` and `drafter_bytes` are of `max_batch_size` sequences of `max_seq_len` tokens.
+    """Bytes on one GPU. `kv_bytes` and `drafter_bytes` are for `max_batch_size` sequences of `max_seq_len` tokens.
 
-    `kv_fraction`, `kv_pool_bytes`: of TensorRT-LLM, the share of free memory that its KV pool may take, and the pool.
-    `longest_context` is at batch 1, `largest_batch` at `max_seq_len`; 0 where not even one fits.
-    `pass_seconds`: reading once what a verification pass at batch 1 needs, over the bandwidth; no pass is faster.
+    kv_fraction: for TensorRT-LLM, the share of free memory for its KV pool.
+    kv_pool_bytes: for TensorRT-LLM, the size of that pool.
+    longest_context: at batch 1; 0 if nothing fits.
+    largest_batch: at `max_seq_len`; 0 if nothing fits.
+    pass_seconds: a lower bound of a verification pass at batch 1: reading all its data once at the GPU's bandwidth.
     """
 
     engine: str
@@ -110,7 +115,7 @@ class MemoryEstimate:
         return f"{line} = {gib(self.total_bytes)} of {gib(self.memory_bytes)} GiB"
 
     def refuse(self) -> BuildError:
-        """Why this does not fit, and what would."""
+        """The error that says why the pair does not fit, and how it would fit."""
         if self.longest_context == 0:
             advice = "not one sequence fits: use more GPUs (--tp) or GPUs with more memory"
         elif self.largest_batch == 0:
@@ -144,9 +149,9 @@ def arena_bytes(
 
 
 def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
-    """Lay the pair out on one of `tensor_parallel` GPUs.
+    """Compute the memory of the pair on one of `tensor_parallel` GPUs.
 
-    Raises BuildError where the engine is unknown, or asked to run on several GPUs and cannot.
+    Raises BuildError if the engine is unknown, or is to run on several GPUs and cannot.
     """
     s = settings
     if s.tensor_parallel > 1 and not s.traits.several_gpus:
@@ -191,7 +196,7 @@ def gib(count: float) -> str:
 
 
 class _Layout:
-    """Sizes on one GPU as functions of batch and context."""
+    """Sizes on one GPU, as functions of batch and context."""
 
     def __init__(
         self, inventory: Inventory, settings: Settings, weight_bytes: int, *, packed_experts: bool
@@ -214,7 +219,7 @@ class _Layout:
         return round(2 * c.num_hidden_layers * heads * c.head_dim * element)
 
     def _experts(self, moe: MoEConfig, *, packed: bool) -> int:
-        """What one product over experts needs: their rows of a prompt's chunk, and packed weights widened."""
+        """Memory of one product over experts: the rows of a prompt chunk, and widened copies of packed weights."""
         if moe.quantization in self.traits.expert_kernels:
             return 0
         hidden, element = self.inventory.target.hidden_size, NUMBER_BYTES[self.s.compute("target")]
@@ -248,7 +253,7 @@ class _Layout:
         )
 
     def activations(self, batch: int, length: int) -> int:
-        """Taps, logits, and two passes' worth of the widest rows."""
+        """Taps, logits, and the widest rows of two passes."""
         s, c = self.s, self.inventory.target
         verified = batch * s.block_size
         rows = s.max_num_tokens or max(verified, min(length, PREFILL_CHUNK) if self.pages is None else length)
@@ -264,10 +269,10 @@ class _Layout:
         return fixed + self.kv(batch, length) + self.drafter(batch, length)
 
     def pool(self, batch: int, length: int) -> tuple[float | None, int | None]:
-        """TensorRT-LLM's `free_gpu_memory_fraction`, and the KV pool that it makes.
+        """TensorRT-LLM's `free_gpu_memory_fraction`, and the size of the resulting KV pool.
 
-        A dense arena is outside of the pool. Releases differ in which of the two is allocated first: the fraction
-        leaves the arena room in both orders, with the safety factor of TensorRT-LLM's own check.
+        A dense arena is outside the pool, and releases allocate the two in different order. The fraction leaves room
+        for the arena in both orders, with the safety factor of TensorRT-LLM's own check.
         """
         if self.pages is None:
             return None, None
@@ -291,7 +296,9 @@ class _Layout:
 
 def _weights(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str, int]]:
     found = inventory.weights(side, s.compute(side), s.precision.scheme(side), s.tensor_parallel)
-    if side == "drafter" and s.precision.head is not None:  # a copy of its own of the target's head
+    if (
+        side == "drafter" and s.precision.head is not None
+    ):  # the drafter has its own copy of the target's head
         rows, columns = inventory.target.vocab_size, inventory.target.hidden_size
         algorithm = FORMATS[s.precision.head].algorithm(calibrated=False, inputs=[columns])
         found["head"] = {
@@ -301,7 +308,7 @@ def _weights(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str
 
 
 def _bytes_read(inventory: Inventory, s: Settings, weights: dict[str, dict[str, dict[str, int]]]) -> float:
-    """Of the target, by one GPU, in a pass that verifies one block: embeddings hardly, experts at most those chosen."""
+    """Bytes of the target that one GPU reads to verify one block: few embedding rows, at most the chosen experts."""
     moe, total = inventory.target.moe, 0.0
     for role, by_precision in weights["target"].items():
         share = 0.0 if role == "embedding" and not inventory.target.tie_word_embeddings else 1.0
@@ -312,7 +319,7 @@ def _bytes_read(inventory: Inventory, s: Settings, weights: dict[str, dict[str, 
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` for which `fits` holds, which holds for all smaller ones; 0 where for none."""
+    """The largest number up to `limit` for which `fits` holds; 0 if none. If it holds, it holds for smaller numbers."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

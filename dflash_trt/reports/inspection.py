@@ -1,4 +1,4 @@
-"""What a directory is: a target, a drafter or a bundle; as plain JSON values."""
+"""Describe a directory as plain JSON values: a target, a drafter or a bundle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dflash_trt.errors import CheckpointError
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 
-# What of a manifest is shown as it stands; the files are shown by name and size.
+# Fields of the manifest that are shown unchanged. Files are shown by name and size.
 _SHOWN = (
     *("target", "drafter", "block_size", "mask_token_id", "target_layer_ids", "hidden_size", "vocab_size"),
     *("eos_token_ids", "max_seq_len", "engine", "precision", "weights", "key", "versions"),
@@ -23,9 +23,9 @@ _SHOWN = (
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """Describe a bundle or a checkpoint directory; reads configurations and headers, never weights.
+    """Describe a bundle or a checkpoint directory. Reads configurations and headers, never weights.
 
-    Raises CheckpointError or BundleError where it is neither, or malformed.
+    Raises CheckpointError or BundleError if it is neither, or malformed.
     """
     if (path / "manifest.json").exists():
         return _bundle(path)

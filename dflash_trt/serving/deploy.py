@@ -1,4 +1,4 @@
-"""Writes a Triton model repository that serves a bundle."""
+"""Write a Triton model repository that serves a bundle."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ def deploy(
     stream_interval_ms: int = 50,
     threads: int | None = None,
 ) -> Path:
-    """Write the models `dflash` and `ensemble` into the directory `out`, which must not exist or be empty.
+    """Write the models `dflash` and `ensemble` into the directory `out`, which must be missing or empty.
 
-    It appears when it is whole.
+    The directory appears when it is complete.
 
-    copy: whether the repository holds the bundle itself (to be taken elsewhere), or a link to it.
-    python: the interpreter that runs the engine; "" is the one that Triton's Python backend runs.
-    stream_interval_ms: `AsyncLLM`'s stream_interval, in milliseconds. The rest are `AsyncLLM`'s.
+    copy: whether the repository contains a copy of the bundle, to move it elsewhere, or a link to the bundle.
+    python: the interpreter that runs the engine. "" is the interpreter of Triton's Python backend.
+    stream_interval_ms: `AsyncLLM`'s stream_interval, in milliseconds.
+    All other arguments are those of `AsyncLLM`.
 
-    Returns `out`. Raises DFlashError: the bundle is not whole, a setting is out of range, or `out` is taken.
+    Returns `out`. Raises DFlashError if the bundle is incomplete, a setting is out of range, or `out` is in use.
     """
     opened = Bundle.open(bundle)
     numbers = {"max_batch_size": (max_batch_size, 1), "max_queue": (max_queue, 0)}
@@ -63,7 +64,8 @@ def deploy(
         place.check_free("is there already")
         version = place.path / MODEL / "1"
         version.mkdir(parents=True)
-        (place.path / "ensemble" / "1").mkdir(parents=True)  # Triton wants a version, though it is empty
+        # Triton needs a version directory, even an empty one.
+        (place.path / "ensemble" / "1").mkdir(parents=True)
         shutil.copyfile(source / MODEL / "1" / "model.py", version / "model.py")
         shutil.copyfile(source / "ensemble" / "config.pbtxt", place.path / "ensemble" / "config.pbtxt")
         if copy:
@@ -77,13 +79,13 @@ def deploy(
 
 
 def template() -> Path:
-    """The repository's template: in the installed package, or beside it in the source tree."""
+    """The repository's template: in the installed package, or in the source tree."""
     places = (_PACKAGE / "triton_repo", _PACKAGE.parent / "triton_repo")
     return next(place for place in places if place.is_dir())
 
 
 def container_command(bundle: str | Path) -> str:
-    """How to serve a bundle in a container whose libraries fit it."""
+    """A command that serves a bundle in a container with matching libraries."""
     opened = Bundle.open(bundle)
     found = engine_of(opened).container(opened.manifest)
     packages = " ".join(["'dflash-trt[serve]'", *found.packages])
@@ -95,12 +97,12 @@ def container_command(bundle: str | Path) -> str:
     )
 
 
-# What a client of a server of one's own must not ask for: Python of its choosing is loaded, or memory mapped.
+# APIs that are closed to clients: they could load Python code or map memory.
 RESTRICTED = "model-repository,shared-memory,trace,logging"
 
 
 def bare_command(repository: str | Path) -> str:
-    """How to start a tritonserver on a repository without `dflash-trt serve`, bound to loopback."""
+    """A command that starts tritonserver on a repository without `dflash-trt serve`, bound to loopback."""
     return (
         "secret=$(openssl rand -hex 32)\n"
         f"tritonserver --model-repository {repository} --model-control-mode explicit --load-model '*' \\\n"

@@ -1,4 +1,4 @@
-"""TensorRT-LLM in a build: the checkpoints' files, and what TensorRT-LLM needs to run them."""
+"""TensorRT-LLM in a build: the checkpoints' files, and the configuration to run them."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def configuration_job(
 
 
 def _inventory(pair: CheckpointPair) -> Inventory:
-    """What there is of weights; outlines learn their tensors from it."""
+    """The tensors of both models. Outlines learn their tensors from it."""
     target, drafter = pair.target.checkpoint, pair.drafter.checkpoint
     if isinstance(target, Checkpoint) and isinstance(drafter, Checkpoint):
-        # TensorRT-LLM's loader leaves out what it does not know, and does not miss what is not there.
+        # TensorRT-LLM's loader ignores unknown tensors and does not notice missing ones.
         return take_inventory(pair.target.config, pair.drafter.config, (target, drafter))
     inventory = take_inventory(pair.target.config, pair.drafter.config)
     for outline, side in ((target, "target"), (drafter, "drafter")):
@@ -94,8 +94,8 @@ def _inventory(pair: CheckpointPair) -> Inventory:
 
 
 def _files(pair: CheckpointPair, place: Workspace, progress: Progress) -> dict[str, Path]:
-    """Files that go into the bundle as they are. The drafter's weights are written anew where their form is another
-    than TensorRT-LLM's.
+    """Files that go into the bundle unchanged. The drafter's weights are rewritten if TensorRT-LLM needs another
+    form.
     """
     found = {f"target/{name}": path for name, path in tokenizer_files(pair.target, _TARGET_FILES).items()}
     found |= {f"target/{file.name}": file for file in pair.target.checkpoint.files}

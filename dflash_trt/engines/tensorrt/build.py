@@ -48,7 +48,7 @@ def plan_job(engine: str, pair: CheckpointPair, settings: BuildSettings, progres
         manifest=graph_fields(pair, plans.dialects, models) | {"tensorrt": plans.describe()},
         files=graph_files(pair),
         digests=graph_digests(models),
-        link=True,  # plans have the weights in them: for their sake none is copied
+        link=True,  # plans contain the weights, so no copies are made for them
         keep=FOLDER,
         models=models,
         plans=plans,

@@ -30,9 +30,9 @@ FOLDER = "plans"
 
 
 class Plans:
-    """What is asked for, checked, and then built.
+    """The plans of a build: options are checked, then plans are built.
 
-    Raises BuildError where the package is missing or too old, or an option is impossible.
+    Raises BuildError if the package is missing or too old, or an option is impossible.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Plans:
         }
 
     def describe(self) -> dict[str, Any]:
-        """The manifest's `tensorrt`, before there are plans: with it, the key says what they are built from."""
+        """The manifest's `tensorrt` before plans exist. Through it, the key covers the inputs of the plans."""
         described: dict[str, Any] = {
             "version": self.module.__version__,
             "compute_capabilities": list(self.capabilities),
@@ -90,8 +90,9 @@ class Plans:
     def build(
         self, work: Path, models: Mapping[str, ir.Model], key: str, progress: Progress
     ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Build what an interrupted build of the same key did not; returns the plans as the manifest lists them, and
-        their files with size and digest.
+        """Build the plans that an interrupted build of the same key did not finish.
+
+        Returns the plans as the manifest lists them, and their files with size and digest.
         """
         for folder in (work / FOLDER).glob("*"):
             if folder.name not in {f"sm{capability}" for capability in self.capabilities}:
@@ -123,13 +124,13 @@ class Plans:
             memo.unlink()
         for log in (work / FOLDER).rglob("*.log"):
             files[str(log.relative_to(work))] = describe_file(log)
-        # The plans have the weights now. The graphs stay, to be looked at.
+        # The plans contain the weights now. The graphs stay for inspection.
         shutil.rmtree(work / "weights")
         return found, files
 
 
 def _finished(memo: Path, plan: Path, key: str) -> dict[str, Any] | None:
-    """What is known of a plan that an interrupted build of the same key finished."""
+    """The record of a plan that an interrupted build of the same key finished."""
     try:
         entry: dict[str, Any] = json.loads(memo.read_text())
         if entry["key"] == key and plan.stat().st_size == entry["file"]["size"]:
