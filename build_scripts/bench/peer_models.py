@@ -69,7 +69,18 @@ def make_genai(target: str, out: Path) -> None:
             continue
         with tempfile.TemporaryDirectory(dir=out) as work:
             builder = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
-            options = ["-i", str(source), "-o", f"{work}/model", "-p", name, "-e", "cpu", "-c", f"{work}/cache"]
+            options = [
+                "-i",
+                str(source),
+                "-o",
+                f"{work}/model",
+                "-p",
+                name,
+                "-e",
+                "cpu",
+                "-c",
+                f"{work}/cache",
+            ]
             subprocess.run([*builder, *options], check=True)
             (Path(work) / "model").rename(made)
 
