@@ -3,9 +3,9 @@
     python -m build_scripts.bench.lengths [--milliseconds 45] [--rounds 300] [--useless]
 
 The engines are those of tests/doubles/fake_engines.py with added sleeps. Clock and scheduler are real. A pass takes
-1 + 0.1 (rows - 1) times the given time, and the first pass of each size five times as much. With `--useless` no draft
-is
-correct. The last line is one JSON document.
+1 + 0.1 (rows - 1) times the given time, and the first pass of each size five times as much. Fixed lengths are warm when
+they begin. The adaptive length is warm only for the sizes that start-up measures. With `--useless` no draft is correct.
+The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ def main() -> None:
     args = parser.parse_args()
     seconds = args.milliseconds / 1e3
     players = {str(n): Player(slow_pool(seconds, args.useless), FixedLength(n)) for n in (1, 2, 4, BLOCK)}
+    for player in players.values():
+        player.play(2)
+        player.tokens, player.seconds = 0, 0.0
     pool = slow_pool(seconds, args.useless)
     begin = perf_counter()
     players["adaptive"] = Player(pool, new_adaptive(BLOCK, pool.pair, 1))

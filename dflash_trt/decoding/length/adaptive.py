@@ -8,8 +8,8 @@ Maximizing tokens per second over many rounds is maximizing G - rate * seconds i
 per second there are (Dinkelbach's method). So a plan holds that rate and the best number of tokens to draft, worked
 out over the recent rounds; when the drafts are there, their own log-probabilities decide how many of them to verify.
 
-What is believed may be wrong. Lengths whose times are in doubt are tried, those first that are expected to cost the
-fewest tokens, and a small share of the tokens committed is what all trials may cost.
+What is believed may be wrong. A length whose time is in doubt is tried on credit: the trial that is expected to cost
+least runs, and is charged what it lost by the clock. The credit is paid back as a small share of the rounds.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dflash_trt.decoding.length.pass_times import PassTimes
 
 Array = np.ndarray[Any, Any]
 
-# Drafts (of single requests) that a plan looks back on, and the rounds after which it is made anew.
-_RECENT, _REPLAN = 64, 16
-# What trials may cost: a share of the tokens committed, and so many tokens of each request in advance.
-_SHARE, _ADVANCE = 0.01, 3.0
+# Drafts (of single requests) that a plan looks back on. It is made anew after a quarter as many rounds.
+_RECENT = 64
+# What trials may cost: a share of the rounds, and so many rounds on credit.
+_SHARE, _CREDIT = 0.01, 3.0
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ class _Plan:
     """What is best for one batch size, and what to try. Lengths count the anchor."""
 
     draft: int
+    seconds: float  # that a round takes
+    tokens: float  # that it commits
     prices: list[float]  # of verifying 1, 2 .. tokens: what the time it takes is worth, in tokens
-    losses: list[float]  # of drafting and verifying 1, 2 .. tokens instead: in tokens per request
     trial: int  # the length in doubt that loses least; 0 where nothing is
 
 
@@ -57,17 +58,15 @@ class AdaptiveLength:
         self._plans: dict[int, _Plan] = {}
         self._batch, self._trial = 1, False  # of this round
         self._rounds = self._idle = 0  # rounds since the last plan, and since the last draft
-        self._interval = 1
-        self._allowance = _ADVANCE
+        self._interval, self._drafting = 1, True
+        self._credit, self._untimed = _CREDIT, False
 
     def draft(self, batch: int) -> int:
         self._batch = max(1, batch)
         plan = self._plan(self._batch)
-        # The first pass of a drafter that was off takes in what was committed meanwhile: it is the next that is timed.
-        passes = 2 if self._idle and plan.trial > 1 else 1
-        self._trial = plan.trial == 1 or (
-            plan.trial > 1 and passes * plan.losses[plan.trial - 1] <= self._allowance
-        )
+        if self._drafting != (plan.draft > 1):  # a belief so new is looked at again soon
+            self._interval, self._drafting = 1, plan.draft > 1
+        self._trial = plan.trial > 0 and (self._credit > 0 or self._untimed)
         return plan.trial if self._trial else plan.draft
 
     def verify(self, draft: Draft, slots: Sequence[int]) -> int:
@@ -90,41 +89,39 @@ class AdaptiveLength:
         verify_seconds: float,
     ) -> None:
         batch = max(1, batch)
+        plan = self._plan(batch)
+        if plan.trial:  # otherwise there is nothing to save for
+            self._credit += _SHARE
+        if self._trial:
+            rounds = (draft_seconds + verify_seconds) / plan.seconds  # of those that were not run instead
+            lost = max(0.0, rounds - (batch + sum(accepted)) / plan.tokens)
+            self._credit = max(self._credit - lost, -_CREDIT)
+        # The first pass of a drafter that was off takes in what was committed meanwhile: it is the next that is timed.
+        self._untimed = self._trial and drafted > 1 and self._idle > 0
         self._verify_times.observe(batch, verified, verify_seconds)
         self._draft_times.observe(batch, drafted, 0.0 if self._idle else draft_seconds)
         self._idle += 1
         self._rounds += 1
         if logprobs is not None and logprobs.shape[1]:
             self._idle = 0
-            self._unlearnt.append(
-                (np.array(logprobs), accepted, offered)
-            )  # a view: the next pass overwrites it
-        if self._plan(batch).trial:  # otherwise there is nothing to save for
-            self._allowance += _SHARE * (1 + sum(accepted) / batch)
+            # A copy: the next pass overwrites them. What was not drafted is taken to be as the last that was.
+            said = np.asarray(logprobs).take(range(self.block_size - 1), axis=1, mode="clip")
+            self._unlearnt.append((said, accepted, offered))
         if self._trial or self._rounds >= self._interval:
             self._learn()
-        if self._trial and verified > 1:
-            self._allowance -= self._plan(batch).losses[verified - 1]
         self._trial = False
 
     def _learn(self) -> None:
         """What the rounds since the last plan showed. Plans are made anew, often at first."""
-        self._interval = min(2 * self._interval, _REPLAN)
+        self._interval = min(2 * self._interval, _RECENT // 4)
         self._rounds = 0
         self._plans.clear()
         if not self._unlearnt:
             return
-        said, accepted, offered = zip(*self._unlearnt, strict=True)
-        whole = np.empty((sum(map(len, said)), self.block_size - 1))
-        at = 0
-        for rows in said:
-            drafts = rows.shape[1]
-            whole[at : at + len(rows), :drafts] = rows
-            whole[at : at + len(rows), drafts:] = rows[:, -1:]  # not drafted: as the last one that was
-            at += len(rows)
-        x = log_odds(whole)
+        said, accepted, offered = map(np.concatenate, zip(*self._unlearnt, strict=True))
+        x = log_odds(said)
         self._recent.extend(x)
-        self._calibration.observe(x, np.concatenate(accepted), np.concatenate(offered), len(said))
+        self._calibration.observe(x, accepted, offered, len(self._unlearnt))
         self._unlearnt.clear()
 
     def _plan(self, batch: int) -> _Plan:
@@ -152,11 +149,11 @@ class AdaptiveLength:
             if better <= rate * (1 + 1e-9):
                 break
             best, rate = candidate, better
-        losses = (worth[best] - value.mean(axis=0) + rate * draft) / batch
         doubtful = self._verify_times.doubtful(batch)
         doubtful[1:] |= self._draft_times.doubtful(batch)[1:]
         doubtful[best] = False
+        gains = gain.mean(axis=0)
         # Plain decoding is what nobody may fall behind: what its time is comes first.
-        order = np.where(doubtful, losses, np.inf)
-        trial = 1 if doubtful[0] else int(np.argmin(order)) + 1 if doubtful.any() else 0
-        return _Plan(best + 1, (rate * verify).tolist(), losses.tolist(), trial)
+        order = np.where(doubtful, gains - rate * (verify + draft), -np.inf)
+        trial = 1 if doubtful[0] else int(np.argmax(order)) + 1 if doubtful.any() else 0
+        return _Plan(best + 1, gains[best] / rate, gains[best], (rate * verify).tolist(), trial)

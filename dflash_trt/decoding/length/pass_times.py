@@ -17,8 +17,8 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# The error of start-up times: a common factor, and one per size (standard deviations of the logarithm).
-_ALL, _EACH = 1.0, 0.7
+# The error of start-up times: a common factor, and one per size (standard deviation of the logarithm of either).
+_DOUBT = 0.7
 # The difference between two passes of one size (likewise), and the share of the prior variance that returns per
 # round.
 _NOISE, _RETURNING = 0.1, 3e-5
@@ -44,7 +44,7 @@ class PassTimes:
         self._mean: Array = np.log(np.clip(np.nan_to_num(seconds), 1e-9, 1e9)).ravel()
         self._octaves, self._shares = np.log2(batches), dict[int, Array]()
         b, n = (each.ravel() for each in np.meshgrid(self._octaves, np.log2(lengths), indexing="ij"))
-        self._doubt = _ALL**2 + _EACH**2 * np.exp(-np.abs(b - b[:, None]) - np.abs(n - n[:, None]))
+        self._doubt = _DOUBT**2 * (1 + np.exp(-np.abs(b - b[:, None]) - np.abs(n - n[:, None])))
         self._covariance = self._doubt.copy()
         self._warm = {(size, length) for size, row in measured.items() for length in row}
 

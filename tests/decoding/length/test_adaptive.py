@@ -17,6 +17,7 @@ from dflash_trt.decoding.length.pass_times import PassTimes, measure
 from dflash_trt.decoding.params import SamplingParams
 from tests.doubles.fake_engines import BLOCK, Pool, expected, request
 from tests.doubles.simulation import (
+    BEGINNINGS,
     DRAFTS,
     HARD,
     VERIFY,
@@ -37,30 +38,22 @@ HOPELESS = DRAFTS["hopeless"]
 @pytest.mark.parametrize("verify", VERIFY)
 def test_close_to_the_best_fixed_length_and_never_much_below_plain_decoding(verify: str, drafts: str) -> None:
     """Over 500 rounds from the start, so that the cost of learning counts."""
-    for pair in ("small", "large"):
-        speeds = []
-        for seed in range(2):
-            simulated = world(verify, drafts, pair, seed=seed)
-            ratios = simulated.compare(simulated.run(simulated.controller(), 500))
-            assert ratios[0] > 0.95
-            speeds.append(ratios.min())
-        assert np.mean(speeds) > 0.95, (pair, speeds)
+    speeds = []
+    for seed, pair in enumerate(("small", "large")):
+        simulated = world(verify, drafts, pair, seed=seed)
+        ratios = simulated.compare(simulated.run(simulated.controller(), 500))
+        assert ratios[0] > 0.95
+        speeds.append(ratios.min())
+    assert np.mean(speeds) > 0.95, speeds
 
 
-BAD = (
-    "all four times",
-    "drafter four times",
-    "each by its own factor",
-    "length 1 four times",
-    "length 8 four times",
-    "all three times from the middle",
-)
-
-
-@pytest.mark.parametrize("beginning", BAD)
+@pytest.mark.parametrize("beginning", BEGINNINGS)
 def test_recovers_from_wrong_times(beginning: str) -> None:
-    """Start-up times wrong by up to four times, or times that change later: over 3,000 rounds, including learning."""
-    for names in HARD:
+    """Start-up times wrong by up to four times, or times that change later: over 3,000 rounds, including learning.
+
+    Each on two of the six pairs; `python -m build_scripts.bench.adaptive_length` plays all.
+    """
+    for names in HARD[list(BEGINNINGS).index(beginning) % 3 :: 3]:
         simulated = world(*names, beginning)
         ratios = simulated.compare(simulated.run(simulated.controller(), 3000))
         assert ratios[0] > 0.97, names
@@ -219,8 +212,8 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
     assert (lengths[500:] > 1).mean() > 0.9
 
 
-def test_trials_cost_one_token_in_a_hundred() -> None:
-    """In worlds where no draft is ever right, and trials are expensive or cheap, after the advance is spent."""
+def test_trials_cost_one_round_in_a_hundred() -> None:
+    """In worlds where no draft is ever right, and trials are expensive or cheap, after the first credit is spent."""
     for verify, pair in (("moe", "large"), ("gpu", "small")):
         simulated = world(verify, "hopeless", pair)
         policy = simulated.controller()
@@ -233,7 +226,7 @@ def test_the_drafters_word_decides_how_much_of_a_block_is_verified() -> None:
     simulated = World(8, dense_cpu, small_drafter, honest(2.0), noise=0.0)
     policy, lengths = simulated.controller(), []
     simulated.run(policy, 50)
-    policy._allowance = -1.0  # no trial, which verifies all of its drafts
+    policy._credit = -1.0  # no trial, which verifies all of its drafts
     for sure in range(8):
         policy.draft(1)
         lengths.append(
