@@ -92,10 +92,10 @@ class AdaptiveLength:
         plan = self._plan(batch)
         if plan.trial:  # otherwise there is nothing to save for
             self._credit += _SHARE
-        if self._trial:
+        if self._trial and draft_seconds + verify_seconds < 1e9:  # otherwise the clock is broken
             rounds = (draft_seconds + verify_seconds) / plan.seconds  # of those that were not run instead
             lost = max(0.0, rounds - (batch + sum(accepted)) / plan.tokens)
-            self._credit = max(self._credit - lost, -_CREDIT)
+            self._credit = max(self._credit - lost, -10 * _CREDIT)
         # The first pass of a drafter that was off takes in what was committed meanwhile: it is the next that is timed.
         self._untimed = self._trial and drafted > 1 and self._idle > 0
         self._verify_times.observe(batch, verified, verify_seconds)
