@@ -267,7 +267,7 @@ def altered(bundle: Bundle, directory: Path, **fields: Any) -> Path:
 
 def test_plans_of_another_version_are_refused(bundles: tuple[Bundle, Bundle], tmp_path: Path) -> None:
     path = altered(bundles[1], tmp_path, version="10.15.1.2")
-    with pytest.raises(BundleError, match=r"built by TensorRT 10\.15\.1\.2, but 11\.4\.0 is installed"):
+    with pytest.raises(BundleError, match=r"built with TensorRT 10\.15\.1\.2, but 11\.4\.0 is installed"):
         LLM(path)
 
 
