@@ -149,7 +149,7 @@ def test_numbers_that_are_not_finite_end_their_request_alone(
         "engine": "tensorrt",
         "max_seq_len": 64,
         "precision": FLOAT32,
-        "tensorrt": options,
+        "options": options,
     }
     bundle = build(str(target), str(drafter), tmp_path / "bundle", **settings)
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"repetition_penalty": 1.2}]
