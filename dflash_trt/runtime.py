@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` share: a loaded bundle, its scheduler, and requests made for it."""
+"""The common part of `LLM` and `AsyncLLM`: a loaded bundle, its scheduler, and requests made for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Runtime:
-    """A bundle, loaded. See `LLM` for the arguments."""
+    """A loaded bundle. See `LLM` for the arguments."""
 
     def __init__(
         self,
@@ -87,8 +87,9 @@ class Runtime:
         return Tokenizer(self.bundle.path / folder, files)
 
     def lengths(self, speculate: bool, block_length: int | None) -> Lengths:
-        """The policy for a block length. None is the adaptive one, which times some passes when first asked for: only
-        while nothing runs.
+        """The policy for a block length. None selects the adaptive one.
+
+        The adaptive policy times some passes when it is first requested. Nothing may run then.
         """
         self.check_block_length(block_length)
         if not speculate:
@@ -108,7 +109,7 @@ class Runtime:
         return self._adaptive
 
     def check_block_length(self, block_length: int | None) -> None:
-        """Raise RequestError where a block length is not one of this bundle's."""
+        """Raise RequestError if this bundle does not support a block length."""
         fits = type(block_length) is int and 1 <= block_length <= self.block_size
         if block_length is not None and not fits:
             raise RequestError(
@@ -121,15 +122,15 @@ class Runtime:
     def chat_prompt(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Token ids of the rendered chat. Warns once where the drafter was trained on another mode of the target."""
+        """Token ids of the rendered chat. Warns once if the drafter was trained for another mode of the target."""
         pair = known_pair(self.bundle.manifest["target"]["name"])
         if pair and pair.thinking == "off" and (chat_template_kwargs or {}).get("enable_thinking", True):
             warnings.warn(f"{pair.name}: {pair.warning}", stacklevel=3)
         most = self.tokenizer.most_bytes(self.max_seq_len)
         if _characters([messages, chat_template_kwargs], most) > most:
             raise RequestError(
-                f"the messages have over {most} characters, more than the {self.max_seq_len} tokens that this bundle "
-                "holds: shorten them"
+                f"the messages have over {most} characters, more than the {self.max_seq_len} tokens of this bundle "
+                "can have: shorten them"
             )
         if not all(isinstance(name, str) for name in chat_template_kwargs or {}):
             raise RequestError(
@@ -147,7 +148,9 @@ class Runtime:
         deadline: float | None = None,
         block_length: int | None = None,
     ) -> Request:
-        """A request that can be met; tokenizes. `deadline` is a time of perf_counter. Raises RequestError."""
+        """Make a request that this bundle can serve; tokenizes. `deadline` is a time of perf_counter. Raises
+        RequestError.
+        """
         self.check_block_length(block_length)
         if self.driver is not None:
             self.driver.check(params, draft=draft)
@@ -166,13 +169,13 @@ class Runtime:
             ) from error
 
     def late_request(self, params: SamplingParams, deadline: float) -> Request:
-        """A request whose deadline passed before its prompt was tokenized: it has none, and will end in the next step
-        of a scheduler.
+        """A request whose deadline passed before its prompt was tokenized. It has no prompt, and ends in the next
+        step.
         """
         return self._request([], params, False, deadline, None)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids that this target can take, of a text or of token ids. Raises RequestError."""
+        """Token ids for this target, from a text or from token ids. Raises RequestError."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt, max_tokens=self.max_seq_len)
         listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray | memoryview)
@@ -216,13 +219,13 @@ class Runtime:
         )
 
     def _word_tokens(self, words: Sequence[str]) -> list[list[int]]:
-        """The token sequences of words, each as it begins a text and as it follows a space."""
+        """The token sequences of words: each at the start of a text, and after a space."""
         spellings = dict.fromkeys(spelling for word in words for spelling in (word, f" {word.lstrip()}"))
         return [ids for s in spellings if (ids := self.tokenizer.encode(s, add_special_tokens=False))]
 
 
 def _characters(value: object, most: int) -> int:
-    """Characters of the strings in nested lists and objects, and one for each value; counting ends beyond `most`."""
+    """Characters of the strings in nested lists and objects, plus one per value. Counting stops beyond `most`."""
     size, left = 0, [value]
     while left and size <= most:
         value = left.pop()
@@ -237,7 +240,7 @@ def _characters(value: object, most: int) -> int:
 
 
 def new_adaptive(block_size: int, pair: Pair, max_batch_size: int) -> AdaptiveLength:
-    """The adaptive length of a pair, whose passes it times: overwrites rows of slots 0 .. max_batch_size-1."""
+    """The adaptive length of a pair. Times the pair's passes, which overwrites rows of slots 0 .. max_batch_size-1."""
     batches = [*(2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size), max_batch_size]
     lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
     return AdaptiveLength(

@@ -20,7 +20,7 @@ FORMAT = "dflash-trt bundle"
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 GRAPHS = ("target.onnx", "drafter.onnx")
-# Files up to this size have their digest checked at every load; larger ones (weights) only by check="full".
+# Every load checks the digests of files up to this size. Larger files (weights) are checked only by check="full".
 QUICK_DIGEST_BYTES = 16 << 20
 _MAX_MANIFEST_BYTES = 4 << 20
 _OWN_DIGEST = "manifest_sha256"
@@ -45,13 +45,13 @@ _FIELDS: Mapping[str, type] = {
     "versions": dict,
     "files": dict,
 }
-# What each graph says of the pair in its own metadata, and the manifest must say too.
+# Facts about the pair in each graph's metadata, which must agree with the manifest.
 _AGREED = ("key", "block_size", "mask_token_id", "target_layer_ids", "hidden_size", "vocab_size")
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle that was found whole. `manifest` holds manifest.json; docs/bundle.md lists its fields."""
+    """A complete bundle. `manifest` holds manifest.json; docs/bundle.md lists its fields."""
 
     path: Path
     manifest: Mapping[str, Any]
@@ -92,7 +92,7 @@ class Bundle:
         return self.path / name
 
     def copy_to(self, path: Path) -> None:
-        """Write a copy of the bundle to the new directory `path`: what the manifest lists, and the manifest last."""
+        """Copy the files that the manifest lists to the new directory `path`, and the manifest last."""
         for name in [*self.manifest["files"], MANIFEST]:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             if not clone(self.path / name, path / name):
@@ -105,12 +105,12 @@ class Bundle:
 
 
 def cache_rows(max_seq_len: int, block_size: int) -> int:
-    """Per sequence: passes write blocks past the last token, and attention sinks one row more."""
+    """Cache rows per sequence. Passes write blocks past the last token, and attention sinks need one more row."""
     return max_seq_len + 2 * block_size + 1
 
 
 def graph_metadata(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """What the graphs of this bundle carry, so that a graph of another pair is noticed."""
+    """The metadata of this bundle's graphs. It reveals a graph of another pair."""
     return {f"dflash.{field}": json.dumps(manifest[field]) for field in _AGREED}
 
 
@@ -120,7 +120,7 @@ def digest(path: Path) -> str:
 
 
 def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Write manifest.json with the digest of its own values; the file appears when it is whole and on disk."""
+    """Write manifest.json with a digest of its own values. The file appears once it is complete and on disk."""
     values = {name: value for name, value in manifest.items() if name != _OWN_DIGEST}
     sealed = {"format": FORMAT, **values, _OWN_DIGEST: _digest_of_values({"format": FORMAT, **values})}
     with whole_file(directory / MANIFEST) as file:
@@ -128,22 +128,20 @@ def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the bundle in `path`, as it was written. No other file is looked at.
+    """The manifest of the bundle in `path`. Reads no other file.
 
-    Raises BundleError: this is no bundle, one of another format version, or the manifest was changed.
+    Raises BundleError if this is not a bundle, has another format version, or has a manifest that was changed.
     """
     file = path / MANIFEST
     if not path.is_dir():
-        raise BundleError(
-            f"{path}: there is no such directory; make a bundle with: dflash-trt build --out {path}"
-        )
+        raise BundleError(f"{path}: no such directory; make a bundle with: dflash-trt build --out {path}")
     if not os.path.lexists(file):
         raise BundleError(f"{path}: no {MANIFEST}, so this is not a finished bundle; run the build again")
     manifest = read_object(file, _MAX_MANIFEST_BYTES, BundleError)
     if manifest.get("format") != FORMAT:
         raise BundleError(
-            f"{file}: format is {show(manifest.get('format'))}, expected {show(FORMAT)}: this is not a bundle, "
-            "or one of an older version of dflash-trt; build it again, in another place"
+            f"{file}: format is {show(manifest.get('format'))}, expected {show(FORMAT)}: this is not a bundle, or one "
+            "from an older version of dflash-trt; build it again, in another place"
         )
     if manifest.get("format_version") != FORMAT_VERSION:
         raise BundleError(
@@ -165,7 +163,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def unlisted(path: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """What lies in a bundle's directory without being in its manifest: files, and links of any kind; sorted."""
+    """Entries of a bundle's directory that its manifest does not list: files, and links of any kind; sorted."""
     found = []
     for folder, directories, files in os.walk(path):
         links = [name for name in directories if (Path(folder) / name).is_symlink()]
@@ -176,13 +174,13 @@ def unlisted(path: Path, manifest: Mapping[str, Any]) -> list[str]:
 def _digest_of_values(manifest: Mapping[str, Any]) -> str:
     """sha256 of the manifest without its own digest: keys sorted, no spaces, ASCII."""
     values = {name: value for name, value in manifest.items() if name != _OWN_DIGEST}
-    values = json.loads(json.dumps(values))  # numbers as keys are text from now on, and sorted as such
+    values = json.loads(json.dumps(values))  # keys that are numbers become text, and are sorted as text
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_entry(manifest: Path, name: str, entry: Any) -> None:
-    """Raises BundleError where an entry of `files` could lead out of the bundle, or says no size or digest."""
+    """Raise BundleError if an entry of `files` could lead out of the bundle, or lacks a size or digest."""
     parts = PurePosixPath(name).parts
     if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\0" in name or name == MANIFEST:
         raise BundleError(f"{manifest}: files names {show(name)}, which is not a file inside the bundle")
@@ -205,27 +203,27 @@ def _check_file(bundle: Path, name: str, entry: Mapping[str, Any], *, full: bool
         raise BundleError(
             f"{file}: {found.st_size} bytes, the manifest says {entry['size']}; build the bundle again"
         )
-    # A file with one link is nobody else's: a bundle that was copied has new times.
+    # A file with one link cannot be changed elsewhere. The files of a copied bundle have new times.
     if "mtime_ns" in entry and found.st_nlink > 1 and found.st_mtime_ns != entry["mtime_ns"]:
         raise BundleError(
-            f"{file}: was written to after the build, through the checkpoint that it is linked with; "
-            "restore the checkpoint and build again, without --weights link if it may change"
+            f"{file}: was written to after the build, through the linked checkpoint; restore the checkpoint and build "
+            "again, without --weights link if the checkpoint may change"
         )
     if (full or found.st_size <= QUICK_DIGEST_BYTES) and digest(file) != entry["sha256"]:
         raise BundleError(
-            f"{file}: sha256 differs from the manifest's: the file was altered; build the bundle again"
+            f"{file}: sha256 differs from the manifest: the file was altered; build the bundle again"
         )
 
 
 def _check_graph(file: Path, manifest: Mapping[str, Any]) -> None:
     try:
         model = onnx.load(str(file), load_external_data=False)
-    except Exception as error:  # protobuf's DecodeError has no stable home
+    except Exception as error:  # protobuf's DecodeError has no stable module
         raise BundleError(f"{file}: not a readable ONNX model ({error}); build the bundle again") from error
     found = {p.key: p.value for p in model.metadata_props}
     for key, expected in graph_metadata(manifest).items():
         if found.get(key) != expected:
             raise BundleError(
                 f"{file}: {key.removeprefix('dflash.')} is {found.get(key)}, the manifest says {expected}: "
-                "graph and manifest are of different builds; build the bundle again"
+                "graph and manifest belong to different builds; build the bundle again"
             )

@@ -18,10 +18,10 @@ def _schedule(text: str) -> dict[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRTLLMOptions(EngineOptions):
-    """What the user asks for. None: computed.
+    """The user's settings. None: computed.
 
-    `tensor_parallel` GPUs, over `expert_parallel` of which the experts are spread. `draft_len_schedule`: the number
-    of active requests up to which so many tokens are drafted.
+    `tensor_parallel` GPUs share every layer; the experts are spread over `expert_parallel` of them.
+    `draft_len_schedule` maps a number of active requests to the tokens drafted up to that number.
     """
 
     title = "TensorRT-LLM"

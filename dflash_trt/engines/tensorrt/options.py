@@ -20,11 +20,13 @@ def parse_capability(text: str) -> int:
 
 @dataclass(frozen=True)
 class TensorRTOptions(EngineOptions):
-    """`capabilities`: of the GPUs to build for, as 120 for 12.0; none are those of this machine.
+    """Options of a TensorRT build.
 
-    `prefill_chunk`: prompt tokens per pass; None is 512, or less where the cache is small.
-    `plugins`: "auto" makes taps, acceptance and MXFP4 experts kernels of ours where engine, GPU and installed packages
-    take them (`plugins/`), "none" leaves them to standard operators; the result is the same.
+    capabilities: the GPUs to build for; 120 is 12.0. Empty: the GPUs of this machine.
+    prefill_chunk: prompt tokens per pass. None is 512, or less with a small cache.
+    plugins: "auto" uses our kernels for taps, acceptance and MXFP4 experts if the engine, the GPU and the installed
+    packages
+        support them (`plugins/`). "none" uses standard operators. The result is the same.
     """
 
     title = "TensorRT"
@@ -37,7 +39,7 @@ class TensorRTOptions(EngineOptions):
             nargs="+",
             type=parse_capability,
             metavar="CC",
-            help="of the GPUs to build for, such as 89 120 (default: of those here)",
+            help="of the GPUs to build for, such as 89 120 (default: of this machine's GPUs)",
         ),
     )
     max_batch_size: int = 8
@@ -52,6 +54,6 @@ class TensorRTOptions(EngineOptions):
         metadata=option(
             "--plugins",
             choices=["auto", "none"],
-            help="auto: our kernels for taps, acceptance and MXFP4 experts, where engine and GPU take them (default)",
+            help="auto: our kernels for taps, acceptance and MXFP4 experts, if engine and GPU support them (default)",
         ),
     )
