@@ -58,7 +58,7 @@ class Answer:
     statistics: Statistics | None = None
 
     def advance(self) -> None:
-        """One round. Of its tokens all but the last are drafts that were accepted."""
+        """One round. All its tokens but the last are drafts that were accepted."""
         began = perf_counter()
         chunk = next(self.chunks)
         self.seconds += perf_counter() - began

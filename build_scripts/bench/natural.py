@@ -107,7 +107,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Job:
-    """What every decoder is asked once in each round, and how the records name it."""
+    """One job of every decoder in each round, and its name in the records."""
 
     part: str
     item: str

@@ -333,7 +333,7 @@ def _memory() -> dict[str, float]:
 
 @contextmanager
 def _answers() -> Iterator[Any]:
-    """The stream of answers. What libraries print goes to standard error."""
+    """The stream of answers. Prints of libraries go to standard error."""
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
         yield out

@@ -1,4 +1,4 @@
-"""What the precision of the weights costs and gives on a CPU: size, memory, time of a pass, perplexity, agreement.
+"""Cost and gain of the precision of weights on a CPU: size, memory, time of a pass, perplexity, agreement.
 
     python -m build_scripts.bench.precision [--target smollm2-135m] [--drafter DIR] [--precisions P ...]
         [--parts text time memory rows] [--tokens 4096] [--dir DIR]

@@ -69,7 +69,7 @@ def begin_drafter(shape: Shape, directory: Path) -> None:
     for name, value in Drafter(read_drafter_config(directory)).state_dict().items():
         if name.endswith(".bias"):
             weights[name] = value * 0
-    write_checkpoint(weights, config, directory, "What a drafter of another form of `tiny` begins with.\n")
+    write_checkpoint(weights, config, directory, "The beginning of a drafter for another form of `tiny`.\n")
 
 
 def qwen3() -> Architecture:

@@ -16,9 +16,9 @@ sizes; the shipped one of `tiny` is:
 For gpt-oss, `DIR/beginning` is the drafter to build and to go on from: `--drafter DIR/beginning`, and `--from
 DIR/beginning` in place of `--taps`.
 
-The shipped pairs were made on a machine with 2 CPU cores that other jobs used at the same time. Their drafters were
-trained before `dflash-trt train` was there, by a program with the same loss (exponential decay, gamma 4), packed rows
-and a Muon of its own, which the history of this folder has. dflash_trt/shipped/tiny:
+The shipped pairs were made on a machine with 2 CPU cores that other jobs used at the same time. Their drafters are
+older than `dflash-trt train`. A program trained them that the history of this folder has. It had the same loss
+(exponential decay, gamma 4), packed rows and a Muon of its own. dflash_trt/shipped/tiny:
 
     target    4.33 M parameters: 10 layers of 192, vocabulary 2048; 8.7 MB in BF16
               74 minutes, 1750 steps of 4096 tokens (7 M tokens), in stretches: the first 1380 steps on one cosine,

@@ -46,8 +46,8 @@ def build(
     system can), "link" makes hard links: nothing is copied, and who writes to the checkpoint's files breaks the bundle.
     With "none" the full-size graphs are made from the configurations alone (those of known pairs come with the
     package): nothing is fetched, and the bundle can be inspected but not run.
-    `precision` is what the engine computes in, float32 on ONNX Runtime, else BF16 unless it says otherwise; or what
-    the weights of linear layers are quantized to on the way, where the checkpoint's are not yet.
+    `precision` is the dtype that the engine computes in: by default float32 on ONNX Runtime, else BF16. Or it is a
+    number format, and the build quantizes the weights of linear layers to it. Such a checkpoint must not be quantized.
     `options` are the engine's own: `TensorRTOptions` (dflash_trt/engines/tensorrt/options.py) for "tensorrt" and
     "tensorrt-rtx", `TensorRTLLMOptions` (dflash_trt/trtllm/options.py) for "tensorrt-llm", which needs them.
     Work happens in a sibling directory that is renamed at the end, so an interrupted build never looks finished;

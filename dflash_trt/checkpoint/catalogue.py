@@ -1,4 +1,4 @@
-"""The pairs known by name."""
+"""The pairs with a name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KNOWN_CONFIGS = Path(__file__).resolve().parent / "known"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and a drafter for it. What has no repository comes with the package.
+    """A target and a drafter for it. A model without a repository comes with the package.
 
     `thinking`: the mode of the target whose answers the drafter was trained on, and `warning` what another mode
     costs; both may be empty. `unverified`: fields of the drafter's config.json as known_configs gives it that follow
@@ -119,19 +119,19 @@ NAMES = ", ".join(pair.name for pair in PAIRS)
 
 
 def known_configs(name: str) -> tuple[Path, Path]:
-    """Directories of a known pair's target and drafter with config.json and no weights, for what needs no weights.
+    """Directories of a known pair's target and drafter with config.json, but without weights.
 
     Raises:
-        CheckpointError: no pair is known by that name.
+        CheckpointError: no pair has that name.
     """
     pair = known_pair(name)
     if pair is None:
-        raise CheckpointError(f"{name}: no pair is known by that name; known are {NAMES}")
+        raise CheckpointError(f"{name}: no pair has this name; known pairs: {NAMES}")
     target = (SHIPPED if pair.target_repo is None else _KNOWN_CONFIGS) / pair.name / "target"
     return target, (SHIPPED if pair.drafter_repo is None else _KNOWN_CONFIGS) / pair.name / "drafter"
 
 
 def known_pair(name: str) -> Pair | None:
-    """The pair that a name or a repository, with or without @revision, stands for."""
+    """The pair with this name, or with a repository of this name. A suffix @revision is ignored."""
     name = name.partition("@")[0]
     return next((pair for pair in PAIRS if name in (pair.name, pair.target_repo, pair.drafter_repo)), None)

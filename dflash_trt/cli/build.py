@@ -14,9 +14,9 @@ from dflash_trt.engines import registry
 
 SUMMARY = "build a bundle from a target and a drafter checkpoint"
 DESCRIPTION = """\
-Build a bundle from a target and its drafter: check that they fit, export both as graphs, take their weights along.
-NAME is a pair or model listed by `dflash-trt pairs`; PATH a directory with config.json and safetensors files.
-A build that was interrupted continues from what is whole.
+Build a bundle from a target and its drafter: check that they fit, export both as graphs, and add their weights.
+NAME is a pair or model listed by `dflash-trt pairs`. PATH is a directory with config.json and safetensors files.
+An interrupted build continues from its complete files.
 """
 EXAMPLES = """\
 examples:
@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter",
         metavar="NAME_OR_PATH",
-        help="the model that proposes them (default: the known one of the target)",
+        help="the model that proposes blocks of tokens (default: the target's known drafter)",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where the bundle goes (default: bundles/NAME)"
+        "--out", type=Path, metavar="DIR", help="directory of the bundle (default: bundles/NAME)"
     )
     parser.add_argument(
         "--max-seq-len",
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-size",
         type=int,
         metavar="K",
-        help="tokens of a block, the anchor included (default: as trained)",
+        help="tokens of a block, including the anchor (default: as trained)",
     )
     parser.add_argument(
         "--engine",
@@ -65,21 +65,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=["copy", "link", "none"],
         default="copy",
-        help="copy: the bundle has files of its own, sharing blocks with the checkpoint's where the file system can; "
-        "link: hard links to the checkpoint's files, which must then stay as they are; none: full-size graphs from the "
-        "configurations alone, to inspect and not to run (default: copy)",
+        help="The default, copy, gives the bundle files of its own. They share blocks with the checkpoint's if the "
+        "file system can. With link they are hard links to the checkpoint's files, which must then stay unchanged. "
+        "With none the full-size graphs come from the configurations alone, for inspection only.",
     )
     parser.add_argument(
         "--precision",
         metavar="ROLE=TYPE,...",
-        help="what target and drafter compute in, or their weights are quantized to, and those of the drafter's own LM "
-        "head: target=nvfp4,drafter=bf16,head=fp8 (default: as stored, computed in bf16 on TensorRT)",
+        help="compute dtype, or quantization of the weights, of target, drafter and the drafter's own LM head, such as "
+        "target=nvfp4,drafter=bf16,head=fp8 (default: as stored, computed in bf16 on TensorRT)",
     )
     parser.add_argument(
         "--max-batch-size",
         type=at_least(1),
         metavar="N",
-        help="most requests at a time, where the build fixes it",
+        help="limit of requests at a time, for engines that fix it in the build",
     )
     engine_options.add_arguments(parser)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`dflash-trt plan`: what a pair takes of a GPU's memory, from its configurations."""
+"""`dflash-trt plan`: the GPU memory of a pair, from its configurations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dflash_trt.engines import registry
 if TYPE_CHECKING:
     from dflash_trt.planning.memory import MemoryEstimate
 
-SUMMARY = "show what a pair takes of a GPU's memory, and what fits beside it"
+SUMMARY = "show the GPU memory of a pair, and the context and batch that fit"
 DESCRIPTION = """\
-Show, from configurations alone, what the weights and caches of a pair take of one GPU's memory, the longest context
-and the largest batch that fit. Exit code 1 when what was asked for does not fit.
+Show, from configurations alone, the memory of a pair's weights and caches on one GPU, and the longest context and the
+largest batch that fit. Exit code 1 if the requested limits do not fit.
 """
 EXAMPLES = """\
 examples:
@@ -31,9 +31,9 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="NAME_OR_PATH", help="a known pair, or a target's directory")
     parser.add_argument(
-        "--drafter", metavar="PATH", help="a drafter's directory (default: the target's known one)"
+        "--drafter", metavar="PATH", help="a drafter's directory (default: the target's known drafter)"
     )
-    parser.add_argument("--gpu", metavar="NAME", help="one of those that --gpus lists")
+    parser.add_argument("--gpu", metavar="NAME", help="a GPU that --gpus lists")
     parser.add_argument("--engine", default="tensorrt", metavar="ENGINE", help="default: tensorrt")
     several = [engine.name for engine in registry.engines() if engine.memory.several_gpus]
     parser.add_argument(
@@ -45,11 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"GPUs, with {' or '.join(several)}",
     )
     parser.add_argument(
-        "--max-seq-len", type=at_least(1), metavar="N", help="default: as `build` has it, at most 8192"
+        "--max-seq-len", type=at_least(1), metavar="N", help="default: as for `build`, at most 8192"
     )
     parser.add_argument("--max-batch-size", type=at_least(1), default=8, metavar="N", help="default: 8")
     parser.add_argument("--block-size", type=at_least(2), metavar="K", help="default: as trained")
-    parser.add_argument("--precision", metavar="ROLE=VALUE,...", help="as `build` has it")
+    parser.add_argument("--precision", metavar="ROLE=VALUE,...", help="as for `build`")
     engine_options.add_plan_arguments(parser)
     parser.add_argument("--gpus", action="store_true", help="list the GPUs with the source of each figure")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gpus:
         return _gpus(args)
     if args.target is None or args.gpu is None:
-        args.usage_error("--target and --gpu are needed (or --gpus, which lists the GPUs)")
+        args.usage_error("--target and --gpu are required (or --gpus, which lists the GPUs)")
     found = estimate(args)
     if args.json:
         print_json({**found.to_dict(), "fits": found.fits})

@@ -1,4 +1,4 @@
-"""`dflash-trt train`: a drafter for a target of one's own."""
+"""`dflash-trt train`: train a drafter for your own target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUMMARY = "train a drafter for a target, on the target's own answers"
 DESCRIPTION = """\
 Train a DFlash drafter for any target that Transformers runs and this package builds.
 `regenerate` lets the target answer prompts, `drafter` trains on the answers, `evaluate` measures a drafter.
-Each goes on where an earlier call with the same arguments was interrupted. `drafter` needs dflash-trt[train].
+Each continues an interrupted call with the same arguments. `drafter` needs dflash-trt[train].
 """
 EXAMPLES = """\
 examples:
@@ -49,35 +49,39 @@ def run(args: argparse.Namespace) -> int:
 def _add_regenerate(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_mutually_exclusive_group(required=True)
     engine.add_argument(
-        "--bundle", type=Path, metavar="DIR", help="the target as a bundle, decoded here without drafts"
+        "--bundle", type=Path, metavar="DIR", help="the target as a bundle, decoded here without drafting"
     )
     engine.add_argument(
         "--server", metavar="URL", help="the base URL of a server with OpenAI's chat completions"
     )
-    parser.add_argument("--model", metavar="NAME", help="the server's name of the model")
+    parser.add_argument("--model", metavar="NAME", help="the server's name for the model")
     parser.add_argument(
         "--target",
         metavar="NAME_OR_PATH",
-        help="with --server: the checkpoint whose tokenizer and template it has",
+        help="with --server: the checkpoint with its tokenizer and template",
     )
     _add_prompts(parser)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="a JSONL file of answers; it is continued"
     )
     parser.add_argument(
-        "--max-tokens", type=at_least(2), default=256, metavar="N", help="of an answer (default: 256)"
+        "--max-tokens",
+        type=at_least(2),
+        default=256,
+        metavar="N",
+        help="limit of tokens per answer (default: 256)",
     )
     parser.add_argument(
         "--temperatures",
         type=each(float),
         default=[0.0, 0.7],
         metavar="T,...",
-        help="each prompt gets one of them (default: 0,0.7)",
+        help="temperatures; each prompt gets one (default: 0,0.7)",
     )
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="where the temperature is not 0 (default: 1)"
+        "--top-p", type=float, default=1.0, metavar="P", help="top-p if the temperature is not 0 (default: 1)"
     )
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of sampling (default: 0)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of sampling (default: 0)")
     parser.add_argument(
         "--concurrency",
         type=at_least(1),
@@ -129,7 +133,7 @@ def _regenerate(args: argparse.Namespace) -> int:
         directory = resolve(args.target, "target").directory
         ends = read_target_config(directory).eos_token_ids
         if not ends:
-            raise DFlashError(f"{directory}: names no eos_token_id, so nobody can tell where an answer ends")
+            raise DFlashError(f"{directory}: names no eos_token_id, so the end of an answer is unknown")
         regenerate_with_server(
             args.server,
             args.model,
@@ -148,33 +152,45 @@ def _regenerate(args: argparse.Namespace) -> int:
 def _add_drafter(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, metavar="NAME_OR_PATH", help="the model that the drafter is for")
-    add("--data", type=Path, required=True, metavar="FILE", help="its answers, made by `train regenerate`")
-    add("--out", type=Path, required=True, metavar="DIR", help="the run: checkpoints, state, log and curve")
-    add("--steps", type=at_least(1), required=True, metavar="N", help="where training ends")
+    add(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the target's answers, from `train regenerate`",
+    )
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory of the run: checkpoints, state, log and curve",
+    )
+    add("--steps", type=at_least(1), required=True, metavar="N", help="number of steps")
     add(
         "--from",
         dest="checkpoint",
         metavar="NAME_OR_PATH",
-        help="a drafter to go on from (default: a new one)",
+        help="a drafter to continue from (default: a new one)",
     )
-    add("--layers", type=at_least(1), metavar="N", help="of a new drafter (default: 2)")
+    add("--layers", type=at_least(1), metavar="N", help="layers of a new drafter (default: 2)")
     add(
         "--taps",
         type=each(at_least(0)),
         metavar="L,...",
-        help="of a new drafter: target layers (default: 5, spread)",
+        help="tapped target layers of a new drafter (default: 5, spread evenly)",
     )
     add(
         "--block-size",
         type=at_least(2),
         metavar="K",
-        help="tokens of a block, anchor included (default: 8, or as --from)",
+        help="tokens of a block, including the anchor (default: 8, or as --from)",
     )
     add(
         "--mask-token-id",
         type=at_least(0),
         metavar="ID",
-        help="of a new drafter (default: a token that is not used)",
+        help="mask token of a new drafter (default: an unused token)",
     )
     add(
         "--batch-size",
@@ -188,14 +204,14 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         default=64,
         metavar="N",
-        help="most blocks of an answer and step (default: 64)",
+        help="limit of blocks per answer and step (default: 64)",
     )
     add(
         "--max-length",
         type=at_least(4),
         default=1024,
         metavar="N",
-        help="tokens of prompt and answer (default: 1024)",
+        help="limit of tokens of prompt and answer (default: 1024)",
     )
     add(
         "--head-tokens",
@@ -204,22 +220,24 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens whose logits the loss has, drawn for each step (default: 0, all)",
     )
-    add("--learning-rate", type=float, default=6e-4, metavar="R", help="at its highest (default: 6e-4)")
+    add(
+        "--learning-rate", type=float, default=6e-4, metavar="R", help="highest learning rate (default: 6e-4)"
+    )
     add("--optimizer", choices=["adamw", "muon"], default="adamw", help="default: adamw")
     add(
         "--weighting",
         choices=["dpace", "decay"],
         default="dpace",
-        help="of the loss over a block (default: dpace)",
+        help="weights of the loss over a block (default: dpace)",
     )
     add(
         "--shorter",
         type=float,
         default=0.2,
         metavar="SHARE",
-        help="of blocks that are cut short (default: 0.2)",
+        help="share of shortened blocks (default: 0.2)",
     )
-    add("--seed", type=at_least(0), default=0, help="of weights, order and anchors (default: 0)")
+    add("--seed", type=at_least(0), default=0, help="seed of weights, order and anchors (default: 0)")
     add(
         "--features",
         type=Path,
@@ -238,7 +256,7 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
         type=at_least(0),
         default=500,
         metavar="N",
-        help="steps; 0: at the end only (default: 500)",
+        help="steps between evaluations; 0: only at the end (default: 500)",
     )
     _add_questions(parser)
 
@@ -251,10 +269,14 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         help="prompts to measure with (default: the shipped natural ones)",
     )
     parser.add_argument(
-        "--limit", type=at_least(0), default=32, metavar="N", help="of them; 0: all (default: 32)"
+        "--limit", type=at_least(0), default=32, metavar="N", help="number of prompts; 0: all (default: 32)"
     )
     parser.add_argument(
-        "--eval-tokens", type=at_least(2), default=96, metavar="N", help="of an answer (default: 96)"
+        "--eval-tokens",
+        type=at_least(2),
+        default=96,
+        metavar="N",
+        help="limit of tokens per answer (default: 96)",
     )
 
 
@@ -311,7 +333,7 @@ def _drafter(args: argparse.Namespace) -> int:
     if ended < args.steps:
         print(f"{args.out}: ended after step {ended}, as asked; the same command goes on from there")
         return 1
-    print(f"{args.out}: newest weights in checkpoint/, best ones in best/, curve in acceptance.svg")
+    print(f"{args.out}: newest weights in checkpoint/, best weights in best/, curve in acceptance.svg")
     return 0
 
 
@@ -319,7 +341,7 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", required=True, metavar="NAME_OR_PATH", help="the model that the drafter is for"
     )
-    parser.add_argument("--drafter", metavar="NAME_OR_PATH", help="default: the known one of the target")
+    parser.add_argument("--drafter", metavar="NAME_OR_PATH", help="default: the target's known drafter")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
     _add_questions(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -349,9 +371,9 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 _STEPS = {
     "regenerate": ("let the target answer prompts: the data to train on", _add_regenerate, _regenerate),
-    "drafter": ("train a drafter, and measure it on the way", _add_drafter, _drafter),
+    "drafter": ("train a drafter and measure it regularly", _add_drafter, _drafter),
     "evaluate": (
-        "acceptance length of a drafter, per category and place of the block",
+        "acceptance length of a drafter, by category and position in the block",
         _add_evaluate,
         _evaluate,
     ),

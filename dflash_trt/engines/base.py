@@ -1,4 +1,4 @@
-"""What an engine is to the rest of the package: one entry of the registry.
+"""An engine as the rest of the package sees it: one entry of the registry.
 
 An entry is a light module. Its methods import what they need when they are called, so that every engine can be listed
 and described where none of its packages is installed.
@@ -73,7 +73,7 @@ class BuildJob(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What is asked of a loaded bundle. `LLM` describes the fields."""
+    """The limits that a bundle is opened with. `LLM` describes the fields."""
 
     max_batch_size: int
     prefill_chunk: int
@@ -137,7 +137,7 @@ class MemoryTraits:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What one engine, or several, can be asked for in a build, as a dataclass.
+    """The build options of one engine, or of several, as a dataclass.
 
     A field whose metadata is an `option` is an option of the command line. `title`: of their group in the help text.
     `batch`: what --max-batch-size is by default.
@@ -183,13 +183,15 @@ class Engine(ABC):
         """Load a bundle of this engine. Raises DFlashError where this machine cannot run it."""
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
-        """What `inspect` shows of a bundle of this engine, beside what it shows of every bundle."""
+        """The lines of `inspect` for a bundle of this engine, beside those of every bundle."""
         return {"cache_rows": bundle.capacity}
 
     @abstractmethod
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
-        """What this machine can do. `missing`: packages of the core that are not there. `capabilities`: compute
-        capabilities of the GPUs here, as 120 for 12.0.
+        """Whether this machine can build and run.
+
+        `missing`: packages of the core that are not there. `capabilities`: compute capabilities of the GPUs here, as
+        120 for 12.0.
         """
 
     def memory_settings(self, inventory: Inventory, options: Any) -> dict[str, Any]:

@@ -36,8 +36,8 @@ class OnnxRuntimeEngine:
     """Runs one graph on the CPU over a pool of cache slots.
 
     A cache is an input `k_cache.i` [B, C, width] and an output `k_cache_out.i`. A pass over n sequences works on the
-    slots `first_slot .. first_slot + n - 1`, as a view of the pool with as many rows C as the pass needs: cache inputs
-    and outputs are bound to the same memory.
+    slots `first_slot .. first_slot + n - 1`, as a view of the pool with as many rows C as the pass needs. Inputs and
+    outputs of a cache are bound to the same memory.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class CachePool:
         return self._begin(first), rows
 
     def views(self, begin: int, slots: int, rows: int) -> Iterator[tuple[str, Array]]:
-        """What a pass sees of each cache, [slots, rows, width], from what `place` gave."""
+        """Views of each cache for a pass, [slots, rows, width], at a place that `place` gave."""
         for name, memory in self.arrays.items():
             yield name, memory[begin : begin + slots * rows].reshape(slots, rows, -1)
 

@@ -1,4 +1,4 @@
-"""What models/ know of an engine: a dtype to compute in, and the bodies of the `dflash::` operators.
+"""An engine as models/ see it: a dtype to compute in, and the bodies of the `dflash::` operators.
 
 Signatures are at the top of onnxruntime.py, experts.py, quantized.py and quantized_experts.py.
 """
@@ -23,7 +23,10 @@ SINK_PADDING = 8
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """What decides the body of an attention layer. `windowed`: whether rows see less than all slots before them."""
+    """The traits that decide the body of an attention layer.
+
+    `windowed`: whether rows see less than all slots before them.
+    """
 
     heads: int
     kv_heads: int
@@ -62,7 +65,7 @@ class Dialect(ABC):
     def cache_shapes(
         self, kv_heads: int, head_dim: int, capacity: int | str, *, sinks: bool
     ) -> list[list[int | str]]:
-        """Of a layer's key and value cache; the rows are the last axis but one."""
+        """The shapes of a layer's key and value cache. Rows are the last axis but one."""
         sizes = self.cache_sizes(head_dim, sinks=sinks)
         if self.by_head:
             return [["B", kv_heads, capacity, size] for size in sizes]
@@ -175,7 +178,7 @@ class Dialect(ABC):
 
 
 class AttentionInputs:
-    """What `CachedAttention` and `SinkAttention` take, declared as inputs of `g`, and their outputs.
+    """The inputs of `CachedAttention` and `SinkAttention`, declared as inputs of `g`, and their outputs.
 
     `sizes`: of a head's row in the key and the value cache. `by_head`: see `Dialect`.
     """

@@ -3,8 +3,8 @@
 FP8Linear, NVFP4Linear, MXFP4Linear, INT8Linear, INT4Linear(x [rows,in], weight, scale, global_scale, input_scale,
     pre_quant_scale [in], bias [out]) -> y [rows,out]
 
-y = Q(x * pre_quant_scale) @ widened(weight).T + bias. What a format does not have is absent. Q is what happens to the
-input, in the weight's kind of numbers:
+y = Q(x * pre_quant_scale) @ widened(weight).T + bias. An input that a format does not have is absent. Q
+rounds the input to the weight's kind of numbers:
     "none"    nothing: the format is of weights only
     "static"  one calibrated scale for all rows
     "row"     every row is divided by its largest magnitude first, and its result multiplied by it after: a row's
@@ -14,8 +14,8 @@ The formats themselves, and the nodes that each dialect gets for them, are in df
 The bodies for ONNX Runtime compute in float32 on the exact numbers that the codes stand for, with the input rounded as
 the format rounds it. A layer in blocks of integers has no such operator: it is one node, `onnxruntime_integers`.
 
-What TensorRT gets are the patterns of QuantizeLinear and DequantizeLinear that it turns into multiplications of packed
-numbers; weights stay packed in its plans.
+The bodies for TensorRT are the patterns of QuantizeLinear and DequantizeLinear that it turns into multiplications of
+packed numbers. Weights stay packed in its plans.
 """
 
 from __future__ import annotations

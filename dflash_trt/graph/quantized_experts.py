@@ -159,7 +159,7 @@ def onnxruntime_experts(
 
 
 def _signature(stack: Stack) -> str:
-    """What the body depends on besides the layer's size, which is the same throughout a model."""
+    """The traits that the body depends on, besides the layer's size, which is the same throughout a model."""
     if stack.kind is None:
         return "Linear"
     per_row = stack.kind.format.scale_by_row and stack.stored[0].scale.nbytes > 4

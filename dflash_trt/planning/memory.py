@@ -1,4 +1,4 @@
-"""What a pair takes of one GPU's memory, and the longest context and the largest batch that fit beside it.
+"""The memory of a pair on one GPU, and the longest context and the largest batch that fit beside it.
 
 Everything but activations and the runtime's own memory follows exactly from the configurations. For these two, an
 engine has allowances of its own (`MemoryTraits`). Activations may also be estimated from shapes.

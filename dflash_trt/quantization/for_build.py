@@ -32,7 +32,7 @@ def in_precision(
 ) -> tuple[Weights, Weights, Weights | None]:
     """Target, drafter, and the head that the drafter has to itself, if any.
 
-    What is made lies in `folder`; what an interrupted build made there of the same checkpoints is taken over.
+    New checkpoints are written to `folder`. Those that an interrupted build made there of the same input are reused.
 
     Scales come from the weights alone; calibrated ones are made before, by `dflash-trt quantize`. `layout`: how the
     engine reads quantized weights. An engine of blocks multiplies the head in them too: the target's gets its scheme.

@@ -1,7 +1,7 @@
 """Part of the vocabulary, for the loss: logits of all tokens take most of the time of a small target's drafter.
 
 The loss of a row is log(sum of exp over all tokens) less the label's logit. Here the sum has the tokens that matter
-most, and stands for the others by some of them, drawn anew in each step: each counts for as many as it stands for
+most, and a sample of the others, drawn anew in each step. Each token of the sample counts for as many as it stands for
 (sampled softmax, arXiv 1412.2007, with uniform draws). Decoding has all tokens as ever.
 """
 

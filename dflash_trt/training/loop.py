@@ -1,4 +1,4 @@
-"""Training a drafter: one step after another, saved so that a run that was killed goes on as if it had not been."""
+"""Train a drafter step by step. The state is saved, so a killed run resumes as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Recipe:
     seed: int = 0
 
     def factor(self, step: int) -> float:
-        """On the learning rate, in step 0, 1, ..."""
+        """The factor on the learning rate in step 0, 1, ..."""
         warm = max(1, round(self.warmup * self.steps))
         if step < warm:
             return (step + 1) / warm
@@ -62,7 +62,7 @@ class Recipe:
 
 
 _CHUNK = 16  # blocks whose logits of the whole vocabulary are held at a time
-# Fields that may differ when a run goes on: they say where it ends, not what a step does.
+# Fields that a resumed run may change: they determine where it ends, not its steps.
 _FREE = {"steps"}
 
 
@@ -80,13 +80,13 @@ def train(
     on_weights: Callable[[int, dict[str, Tensor]], None] | None = None,
     report: Callable[[dict[str, Any]], None] | None = None,
 ) -> int:
-    """Train until `recipe.steps` steps are done; returns how many this call has done.
+    """Train until `recipe.steps` steps are done. Returns the number of steps done in this call.
 
-    In `out`: `state/` every `save_every` steps and when the process is asked to end, `log.jsonl` with a line per 10
-    steps, `recipe.json`. A call that finds a state goes on behind it. `on_weights(step, weights)` gets the weights
-    every `evaluate_every` steps, 0: only at the end; where there are several processes, in the first one only.
+    Files in `out`: `state/`, saved every `save_every` steps and when the process is asked to end; `log.jsonl`, a line
+    per 10 steps; `recipe.json`. A call that finds a state resumes it. `on_weights(step, weights)` is called every
+    `evaluate_every` steps (0: only at the end), and only in the first process.
 
-    Raises DFlashError where `out` holds a run by another recipe.
+    Raises DFlashError if `out` holds a run with another recipe.
     """
     out.mkdir(parents=True, exist_ok=True)
     _same_recipe(out / "recipe.json", recipe, accelerator)
@@ -144,7 +144,7 @@ def _step(
     accelerator: Accelerator,
     cache: FeatureCache | None,
 ) -> tuple[Tensor, int]:
-    """The loss of this process's batch, and how many blocks it has."""
+    """The loss of this process's batch, and its number of blocks."""
     device, config = accelerator.device, accelerator.unwrap_model(module).config
     number = step * accelerator.num_processes + accelerator.process_index
     batch = batches(number)
@@ -182,7 +182,7 @@ def _step(
 
 
 def make_accelerator() -> Accelerator:
-    """As `accelerate launch` sets it up. Where that says nothing of precision: BF16 if the hardware has it."""
+    """The accelerator as `accelerate launch` configures it. Default precision: BF16 if the hardware supports it."""
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
     fast = matrix_dtype(PartialState().device) == torch.bfloat16
     return Accelerator(mixed_precision=asked or ("bf16" if fast else "no"))
@@ -208,15 +208,15 @@ def _same_recipe(file: Path, recipe: Recipe, accelerator: Accelerator) -> None:
         for key, value in values.items():
             if key not in _FREE and before.get(key) != value:
                 raise DFlashError(
-                    f"{file}: {key} is {before.get(key)}, but now {value}: a run goes on by the recipe it began with; "
-                    "choose another --out"
+                    f"{file}: {key} is {before.get(key)}, but now {value}: a run continues with its first "
+                    "recipe; choose another --out"
                 )
     if accelerator.is_main_process:
         file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _any(mine: bool, accelerator: Accelerator) -> bool:
-    """Whether any process was asked to end: all of them leave after the same step."""
+    """Whether any process was asked to end. All processes stop after the same step."""
     if accelerator.num_processes == 1:
         return mine
     flag = torch.tensor([float(mine)], device=accelerator.device)
@@ -226,7 +226,7 @@ def _any(mine: bool, accelerator: Accelerator) -> bool:
 
 @contextmanager
 def _asked_to_end() -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM or SIGINT has come; a step that is under way is finished."""
+    """Whether SIGTERM or SIGINT has arrived. The current step is finished first."""
     came: list[int] = []
     kinds = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(kind, lambda number, _: came.append(number)) for kind in kinds]

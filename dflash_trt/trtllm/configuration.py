@@ -1,6 +1,6 @@
-"""`llm_args.yaml` for a pair: every choice computed, with its reason, or refused.
+"""`llm_args.yaml` for a pair: every choice is computed with its reason, or refused.
 
-Rules and their sources are in docs/tensorrt_llm.md. Nothing here imports tensorrt_llm.
+docs/tensorrt_llm.md has the rules and their sources. Nothing here imports tensorrt_llm.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LARGEST_DEFAULT_BATCH = 64
 
 @dataclass(frozen=True)
 class Choice:
-    """One setting, and why it is so."""
+    """One setting and its reason."""
 
     name: str
     value: Any
@@ -35,7 +35,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Configuration:
-    """`llm_args` as TensorRT-LLM reads it, the choices behind it, and the memory that it takes."""
+    """`llm_args` as TensorRT-LLM reads it, the choices behind it, and its memory."""
 
     release: Release
     gpu: Gpu
@@ -54,9 +54,10 @@ def configure(
     max_seq_len: int,
     quantization: TargetQuantization,
 ) -> Configuration:
-    """Everything that TensorRT-LLM is told about a pair.
+    """The complete configuration for a pair.
 
-    Raises BuildError for what it cannot load or run, with the reason, and for what does not fit, with the arithmetic.
+    Raises BuildError with the reason for a pair that TensorRT-LLM cannot load or run, and with the arithmetic for a
+    pair that does not fit.
     """
     release, gpu = find_release(options.version), find_gpu(options.gpu)
     settings = Settings(
@@ -86,12 +87,12 @@ def configure(
     choices = [
         Choice("tensor_parallel_size", options.tensor_parallel, "as asked (--tp)"),
         Choice("nodes", nodes, f"{gpus_per_node} GPUs a node"),
-        Choice("max_draft_len", draft_len, f"block of {block_size}, of which the first token is the anchor"),
+        Choice("max_draft_len", draft_len, f"block of {block_size}, including the anchor as its first token"),
         attention,
         Choice(
             "max_seq_len",
             max_seq_len,
-            "prompt and output together; always set, for the drafter's context buffer grows with it",
+            "prompt and output together; always set, because the drafter's context buffer grows with it",
         ),
         batch,
         Choice(
@@ -110,7 +111,7 @@ def configure(
         Choice(
             "cuda_graph_batch_sizes",
             sizes,
-            "batches are padded to the next of them; one graph of each is captured",
+            "batches are padded to the next size; one graph per size is captured",
         ),
     ]
     args: dict[str, Any] = {
@@ -167,7 +168,7 @@ def memory_settings(
 
 
 def check_quantization(inventory: Inventory, gpu: Gpu, quantization: TargetQuantization) -> None:
-    """Whether TensorRT-LLM loads a target in this form on this GPU (its hardware and quantization matrix)."""
+    """Check that TensorRT-LLM loads a target in this form on this GPU (its hardware and quantization matrix)."""
     scheme, model = quantization.scheme, inventory.target
     if model.architecture == "GptOssForCausalLM" and scheme in ("fp8", "nvfp4"):
         raise BuildError(
@@ -262,7 +263,7 @@ def _moe_backend(
         else:
             best, reason = (
                 "CUTLASS",
-                f"MXFP4 experts on SM{gpu.sm}: what users report to run, not in NVIDIA's guide",
+                f"MXFP4 experts on SM{gpu.sm}: reported to run by users, not in NVIDIA's guide",
             )
     elif quantization.scheme == "nvfp4" and blackwell:
         best, reason = "TRTLLM", "NVFP4 experts on SM100 and SM103"
@@ -277,14 +278,14 @@ def _moe_backend(
             f"use {best}, or leave it out"
         )
     if asked == "TRTLLM" and quantization.scheme is None:
-        raise BuildError(f"--moe-backend is TRTLLM, which takes quantized experts, not BF16; use {best}")
+        raise BuildError(f"--moe-backend is TRTLLM, which supports quantized experts, not BF16; use {best}")
     return Choice("moe_backend", asked, "as asked (--moe-backend)")
 
 
 def _batch(
     inventory: Inventory, settings: Settings, options: TensorRTLLMOptions
 ) -> tuple[MemoryEstimate, Choice]:
-    """The batch, and the plan for it. What was asked for may exceed what the KV pool holds at full length."""
+    """The batch and its memory plan. A requested batch may exceed the KV pool at full length."""
     single = estimate_memory(inventory, settings)
     if single.largest_batch < 1:
         raise single.refuse()
@@ -330,17 +331,17 @@ def _arena_reason(settings: Settings) -> str:
         return (
             "2 * (batch + 1) * layers * (context + block) * kv heads per GPU * head size * 2 bytes, per GPU"
         )
-    return "per GPU, should the drafter get no pages of the KV pool; normally it does, and takes none of this"
+    return "per GPU, if the drafter gets no pages of the KV pool; normally it gets pages, and this is 0"
 
 
 def _fraction_reason(settings: Settings) -> str:
     if settings.arena:
-        return "leaves the drafter's buffer its room, whichever of buffer and pool is allocated first"
+        return "leaves room for the drafter's buffer, whether buffer or pool is allocated first"
     return "TensorRT-LLM's default: the drafter's context is inside the pool"
 
 
 def _warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> list[Choice]:
-    """What is known to go wrong, with where that is reported."""
+    """Known problems, each with its report."""
     found = []
     gpt_oss = inventory.target.architecture == "GptOssForCausalLM"
     if gpt_oss:
@@ -352,7 +353,7 @@ def _warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> list[
         found.append(f"gpt-oss-20b was reported not to start on SM{gpu.sm} (NVIDIA/TensorRT-LLM#13156)")
     if 0 in schedule.values():
         found.append(
-            "while nothing is drafted the drafter stores no context: later drafts of those requests are worse"
+            "without drafting the drafter stores no context, so later drafts of those requests are worse"
         )
     return [Choice("warning", "", text) for text in found]
 

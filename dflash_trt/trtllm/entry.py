@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TensorRTLLMEntry(Engine):
-    """Runs checkpoints as they are, on one GPU or several, with a scheduler of its own."""
+    """Runs checkpoints unchanged, on one GPU or several, with TensorRT-LLM's own scheduler."""
 
     name = "tensorrt-llm"
     options = TensorRTLLMOptions
@@ -52,8 +52,8 @@ class TensorRTLLMEntry(Engine):
             )
         if precision not in (None, Precision()):
             raise BuildError(
-                f"--precision is of no use to --engine {self.name}, which runs checkpoints as they are; make one in "
-                "fewer bits with: dflash-trt quantize"
+                f"--precision is not supported for --engine {self.name}, which runs checkpoints unchanged; make a "
+                "quantized checkpoint with: dflash-trt quantize"
             )
 
     def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:

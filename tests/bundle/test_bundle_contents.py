@@ -1,4 +1,4 @@
-"""A bundle is what its manifest says: what is read of it, and what a change of the checkpoint does to it."""
+"""A bundle matches its manifest: the files that are read, and the effect of changes to the checkpoint."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_an_edited_manifest_is_noticed_at_every_check(bundle: Path, field: str, 
 
 
 def test_a_manifest_with_numbers_as_keys_is_read_again(bundle: Path) -> None:
-    """JSON has none: they become text, and are sorted as text."""
+    """JSON has no such keys: they become text, and are sorted as text."""
     write_manifest(bundle, manifest_of(bundle) | {"x": {4: 7, 16: 2}})
     assert Bundle.open(bundle).manifest["x"] == {"4": 7, "16": 2}
 
 
 def test_a_manifest_may_be_written_another_way(bundle: Path) -> None:
-    """Its digest is of the values, not of spaces and the order of keys."""
+    """The digest covers the values, not spaces and the order of keys."""
     manifest = manifest_of(bundle)
     (bundle / MANIFEST).write_text(json.dumps(dict(sorted(manifest.items(), reverse=True))))
     assert Bundle.open(bundle).manifest == manifest
@@ -83,7 +83,7 @@ def test_files_beside_the_manifest_are_not_read(pair: Path) -> None:
 
 
 def test_a_bundle_for_tensorrt_llm_has_no_files_beside_the_manifests(pair: Path) -> None:
-    """TensorRT-LLM reads what it finds in the directories of target and drafter."""
+    """TensorRT-LLM reads every file in the directories of target and drafter."""
     out = build_pair(pair, pair / "b", engine="tensorrt-llm", options=TensorRTLLMOptions(gpu="b200")).path
     (out / "target" / "modeling.py").write_text("import os")
     with pytest.raises(BundleError, match=r"modeling\.py: the manifest does not list this file"):
@@ -169,7 +169,7 @@ def test_weights_are_linked_when_asked_and_a_change_of_them_is_noticed(pair: Pat
     elsewhere = Path(shutil.copytree(out, pair / "elsewhere"))
     for path in elsewhere.rglob("*"):
         os.utime(path)
-    Bundle.open(elsewhere)  # a copy has new times, and is nobody else's
+    Bundle.open(elsewhere)  # a copy has new times and is independent
     with original.open("r+b") as file:
         file.seek(-4, os.SEEK_END)
         file.write(b"\1\2\3\4")
@@ -240,7 +240,7 @@ def test_copies_that_do_not_fit_on_the_disk_are_not_begun(
 
 @pytest.mark.parametrize("step", ["digest", "copy weights"])
 def test_a_checkpoint_that_changes_during_the_build_ends_it(pair: Path, step: str) -> None:
-    """The graphs are of the header that was read first."""
+    """The graphs belong to the header that was read first."""
 
     def change(now: str, done: int, total: int) -> None:
         if now == step and done == total:
@@ -248,7 +248,7 @@ def test_a_checkpoint_that_changes_during_the_build_ends_it(pair: Path, step: st
                 file.seek(-4, os.SEEK_END)
                 file.write(b"\1\2\3\4")
 
-    with pytest.raises(BuildError, match=r"model\.safetensors: was changed during the build"):
+    with pytest.raises(BuildError, match=r"model\.safetensors: has changed during the build"):
         build_pair(pair, pair / "bundle", progress=change)
     build_pair(pair, pair / "bundle")
     Bundle.open(pair / "bundle", "full")
@@ -259,12 +259,12 @@ def test_a_checkpoint_that_changes_between_header_and_data_is_not_mapped(pair: P
     checkpoint = Checkpoint(pair / "target")
     with (pair / "target" / "model.safetensors").open("r+b") as file:
         file.truncate(4096)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: was changed since its header was read"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: has changed since its header was read"):
         checkpoint.array("model.norm.weight")
 
 
 def test_a_build_with_another_precision_takes_over_nothing_that_is_stale(pair: Path) -> None:
-    """What was quantized for an interrupted build belongs to the checkpoint as it was then."""
+    """Weights quantized for an interrupted build belong to the checkpoint as it was then."""
 
     def stop(step: str, done: int, total: int) -> None:
         if step == "write graphs":

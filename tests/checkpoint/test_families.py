@@ -1,4 +1,4 @@
-"""The families: what their published configurations mean, held against Transformers' own reading of them."""
+"""Published configurations of the families, compared with Transformers' own reading of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of engines: what it knows, and what it leaves alone until it is asked."""
+"""The table of engines: its entries, and the imports that it avoids."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_options_of_another_engine_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(BuildError, match="--engine is tensorrt-llm, and options are TensorRTOptions"):
         build("tiny", None, tmp_path / "b", engine="tensorrt-llm", options=TensorRTOptions())
-    with pytest.raises(BuildError, match="--engine is tensorrt-llm, and --gpu is missing"):
+    with pytest.raises(BuildError, match="--engine tensorrt-llm needs --gpu"):
         build("tiny", None, tmp_path / "b", engine="tensorrt-llm")
     assert not list(tmp_path.iterdir())
 
 
-# Of these, nothing may be imported but what the table itself needs to list engines and their options.
+# Nothing of these rooms may be imported, except the modules of LIGHT, which list engines and their options.
 GPU_ROOMS = (
     "tensorrt",
     "torch",
@@ -60,7 +60,7 @@ LIGHT = {
 
 
 def modules_after(program: str) -> set[str]:
-    """What a program of its own imports from the rooms of GPUs."""
+    """The modules that a program of its own imports from the rooms of GPUs."""
     program += "\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     found = json.loads(answer.stdout.splitlines()[-1])

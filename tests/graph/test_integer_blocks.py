@@ -57,7 +57,7 @@ def session(checkpoint: Checkpoint, *, biased: bool = False, threads: int = 1) -
 
 
 def numbers(checkpoint: Checkpoint, algorithm: str) -> np.ndarray:
-    """What the blocks stand for, by the definition of MatMulNBits."""
+    """The numbers that the blocks stand for, by the definition of MatMulNBits."""
     codes, scales = checkpoint.array("l.weight"), checkpoint.array("l.weight_scale")
     bits = codes.shape[2] * 8 // BLOCK
     unsigned = codes if bits == 8 else unpack_pairs(codes)

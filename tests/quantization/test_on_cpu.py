@@ -49,7 +49,7 @@ def test_the_head_has_fewer_bits_beside_a_tied_embedding(bundle: Bundle, tmp_pat
 
 
 def test_an_outline_has_the_same_products(bundle: Bundle, tmp_path: Path) -> None:
-    """Of an imagined file no two layers lie one behind the other: each is a product."""
+    """No two layers of an imagined file lie one behind the other, so each is a product."""
     scheme = "int8" if bundle.manifest["quantization"]["target"] == "W8A16" else "int4"
     precision = parse_precision(f"target={scheme},drafter=int8,head=int4")
     outline = build("tiny", None, tmp_path / "outline", weights="none", precision=precision)

@@ -103,7 +103,7 @@ def request(key: int, prompt: list[int], **params: Any) -> bytes:
 
 
 class Engine:
-    """The worker, as the Triton model starts it."""
+    """The worker, started as the Triton model does."""
 
     def __init__(self, bundle: Path, **settings: str) -> None:
         self.socket, theirs = socket.socketpair()
@@ -248,7 +248,7 @@ def test_a_failed_engine_refuses_its_requests_and_ends_the_process(bundle: Path)
 
 
 def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
-    """A panic, an answer that cannot be written, numbers that are not finite; those beside them get their tokens."""
+    """A panic, an unwritable answer, numbers that are not finite. The other requests get their tokens."""
 
     async def run() -> None:
         llm = AsyncLLM(bundle, threads=1, block_length=1)
@@ -328,8 +328,8 @@ def test_containers_fit_the_engine_of_the_bundle(bundle: Path, monkeypatch: pyte
     assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt-llm")
     assert "'dflash-trt[serve]' tensorrt-rtx" in command("tensorrt-rtx")
     assert "--gpus" not in command("onnxruntime")
-    for version in ("10.2.0", "10.11.0.33"):  # older containers have open doors
-        with pytest.raises(DFlashError, match=rf"plans are of TensorRT {version[:4]}.*10\.14"):
+    for version in ("10.2.0", "10.11.0.33"):  # older containers have known security defects
+        with pytest.raises(DFlashError, match=rf"plans were built with TensorRT {version[:4]}.*10\.14"):
             command("tensorrt", version)
 
 

@@ -74,7 +74,7 @@ def test_weights_are_taken_as_they_are(pair: Path, built: Bundle) -> None:
 
 
 def test_a_drafter_directory_is_what_all_readers_take_it_for(pair: Path, tmp_path: Path) -> None:
-    """Our loader, safetensors, and Transformers' Qwen3 with the layers' weights: the same tensors."""
+    """Our loader, safetensors, and Transformers' Qwen3 with the layers' weights read the same tensors."""
     bundle = build_pair(pair, tmp_path / "b", "turned")
     directory = bundle.path / "drafter"
     config, original = read_drafter_config(directory), read_drafter_config(pair / "turned")
@@ -86,7 +86,7 @@ def test_a_drafter_directory_is_what_all_readers_take_it_for(pair: Path, tmp_pat
         name: t.to(torch.bfloat16) for name, t in load_file(pair / "turned" / "model.safetensors").items()
     }
     hidden = config.hidden_size
-    first, second, third = source["fc.weight"].split(hidden, dim=1)  # of taps 2, 0, 1
+    first, second, third = source["fc.weight"].split(hidden, dim=1)  # for taps 2, 0, 1
     source["fc.weight"] = torch.cat([second, third, first], dim=1)
     theirs = load_file(directory / "model.safetensors")
     ours = Checkpoint(directory)
@@ -106,7 +106,7 @@ def test_a_drafter_directory_is_what_all_readers_take_it_for(pair: Path, tmp_pat
 
 
 def test_reordered_taps_draft_the_same(pair: Path, tmp_path: Path) -> None:
-    """The rewritten drafter, run by ONNX Runtime, drafts what the original drafts."""
+    """The rewritten drafter on ONNX Runtime drafts the same as the original."""
     make_drafter(tmp_path / "turned", pair / "target", taps=(2, 0, 1))
     shutil.copytree(pair / "target", tmp_path / "target")
     bundle = build_pair(tmp_path, tmp_path / "trtllm", "turned")
@@ -174,7 +174,7 @@ def test_a_target_without_a_tensor_is_refused(pair: Path, tmp_path: Path) -> Non
 
 
 def quantize(directory: Path, scheme: str) -> None:
-    """Rewrite a target's matrices in the form, not with the values, that ModelOpt exports."""
+    """Rewrite a target's matrices in ModelOpt's export form, but with other values."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
@@ -197,7 +197,7 @@ def quantize(directory: Path, scheme: str) -> None:
 @pytest.mark.parametrize("make", [make_target, make_qwen3_moe])
 @pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
 def test_modelopt_checkpoints_build(scheme: str, make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Dense layers and experts, each quantized by itself."""
+    """Dense layers and experts, each quantized separately."""
     make(tmp_path / "target")
     make_drafter(tmp_path / "drafter", tmp_path / "target")
     quantize(tmp_path / "target", scheme)
@@ -255,7 +255,7 @@ def test_inspect_explains_the_choices(built: Bundle, capsys: pytest.CaptureFixtu
     found = inspect(built.path)
     assert found["runs_on"] == "1 x h200, 1 node(s), TensorRT-LLM 1.4.0rc1"
     assert found["choices"]["attention_backend"].startswith("FA4: SM90")
-    assert found["choices"]["max_draft_len"] == "7: block of 8, of which the first token is the anchor"
+    assert found["choices"]["max_draft_len"] == "7: block of 8, including the anchor as its first token"
     assert main(["inspect", str(built.path)]) == 0
     assert "free_gpu_memory_fraction" in capsys.readouterr().out
 
@@ -278,7 +278,7 @@ def test_the_command_builds(pair: Path, tmp_path: Path, capsys: pytest.CaptureFi
         with pytest.raises(SystemExit) as raised:
             main([*base, str(tmp_path / "c"), *wrong])
         assert raised.value.code == 2
-    with pytest.raises(BuildError, match="--gpu is missing"):
+    with pytest.raises(BuildError, match="needs --gpu"):
         build_pair(pair, tmp_path / "c", options=None)
     with pytest.raises(BuildError, match="options are TensorRTLLMOptions, which are for: tensorrt-llm"):
         build_pair(pair, tmp_path / "c", engine="onnxruntime")

@@ -43,7 +43,7 @@ def read_pair(target_dir: Path, drafter_dir: Path) -> Pair:
 
 
 def quantized_pair(root: Path, name: str, algorithm: str | None, cache: str | None = None) -> Pair:
-    """A known pair's configurations, the target's as Model Optimizer leaves it."""
+    """A known pair's configurations, with the target as Model Optimizer exports it."""
     target, drafter = known_configs(name)
     directory = root / f"{name}-{algorithm}-{cache}"
     shutil.copytree(target, directory)
@@ -75,7 +75,7 @@ def yaml_documents(configuration: Configuration) -> dict[str, Any]:
 def test_every_yaml_is_valid_for_every_pair_and_parallelism(
     pairs: dict[str, Pair], gpu: str, version: str
 ) -> None:
-    """Each combination gives files that the release's schema takes, or a refusal that is right."""
+    """Each combination gives files that the release's schema accepts, or a correct refusal."""
     release, device = find_release(version), gpus()[gpu]
     jsonschema.Draft202012Validator.check_schema(release.llm_args)
     jsonschema.Draft202012Validator.check_schema(release.disaggregated)
@@ -113,7 +113,7 @@ def attempt(pair: Pair, gpu: str, options: dict[str, Any]) -> tuple[Configuratio
 
 
 def check_rules(found: Configuration, inventory: Inventory, tp: int, ep: int) -> None:
-    """What TensorRT-LLM checks when it starts, by its reference and sources."""
+    """The checks of TensorRT-LLM's start, by its reference and sources."""
     args, drafter = found.llm_args, inventory.drafter
     speculative = args["speculative_config"]
     assert 0 < speculative["max_draft_len"] <= drafter.block_size - 1
@@ -221,7 +221,7 @@ def test_quantized_targets_are_planned_as_such(pairs: dict[str, Pair], tmp_path:
         ("qwen3-8b", "h200", {"drafter_attention": "TRTLLM"}, "TRTLLM runs on SM100 and SM103 only"),
         ("qwen3-8b", "h200", {"drafter_attention": "fast"}, "expected one of: VANILLA, TRTLLM, FA4"),
         ("gpt-oss-20b", "h200", {"moe_backend": "TRTLLM"}, "runs on SM100 and SM103, but H200"),
-        ("qwen3-coder-30b-a3b", "b200", {"moe_backend": "TRTLLM"}, "takes quantized experts, not BF16"),
+        ("qwen3-coder-30b-a3b", "b200", {"moe_backend": "TRTLLM"}, "supports quantized experts, not BF16"),
         ("gpt-oss-20b", "b200", {"moe_backend": "FAST"}, r"moe_config.backend: 'FAST' is not one of"),
         ("qwen3-8b", "b200", {"moe_backend": "CUTLASS"}, "has no experts"),
         ("qwen3-8b", "b200", {"tensor_parallel": 2, "expert_parallel": 2}, "has no experts"),

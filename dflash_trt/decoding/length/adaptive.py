@@ -6,9 +6,9 @@ calibrated by what became of earlier drafts (`calibration`); time from measured 
 
 Maximizing tokens per second over many rounds is maximizing G - rate * seconds in each, where `rate` is the best tokens
 per second there are (Dinkelbach's method). So a plan holds that rate and the best number of tokens to draft, worked
-out over the recent rounds; when the drafts are there, their own log-probabilities decide how many of them to verify.
+out over the recent rounds. When the drafts are there, their own log-probabilities decide how many of them to verify.
 
-What is believed may be wrong. A length whose time is in doubt is tried on credit: the trial that is expected to cost
+A belief may be wrong. A length whose time is in doubt is tried on credit: the trial that is expected to cost
 least runs, and is charged what it lost by the clock. The credit is paid back as a small share of the rounds.
 """
 
@@ -29,13 +29,13 @@ Array = np.ndarray[Any, Any]
 
 # Drafts (of single requests) that a plan looks back on. It is made anew after a quarter as many rounds.
 _RECENT = 64
-# What trials may cost: a share of the rounds, and so many rounds on credit.
+# The cost that trials may have: a share of the rounds, and so many rounds on credit.
 _SHARE, _CREDIT = 0.01, 3.0
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is best for one batch size, and what to try. Lengths count the anchor."""
+    """The best choice for one batch size, and the next trial. Lengths include the anchor."""
 
     draft: int
     seconds: float  # that a round takes
@@ -45,9 +45,9 @@ class _Plan:
 
 
 class AdaptiveLength:
-    """A `Lengths` that learns. It knows no engine: pass times and drafts' fates are told.
+    """A `Lengths` that learns. It knows no engine: the scheduler reports pass times and results of drafts.
 
-    Whatever numbers it is given, it answers with a length from 1 to the block size.
+    For any numbers, it returns a length from 1 to the block size.
     """
 
     def __init__(self, block_size: int, draft_times: PassTimes, verify_times: PassTimes) -> None:
@@ -56,7 +56,7 @@ class AdaptiveLength:
         self._recent: deque[Array] = deque([np.zeros(block_size - 1)], maxlen=_RECENT)
         self._unlearnt: list[tuple[Array, Sequence[int], Sequence[int]]] = []
         self._plans: dict[int, _Plan] = {}
-        self._batch, self._trial = 1, False  # of this round
+        self._batch, self._trial = 1, False  # of the current round
         self._rounds = self._idle = 0  # rounds since the last plan, and since the last draft
         self._interval, self._drafting = 1, True
         self._credit, self._untimed = _CREDIT, False
@@ -96,7 +96,7 @@ class AdaptiveLength:
             rounds = (draft_seconds + verify_seconds) / plan.seconds  # of those that were not run instead
             lost = max(0.0, rounds - (batch + sum(accepted)) / plan.tokens)
             self._credit = max(self._credit - lost, -10 * _CREDIT)
-        # The first pass of a drafter that was off takes in what was committed meanwhile: it is the next that is timed.
+        # The first pass of a drafter that was off also reads the rows committed meanwhile. So the next pass is timed.
         self._untimed = self._trial and drafted > 1 and self._idle > 0
         self._verify_times.observe(batch, verified, verify_seconds)
         self._draft_times.observe(batch, drafted, 0.0 if self._idle else draft_seconds)
@@ -104,7 +104,7 @@ class AdaptiveLength:
         self._rounds += 1
         if logprobs is not None and logprobs.shape[1]:
             self._idle = 0
-            # A copy: the next pass overwrites them. What was not drafted is taken to be as the last that was.
+            # A copy: the next pass overwrites them. Places that were not drafted are taken to be as the last that was.
             said = np.asarray(logprobs).take(range(self.block_size - 1), axis=1, mode="clip")
             self._unlearnt.append((said, accepted, offered))
         if self._trial or self._rounds >= self._interval:
@@ -112,7 +112,7 @@ class AdaptiveLength:
         self._trial = False
 
     def _learn(self) -> None:
-        """What the rounds since the last plan showed. Plans are made anew, often at first."""
+        """Learn from the rounds since the last plan. Plans are renewed, often at first."""
         self._interval = min(2 * self._interval, _RECENT // 4)
         self._rounds = 0
         self._plans.clear()
@@ -130,7 +130,7 @@ class AdaptiveLength:
         return self._plans[batch]
 
     def _make_plan(self, batch: int) -> _Plan:
-        """Over the recent drafts, taken `batch` at a time as the rounds they might have been."""
+        """Make a plan from the recent drafts, grouped into rounds of `batch`."""
         verify, draft = self._verify_times(batch), self._draft_times(batch)
         draft[0] = 0.0
         recent = self._calibration.survival(np.array(self._recent))
@@ -139,9 +139,9 @@ class AdaptiveLength:
         per_round = taken.reshape(rounds, -1, taken.shape[1]).sum(axis=1) * (batch * rounds / len(taken))
         gain = np.pad(np.cumsum(per_round, axis=1), ((0, 0), (1, 0))) + batch  # [rounds, length - 1]
         best, rate, row = 0, batch / verify[0], np.arange(rounds)
-        for _ in range(self.block_size):  # each step but the last finds a better rate: a few are enough
+        for _ in range(self.block_size):  # each step but the last improves the rate; few steps are enough
             value = gain - rate * verify
-            # The best length to verify of as many tokens as were drafted, and what it is worth on average.
+            # The best length to verify among the drafted tokens, and its average value.
             worth = np.maximum.accumulate(value, axis=1).mean(axis=0) - rate * draft
             candidate = int(np.argmax(worth))
             chosen = np.argmax(value[:, : candidate + 1], axis=1)
@@ -153,7 +153,7 @@ class AdaptiveLength:
         doubtful[1:] |= self._draft_times.doubtful(batch)[1:]
         doubtful[best] = False
         gains = gain.mean(axis=0)
-        # Plain decoding is what nobody may fall behind: what its time is comes first.
+        # Plain decoding comes first, because the result must not be slower than it.
         order = np.where(doubtful, gains - rate * (verify + draft), -np.inf)
         trial = 1 if doubtful[0] else int(np.argmax(order)) + 1 if doubtful.any() else 0
         return _Plan(best + 1, gains[best] / rate, gains[best], (rate * verify).tolist(), trial)

@@ -129,7 +129,7 @@ def _parser_error(parser: Any, flavour: Flavour) -> str:
     where = f"{error.node_name()} ({error.node_operator()})"
     if stack:
         where = f"{stack[0]}, in its {where}"
-    return f"{flavour.label} does not take {where}: {_one_line(error.desc())}"
+    return f"{flavour.label} does not support {where}: {_one_line(error.desc())}"
 
 
 def _builder_error(logger: Any, flavour: Flavour) -> str:

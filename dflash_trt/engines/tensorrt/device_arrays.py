@@ -237,8 +237,8 @@ class DeviceArrays:
 def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int) -> Pair:
     """The bundle's plans for the GPU of this process, with `slots` cache slots.
 
-    Raises BundleError if the package is missing, the plans were built with another version of it or of the plugins,
-    there is no GPU, or there is no plan for it.
+    Raises BundleError if the package or a GPU is missing, or if no plan fits. A plan does not fit if it is for another
+    GPU, or was built with another version of the package or the plugins.
     """
     manifest = bundle.manifest
     check_plugins(manifest, str(bundle.path))

@@ -51,7 +51,7 @@ class TensorRTEntry(Engine):
     def check(self, precision: Precision | None, weights: Weights, options: TensorRTOptions | None) -> None:
         if weights != "copy":
             raise BuildError(
-                f"--weights is {weights}, but --engine {self.name} builds plans, which hold the weights"
+                f"--weights is {weights}, but --engine {self.name} builds plans, and plans contain the weights"
             )
 
     def job(
@@ -70,7 +70,7 @@ class TensorRTEntry(Engine):
         return Scheduler(pair, most, settings.prefix_cache_bytes)
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
-        """What the plans were built by and for, and what is in each of them."""
+        """The versions and GPUs that the plans were built with and for, and the content of each plan."""
         manifest = bundle.manifest
         built = manifest["tensorrt"]
         plans = {

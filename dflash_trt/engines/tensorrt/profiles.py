@@ -30,8 +30,8 @@ class Limits:
         most = self.capacity - self.block_size - 1
         if self.prefill_chunk > most:
             raise BuildError(
-                f"--prefill-chunk is {self.prefill_chunk}, but the cache has {self.capacity} rows, of which a pass "
-                f"can fill {most}: lower it, or build with a larger --max-seq-len"
+                f"--prefill-chunk is {self.prefill_chunk}, but the cache has {self.capacity} rows, and a pass can fill "
+                f"{most} of them: lower it, or build with a larger --max-seq-len"
             )
 
 

@@ -1,6 +1,6 @@
-"""Plans built by the real TensorRT-RTX, on a machine with no GPU: pairs, families, dtypes, GPUs, shapes, and failures.
+"""Plans built by the real TensorRT-RTX without a GPU: pairs, families, dtypes, GPUs, shapes, and failures.
 
-That a plan builds does not show that it computes rightly: test_tensorrt_numbers.py executes the same graphs.
+A built plan need not compute correctly: test_numbers.py executes the same graphs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RTX = FLAVOURS["tensorrt-rtx"]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """The smallest that there is: two layers, of which one slides, and a drafter of one."""
+    """The smallest pair: two layers, one of them sliding, and a drafter with one layer."""
     directory = tmp_path_factory.mktemp("pair")
     target = make_target(
         directory / "target", layers=2, sliding_window=7, layer_types=("sliding_attention", "full_attention")
@@ -147,7 +147,9 @@ def test_a_node_that_tensorrt_rejects_is_named(
     with pytest.raises(BuildError) as caught:
         rtx(pair, tmp_path / "b")
     message = str(caught.value)
-    assert message.startswith("target.onnx: TensorRT-RTX does not take target/features_flat (HiddenStateTap)")
+    assert message.startswith(
+        "target.onnx: TensorRT-RTX does not support target/features_flat (HiddenStateTap)"
+    )
     assert "HiddenStateTap/flip (BitwiseNot)" in message
     assert "\n" not in message
     assert not (tmp_path / "b").exists()
@@ -156,7 +158,7 @@ def test_a_node_that_tensorrt_rejects_is_named(
 def test_what_the_builder_refuses_is_said_in_one_line(
     pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FP32 attention without leave to decompose it: no kernel."""
+    """FP32 attention that may not be decomposed has no kernel."""
     attend = TensorRT._attend
 
     def fused(self: TensorRT, *args: Any) -> Any:
@@ -177,7 +179,7 @@ def test_what_the_builder_refuses_is_said_in_one_line(
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """No file may grow beyond this, as on a full disk."""
+    """No file may grow beyond this size, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -209,7 +211,7 @@ def test_an_interrupted_build_stops_tensorrt(pair: tuple[str, str], tmp_path: Pa
 
 
 def test_a_killed_build_is_continued(pair: tuple[str, str], tmp_path: Path) -> None:
-    """Killed while the second of four plans is built: nothing looks finished, and the first is not built again."""
+    """Killed while the second of four plans is built: nothing looks finished, and the first plan is not built again."""
     script = (
         "import sys; from pathlib import Path\n"
         "from dflash_trt.building.build import build; from dflash_trt.engines.tensorrt.options import TensorRTOptions\n"
@@ -266,7 +268,7 @@ def test_weights_in_int8_are_refused(tmp_path: Path) -> None:
     [
         (
             TensorRTOptions((120,), 2, 80),
-            r"--prefill-chunk is 80, but the cache has 73 rows, of which a pass can fill 68",
+            r"--prefill-chunk is 80, but the cache has 73 rows, and a pass can fill 68 of them",
         ),
         (TensorRTOptions((120,), 2, 3), r"--prefill-chunk is 3, expected 4 \(the block size\) or more"),
         (TensorRTOptions((120,), 0), r"--max-batch-size is 0, expected 1 or more"),
