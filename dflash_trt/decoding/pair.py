@@ -163,7 +163,8 @@ class Pair:
     def rehearse_verify(self, batch: int, length: int) -> None:
         """Run a target pass as `verify` does. Its tokens differ, so that they choose as many experts as real ones."""
         tokens = np.random.default_rng(length).integers(self.vocab_size, size=(batch, length))
-        start = np.full(batch, min(USUAL_CONTEXT, self.capacity - length))
+        # Attention sinks take one row behind those of the pass.
+        start = np.full(batch, min(USUAL_CONTEXT, self.capacity - length - 1))
         rows = self.arrays.nodes(batch, length)
         self.arrays.decode(self.target, {"tokens": tokens, "start": start, "rows": rows})
         self.arrays.wait()
