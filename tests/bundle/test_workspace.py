@@ -286,9 +286,9 @@ def test_everything_is_on_disk_before_it_has_its_name(
         fsync(descriptor)
 
     def note_rename(source: Any, target: Any, **kwargs: Any) -> None:
+        rename(source, target, **kwargs)
         if source == "new":
             events.append("rename")
-        rename(source, target, **kwargs)
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "rename", note_rename)
