@@ -36,9 +36,9 @@ NOT_CORE = (
 def test_the_core_imports_nothing_that_only_extras_install() -> None:
     # GPU code and training need torch, compiling kernels needs triton, and the proxy needs the extra serve.
     plugins = [f"dflash_plugins.{name}" for name in ("kernels.", "launch", "moe", "compiler")]
-    engines = [f"dflash_trt.engines.tensorrt.{name}" for name in ("engine", "device_arrays")]
+    engines = [f"dflash_trt.engines.tensorrt.{name}" for name in ("engine", "caches", "device_arrays")]
     proxy = [f"dflash_trt.serving.{name}" for name in ("proxy", "launch")]
-    with_torch = "batches blocks card checkpoint initial loop masks model run state target"
+    with_torch = "batches blocks card checkpoint head_sample initial loop masks model run state target"
     training = [f"dflash_trt.training.{name}" for name in with_torch.split()]
     code = IMPORT_ALL.format(blocked=NOT_CORE, skipped=(*plugins, *engines, *proxy, *training))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "plugins")))}

@@ -329,7 +329,7 @@ def test_containers_fit_the_engine_of_the_bundle(bundle: Path, monkeypatch: pyte
     assert "'dflash-trt[serve]' tensorrt-rtx" in command("tensorrt-rtx")
     assert "--gpus" not in command("onnxruntime")
     for version in ("10.2.0", "10.11.0.33"):  # older containers have known security defects
-        with pytest.raises(DFlashError, match=rf"plans were built with TensorRT {version[:4]}.*10\.14"):
+        with pytest.raises(DFlashError, match=rf"plans are of TensorRT {version[:4]}.*10\.14"):
             command("tensorrt", version)
 
 
