@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from dflash_trt.checkpoint import gguf
-from dflash_trt.checkpoint.catalogue import NAMES, SHIPPED, Pair, known_configs, known_pair
+from dflash_trt.checkpoint.catalogue import NAMES, SHIPPED, KnownPair, known_configs, known_pair
 from dflash_trt.checkpoint.pair import Source
 from dflash_trt.engines.base import Weights
 from dflash_trt.errors import CheckpointError
@@ -80,7 +80,7 @@ def resolve(name_or_path: str, role: Role) -> Source:
     return _snapshot(match["repo"], match["revision"], role)
 
 
-def _shipped(pair: Pair, role: Role) -> Source:
+def _shipped(pair: KnownPair, role: Role) -> Source:
     directory = SHIPPED / pair.name / role
     if not directory.is_dir():
         raise CheckpointError(

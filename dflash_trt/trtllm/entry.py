@@ -47,9 +47,7 @@ class TensorRTLLMEntry(Engine):
         from dflash_trt.formats.precision import Precision
 
         if options is None:
-            raise BuildError(
-                f"--engine is {self.name}, and --gpu is missing: it is for {self.name}, which needs it"
-            )
+            raise BuildError(f"--engine {self.name} needs --gpu, the GPU that it is configured for")
         if precision not in (None, Precision()):
             raise BuildError(
                 f"--precision is not supported for --engine {self.name}, which runs checkpoints unchanged; make a "

@@ -248,7 +248,7 @@ def test_a_checkpoint_that_changes_during_the_build_ends_it(pair: Path, step: st
                 file.seek(-4, os.SEEK_END)
                 file.write(b"\1\2\3\4")
 
-    with pytest.raises(BuildError, match=r"model\.safetensors: has changed during the build"):
+    with pytest.raises(BuildError, match=r"model\.safetensors: was changed during the build"):
         build_pair(pair, pair / "bundle", progress=change)
     build_pair(pair, pair / "bundle")
     Bundle.open(pair / "bundle", "full")
@@ -259,7 +259,7 @@ def test_a_checkpoint_that_changes_between_header_and_data_is_not_mapped(pair: P
     checkpoint = Checkpoint(pair / "target")
     with (pair / "target" / "model.safetensors").open("r+b") as file:
         file.truncate(4096)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: has changed since its header was read"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: was changed since its header was read"):
         checkpoint.array("model.norm.weight")
 
 
