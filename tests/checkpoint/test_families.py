@@ -328,6 +328,6 @@ def test_known_configs_by_any_name() -> None:
     assert known_configs("qwen3-4b") == known_configs("z-lab/Qwen3-4B-DFlash-b16@main")
     with pytest.raises(
         CheckpointError,
-        match=r"gpt-5: no pair is known by that name; known are tiny, tiny-gpt-oss, smollm2-135m",
+        match=r"gpt-5: no pair has this name; known pairs: tiny, tiny-gpt-oss, smollm2-135m",
     ):
         known_configs("gpt-5")
