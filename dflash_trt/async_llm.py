@@ -8,9 +8,9 @@ import contextlib
 import math
 import threading
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
@@ -18,7 +18,7 @@ from typing import Any, Self
 from dflash_trt.bundle.manifest import Check
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
-from dflash_trt.decoding.request import Emission, Request, completion, items
+from dflash_trt.decoding.request import Emission, Request, completion, items, opening
 from dflash_trt.errors import BusyError, DFlashError, EngineError, RequestError, quoted
 from dflash_trt.runtime import Messages, Prompt, Runtime
 from dflash_trt.text.text_thread import TextThread
@@ -114,12 +114,13 @@ class AsyncLLM:
         speculate: bool = True,
         block_length: int | None = None,
         timeout: float | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[Chunk, None]:
         """Complete one prompt in chunks: the tokens that rounds commit (see `stream_interval`).
 
         A consumer that leaves (`aclose`, a cancelled task) frees the slot before the next round. After `timeout`
         seconds the request ends with finish_reason "timeout". `block_length` limits the tokens that a round verifies
-        for this request.
+        for this request. Of the waiting requests, those with the lowest `priority` start first.
 
         Raises:
             RequestError: the request is impossible.
@@ -129,13 +130,13 @@ class AsyncLLM:
             DFlashError: this object is closed.
         """
         request, queue = await self._admit(
-            prompt, sampling_params, speculate, block_length, timeout, interval_from=0.0
+            prompt, sampling_params, speculate, block_length, timeout, priority, interval_from=0.0
         )
-        ids: list[int] | None = list(request.prompt)
+        first = True
         async with contextlib.aclosing(self._follow(request, queue)) as chunks:
             async for chunk in chunks:
-                yield replace(chunk, prompt_token_ids=ids)
-                ids = None
+                yield opening(chunk, request) if first else chunk
+                first = False
 
     async def generate(
         self,
@@ -145,10 +146,11 @@ class AsyncLLM:
         speculate: bool = True,
         block_length: int | None = None,
         timeout: float | None = None,
+        priority: int = 0,
     ) -> Completion:
         """Complete one prompt. See `stream`."""
         request, queue = await self._admit(
-            prompt, sampling_params, speculate, block_length, timeout, interval_from=math.inf
+            prompt, sampling_params, speculate, block_length, timeout, priority, interval_from=math.inf
         )
         async with contextlib.aclosing(self._follow(request, queue)) as chunks:
             (whole,) = [chunk async for chunk in chunks]
@@ -195,6 +197,7 @@ class AsyncLLM:
         speculate: bool,
         block_length: int | None,
         timeout: float | None,
+        priority: int,
         *,
         interval_from: float,
     ) -> tuple[Request, asyncio.Queue[_Item]]:
@@ -207,6 +210,8 @@ class AsyncLLM:
         ):
             raise RequestError(f"timeout is {quoted(timeout)}, expected seconds, 0 or more")
         timeout = None if timeout is None else float(min(timeout, _LONG))
+        if not isinstance(priority, Integral) or isinstance(priority, bool) or abs(priority) >= 2**63:
+            raise RequestError(f"priority is {quoted(priority)}, expected an integer of at most 64 bits")
         params = sampling_params or SamplingParams()
         deadline = None if timeout is None else perf_counter() + timeout
         with self._wake:
@@ -214,7 +219,11 @@ class AsyncLLM:
             self._preparing += 1
         try:
             make = partial(
-                self._runtime.request, draft=speculate, deadline=deadline, block_length=block_length
+                self._runtime.request,
+                draft=speculate,
+                deadline=deadline,
+                block_length=block_length,
+                priority=int(priority),
             )
             try:
                 request = await self._texts.run(

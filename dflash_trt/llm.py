@@ -17,7 +17,7 @@ from dflash_trt.bundle.manifest import Check
 from dflash_trt.decoding.commit import INTERRUPTIONS
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
-from dflash_trt.decoding.request import Emission, Request, completion, items
+from dflash_trt.decoding.request import Emission, Request, completion, items, opening
 from dflash_trt.errors import BatchError, DFlashError, EngineError, RequestError
 from dflash_trt.runtime import Messages, Prompt, Runtime
 
@@ -79,6 +79,16 @@ class LLM:
     @overload
     def generate(
         self,
+        prompts: Prompt,
+        sampling_params: Sequence[SamplingParams],
+        *,
+        speculate: bool = True,
+        block_length: int | None = None,
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
@@ -96,6 +106,9 @@ class LLM:
     ) -> Completion | list[Completion]:
         """Complete one prompt (text or token ids), or a list of them, in the given order.
 
+        One prompt with a list of parameters gives a list of completions, one for each. So
+        `generate(prompt, params.samples(4))` gives four samples.
+
         The tokens are the same with and without `speculate`, for every `block_length` and in every batch. Only the
         speed differs. `block_length` is the number of tokens verified per round. By default each round drafts and
         verifies the number that is expected to be fastest, or none (`AdaptiveLength`).
@@ -110,9 +123,11 @@ class LLM:
             EngineError: an engine failed; no request is finished.
             DFlashError: this object is closed, or another thread closed it meanwhile.
         """
-        single = _is_single(prompts)
-        listed = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
+        single = _is_single(prompts) and not isinstance(sampling_params, Sequence)
+        listed = [cast(Prompt, prompts)] if _is_single(prompts) else list(cast(Sequence[Prompt], prompts))
         if isinstance(sampling_params, Sequence):
+            if _is_single(prompts):
+                listed *= len(sampling_params)
             if len(sampling_params) != len(listed):
                 raise RequestError(f"{len(sampling_params)} sampling_params for {len(listed)} prompts")
             params = list(sampling_params)
@@ -275,11 +290,13 @@ def _engine_errors() -> Iterator[None]:
 
 def _chunks(emissions: Generator[Emission]) -> Iterator[Chunk]:
     with closing(emissions):  # before an error propagates: its handler may generate
+        first = True
         for emission in emissions:
             for item in items([emission]):
                 if isinstance(item, RequestError):
                     raise item
-                yield item
+                yield opening(item, emission.request) if first else item
+                first = False
 
 
 def _free(engines: threading.RLock, runtime: Runtime) -> None:

@@ -21,7 +21,7 @@ from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.decoding.pair import USUAL_CONTEXT, Pair
 from dflash_trt.decoding.params import SamplingParams, token_ids
 from dflash_trt.decoding.request import Request
-from dflash_trt.decoding.sampling.sampler import TokenCounts
+from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.engines.base import RunSettings
@@ -147,6 +147,7 @@ class Runtime:
         draft: bool,
         deadline: float | None = None,
         block_length: int | None = None,
+        priority: int = 0,
     ) -> Request:
         """Make a request that this bundle can serve; tokenizes. `deadline` is a time of perf_counter. Raises
         RequestError.
@@ -162,7 +163,10 @@ class Runtime:
                     f"{len(ids) + params.max_tokens}, but this bundle holds {self.max_seq_len}: lower max_tokens, "
                     "shorten the prompt, or build with a larger --max-seq-len"
                 )
-            return self._request(ids, params, draft, deadline, block_length)
+            vocab = self.bundle.manifest["vocab_size"]
+            if params.logit_bias and (most := max(params.logit_bias)) >= vocab:
+                raise RequestError(f"logit_bias has token id {most}, expected 0..{vocab - 1}")
+            return self._request(ids, params, draft, deadline, block_length, priority)
         except MemoryError as error:
             raise RequestError(
                 f"the prompt has a length of {len(prompt)}: no memory is left for its request"
@@ -203,18 +207,23 @@ class Runtime:
         draft: bool,
         deadline: float | None,
         block_length: int | None,
+        priority: int = 0,
     ) -> Request:
         eos = () if params.ignore_eos else tuple(self.bundle.manifest["eos_token_ids"])
+        stop = StopChecker(params, eos, Detokenizer(self.tokenizer.backend))
+        words, vocab = self._word_tokens(params.bad_words), self.bundle.manifest["vocab_size"]
+        ends = [token for token in stop.end_tokens if token < vocab]
         return Request(
             prompt=ids,
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
-            stop=StopChecker(params, eos, Detokenizer(self.tokenizer.backend)),
-            counts=TokenCounts(ids, self._word_tokens(params.bad_words)) if params.penalized else None,
+            stop=stop,
+            history=History(params, ids, words, ends) if params.adjusted else None,
             arrived=perf_counter(),
             draft=draft,
             deadline=deadline,
             block_length=block_length,
+            priority=priority,
             statistics=Statistics(num_prompt_tokens=len(ids)),
         )
 

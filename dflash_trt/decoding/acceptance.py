@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
-from dflash_trt.decoding.sampling.sampler import TokenCounts, sample
+from dflash_trt.decoding.sampling.history import History
+from dflash_trt.decoding.sampling.sampler import sample
 from dflash_trt.errors import NonFiniteError
 
 
@@ -42,7 +43,7 @@ def judge(request: Request, tokens: Sequence[int], draft: Draft, found: Verified
     own = request.own_length(len(tokens))
     if not found.decided[slot]:
         logits, position, parents = found.logits[slot], request.committed + 1, draft.parents_of(slot)
-        return accept(tokens[:own], logits, request.params, request.seed, position, request.counts, parents)
+        return accept(tokens[:own], logits, request.params, request.seed, position, request.history, parents)
     accepted, token = int(found.accepted[slot]), int(found.next_token[slot])
     # A greedy decision covers the whole chain. Here drafts beyond the own part were accepted too.
     if accepted >= own:
@@ -58,7 +59,7 @@ def accept(
     params: SamplingParams,
     seed: int,
     position: int,
-    counts: TokenCounts | None = None,
+    history: History | None = None,
     parents: Sequence[int] | None = None,
 ) -> Verdict:
     """The accepted nodes of a draft, and the token after them.
@@ -66,7 +67,7 @@ def accept(
     tokens, parents: the N nodes of one request, as in `Draft`.
     logits: float32 [N, V]. Row i holds the target's logits for the token after node i.
     position: the position of the token that row 0 predicts.
-    counts: every token up to the anchor, if `params.penalized`. The committed tokens are added.
+    history: every token up to the anchor, if `params.adjusted`. The committed tokens are added.
 
     The logits of a node decide the token after it. If a child of the node has that token, the child saw a true
     history, and its own logits decide the next token. The walk ends when no child has the token: all other nodes saw
@@ -84,11 +85,11 @@ def accept(
     node, path = 0, list[int]()
     while True:
         try:
-            token = sample(logits[node], params, seed, position + len(path), counts)
+            token = sample(logits[node], params, seed, position + len(path), history)
         except NonFiniteError:
             return Verdict(path, -1, ok=False)
-        if counts is not None:
-            counts.add(token)
+        if history is not None:
+            history.add(token)
         if (node := children.get((node, token), 0)) == 0:
             return Verdict(path, token)
         path.append(node)

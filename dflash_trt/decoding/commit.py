@@ -17,7 +17,7 @@ from dflash_trt.decoding.acceptance import UNDECIDED, Verdict, judge
 from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.params import FinishReason
 from dflash_trt.decoding.request import Emission, Request
-from dflash_trt.decoding.sampling.sampler import log_probability, sample
+from dflash_trt.decoding.sampling.sampler import log_probabilities, sample
 from dflash_trt.errors import DecodingError, NonFiniteError, RequestError
 
 Array = np.ndarray[Any, Any]
@@ -87,9 +87,9 @@ def alone(request: Request, work: Callable[[], Emission]) -> Emission:
 
 
 def _first_token(request: Request, logits: Array) -> Emission:
-    token = sample(logits, request.params, request.seed, request.committed, request.counts)
-    if request.counts is not None:
-        request.counts.add(token)
+    token = sample(logits, request.params, request.seed, request.committed, request.history)
+    if request.history is not None:
+        request.history.add(token)
     request.first_token_at = perf_counter()
     request.statistics.time_to_first_token = request.first_token_at - request.arrived
     return _emit(request, [token], logits[None])
@@ -112,8 +112,25 @@ def _emit(request: Request, tokens: list[int], logits: Array | None) -> Emission
     request.statistics.num_generation_tokens += kept
     if reason is not None:
         request.statistics.generation_time = perf_counter() - request.first_token_at
-    logprobs = None
+    logprobs = tops = None
     if request.params.logprobs and logits is not None:
-        logprobs = [log_probability(row, token) for row, token in zip(logits, tokens[:kept], strict=False)]
+        most = request.params.top_logprobs
+        found = [
+            log_probabilities(row, token, most) for row, token in zip(logits, tokens[:kept], strict=False)
+        ]
+        logprobs = [own for own, _ in found]
         request.logprobs += logprobs
-    return Emission(request, tokens[:kept], text, reason, logprobs)
+        if most:
+            tops = [top for _, top in found]
+            request.top_logprobs += tops
+    return Emission(request, tokens[:kept], text, reason, logprobs, tops)
+
+
+def read_prompt(request: Request, logits: Array, start: int) -> None:
+    """Note the log-probabilities of the prompt's tokens start + 1, ..., from the logits [n, V] before them."""
+    if start == 0:
+        request.prompt_logprobs, request.prompt_top_logprobs = [None], [[]]
+    for row, token in zip(logits, request.prompt[start + 1 :], strict=False):
+        own, top = log_probabilities(row, token, request.params.top_logprobs)
+        request.prompt_logprobs.append(own)
+        request.prompt_top_logprobs.append(top)

@@ -65,20 +65,24 @@ class Pair:
         """The engine's seconds in the last `verify`."""
         return self.arrays.seconds(*self._verified)
 
-    def prefill(self, tokens: Sequence[int], start: int, slot: int, *, draft: bool) -> tuple[Any, bool]:
+    def prefill(
+        self, tokens: Sequence[int], start: int, slot: int, *, draft: bool, every_row: bool = False
+    ) -> tuple[Any, bool]:
         """Write the rows of `tokens` at positions start, start+1, ...; at most `prefill_chunk` of them.
 
-        With `draft`, the drafter reads them too. Returns the logits [V] of the last row, a view, and whether the
-        drafter's numbers are finite.
+        With `draft`, the drafter reads them too. Returns the logits of the last row, [1, V], a view, and whether the
+        drafter's numbers are finite. With `every_row` they are the logits [n, V] of all rows, at most
+        `arrays.most_prompt_rows`.
         """
         self.drafter.behind[slot] = 0  # from the slot's previous request
-        chunk, last = np.array(tokens, np.int64)[None], np.array([[len(tokens) - 1]])
-        feeds = {"tokens": chunk, "start": np.array([start]), "rows": last}
+        chunk = np.array(tokens, np.int64)[None]
+        rows = np.arange(0 if every_row else len(tokens) - 1, len(tokens))[None]
+        feeds = {"tokens": chunk, "start": np.array([start]), "rows": rows}
         out = self.arrays.prefill(self.target, feeds, slot)
         sound = True
         if draft:
             sound = self.arrays.finite(self.drafter.take_in(out["features"], start, slot))
-        return self.arrays.readable(out["logits"][0, 0]), sound
+        return self.arrays.readable(out["logits"][0]), sound
 
     def propose(self, active: Sequence[Request], length: int) -> Draft:
         """Drafts of `length` nodes for the requests of slots 0 .. n-1."""

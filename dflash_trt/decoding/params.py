@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
+from secrets import randbits
 from typing import Literal
 
 import numpy as np
@@ -15,8 +16,10 @@ from dflash_trt.errors import RequestError, quoted
 # "cancelled" and "timeout" come from the caller. "error" exists only in the metrics, for requests that ended by their
 # own error; their caller gets that error.
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
-MOST_WORDS = 1024  # for stop, bad_words and stop_token_ids
+MOST_WORDS = 1024  # for stop, bad_words, stop_token_ids and logit_bias
 MOST_CHARACTERS = 8192  # for stop, and for bad_words: the search takes 120 bytes of memory per character
+MOST_SAMPLES = 128  # of one prompt, as in OpenAI's API
+MOST_LOGPROBS = 20  # for top_logprobs, as in OpenAI's API
 _SMALLEST = 2.0**-126  # the smallest normal float32; kernels may take smaller numbers for 0
 
 
@@ -24,9 +27,10 @@ _SMALLEST = 2.0**-126  # the smallest normal float32; kernels may take smaller n
 class SamplingParams:
     """The decoding parameters of one request, with vLLM's names and meanings. Raises RequestError naming the field.
 
-    They apply in vLLM's order: penalties and bad words, temperature, min-p, top-k, top-p.
+    They apply in vLLM's order: bad words and `min_tokens`, bias, penalties, temperature, min-p, top-k, top-p.
 
     max_tokens: the most tokens to generate, stop token included.
+    min_tokens: so many tokens are generated before an end token may come, or a stop string counts.
     temperature: 0 takes the most probable token; otherwise 0.01 to 100.
     top_k: keep the k most probable tokens; 0 keeps all.
     top_p: keep the smallest set that holds this probability, at least the best token. Numbers below 2**-126 keep only
@@ -39,13 +43,15 @@ class SamplingParams:
     stop_token_ids: more end tokens, in addition to the model's own.
     ignore_eos: ignore the model's own end tokens. `stop` and `stop_token_ids` still end the text.
     bad_words: words that are not generated. Their token sequences, with and without a leading space, are never
-    completed.
-        Other tokens may still spell the same letters.
-    logprobs: report the natural logarithm of each token's probability under the target, before temperature, penalties
-    and
-        truncation.
+        completed. Other tokens may still spell the same letters.
+    logit_bias: numbers from -100 to 100 that are added to the logits of these token ids.
+    logprobs: report the natural logarithm of each token's probability under the target. It is that of the raw logits,
+        before everything above.
+    top_logprobs: also report the so many most probable tokens at each position, 0 to 20.
+    prompt_logprobs: report the same for the prompt's tokens, from the second on. The prompt reuses no rows then.
 
-    `stop` and `bad_words` have at most 1024 strings and 8192 characters each, `stop_token_ids` at most 1024 ids.
+    `stop` and `bad_words` have at most 1024 strings and 8192 characters each. `stop_token_ids` and `logit_bias` have
+    at most 1024 ids.
     """
 
     max_tokens: int = 256
@@ -61,10 +67,20 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     bad_words: Sequence[str] = ()
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         self._integer("max_tokens", 1, 2**31 - 1)
+        self._integer("min_tokens", 0, 2**31 - 1)
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, expected at most max_tokens ({self.max_tokens})"
+            )
+        self._integer("top_logprobs", 0, MOST_LOGPROBS)
         self._integer("top_k", 0, 2**31 - 1)
         if self.seed is not None:
             self._integer("seed", 0, 2**64 - 1)
@@ -75,33 +91,55 @@ class SamplingParams:
         self._number("repetition_penalty", 0.01, 100)
         self._number("presence_penalty", -100, 100)
         self._number("frequency_penalty", -100, 100)
-        for field in ("ignore_eos", "logprobs"):
-            if not isinstance(getattr(self, field), bool):
-                raise RequestError(f"{field} is {quoted(getattr(self, field))}, expected True or False")
+        for name in ("ignore_eos", "logprobs", "prompt_logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {quoted(getattr(self, name))}, expected True or False")
+        if self.top_logprobs and not (self.logprobs or self.prompt_logprobs):
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs}, but logprobs and prompt_logprobs are False: ask for one of them"
+            )
         stop = (self.stop,) if isinstance(self.stop, str) else self._items("stop")
         bad_words = self._items("bad_words")
-        for field, words in (("stop", stop), ("bad_words", bad_words)):
+        for name, words in (("stop", stop), ("bad_words", bad_words)):
             if wrong := [s for s in words if not isinstance(s, str) or not s]:
-                raise RequestError(f"{field} contains {quoted(wrong[0])}, expected non-empty strings")
+                raise RequestError(f"{name} contains {quoted(wrong[0])}, expected non-empty strings")
             if (size := sum(len(s) for s in words if isinstance(s, str))) > MOST_CHARACTERS:
-                raise RequestError(f"{field} has {size} characters, expected at most {MOST_CHARACTERS}")
+                raise RequestError(f"{name} has {size} characters, expected at most {MOST_CHARACTERS}")
         ids = tuple(token_ids(self._items("stop_token_ids"), "stop_token_ids"))
         if ids and min(ids) < 0:
             raise RequestError(f"stop_token_ids contains {quoted(min(ids))}, expected token ids (0 or more)")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "bad_words", bad_words)
+        object.__setattr__(self, "logit_bias", self._biases())
 
     @property
     def penalized(self) -> bool:
-        """Whether the tokens so far change the logits. Then a TokenCounts is needed."""
-        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
-        return any(penalties) or bool(self.bad_words)
+        """Whether a penalty applies."""
+        return any((self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty))
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether the logits are adjusted before the temperature. Then a History is needed, and the host decides."""
+        return self.penalized or bool(self.bad_words or self.logit_bias or self.min_tokens)
 
     @property
     def greedy(self) -> bool:
         """Whether the token is the plain argmax of the logits, which the graph computes itself."""
-        return self.temperature == 0 and not self.penalized
+        return self.temperature == 0 and not self.adjusted
+
+    def samples(self, n: int) -> list[SamplingParams]:
+        """Parameters for `n` samples of one prompt, with distinct seeds.
+
+        Sample i has the seed of these parameters plus i, modulo 2**64. So each sample can be had alone, too. Without a
+        seed, the first is drawn. Raises RequestError.
+        """
+        if not isinstance(n, Integral) or isinstance(n, bool) or not 1 <= n <= MOST_SAMPLES:
+            raise RequestError(f"n is {quoted(n)}, expected an integer, 1 to {MOST_SAMPLES}")
+        if n == 1:
+            return [self]
+        first = randbits(64) if self.seed is None else self.seed
+        return [replace(self, seed=(first + i) % 2**64) for i in range(n)]
 
     def _integer(self, field: str, low: int, high: int) -> None:
         value = getattr(self, field)
@@ -125,6 +163,19 @@ class SamplingParams:
         if not real or not (low <= value <= high or (zero and value == 0)) or (open_low and value == low):
             raise RequestError(f"{field} is {quoted(value)}, expected {note}{low} to {high}")
         object.__setattr__(self, field, float(value))
+
+    def _biases(self) -> dict[int, float]:
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias is {quoted(self.logit_bias)}, expected token ids with numbers")
+        if len(self.logit_bias) > MOST_WORDS:
+            raise RequestError(f"logit_bias has {len(self.logit_bias)} ids, expected at most {MOST_WORDS}")
+        ids = token_ids(list(self.logit_bias), "logit_bias")
+        if ids and min(ids) < 0:
+            raise RequestError(f"logit_bias has token id {quoted(min(ids))}, expected token ids (0 or more)")
+        for token, bias in self.logit_bias.items():
+            if not isinstance(bias, Real) or isinstance(bias, bool) or not -100 <= bias <= 100:
+                raise RequestError(f"logit_bias[{token}] is {quoted(bias)}, expected -100 to 100")
+        return {token: float(bias) for token, bias in zip(ids, self.logit_bias.values(), strict=True)}
 
     def _items(self, field: str) -> tuple[object, ...]:
         value = getattr(self, field)
@@ -151,13 +202,19 @@ def token_ids(values: Collection[object], name: str) -> list[int]:
     return [int(value) for value in values]  # type: ignore[call-overload]
 
 
+TopLogprobs = list[tuple[int, float]]
+"""The most probable tokens of a position, best first: token id and log-probability."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """One finished request.
 
     token_ids: include the stop token.
     text: excludes the stop token, and ends before a stop string.
-    logprobs: one number per token, if requested.
+    logprobs: one number per token, if requested. top_logprobs: one list per token.
+    prompt_logprobs: one number per token of the prompt, if requested. The first is None, because nothing precedes it.
+    prompt_top_logprobs: one list per token of the prompt; the first is empty.
     """
 
     text: str
@@ -167,13 +224,16 @@ class Completion:
     seed: int
     prompt_token_ids: list[int]
     logprobs: list[float] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[TopLogprobs] | None = None
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Some tokens of a stream. `text` may lag behind the tokens.
 
-    The first chunk has the prompt's token ids, the last one the statistics.
+    The first chunk has the prompt's token ids and log-probabilities, the last one the statistics.
     """
 
     text: str
@@ -182,3 +242,6 @@ class Chunk:
     statistics: Statistics | None = None
     logprobs: list[float] | None = None
     prompt_token_ids: list[int] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[TopLogprobs] | None = None

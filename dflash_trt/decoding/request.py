@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dflash_trt.decoding.output.stopping import StopChecker
-from dflash_trt.decoding.params import Chunk, Completion, FinishReason, SamplingParams
-from dflash_trt.decoding.sampling.sampler import TokenCounts
+from dflash_trt.decoding.params import Chunk, Completion, FinishReason, SamplingParams, TopLogprobs
+from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import RequestError
 
@@ -20,13 +21,14 @@ class Request:
     params: SamplingParams
     seed: int
     stop: StopChecker
-    counts: TokenCounts | None
+    history: History | None
     arrived: float
     draft: bool = True  # whether this request takes drafts
     deadline: float | None = None
     block_length: int | None = (
         None  # most tokens of this request that a round verifies; None: no limit of its own
     )
+    priority: int = 0  # requests with lower numbers start first
     statistics: Statistics = field(default_factory=Statistics)
     cancelled: bool = False
     sound: bool = True  # False: it ended with numbers that are not finite, and its slot may hold such numbers
@@ -36,7 +38,11 @@ class Request:
     slot: int = 0  # valid while it is active or in prefill
     committed: int = 0  # tokens in the target's caches; also the position of the anchor, if there is one
     first_token_at: float = 0.0
-    logprobs: list[float] = field(default_factory=list)  # of the kept tokens, if requested
+    # If requested: of the kept tokens, and of the prompt's tokens after the first that were read so far.
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
     @property
     def anchor(self) -> int:
@@ -65,6 +71,7 @@ class Emission:
     text: str
     finish_reason: FinishReason | None
     logprobs: list[float] | None = None
+    top_logprobs: list[TopLogprobs] | None = None
     error: RequestError | None = None
 
 
@@ -72,13 +79,20 @@ def chunk(emissions: Sequence[Emission]) -> Chunk:
     """A stream's chunk, from the emissions of one or more steps. The last chunk has the statistics."""
     last = emissions[-1]
     logprobs = [each.logprobs for each in emissions if each.logprobs is not None]
+    tops = [each.top_logprobs for each in emissions if each.top_logprobs is not None]
     return Chunk(
         "".join([each.text for each in emissions]),
         [token for each in emissions for token in each.token_ids],
         last.finish_reason,
         None if last.finish_reason is None else last.request.statistics,
         [logprob for each in logprobs for logprob in each] if logprobs else None,
+        top_logprobs=[top for each in tops for top in each] if tops else None,
     )
+
+
+def opening(chunk: Chunk, request: Request) -> Chunk:
+    """The first chunk of a stream: it has what is known of the prompt."""
+    return replace(chunk, prompt_token_ids=list(request.prompt), **_about_prompt(request))
 
 
 def items(emissions: Sequence[Emission]) -> Iterator[Chunk | RequestError]:
@@ -98,7 +112,25 @@ def completion(request: Request, text: str, token_ids: list[int]) -> Completion:
     """The complete result of an ended request."""
     reason = request.stop.finish_reason
     assert reason is not None
-    logprobs = request.logprobs if request.params.logprobs else None
+    params = request.params
     return Completion(
-        text, token_ids, reason, request.statistics, request.seed, list(request.prompt), logprobs
+        text,
+        token_ids,
+        reason,
+        request.statistics,
+        request.seed,
+        list(request.prompt),
+        request.logprobs if params.logprobs else None,
+        request.top_logprobs if params.logprobs and params.top_logprobs else None,
+        **_about_prompt(request),
     )
+
+
+def _about_prompt(request: Request) -> dict[str, Any]:
+    params = request.params
+    return {
+        "prompt_logprobs": request.prompt_logprobs if params.prompt_logprobs else None,
+        "prompt_top_logprobs": request.prompt_top_logprobs
+        if params.prompt_logprobs and params.top_logprobs
+        else None,
+    }

@@ -2,12 +2,11 @@
 tokens.
 
 Each step decodes one round for every active request. Then it spends at most one chunk of prompt tokens on the waiting
-requests, first come, first served. So a long prompt delays the others by one chunk per round.
+requests, in the order of their priority and arrival. So a long prompt delays the others by one chunk per round.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.acceptance import Verdict
-from dflash_trt.decoding.commit import commit, fail, first_token, leave, non_finite
+from dflash_trt.decoding.commit import commit, fail, first_token, leave, non_finite, read_prompt
 from dflash_trt.decoding.draft import Verified
 from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.length.policy import Lengths
@@ -24,6 +23,7 @@ from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.decoding.slots import Slots, Source
+from dflash_trt.decoding.waiting import Waiting
 
 Array = np.ndarray[Any, Any]
 
@@ -38,7 +38,7 @@ class Scheduler:
     def __init__(self, pair: Pair, max_batch_size: int, prefix_cache_bytes: int = 0) -> None:
         self.pair, self.max_batch_size = pair, max_batch_size
         self.slots = Slots(pair, prefix_cache_bytes)
-        self.waiting: OrderedDict[Request, None] = OrderedDict()  # in order of arrival
+        self.waiting = Waiting()
         self.active: list[Request] = []
         self.filling: Request | None = None
         self.metrics = Metrics()
@@ -50,7 +50,7 @@ class Scheduler:
         return not (self.waiting or self.active or self.filling)
 
     def submit(self, request: Request) -> None:
-        self.waiting[request] = None
+        self.waiting.add(request)
         self._leaving.watch(request)
 
     def cancel(self, request: Request) -> None:
@@ -65,7 +65,7 @@ class Scheduler:
             for at in range(0, len(ids), self.pair.prefill_chunk):
                 logits, _ = self.pair.prefill(ids[at : at + self.pair.prefill_chunk], at, 0, draft=False)
                 sound = sound and _finite(logits)
-            found = np.array(logits)
+            found = np.array(logits[-1])
             if not sound:
                 self.pair.clear(0)
         return found
@@ -103,7 +103,7 @@ class Scheduler:
         self.cut_short = False
 
     def _start_afresh(self) -> None:
-        self.waiting, self.active, self.filling = OrderedDict(), [], None
+        self.waiting, self.active, self.filling = Waiting(), [], None
         self._leaving = Leaving()
         self.forget()
         for slot in range(self.max_batch_size):
@@ -189,20 +189,26 @@ class Scheduler:
         """Run one chunk of the request in prefill, or of the next one. Returns the tokens spent."""
         begin, request = perf_counter(), self.filling
         if request is None:
-            request = self.filling = self.waiting.popitem(last=False)[0]
+            request = self.filling = self.waiting.pop()
             request.statistics.queue_time = begin - request.arrived
             self._occupy(request, budget)
-        slot = request.slot
-        chunk = request.prompt[request.committed : request.committed + budget]
-        logits, drafts_finite = self.pair.prefill(chunk, request.committed, slot, draft=request.draft)
+        slot, start, every_row = request.slot, request.committed, request.params.prompt_logprobs
+        if every_row:
+            budget = min(budget, self.pair.arrays.most_prompt_rows)
+        chunk = request.prompt[start : start + budget]
+        logits, drafts_finite = self.pair.prefill(
+            chunk, start, slot, draft=request.draft, every_row=every_row
+        )
         request.committed += len(chunk)
         request.sound = _finite(logits)
+        if every_row and request.sound:
+            read_prompt(request, np.asarray(logits), start)
         if not drafts_finite:
             self._stop_drafting(request)
         if not request.sound or request.committed == len(request.prompt):
             self.filling = None
             emission = (
-                first_token(request, np.asarray(logits))
+                first_token(request, np.asarray(logits)[-1])
                 if request.sound
                 else fail(request, non_finite(request.committed))
             )
@@ -231,6 +237,8 @@ class Scheduler:
     def _source(self, request: Request) -> Source:
         taken = {each.slot for each in self.active}
         request.slot = min(set(range(self.max_batch_size)) - taken)
+        if request.params.prompt_logprobs:  # every row has to be computed
+            return Source(0, 0)
         return self.slots.find(request.slot, request.prompt, self.active, draft=request.draft)
 
     def _give_up(self) -> list[Emission]:
@@ -243,7 +251,7 @@ class Scheduler:
                 self.filling = None
                 self._keep(request)
             elif request in self.waiting:
-                del self.waiting[request]
+                self.waiting.remove(request)
             else:  # not submitted yet
                 continue
             emissions.append(leave(request, "cancelled" if request.cancelled else "timeout"))
@@ -273,5 +281,5 @@ class Scheduler:
 
 
 def _finite(logits: Any) -> bool:
-    """Whether the largest value is finite and there is no NaN."""
-    return bool(np.isfinite(np.asarray(logits).max()))
+    """Whether the largest value of every row is finite and there is no NaN."""
+    return bool(np.isfinite(np.asarray(logits).max(axis=-1)).all())

@@ -86,12 +86,18 @@ class Driver:
                 "speculate is False, but TensorRT-LLM drafts for every request of an engine; leave it out, or remove "
                 "speculative_config from the bundle's llm_args.yaml and serve that with trtllm-serve"
             )
-        refused = {"min_p": params.min_p != 0, "logprobs": params.logprobs}
+        refused = {
+            "min_p": params.min_p != 0,
+            "min_tokens": params.min_tokens,
+            "logit_bias": params.logit_bias,
+            "logprobs": params.logprobs,
+            "prompt_logprobs": params.prompt_logprobs,
+        }
         for name in [name for name, asked in refused.items() if asked]:
             raise RequestError(
                 f"{name} is {getattr(params, name)}, which TensorRT-LLM does not support with speculative decoding"
             )
-        if params.penalized:
+        if params.adjusted:
             raise RequestError(
                 "repetition_penalty, presence_penalty, frequency_penalty and bad_words: TensorRT-LLM refuses penalties "
                 "with speculative decoding (its enable_penalty is a prototype, and off)"

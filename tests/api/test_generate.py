@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import dflash_trt
 from dflash_trt import LLM, Completion, SamplingParams
 from dflash_trt.building.build import build
-from dflash_trt.decoding.sampling.sampler import TokenCounts, sample
+from dflash_trt.decoding.sampling.history import History
+from dflash_trt.decoding.sampling.sampler import sample
 from dflash_trt.errors import DFlashError, RequestError
 from tests.doubles.checkpoints import ENDOFTEXT, IM_END, SPECIAL_TOKENS, VOCAB, make_drafter, make_target
 from tests.doubles.reference import Choose, Drafter, decode, decode_drafting, load_target
@@ -116,12 +117,12 @@ def chooser(params: SamplingParams, prompt: list[int]) -> Choose:
     """The product's own sampling on the oracle's logits."""
 
     def choose(logits: Any, position: int, tokens: list[int]) -> int:
-        counts = None
-        if params.penalized:
-            counts = TokenCounts(prompt)
+        history = None
+        if params.adjusted:
+            history = History(params, prompt)
             for token in tokens[len(prompt) :]:
-                counts.add(token)
-        return sample(logits.numpy(), params, params.seed or 0, position, counts)
+                history.add(token)
+        return sample(logits.numpy(), params, params.seed or 0, position, history)
 
     return choose
 

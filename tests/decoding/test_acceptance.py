@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dflash_trt.decoding.acceptance import Verdict, accept
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling import philox
-from dflash_trt.decoding.sampling.sampler import TokenCounts, process, sample
+from dflash_trt.decoding.sampling.history import History
+from dflash_trt.decoding.sampling.sampler import process, sample
 
 VOCABULARY = 12
 PARAMS = [
@@ -24,6 +25,25 @@ PARAMS = [
     SamplingParams(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3),
     SamplingParams(temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.5, top_p=0.9),
 ]
+ANY = st.sampled_from(PARAMS) | st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.4, 1.0]),
+    top_k=st.sampled_from([0, 3]),
+    top_p=st.sampled_from([1.0, 0.7]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.4]),
+    presence_penalty=st.sampled_from([0.0, -0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.6]),
+    bad_words=st.sampled_from([(), ("x",)]),
+    min_tokens=st.sampled_from([0, 9]),
+    logit_bias=st.dictionaries(
+        st.integers(0, VOCABULARY - 1), st.sampled_from([-100, -1.5, 2.5]), max_size=4
+    ),
+)
+
+
+def history_of(params: SamplingParams, prompt: list[int]) -> History:
+    return History(params, prompt, [[2, 3], [5]] if params.bad_words else [], [1])
 
 
 def target(history: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -33,24 +53,24 @@ def target(history: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def one_at_a_time(prompt: list[int], length: int, params: SamplingParams, seed: int) -> list[int]:
-    """The reference: no drafts, no shortcuts, penalties counted anew for each token."""
+    """The reference: no drafts, no shortcuts, everything counted anew for each token."""
     output: list[int] = []
     while len(output) < length:
         logits = target(prompt + output)
-        counts = TokenCounts(prompt)
+        history = history_of(params, prompt)
         for token in output:
-            counts.add(token)
+            history.add(token)
         if params.temperature == 0:
-            output.append(int(np.argmax(counts.penalize(logits, params))))
+            output.append(int(np.argmax(history.adjust(logits))))
         else:
             noise = philox.gumbel(seed, len(prompt) + len(output), np.arange(VOCABULARY))
-            output.append(int(np.argmax(process(logits, params, counts) + noise)))
+            output.append(int(np.argmax(process(logits, params, history) + noise)))
     return output
 
 
 @given(
     st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=5),
-    st.sampled_from(PARAMS),
+    ANY,
     st.integers(0, 2**64 - 1),
     st.data(),
 )
@@ -59,10 +79,10 @@ def test_any_drafts_commit_the_same_tokens(
     prompt: list[int], params: SamplingParams, seed: int, data: st.DataObject
 ) -> None:
     expected = one_at_a_time(prompt, 24, params, seed)
-    counts = TokenCounts(prompt) if params.penalized else None
-    output = [sample(target(prompt), params, seed, len(prompt), counts)]
-    if counts is not None:
-        counts.add(output[0])
+    history = history_of(params, prompt) if params.adjusted else None
+    output = [sample(target(prompt), params, seed, len(prompt), history)]
+    if history is not None:
+        history.add(output[0])
     while len(output) < 12:
         length = data.draw(st.integers(1, 9))
         right = data.draw(st.integers(0, length))  # this many drafts are right, the others are arbitrary
@@ -70,7 +90,7 @@ def test_any_drafts_commit_the_same_tokens(
         drafts = (expected[len(output) :][:right] + guesses[right:])[: length - 1]
         block = [output[-1], *drafts]
         logits = np.stack([target(prompt + output + drafts[:row]) for row in range(len(block))])
-        verdict = accept(block, logits, params, seed, len(prompt) + len(output), counts)
+        verdict = accept(block, logits, params, seed, len(prompt) + len(output), history)
         accepted, token = len(verdict.path), verdict.token
         assert accepted >= min(right, len(drafts))
         output += [*drafts[:accepted], token]
@@ -79,7 +99,7 @@ def test_any_drafts_commit_the_same_tokens(
 
 @given(
     st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=5),
-    st.sampled_from(PARAMS),
+    ANY,
     st.integers(0, 2**64 - 1),
     st.data(),
 )
@@ -89,10 +109,10 @@ def test_any_tree_commits_the_same_tokens(
 ) -> None:
     """The path is the longest run of right nodes from the anchor, in any order of nodes."""
     expected = one_at_a_time(prompt, 16, params, seed)
-    counts = TokenCounts(prompt) if params.penalized else None
-    output = [sample(target(prompt), params, seed, len(prompt), counts)]
-    if counts is not None:
-        counts.add(output[0])
+    history = history_of(params, prompt) if params.adjusted else None
+    output = [sample(target(prompt), params, seed, len(prompt), history)]
+    if history is not None:
+        history.add(output[0])
     while len(output) < 9:
         tokens, parents, before = [output[-1]], [-1], list[list[int]]([[]])
         spine, depth = 0, 0
@@ -109,7 +129,7 @@ def test_any_tree_commits_the_same_tokens(
             if right:
                 spine, depth = node, depth + 1
         logits = np.stack([target(prompt + output + each) for each in before])
-        verdict = accept(tokens, logits, params, seed, len(prompt) + len(output), counts, parents)
+        verdict = accept(tokens, logits, params, seed, len(prompt) + len(output), history, parents)
         assert len(verdict.path) >= depth
         assert [parents[node] for node in verdict.path] == [0, *verdict.path][: len(verdict.path)]
         output += [*(tokens[node] for node in verdict.path), verdict.token]
@@ -139,7 +159,7 @@ def test_accepted_drafts_count_for_the_rows_behind_them() -> None:
     """Token 1 is best until it occurred once. A draft that repeats it is refused within the same block."""
     logits = np.tile(np.array([0, 1, 0.5, 0], np.float32), (3, 1))
     params = SamplingParams(presence_penalty=2.0)
-    assert accept([0, 1, 1], logits, params, 0, 0, TokenCounts([0])) == Verdict([1], 2)
+    assert accept([0, 1, 1], logits, params, 0, 0, History(params, [0])) == Verdict([1], 2)
 
 
 def test_an_empty_block_is_an_error() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
-from dflash_trt.decoding.sampling.sampler import TokenCounts
+from dflash_trt.decoding.sampling.history import History
 from dflash_trt.errors import RequestError
 from tests.api.test_async import bundle, prompt
 
@@ -79,15 +79,15 @@ def test_bad_words_are_never_completed(bundle: Path, temperature: float, length:
 
 
 def test_a_bad_word_is_held_back_only_where_it_would_be_completed() -> None:
-    params, counts = SamplingParams(bad_words=["x"]), TokenCounts([5, 6], [[5, 6, 7], [3]])
+    history = History(SamplingParams(bad_words=["x"]), [5, 6], [[5, 6, 7], [3]])
     logits = np.arange(10, dtype=np.float32)
 
     def banned() -> list[int]:
-        return np.flatnonzero(np.isneginf(counts.penalize(logits, params))).tolist()
+        return np.flatnonzero(np.isneginf(history.adjust(logits))).tolist()
 
     assert banned() == [3]  # the prompt's 5, 6 do not count as the beginning
     for token, expected in ((5, [3]), (6, [3, 7]), (5, [3]), (6, [3, 7]), (6, [3])):
-        counts.add(token)
+        history.add(token)
         assert banned() == expected
     assert np.isfinite(logits).all()
 

@@ -23,7 +23,8 @@ from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.prefixes import Page, Prefixes
 from dflash_trt.decoding.request import Request
-from dflash_trt.decoding.sampling.sampler import TokenCounts, sample
+from dflash_trt.decoding.sampling.history import History
+from dflash_trt.decoding.sampling.sampler import sample
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.slots import Slots
 
@@ -60,7 +61,7 @@ def expected(
     """The tokens of the target alone, one at a time, up to the first row that is not a number."""
     before = rows_of(prompt[:-1])
     tokens, total = list(prompt), sum(before)
-    counts = TokenCounts(prompt) if params.penalized else None
+    history = History(params, prompt) if params.adjusted else None
     if any(map(not_a_number, before)):
         return []
     for _ in range(params.max_tokens):
@@ -68,9 +69,9 @@ def expected(
         if not_a_number(newest):
             break
         total += newest
-        tokens.append(sample(TABLE[newest % len(TABLE)], params, seed, len(tokens), counts))
-        if counts is not None:
-            counts.add(tokens[-1])
+        tokens.append(sample(TABLE[newest % len(TABLE)], params, seed, len(tokens), history))
+        if history is not None:
+            history.add(tokens[-1])
     return tokens[len(prompt) :]
 
 
@@ -302,7 +303,7 @@ def request(
         params=params,
         seed=params.seed or 0,
         stop=StopChecker(params, (), Letters()),  # type: ignore[arg-type]
-        counts=TokenCounts(prompt) if params.penalized else None,
+        history=History(params, prompt) if params.adjusted else None,
         arrived=arrived,
         draft=draft,
         deadline=deadline,

@@ -24,18 +24,20 @@ class StopChecker:
 
     As in vLLM, a stop token is kept but has no text. The token that completes a stop string is kept, and the text
     ends before the string. The stop string that is complete first ends the text; the longest one, if two end
-    together. A stop takes precedence over `max_tokens` if one token reaches both.
+    together. A stop takes precedence over `max_tokens` if one token reaches both. A stop string that is complete within
+    the first `min_tokens` tokens does not count.
     """
 
     def __init__(
         self, params: SamplingParams, eos_token_ids: Iterable[int], detokenizer: Detokenizer
     ) -> None:
         self.finish_reason: FinishReason | None = None
-        self._stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
+        self.end_tokens = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
         self._stops = Automaton(map(ord, stop) for stop in params.stop) if params.stop else None
         self._state = 0  # the part of a stop string at the end of the held text
         self.remaining = params.max_tokens  # tokens that may still be kept
         self._detokenizer = detokenizer
+        self._early = params.min_tokens  # tokens that may still not end the text
         self._held = ""  # decoded, but possibly the start of a stop string
 
     def push(self, tokens: Sequence[int]) -> Emission:
@@ -45,8 +47,8 @@ class StopChecker:
         kept = min(len(tokens), self.remaining)
         reason: FinishReason | None = "length" if kept == self.remaining else None
         spoken = tokens[:kept]
-        if not self._stop_ids.isdisjoint(spoken):
-            first = next(i for i, token in enumerate(spoken) if token in self._stop_ids)
+        if not self.end_tokens.isdisjoint(spoken):
+            first = next(i for i, token in enumerate(spoken) if token in self.end_tokens)
             kept, reason, spoken = first + 1, "stop", tokens[:first]
         if self._stops is None:
             text = self._detokenizer.push(spoken)
@@ -72,6 +74,7 @@ class StopChecker:
         it).
         """
         for count, token in enumerate(tokens, 1):
+            self._early -= 1
             if (start := self._hold(stops, self._detokenizer.push((token,)))) is not None:
                 return self._held[:start], count
         if last:
@@ -82,11 +85,11 @@ class StopChecker:
         return text, None
 
     def _hold(self, stops: Automaton, text: str) -> int | None:
-        """Hold more text. Returns the start of the first complete stop string in the held text, if any."""
+        """Hold more text. Returns the start of the first complete stop string in the held text, if it counts."""
         before = len(self._held)
         self._held += text
         for end, character in enumerate(text, before + 1):
             self._state = stops.step(self._state, ord(character))
-            if (found := stops.longest[self._state]) >= 0:
+            if (found := stops.longest[self._state]) >= 0 and self._early < 0:
                 return end - stops.depth[found]
         return None

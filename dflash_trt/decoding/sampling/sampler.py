@@ -1,21 +1,21 @@
-"""From logits to a token: penalties, temperature, min-p, top-k, top-p, and the noise that chooses.
+"""From logits to a token: adjustments, temperature, min-p, top-k, top-p, and the noise that chooses.
 
 The token at a position is argmax_v(process(logits)[v] + gumbel(seed, position, v)), the Gumbel-max form of sampling
-(Gumbel 1954; Maddison et al. 2014, "A* Sampling"). At temperature 0 it is the argmax of the penalized logits.
-`process` applies penalties and the temperature, and keeps the tokens that min-p, top-k and top-p leave. It depends
-only on the logits, the parameters, the seed, the position and the tokens so far. Speculation changes none of these.
+(Gumbel 1954; Maddison et al. 2014, "A* Sampling"). At temperature 0 it is the argmax of the adjusted logits.
+`process` adjusts the logits (history.py), applies the temperature, and keeps the tokens that min-p, top-k and top-p
+leave. It depends only on the logits, the parameters, the seed, the position and the tokens so far. Speculation
+changes none of these.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_trt.decoding.output.automaton import Automaton
 from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.philox import (
     GUMBEL_MAX,
     GUMBEL_MIN,
@@ -35,82 +35,33 @@ _REACH = np.float32(float(GUMBEL_MAX) - float(GUMBEL_MIN) + 1e-3)
 _MARGIN = np.float32(1e-3)
 
 
-class TokenCounts:
-    """The tokens of one request so far, for its penalties: the prompt's, and the count of each generated token.
-
-    bad_words: non-empty token sequences that are never completed. Only generated tokens count as their beginning.
-    """
-
-    def __init__(self, prompt: Iterable[int], bad_words: Sequence[Sequence[int]] = ()) -> None:
-        seen = dict.fromkeys(prompt)
-        self._slot = {token: slot for slot, token in enumerate(seen)}
-        self._tokens = np.empty(max(64, 2 * len(seen)), dtype=np.int64)
-        self._tokens[: len(seen)] = list(seen)
-        self._output = np.zeros(self._tokens.size, dtype=np.float32)
-        # The beginnings of bad words, and for each of them the tokens that would complete a bad word.
-        self._beginnings = Automaton(word[:-1] for word in bad_words) if bad_words else None
-        self._state = 0  # the longest beginning at the end of the generated tokens
-        self._last: dict[int, Tokens] = {}
-        if self._beginnings is not None:
-            last: dict[int, set[int]] = {}
-            for state, word in zip(self._beginnings.state_of, bad_words, strict=True):
-                last.setdefault(state, set()).add(word[-1])
-            self._last = {state: np.array(sorted(tokens)) for state, tokens in last.items()}
-
-    def add(self, token: int) -> None:
-        """Count a generated token. A row is sampled after all tokens before it were added."""
-        slot = self._slot.setdefault(token, len(self._slot))
-        if slot == self._tokens.size:
-            self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))
-            self._output = np.concatenate((self._output, np.zeros_like(self._output)))
-        self._tokens[slot] = token
-        self._output[slot] += 1
-        if self._beginnings is not None:
-            self._state = self._beginnings.step(self._state, token)
-
-    def penalize(self, logits: Floats, params: SamplingParams) -> Floats:
-        """A penalized copy of `logits` [V]: repetition (Keskar et al. 2019), frequency and presence, bad words."""
-        tokens, count = self._tokens[: len(self._slot)], self._output[: len(self._slot)]
-        values = logits[tokens]
-        factor = np.float32(params.repetition_penalty)
-        values = np.where(values > 0, values / factor, values * factor)
-        values -= np.float32(params.frequency_penalty) * count
-        values -= np.float32(params.presence_penalty) * (count > 0)
-        penalized = logits.copy()
-        penalized[tokens] = values
-        if self._beginnings is not None:
-            for beginning in self._beginnings.ending(self._state):
-                penalized[self._last[beginning]] = -np.inf
-        return penalized
-
-
-def process(logits: Floats, params: SamplingParams, counts: TokenCounts | None = None) -> Floats:
+def process(logits: Floats, params: SamplingParams, history: History | None = None) -> Floats:
     """Scaled logits, float32 [V]: the best token has 0, excluded tokens -inf. The temperature must not be 0.
 
-    In vLLM's order: penalties, temperature, min-p, top-k, top-p. top-p uses the probability of the tokens that min-p
+    In vLLM's order: adjustments, temperature, min-p, top-k, top-p. top-p uses the probability of the tokens that min-p
     and top-k left. It keeps the smallest set that reaches it, at least one token. Among equal logits, top-k and top-p
     keep the lower token ids first. Raises NonFiniteError if no largest logit exists (NaN, or infinite).
     """
-    tokens, values = _kept(logits, params, counts)
+    tokens, values = _kept(logits, params, history)
     full = np.full_like(logits, -np.inf)
     full[tokens] = values
     return full
 
 
 def sample(
-    logits: Floats, params: SamplingParams, seed: int, position: int, counts: TokenCounts | None = None
+    logits: Floats, params: SamplingParams, seed: int, position: int, history: History | None = None
 ) -> int:
-    """The token at `position`, from its logits, float32 [V]. `counts`, if penalized, has the tokens before it.
+    """The token at `position`, from its logits, float32 [V]. `history`, if adjusted, has the tokens before it.
 
     Ties go to the lowest token id. Raises NonFiniteError if no largest logit exists (NaN, or infinite).
     """
     if params.temperature == 0:
-        if counts is not None:
-            logits = counts.penalize(logits, params)
+        if history is not None:
+            logits = history.adjust(logits)
         token = int(logits.argmax())  # the first NaN, if any
         _check_finite(logits[token])
         return token
-    tokens, values = _kept(logits, params, counts)
+    tokens, values = _kept(logits, params, history)
     if tokens.size == 1:
         return int(tokens[0])
     near = values >= -_REACH
@@ -125,8 +76,19 @@ def sample(
 
 def log_probability(logits: Floats, token: int) -> float:
     """Natural logarithm of the probability of `token` under the softmax of the raw `logits` [V]."""
+    return log_probabilities(logits, token, 0)[0]
+
+
+def log_probabilities(logits: Floats, token: int, top: int) -> tuple[float, list[tuple[int, float]]]:
+    """The log-probability of `token`, and those of the `top` most probable tokens, best first.
+
+    They belong to the softmax of the raw `logits` [V]. Lower token ids come first among equals.
+    """
     shifted = logits - logits.max()
-    return float(shifted[token] - np.log(np.exp(shifted).sum()))
+    total = np.log(np.exp(shifted).sum())
+    best = _top_k(shifted, min(top, shifted.size)) if top else np.arange(0)
+    ranked = best[np.argsort(-shifted[best], kind="stable")]
+    return float(shifted[token] - total), [(int(v), float(shifted[v] - total)) for v in ranked]
 
 
 def _check_finite(best: np.float32) -> None:
@@ -137,10 +99,10 @@ def _check_finite(best: np.float32) -> None:
         )
 
 
-def _kept(logits: Floats, params: SamplingParams, counts: TokenCounts | None) -> tuple[Tokens, Floats]:
+def _kept(logits: Floats, params: SamplingParams, history: History | None) -> tuple[Tokens, Floats]:
     """The tokens that may be sampled, ascending, and their scaled logits (the best has 0)."""
-    if counts is not None:
-        logits = counts.penalize(logits, params)
+    if history is not None:
+        logits = history.adjust(logits)
     if params.temperature != 1:
         logits = logits / np.float32(params.temperature)
     best = logits.max()  # NaN if there is any

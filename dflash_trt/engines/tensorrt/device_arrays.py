@@ -74,6 +74,8 @@ class DeviceArrays:
     target's output.
     """
 
+    most_prompt_rows = 1  # the PREFILL profile has one row of logits
+
     def __init__(
         self,
         target: TensorRTEngine,
@@ -164,7 +166,7 @@ class DeviceArrays:
         return Draft(self.readable(blocks), None, self.readable(logprobs))
 
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
-        """The graph decides for greedy requests. If the kernels sample, they decide for all requests except penalized
+        """The graph decides for greedy requests. If the kernels sample, they decide for all requests except adjusted
         ones.
 
         Also reads the tokens of the draft.
@@ -187,7 +189,7 @@ class DeviceArrays:
         return Verified(
             accepted,
             next_token,
-            decided=[r.params.greedy if made is None else r.counts is None for r in active],
+            decided=[r.params.greedy if made is None else r.history is None for r in active],
             finite=None if finite.all() else finite.numpy(),
             logits=self.readable(logits),
             drafts_finite=drafts_finite.tolist(),
@@ -212,8 +214,8 @@ class DeviceArrays:
             self._waiting[slot].zero_()
 
     def _decide(self, active: Sequence[Request], outputs: Mapping[str, torch.Tensor]) -> Acceptance | None:
-        """Sample and accept on the pass's stream. Returns None if all requests are greedy or penalized."""
-        if not self.samples or all(r.params.greedy or r.counts is not None for r in active):
+        """Sample and accept on the pass's stream. Returns None if all requests are greedy or adjusted."""
+        if not self.samples or all(r.params.greedy or r.history is not None for r in active):
             return None
         from dflash_plugins.launch import decide_round, sampling_tensors
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dflash_trt.decoding.output.automaton import Automaton
 from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.decoding.sampling.sampler import TokenCounts
+from dflash_trt.decoding.sampling.history import History
 from tests.doubles.fake_engines import Letters
 
 WORDS = st.lists(st.text("ab", max_size=4), max_size=8)
@@ -45,7 +45,7 @@ class Steps(Automaton):
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> type[Steps]:
-    for module in ("sampling.sampler", "output.stopping"):
+    for module in ("sampling.history", "output.stopping"):
         monkeypatch.setattr(f"dflash_trt.decoding.{module}.Automaton", Steps)
     monkeypatch.setattr(Steps, "taken", 0)
     return Steps
@@ -53,13 +53,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> type[Steps]:
 
 def test_a_token_costs_the_same_with_many_long_bad_words(steps: type[Steps]) -> None:
     words = [[1] * 50 + [2 + i] for i in range(1000)]
-    counts, params = TokenCounts([3], words), SamplingParams(bad_words=["x"])
+    history = History(SamplingParams(bad_words=["x"]), [3], words)
     logits = np.zeros(2000, np.float32)
     steps.taken = 0
     for i in range(120):
-        banned = np.flatnonzero(np.isneginf(counts.penalize(logits, params)))
+        banned = np.flatnonzero(np.isneginf(history.adjust(logits)))
         assert banned.tolist() == (list(range(2, 1002)) if i >= 50 else [])
-        counts.add(1)
+        history.add(1)
     assert steps.taken == 120
 
 

@@ -185,12 +185,15 @@ def feed(params: SamplingParams, tokens: list[int], cuts: list[int], eos: tuple[
 def reference(params: SamplingParams, tokens: list[int]) -> Result:
     """Decode the whole text after each token, and search each stop string at each character."""
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else {0})
+    early = 0  # characters that come too early to end the text
     for count, token in enumerate(tokens, 1):
         ended = token in stop_ids
         last = ended or count == params.max_tokens
         text = byte_level().decode(tokens[: count - 1] if ended else tokens[:count])
         sure = text if last else text.rstrip("\ufffd")
-        for end in range(len(sure) + 1):
+        if count - ended <= params.min_tokens:
+            early = len(sure)
+        for end in range(early + 1, len(sure) + 1):
             found = [stop for stop in params.stop if sure[:end].endswith(stop)]
             if found:
                 return tokens[:count], sure[: end - max(map(len, found))], "stop"
@@ -203,7 +206,15 @@ COMMON_STOPS = st.sampled_from(["stop", "op 你", "é", "</s>", "sto", "\ufffd"]
 STOPS = st.lists(st.one_of(COMMON_STOPS, st.text("stop 你", min_size=1, max_size=3)), max_size=3)
 
 
-@given(OUTPUTS, CUTS, STOPS, st.integers(1, 50), st.lists(st.integers(0, 300), max_size=2), st.booleans())
+@given(
+    OUTPUTS,
+    CUTS,
+    STOPS,
+    st.integers(1, 50),
+    st.lists(st.integers(0, 300), max_size=2),
+    st.booleans(),
+    st.sampled_from([0, 0, 1, 3, 10]),
+)
 @settings(deadline=None, max_examples=250)
 def test_any_runs_stop_where_the_plain_reference_stops(
     tokens: list[int],
@@ -212,8 +223,15 @@ def test_any_runs_stop_where_the_plain_reference_stops(
     max_tokens: int,
     stop_ids: list[int],
     ignore_eos: bool,
+    min_tokens: int,
 ) -> None:
-    params = SamplingParams(max_tokens=max_tokens, stop=stop, stop_token_ids=stop_ids, ignore_eos=ignore_eos)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min(min_tokens, max_tokens),
+        stop=stop,
+        stop_token_ids=stop_ids,
+        ignore_eos=ignore_eos,
+    )
     kept, text, reason = feed(params, tokens, cuts)
     expected_kept, expected_text, expected_reason = reference(params, tokens)
     assert (kept, reason) == (expected_kept, expected_reason)

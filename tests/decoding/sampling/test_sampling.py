@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling import philox
 from dflash_trt.decoding.sampling import probability_mass as weights
-from dflash_trt.decoding.sampling.sampler import TokenCounts, log_probability, process, sample
+from dflash_trt.decoding.sampling.history import History
+from dflash_trt.decoding.sampling.sampler import log_probabilities, log_probability, process, sample
 from dflash_trt.errors import RequestError
 
 # The known-answer vectors of Random123 1.14 (kat_vectors): counter, key, result.
@@ -215,35 +216,49 @@ def test_noise_is_independent_across_positions_and_tokens() -> None:
     st.floats(0.5, 2),
     st.floats(-2, 2),
     st.floats(-2, 2),
+    st.dictionaries(st.integers(0, 9), st.floats(-9, 9), max_size=4),
+    st.integers(0, 20),
 )
-def test_penalties_match_the_formula(
-    prompt: list[int], output: list[int], repetition: float, presence: float, frequency: float
+def test_adjusted_logits_match_the_formula(
+    prompt: list[int],
+    output: list[int],
+    repetition: float,
+    presence: float,
+    frequency: float,
+    bias: dict[int, float],
+    min_tokens: int,
 ) -> None:
+    """As in vLLM: the end token (9) is excluded at first, then the bias is added, then the penalties apply."""
     params = SamplingParams(
-        repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=bias,
+        min_tokens=min_tokens,
     )
-    counts = TokenCounts(prompt)
+    history = History(params, prompt, end_tokens=[9])
     for token in output:
-        counts.add(token)
+        history.add(token)
     logits = np.linspace(-2, 2, 10, dtype=np.float32)
     untouched = logits.copy()
-    penalized = counts.penalize(logits, params)
+    penalized = history.adjust(logits)
     for v in range(10):
-        expected = float(logits[v])
+        expected = -math.inf if v == 9 and len(output) < min_tokens else float(logits[v])
+        expected += bias.get(v, 0)
         if v in prompt or v in output:
             expected = expected / repetition if expected > 0 else expected * repetition
         expected -= frequency * output.count(v) + presence * (v in output)
-        assert penalized[v] == pytest.approx(expected, abs=1e-4)
+        assert penalized[v] == pytest.approx(expected, abs=1e-3)
     assert np.array_equal(logits, untouched)
-    assert sample(logits, params, 0, 0, counts) == np.argmax(penalized)
+    assert sample(logits, params, 0, 0, history) == np.argmax(penalized)
 
 
 def test_counts_grow() -> None:
-    counts = TokenCounts([])
+    history = History(SamplingParams(frequency_penalty=1.0), [])
     for token in range(300):
-        counts.add(token)
-        counts.add(token)
-    penalized = counts.penalize(np.zeros(400, np.float32), SamplingParams(frequency_penalty=1.0))
+        history.add(token)
+        history.add(token)
+    penalized = history.adjust(np.zeros(400, np.float32))
     assert penalized.tolist() == [-2.0] * 300 + [0.0] * 100
 
 
@@ -313,3 +328,14 @@ def test_params_accept_strings_and_lists() -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert params.greedy
     assert not SamplingParams(presence_penalty=0.1).greedy
+
+
+@pytest.mark.parametrize("top", [0, 1, 5, 20])
+def test_top_log_probabilities_are_those_of_the_raw_logits(top: int) -> None:
+    logits = np.random.default_rng(3).integers(-9, 9, 400).astype(np.float32)  # many ties
+    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
+    own, found = log_probabilities(logits, 7, top)
+    assert own == pytest.approx(exact[7], abs=1e-4)
+    assert [token for token, _ in found] == np.argsort(-logits, kind="stable")[:top].tolist()
+    assert [number for _, number in found] == pytest.approx([exact[t] for t, _ in found], abs=1e-4)
+    assert len(log_probabilities(logits[:3], 0, 20)[1]) == 3

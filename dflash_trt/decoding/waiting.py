@@ -1,0 +1,44 @@
+"""Requests that wait for a slot, in the order in which they start."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+
+from dflash_trt.decoding.request import Request
+
+
+class Waiting:
+    """Lower priorities first, then first come, first served. A removed request costs nothing until its turn."""
+
+    def __init__(self) -> None:
+        self._requests: dict[Request, None] = {}
+        self._order: list[tuple[int, int, Request]] = []  # a heap; the number separates equal priorities
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order of arrival."""
+        return iter(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._requests
+
+    def add(self, request: Request) -> None:
+        self._requests[request] = None
+        heapq.heappush(self._order, (request.priority, next(self._numbers), request))
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request]
+        if not self._requests:
+            self._order.clear()
+
+    def pop(self) -> Request:
+        """Remove and return the request whose turn it is."""
+        while (request := heapq.heappop(self._order)[2]) not in self._requests:
+            pass
+        self.remove(request)
+        return request

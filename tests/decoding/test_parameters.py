@@ -1,0 +1,182 @@
+"""Parameters of a request over a real bundle: the same tokens with and without drafts, whatever they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams
+from dflash_trt.decoding.waiting import Waiting
+from dflash_trt.errors import RequestError
+from tests.api.test_async import bundle, prompt
+from tests.doubles.fake_engines import request
+
+__all__ = ["bundle"]  # the fixture
+
+
+@pytest.fixture(scope="module")
+def llm(bundle: Path) -> Iterator[LLM]:
+    with LLM(bundle, threads=1, max_batch_size=3, prefill_chunk=16) as llm:
+        yield llm
+
+
+ANY = st.builds(
+    SamplingParams,
+    max_tokens=st.sampled_from([4, 14, 30]),
+    min_tokens=st.sampled_from([0, 4]),
+    temperature=st.sampled_from([0.0, 0.5, 1.2]),
+    top_k=st.sampled_from([0, 30]),
+    top_p=st.sampled_from([1.0, 0.9]),
+    min_p=st.sampled_from([0.0, 0.02]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.4]),
+    bad_words=st.sampled_from([(), ("a", "th")]),
+    logit_bias=st.dictionaries(st.integers(0, 383), st.sampled_from([-100, 1, 4]), max_size=5),
+    ignore_eos=st.booleans(),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@given(st.lists(ANY, min_size=3, max_size=5), st.sampled_from([None, 2, 5, 8]))
+@settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
+def test_any_parameters_give_the_same_tokens_with_and_without_drafts(
+    llm: LLM, several: list[SamplingParams], block_length: int | None
+) -> None:
+    prompts = [prompt(5 + 9 * i, i) for i in range(len(several))]
+    drafted = llm.generate(prompts, several, block_length=block_length)
+    for tokens, params, found in zip(prompts, several, drafted, strict=True):
+        plain = llm.generate(tokens, params, speculate=False)
+        assert (found.token_ids, found.text, found.finish_reason) == (
+            plain.token_ids,
+            plain.text,
+            plain.finish_reason,
+        )
+
+
+def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    exact = logits.astype(np.float64)
+    exact -= exact.max()
+    return exact - np.log(np.exp(exact).sum())
+
+
+def test_the_prompt_s_and_the_top_log_probabilities(llm: LLM) -> None:
+    """Also for a prompt whose rows another request has left, and in streams."""
+    ids = prompt(40, 5)
+    params = SamplingParams(max_tokens=5, logprobs=True, top_logprobs=3, prompt_logprobs=True)
+    plain = llm.generate(ids, SamplingParams(max_tokens=5, ignore_eos=True))
+    found = llm.generate(ids, params)
+    assert found.token_ids == plain.token_ids[: len(found.token_ids)]
+    assert found.statistics.num_cached_tokens == 0
+    numbers = [*(found.prompt_logprobs or []), *(found.logprobs or [])]
+    tops = [*(found.prompt_top_logprobs or []), *(found.top_logprobs or [])]
+    whole = ids + found.token_ids
+    assert (numbers[0], tops[0], len(numbers), len(tops)) == (None, [], len(whole), len(whole))
+    for at in (1, 2, 15, 16, 17, 39, 40, 41, len(whole) - 1):
+        exact = log_softmax(llm.logits(whole[:at]))
+        assert numbers[at] == pytest.approx(exact[whole[at]], abs=1e-3)
+        assert [number for _, number in tops[at]] == pytest.approx(np.sort(exact)[:-4:-1].tolist(), abs=1e-3)
+    first, *rest = llm.stream(ids, params)
+    assert (first.prompt_token_ids, {chunk.prompt_logprobs for chunk in rest}) == (ids, {None})
+    assert first.prompt_logprobs is not None
+    assert first.prompt_logprobs[1:] == pytest.approx((found.prompt_logprobs or [])[1:], abs=1e-4)
+    streamed = [top for chunk in (first, *rest) for top in chunk.top_logprobs or []]
+    assert [[token for token, _ in top] for top in streamed] == [
+        [token for token, _ in top] for top in found.top_logprobs or []
+    ]
+
+
+def test_nothing_ends_before_min_tokens(llm: LLM) -> None:
+    """The end tokens are everywhere at first: a bias prefers them."""
+    ends = llm.bundle.manifest["eos_token_ids"]
+    likes = dict.fromkeys(ends, 90.0)
+    at_once = llm.generate(prompt(9), SamplingParams(logit_bias=likes))
+    assert (len(at_once.token_ids), at_once.finish_reason) == (1, "stop")
+    later = llm.generate(prompt(9), SamplingParams(logit_bias=likes, min_tokens=7))
+    assert (len(later.token_ids), later.finish_reason) == (8, "stop")
+    assert set(later.token_ids[:7]).isdisjoint(ends)
+    mine = SamplingParams(logit_bias={11: 90.0}, stop_token_ids=[11], min_tokens=3, ignore_eos=True)
+    assert llm.generate(prompt(9), mine).token_ids[3:] == [11]
+
+
+def test_samples_are_what_each_seed_gives_alone(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=2**64 - 2)
+    four = llm.generate(prompt(30), params.samples(4))
+    assert [each.seed for each in four] == [2**64 - 2, 2**64 - 1, 0, 1]
+    alone = [
+        llm.generate(prompt(30), SamplingParams(max_tokens=12, temperature=1.0, seed=each.seed))
+        for each in four
+    ]
+    assert [each.token_ids for each in four] == [each.token_ids for each in alone]
+    assert len({tuple(each.token_ids) for each in four}) == 4
+    assert len({each.seed for each in SamplingParams(temperature=1.0).samples(5)}) == 5
+    assert params.samples(1) == [params]
+    for n in (0, 129, True, 1.0):
+        with pytest.raises(RequestError, match="n is"):
+            params.samples(n)  # type: ignore[arg-type]
+
+
+def test_requests_wait_by_priority_and_then_by_arrival() -> None:
+    waiting, made = Waiting(), [request([1], SamplingParams()) for _ in range(7)]
+    for each, priority in zip(made, [0, 5, -1, 0, 5, -1, 9], strict=True):
+        each.priority = priority
+        waiting.add(each)
+    waiting.remove(made[5])
+    assert list(waiting) == [made[i] for i in (0, 1, 2, 3, 4, 6)]
+    assert [waiting.pop() for _ in range(6)] == [made[i] for i in (2, 0, 3, 1, 4, 6)]
+    assert not waiting
+
+
+def test_a_request_of_lower_number_starts_first(bundle: Path) -> None:
+    order: list[int] = []
+
+    async def main() -> None:
+        async with AsyncLLM(bundle, max_batch_size=1, threads=1, block_length=4) as llm:
+
+            async def ask(priority: int) -> Completion:
+                done = await llm.generate(prompt(5), SamplingParams(max_tokens=20), priority=priority)
+                order.append(priority)
+                return done
+
+            first = asyncio.create_task(ask(0))
+            await asyncio.sleep(0)
+            await asyncio.gather(first, *(ask(priority) for priority in (9, 3, 7, -2)))
+            with pytest.raises(RequestError, match="priority is 'high'"):
+                await llm.generate(prompt(5), priority="high")  # type: ignore[arg-type]
+
+    asyncio.run(main())
+    assert order[0] in (0, -2)  # the first may or may not have started before the others came
+    assert [each for each in order if each != 0] == [-2, 3, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, expected at most max_tokens"),
+        ({"min_tokens": -1}, "min_tokens is -1"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs is 21"),
+        ({"top_logprobs": 2}, "top_logprobs is 2, but logprobs"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is 1"),
+        ({"logit_bias": [1]}, "logit_bias is"),
+        ({"logit_bias": {"1": 2}}, "logit_bias contains '1'"),
+        ({"logit_bias": {-1: 2}}, "logit_bias has token id -1"),
+        ({"logit_bias": {3: 101}}, r"logit_bias\[3\] is 101"),
+        ({"logit_bias": {3: float("nan")}}, r"logit_bias\[3\] is nan"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "1025 ids"),
+    ],
+)
+def test_wrong_parameters_are_named(wrong: dict[str, Any], match: str) -> None:
+    with pytest.raises(RequestError, match=match):
+        SamplingParams(**wrong)
+
+
+def test_a_biased_token_has_to_exist(llm: LLM) -> None:
+    vocab = llm.bundle.manifest["vocab_size"]
+    with pytest.raises(RequestError, match=f"logit_bias has token id {vocab}, expected 0..{vocab - 1}"):
+        llm.generate(prompt(5), SamplingParams(logit_bias={vocab: 1}))
