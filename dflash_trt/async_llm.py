@@ -120,7 +120,7 @@ class AsyncLLM:
 
         A consumer that leaves (`aclose`, a cancelled task) frees the slot before the next round. After `timeout`
         seconds the request ends with finish_reason "timeout". `block_length` limits the tokens that a round verifies
-        for this request. Of the waiting requests, those with the lowest `priority` start first.
+        for this request. The lowest `priority` starts first.
 
         Raises:
             RequestError: the request is impossible.

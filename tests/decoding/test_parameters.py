@@ -96,12 +96,14 @@ def test_nothing_ends_before_min_tokens(llm: LLM) -> None:
     """The end tokens are everywhere at first: a bias prefers them."""
     ends = llm.bundle.manifest["eos_token_ids"]
     likes = dict.fromkeys(ends, 90.0)
-    at_once = llm.generate(prompt(9), SamplingParams(logit_bias=likes))
+    at_once = llm.generate(prompt(9), SamplingParams(max_tokens=20, logit_bias=likes))
     assert (len(at_once.token_ids), at_once.finish_reason) == (1, "stop")
-    later = llm.generate(prompt(9), SamplingParams(logit_bias=likes, min_tokens=7))
+    later = llm.generate(prompt(9), SamplingParams(max_tokens=20, logit_bias=likes, min_tokens=7))
     assert (len(later.token_ids), later.finish_reason) == (8, "stop")
     assert set(later.token_ids[:7]).isdisjoint(ends)
-    mine = SamplingParams(logit_bias={11: 90.0}, stop_token_ids=[11], min_tokens=3, ignore_eos=True)
+    mine = SamplingParams(
+        max_tokens=20, logit_bias={11: 90.0}, stop_token_ids=[11], min_tokens=3, ignore_eos=True
+    )
     assert llm.generate(prompt(9), mine).token_ids[3:] == [11]
 
 
@@ -179,4 +181,4 @@ def test_wrong_parameters_are_named(wrong: dict[str, Any], match: str) -> None:
 def test_a_biased_token_has_to_exist(llm: LLM) -> None:
     vocab = llm.bundle.manifest["vocab_size"]
     with pytest.raises(RequestError, match=f"logit_bias has token id {vocab}, expected 0..{vocab - 1}"):
-        llm.generate(prompt(5), SamplingParams(logit_bias={vocab: 1}))
+        llm.generate(prompt(5), SamplingParams(max_tokens=5, logit_bias={vocab: 1}))

@@ -1,4 +1,4 @@
-"""What the tokens so far mean for the next one: the adjusted logits of a request, before its temperature."""
+"""The adjusted logits of a request, before its temperature: bias, words, penalties, by its tokens so far."""
 
 from __future__ import annotations
 
