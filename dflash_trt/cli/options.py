@@ -20,6 +20,13 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return number
 
 
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    if not 0 <= (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 1")
+    return value
+
+
 def block_length(text: str) -> int | None:
     """A block length, or None for `auto`."""
     return None if text == "auto" else at_least(1)(text)

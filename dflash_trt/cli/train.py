@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.cli.options import at_least, each
+from dflash_trt.cli.options import at_least, each, share
 from dflash_trt.cli.output import print_json, print_table
 from dflash_trt.errors import DFlashError
 
@@ -221,6 +221,13 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
         help="tokens whose logits the loss has, drawn for each step (default: 0, all)",
     )
     add(
+        "--distill",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the target's own distribution in what a row shall predict, 0 to 1 (default: 0)",
+    )
+    add(
         "--learning-rate", type=float, default=6e-4, metavar="R", help="highest learning rate (default: 6e-4)"
     )
     add("--optimizer", choices=["adamw", "muon"], default="adamw", help="default: adamw")
@@ -232,7 +239,7 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--shorter",
-        type=float,
+        type=share,
         default=0.2,
         metavar="SHARE",
         help="share of shortened blocks (default: 0.2)",
@@ -304,6 +311,7 @@ def _drafter(args: argparse.Namespace) -> int:
         shorter=args.shorter,
         max_length=args.max_length,
         head_tokens=args.head_tokens,
+        distill=args.distill,
         seed=args.seed,
     )
     design = Design(

@@ -110,6 +110,8 @@ class _HeadLoss(torch.autograd.Function):
         weighting: Weighting,
         chunk: int,
         bias: Tensor | None,
+        teacher: Tensor | None,
+        share: float,
     ) -> tuple[Tensor, Tensor]:
         blocks, size, _ = hidden.shape
         gradient = torch.zeros_like(hidden, dtype=head.dtype)
@@ -129,9 +131,22 @@ class _HeadLoss(torch.autograd.Function):
             scale = weights_of(loss, mask, weighting)
             losses[part] = loss
             total = total + (loss * scale).sum()
+            spread = None
+            if teacher is not None:
+                spread = (teacher[part][mask].to(head.dtype) @ head.T).float()
+                if bias is not None:
+                    spread += bias
+                spread = spread.softmax(-1)
+                soft = norm.squeeze(1) - (spread * logits).sum(-1)
+                total = total + share * ((soft - loss[mask]) * scale[mask]).sum()
             weight = weight + scale.sum()
             if ctx.needs_input_grad[0]:
-                logits.sub_(norm).exp_().scatter_add_(1, wanted, torch.full_like(norm, -1.0))
+                logits.sub_(norm).exp_()
+                if spread is not None:
+                    logits.sub_(spread, alpha=share)
+                logits.scatter_add_(
+                    1, wanted, torch.full_like(norm, (share if spread is not None else 0.0) - 1.0)
+                )
                 logits.mul_(scale[mask][:, None])
                 gradient[part][mask] = logits.to(head.dtype) @ head
         weight = weight.clamp(min=1e-6)
@@ -143,7 +158,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         gradient, weight = ctx.saved_tensors
-        return (gradient.to(ctx.dtype) * (scale / weight), None, None, None, None, None, None)
+        return (gradient.to(ctx.dtype) * (scale / weight), *[None] * 8)
 
 
 def head_loss(
@@ -154,22 +169,37 @@ def head_loss(
     weighting: Weighting,
     chunk: int = 16,
     bias: Tensor | None = None,
+    teacher: Tensor | None = None,
+    share: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The mean weighted loss, and the loss of every row.
+    """The mean weighted loss, and the cross entropy of every row's label.
 
     hidden [N, K, D]: normed rows of N blocks. head [V, D]: the target's, frozen; products are in its dtype.
     labels, valid [N, K]. `chunk`: blocks whose logits, [chunk * K, V] in float32, are held at a time.
     bias [V]: float32, added to the logits; for a head that has some of the tokens only (HeadSample).
+    teacher [N, K, D]: the target's normed rows that predict the labels. With them, `share` of the wanted distribution
+        is the target's, and the rest the label. Weights depend on the labels alone.
     Returns a scalar with gradient to `hidden`, and float32 [N, K] without one.
     """
-    return _HeadLoss.apply(hidden, head, labels, valid, weighting, chunk, bias)
+    return _HeadLoss.apply(hidden, head, labels, valid, weighting, chunk, bias, teacher, share)
 
 
-def plain_loss(hidden: Tensor, head: Tensor, labels: Tensor, valid: Tensor, weighting: Weighting) -> Tensor:
+def plain_loss(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    weighting: Weighting,
+    teacher: Tensor | None = None,
+    share: float = 0.0,
+) -> Tensor:
     """The result of head_loss, computed directly: the reference for tests."""
     logits = F.linear(hidden, head).float()
-    losses = (
-        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape) * valid
-    )
+    flat = logits.flatten(0, 1)
+    losses = F.cross_entropy(flat, labels.flatten(), reduction="none").view(labels.shape) * valid
     weights = weights_of(losses, valid, weighting)
+    if teacher is not None:
+        wanted = F.linear(teacher, head).float().flatten(0, 1).softmax(-1)
+        soft = F.cross_entropy(flat, wanted, reduction="none").view(labels.shape) * valid
+        losses = (1 - share) * losses + share * soft
     return (losses * weights).sum() / weights.sum().clamp(min=1e-6)

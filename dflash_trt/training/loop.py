@@ -35,7 +35,8 @@ class Recipe:
 
     The learning rate rises over the first `warmup` of the steps and falls as a cosine to `floor` of it. `shorter`: the
     share of blocks with fewer rows than the block size. An answer is cut at `max_length` tokens, its prompt included.
-    `head_tokens`: the loss has the logits of that many tokens (head_sample.py), 0: of all.
+    `head_tokens`: the loss has the logits of that many tokens (head_sample.py), 0: of all. `distill`: the share of the
+    target's own distribution in what a row shall predict; the rest is the answer's token.
     """
 
     steps: int
@@ -50,6 +51,7 @@ class Recipe:
     shorter: float = 0.2
     max_length: int = 1024
     head_tokens: int = 0
+    distill: float = 0.0
     seed: int = 0
 
     def factor(self, step: int) -> float:
@@ -149,7 +151,7 @@ def _step(
     number = step * accelerator.num_processes + accelerator.process_index
     batch = batches(number)
     generator = torch.Generator().manual_seed(recipe.seed + (number << 20))
-    features = features_of(batch, target, cache)
+    features, final = target.split(features_of(batch, target, cache))
     blocks = draw_blocks(
         batch.tokens.to(device),
         batch.first.to(device),
@@ -171,13 +173,18 @@ def _step(
         hidden = module(features, positions, target.embed(blocks.tokens), blocks.positions, masks)
     size = config.block_size
     head, labels, valid = target.head, blocks.labels.flatten(0, 1), blocks.valid.flatten(0, 1)
-    bias, chunk = None, _CHUNK
+    bias, chunk, teacher = None, _CHUNK, None
+    if recipe.distill and final is not None:
+        # The row at a position predicts its token. The target's row before it does the same.
+        before = (blocks.positions - 1).clamp(max=width - 1)
+        teacher = final.gather(1, before[..., None].expand(-1, -1, final.shape[-1]))
+        teacher = teacher.reshape(-1, size, final.shape[-1])
     if 0 < recipe.head_tokens < len(head):
         sample = draw_head(labels[valid], batches.frequent(len(head)), recipe.head_tokens, generator)
         chunk = _CHUNK * len(head) // len(sample.ids)
         head, labels, bias = head[sample.ids], sample.labels(labels), sample.bias
     rows = hidden.reshape(-1, size, hidden.shape[-1])
-    loss, _ = head_loss(rows, head, labels, valid, recipe.weighting, chunk, bias)
+    loss, _ = head_loss(rows, head, labels, valid, recipe.weighting, chunk, bias, teacher, recipe.distill)
     return loss, int((blocks.anchors >= 0).sum())
 
 

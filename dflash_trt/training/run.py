@@ -81,8 +81,14 @@ def run(
     taps = drafter.config.target_layer_ids
     # Without autocast, the drafter computes in float32, and takes nothing else.
     dtype = matrix_dtype(accelerator.device) if accelerator.mixed_precision == "bf16" else torch.float32
-    frozen = FrozenTarget(target, target_config, taps, accelerator.device, dtype)
-    key = {"target": target_name, "taps": list(taps), "hidden_size": target_config.hidden_size}
+    frozen = FrozenTarget(target, target_config, taps, accelerator.device, dtype, final=recipe.distill > 0)
+    key: dict[str, Any] = {
+        "target": target_name,
+        "taps": list(taps),
+        "hidden_size": target_config.hidden_size,
+    }
+    if recipe.distill:
+        key["final"] = True
     cache = None if features is None else FeatureCache(features, key)
     batches = Batches(answers, recipe.batch_size, recipe.max_length, recipe.seed)
 

@@ -33,6 +33,8 @@ def matrix_dtype(device: torch.device) -> torch.dtype:
 class FrozenTarget:
     """A target checkpoint without gradients. Tap i is the residual stream after layer `taps[i]` (0-based).
 
+    With `final`, the features end in one part more: the normed rows that the LM head takes.
+
     Raises CheckpointError if Transformers cannot load it, or loads something that differs from the configuration.
     """
 
@@ -43,6 +45,8 @@ class FrozenTarget:
         taps: Sequence[int],
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        final: bool = False,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
@@ -61,6 +65,7 @@ class FrozenTarget:
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.head: Tensor = model.get_output_embeddings().weight.to(dtype)
         self._taps: list[Tensor] = [self.embedding] * len(taps)
+        self._final = final
         for place, layer in enumerate(taps):
             layers[layer].register_forward_hook(self._tap(place))
 
@@ -72,9 +77,19 @@ class FrozenTarget:
 
     @torch.no_grad()
     def features(self, tokens: Tensor) -> Tensor:
-        """[B, T, taps * D] of tokens [B, T], right-padded to T: what is behind a text does not change it."""
-        self.decoder(input_ids=tokens, use_cache=False)
-        return torch.cat(self._taps, -1)
+        """[B, T, taps * D] of tokens [B, T], right-padded to T: what is behind a text does not change it.
+
+        With `final`, [B, T, (taps + 1) * D].
+        """
+        made = self.decoder(input_ids=tokens, use_cache=False)
+        return torch.cat([*self._taps, *([made.last_hidden_state] if self._final else [])], -1)
+
+    def split(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The taps' part of the features, and that of the final rows if there is one."""
+        if not self._final:
+            return features, None
+        size = self.head.shape[1]
+        return features[..., :-size], features[..., -size:]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embedded tokens for the drafter, without scaling, as in the supported families."""

@@ -141,6 +141,21 @@ def test_the_loss_in_chunks_has_the_value_and_gradient_of_the_plain_one(
     assert (rows[~valid] == 0).all()
 
 
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("weighting", ["decay", "dpace"])
+def test_the_targets_distribution_takes_its_share_of_the_label(weighting: Weighting, share: float) -> None:
+    hidden, head, labels, valid = loss_inputs()
+    teacher = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+    one, other = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    loss, rows = head_loss(one, head, labels, valid, weighting, 3, None, teacher, share)
+    expected = plain_loss(other, head, labels, valid, weighting, teacher, share)
+    (2 * loss).backward()
+    (2 * expected).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(one.grad, other.grad)
+    torch.testing.assert_close(rows, head_loss(hidden, head, labels, valid, weighting)[1])  # of the labels
+
+
 def test_a_batch_without_anything_to_predict_has_no_loss() -> None:
     hidden, head, labels, valid = loss_inputs()
     hidden.requires_grad_()

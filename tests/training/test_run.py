@@ -26,6 +26,7 @@ from dflash_trt.prompts import read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.answers import Answer, read_answers
 from dflash_trt.training.batches import Batches, features_of
+from dflash_trt.training.blocks import head_loss
 from dflash_trt.training.checkpoint import (
     default_mask_token,
     default_taps,
@@ -34,7 +35,7 @@ from dflash_trt.training.checkpoint import (
     write_checkpoint,
 )
 from dflash_trt.training.evaluation import ALL, Questions, average, read_history
-from dflash_trt.training.loop import Recipe, train
+from dflash_trt.training.loop import Recipe, _step, train
 from dflash_trt.training.masks import dense_mask
 from dflash_trt.training.model import Drafter
 from dflash_trt.training.regenerate import Sampling, regenerate_with_bundle
@@ -145,6 +146,26 @@ def test_features_from_the_cache_are_those_of_the_target(
         assert torch.equal(cached[row, :end], fresh[row, :end].bfloat16().float())
     with pytest.raises(DFlashError, match="choose another --features"):
         FeatureCache(tmp_path / "features", {"target": "another"})
+
+
+def test_the_targets_own_distribution_is_taken_from_the_row_before_each_label(
+    answers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers are greedy. So the target's rows behind the loss must give exactly their labels."""
+    both = FrozenTarget(TARGET, read_target_config(TARGET), (1, 3, 5, 7), CPU, torch.float32, final=True)
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def spy(hidden: Any, head: Any, labels: Any, valid: Any, *rest: Any) -> Any:
+        seen.append((rest[3], head, labels, valid))
+        return head_loss(hidden, head, labels, valid, *rest)
+
+    monkeypatch.setattr("dflash_trt.training.loop.head_loss", spy)
+    recipe = replace(SMALL, distill=0.5)
+    batches = Batches(read_answers(answers), recipe.batch_size, recipe.max_length, 0)
+    _step(small_drafter(), both, batches, recipe, 0, in_float32(), None)
+    ((teacher, head, labels, valid),) = seen
+    assert valid.sum() > 100
+    assert torch.equal((teacher[valid] @ head.T).argmax(-1), labels[valid])
 
 
 def test_every_epoch_has_every_answer_once_in_another_order(answers: Path) -> None:
