@@ -176,7 +176,7 @@ def _step(
     bias, chunk, teacher = None, _CHUNK, None
     if recipe.distill and final is not None:
         # The row at a position predicts its token. The target's row before it does the same.
-        before = (blocks.positions - 1).clamp(max=width - 1)
+        before = (blocks.positions - 1).clamp(0, width - 1)
         teacher = final.gather(1, before[..., None].expand(-1, -1, final.shape[-1]))
         teacher = teacher.reshape(-1, size, final.shape[-1])
     if 0 < recipe.head_tokens < len(head):
