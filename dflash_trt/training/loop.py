@@ -191,8 +191,9 @@ def _step(
 def make_accelerator() -> Accelerator:
     """The accelerator as `accelerate launch` configures it. Default precision: BF16 if the hardware supports it."""
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    fast = matrix_dtype(PartialState().device) == torch.bfloat16
-    return Accelerator(mixed_precision=asked or ("bf16" if fast else "no"))
+    cpu = not torch.accelerator.is_available()  # accelerate joins processes on CPUs only if it is told
+    fast = matrix_dtype(PartialState(cpu=cpu).device) == torch.bfloat16
+    return Accelerator(cpu=cpu, mixed_precision=asked or ("bf16" if fast else "no"))
 
 
 def _optimizers(drafter: Drafter, recipe: Recipe) -> list[torch.optim.Optimizer]:

@@ -69,7 +69,8 @@ def load_state(folder: Path, module: nn.Module, optimizers: Sequence[torch.optim
         else:
             parameter, _, key = rest.rpartition(_SEPARATOR)
             state.setdefault(parameter, {})[key] = value
-    _, made = get_state_dict(module, optimizers, options=_OPTIONS)
+    # Offloaded to the CPU, the dictionaries exist in the first process only. Here every process needs them.
+    _, made = get_state_dict(module, optimizers, options=StateDictOptions(full_state_dict=True))
     if {n: set(v) for n, v in made["state"].items()} != {n: set(v) for n, v in state.items()}:  # type: ignore[arg-type]
         raise DFlashError(f"{place}: belongs to another drafter or optimizer; choose another --out")
     optimizer: dict[str, Any] = {"state": state, "param_groups": made["param_groups"]}
