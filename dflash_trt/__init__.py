@@ -11,6 +11,7 @@ from dflash_trt.errors import DFlashError
 if TYPE_CHECKING:
     from dflash_trt.async_llm import AsyncLLM
     from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
+    from dflash_trt.decoding.sampling.structure import StructuredOutputs
     from dflash_trt.decoding.statistics import Statistics
     from dflash_trt.llm import LLM
 
@@ -24,6 +25,7 @@ __all__ = [
     "DFlashError",
     "SamplingParams",
     "Statistics",
+    "StructuredOutputs",
     "__version__",
 ]
 
@@ -34,6 +36,7 @@ _HOME = {
     "Completion": "dflash_trt.decoding.params",
     "SamplingParams": "dflash_trt.decoding.params",
     "Statistics": "dflash_trt.decoding.statistics",
+    "StructuredOutputs": "dflash_trt.decoding.sampling.structure",
 }
 
 

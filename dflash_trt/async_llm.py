@@ -21,7 +21,7 @@ from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
 from dflash_trt.decoding.request import Emission, Request, completion, items, opening
 from dflash_trt.errors import BusyError, DFlashError, EngineError, RequestError, quoted
 from dflash_trt.runtime import Messages, Prompt, Runtime
-from dflash_trt.text.text_thread import TextThread
+from dflash_trt.text.text_thread import LONG, TextThread
 
 # An item from the engine thread to a stream: a chunk, or the error that ends the stream.
 _Item = Chunk | DFlashError
@@ -336,7 +336,8 @@ class AsyncLLM:
 def _size(prompt: Prompt, params: SamplingParams) -> int:
     """The length of a request's prompt and texts, in characters or tokens."""
     try:
-        return len(prompt) + sum(map(len, (*params.stop, *params.bad_words)))
+        form = params.structured_outputs  # to compile it may take as long as to tokenize a long text
+        return len(prompt) + sum(map(len, (*params.stop, *params.bad_words))) + (LONG if form else 0)
     except TypeError:  # the request will be refused for it
         return 0
 

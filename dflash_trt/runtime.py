@@ -22,6 +22,7 @@ from dflash_trt.decoding.pair import USUAL_CONTEXT, Pair
 from dflash_trt.decoding.params import SamplingParams, token_ids
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.history import History
+from dflash_trt.decoding.sampling.structure import Structure, Structures
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.engines.base import RunSettings
@@ -65,6 +66,9 @@ class Runtime:
         self._adaptive: AdaptiveLength | None = None
         engine = engine_of(self.bundle)
         self.tokenizer = self._tokenizer(engine.tokenizer_folder)
+        self._structures = Structures(
+            self.tokenizer.backend, manifest["vocab_size"], manifest["eos_token_ids"]
+        )
         settings = RunSettings(
             max_batch_size=max_batch_size,
             prefill_chunk=prefill_chunk,
@@ -166,7 +170,9 @@ class Runtime:
             vocab = self.bundle.manifest["vocab_size"]
             if params.logit_bias and (most := max(params.logit_bias)) >= vocab:
                 raise RequestError(f"logit_bias has token id {most}, expected 0..{vocab - 1}")
-            return self._request(ids, params, draft, deadline, block_length, priority)
+            form = params.structured_outputs
+            structure = None if form is None else self._structures.compile(form)
+            return self._request(ids, params, draft, deadline, block_length, priority, structure)
         except MemoryError as error:
             raise RequestError(
                 f"the prompt has a length of {len(prompt)}: no memory is left for its request"
@@ -208,6 +214,7 @@ class Runtime:
         deadline: float | None,
         block_length: int | None,
         priority: int = 0,
+        structure: Structure | None = None,
     ) -> Request:
         eos = () if params.ignore_eos else tuple(self.bundle.manifest["eos_token_ids"])
         stop = StopChecker(params, eos, Detokenizer(self.tokenizer.backend))
@@ -218,7 +225,7 @@ class Runtime:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             stop=stop,
-            history=History(params, ids, words, ends) if params.adjusted else None,
+            history=History(params, ids, words, ends, structure) if params.adjusted else None,
             arrived=perf_counter(),
             draft=draft,
             deadline=deadline,

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli.options import block_length
 from dflash_trt.cli.output import print_json
-from dflash_trt.errors import DFlashError
+from dflash_trt.errors import DFlashError, RequestError
 
 if TYPE_CHECKING:
+    from dflash_trt.decoding.sampling.structure import StructuredOutputs
     from dflash_trt.decoding.statistics import Statistics
 
 SUMMARY = "generate text from a prompt"
@@ -25,6 +26,7 @@ examples:
   dflash-trt generate bundles/tiny --prompt "def add(a, b):" --max-tokens 64
   dflash-trt generate bundles/tiny --temperature 0.7 --top-p 0.95 --seed 1 < prompt.txt
   dflash-trt generate bundles/tiny --chat -p "Hello" --no-draft --json
+  dflash-trt generate bundles/tiny --prompt "A person: " --json-schema person.json
 """
 
 # The fields of SamplingParams that are options here: type, metavar, help.
@@ -37,6 +39,7 @@ SAMPLING: dict[str, tuple[type, str, str]] = {
     "repetition_penalty": (float, "X", "divide the logits of tokens already seen by X"),
     "presence_penalty": (float, "X", "subtract X from the logits of tokens already generated"),
     "frequency_penalty": (float, "X", "the same, for each time it was generated"),
+    "min_tokens": (int, "N", "least tokens before the text may end"),
     "seed": (int, "N", "the same seed gives the same tokens (default: a random one)"),
 }
 
@@ -70,6 +73,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="do not end at the model's stop tokens")
+    form = parser.add_argument_group(
+        "form of the text (needs dflash-trt[structured])"
+    ).add_mutually_exclusive_group()
+    form.add_argument(
+        "--json-schema", type=Path, metavar="FILE", help="JSON that fits the schema in this file"
+    )
+    form.add_argument("--json-object", action="store_true", help="a JSON object")
+    form.add_argument("--regex", metavar="REGEX", help="a text that this regular expression matches")
+    form.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; may be repeated")
+    form.add_argument(
+        "--grammar", type=Path, metavar="FILE", help="a text of the grammar in this file, Lark or GBNF"
+    )
     parser.add_argument(
         "--stats", action="store_true", help="print speed and acceptance on standard error at the end"
     )
@@ -87,6 +102,19 @@ def _object(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _form(args: argparse.Namespace) -> StructuredOutputs | None:
+    from dflash_trt import StructuredOutputs
+    from dflash_trt.decoding.sampling.structure import MOST_CHARACTERS
+    from dflash_trt.files.reading import read_text
+
+    fields: dict[str, Any] = {"json_object": args.json_object, "regex": args.regex, "choice": args.choice}
+    for name, path in (("json", args.json_schema), ("grammar", args.grammar)):
+        fields[name] = None if path is None else read_text(path, 4 * MOST_CHARACTERS, RequestError)
+    return (
+        StructuredOutputs(**fields) if any(value not in (None, False) for value in fields.values()) else None
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         args.usage_error("--system needs --chat")
@@ -98,7 +126,9 @@ def run(args: argparse.Namespace) -> int:
     from dflash_trt import LLM, SamplingParams
 
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    params = SamplingParams(**given, stop=tuple(args.stop or ()), ignore_eos=args.ignore_eos)
+    params = SamplingParams(
+        **given, stop=tuple(args.stop or ()), ignore_eos=args.ignore_eos, structured_outputs=_form(args)
+    )
     drafting: dict[str, Any] = {"speculate": not args.no_draft, "block_length": args.block_length}
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
     with LLM(args.bundle, max_batch_size=1) as llm:

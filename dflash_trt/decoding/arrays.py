@@ -72,6 +72,9 @@ class Arrays(Protocol):
     def drafts(self, blocks: Any, tokens: Any, logprobs: Any) -> Draft:
         """Chains in which the drafted tokens [n, length-1] replace the mask tokens."""
 
+    def chains(self, tokens: Array, logprobs: Array) -> Draft:
+        """Chains from numbers of the host: the nodes [n, N], and the log-probabilities [n, N-1] of their drafts."""
+
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
         """The result of the target's pass over a round's draft. Waits for it."""
 
@@ -158,6 +161,9 @@ class HostArrays:
         self.check(logprobs)
         blocks[:, 1:] = tokens
         return Draft(blocks, None, logprobs)
+
+    def chains(self, tokens: Array, logprobs: Array) -> Draft:
+        return Draft(tokens, None, logprobs)
 
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
         """The graph decides for greedy requests with chains."""

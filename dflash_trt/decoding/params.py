@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from dflash_trt.decoding.sampling.structure import StructuredOutputs
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import RequestError, quoted
 
@@ -27,7 +28,8 @@ _SMALLEST = 2.0**-126  # the smallest normal float32; kernels may take smaller n
 class SamplingParams:
     """The decoding parameters of one request, with vLLM's names and meanings. Raises RequestError naming the field.
 
-    They apply in vLLM's order: bad words and `min_tokens`, bias, penalties, temperature, min-p, top-k, top-p.
+    They apply in vLLM's order: `structured_outputs`, bad words and `min_tokens`, bias, penalties, temperature, min-p,
+    top-k, top-p.
 
     max_tokens: the most tokens to generate, stop token included.
     min_tokens: so many tokens are generated before an end token may come, or a stop string counts.
@@ -45,6 +47,7 @@ class SamplingParams:
     bad_words: words that are not generated. Their token sequences, with and without a leading space, are never
         completed. Other tokens may still spell the same letters.
     logit_bias: numbers from -100 to 100 that are added to the logits of these token ids.
+    structured_outputs: the form that the whole text must have. It ends by the model's own end token.
     logprobs: report the natural logarithm of each token's probability under the target. It is that of the raw logits,
         before everything above.
     top_logprobs: also report the so many most probable tokens at each position, 0 to 20.
@@ -69,6 +72,7 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     min_tokens: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    structured_outputs: StructuredOutputs | None = None
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: bool = False
@@ -94,6 +98,11 @@ class SamplingParams:
         for name in ("ignore_eos", "logprobs", "prompt_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {quoted(getattr(self, name))}, expected True or False")
+        form = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputs):
+            raise RequestError(f"structured_outputs is {quoted(form)}, expected a StructuredOutputs")
+        if form is not None and self.ignore_eos:
+            raise RequestError("ignore_eos is True, but structured_outputs ends by the model's own end token")
         if self.top_logprobs and not (self.logprobs or self.prompt_logprobs):
             raise RequestError(
                 f"top_logprobs is {self.top_logprobs}, but logprobs and prompt_logprobs are False: ask for one of them"
@@ -121,7 +130,9 @@ class SamplingParams:
     @property
     def adjusted(self) -> bool:
         """Whether the logits are adjusted before the temperature. Then a History is needed, and the host decides."""
-        return self.penalized or bool(self.bad_words or self.logit_bias or self.min_tokens)
+        return self.penalized or bool(
+            self.bad_words or self.logit_bias or self.min_tokens or self.structured_outputs
+        )
 
     @property
     def greedy(self) -> bool:

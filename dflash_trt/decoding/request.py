@@ -32,6 +32,7 @@ class Request:
     statistics: Statistics = field(default_factory=Statistics)
     cancelled: bool = False
     sound: bool = True  # False: it ended with numbers that are not finite, and its slot may hold such numbers
+    fitting: int | None = None  # nodes of this round's draft that fit its structure; None: all
     in_doubt: bool = False  # its logits were not finite in a round with drafts, perhaps because of the drafts
 
     output: list[int] = field(default_factory=list)  # every decided token; the last one is the anchor
@@ -51,7 +52,11 @@ class Request:
 
     def own_length(self, length: int) -> int:
         """The number of tokens of its block that count in a round that verifies `length`, including the anchor."""
-        return min(self.block_length or length, length) if self.draft else 1
+        return min(self.block_length or length, length, self.fitting or length) if self.draft else 1
+
+    @property
+    def structured(self) -> bool:
+        return self.history is not None and self.history.structure is not None
 
     @property
     def taken_in(self) -> Sequence[int]:

@@ -17,6 +17,7 @@ import numpy as np
 from dflash_trt.decoding.acceptance import Verdict
 from dflash_trt.decoding.commit import commit, fail, first_token, leave, non_finite, read_prompt
 from dflash_trt.decoding.draft import Verified
+from dflash_trt.decoding.fitting import fit
 from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
@@ -130,8 +131,11 @@ class Scheduler:
             room = 1
         drafting = [slot for slot, request in enumerate(active) if request.draft]
         proposed = pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
-        drafted = proposed.nodes
-        draft = proposed.first(lengths.verify(proposed, drafting)) if drafted > 1 else proposed
+        drafted, draft = proposed.nodes, proposed
+        own = dict[int, int]()  # of requests with a structure: leading drafts that are the drafter's own
+        if any(request.structured for request in active):
+            draft, own = fit(active, proposed, min(lengths.most, room), pair.arrays)
+        draft = draft.first(lengths.verify(draft, drafting)) if draft.nodes > 1 else draft
         found, verified = pair.verify(active, draft), draft.nodes
         draft_time, verify_time = pair.draft_time, pair.verify_time
         emissions = list[Emission]()
@@ -140,11 +144,13 @@ class Scheduler:
         for slot, request in enumerate(active):
             drafts = request.draft
             verdict, emission = commit(request, draft, found, slot)
+            request.fitting = None
             self._settle(request, verdict, emission, found)
             if drafts and verdict.ok and found.drafts_finite[slot]:
                 judged.append(slot)
-                accepted.append(len(verdict.path))
-                offered.append(min(request.block_length or drafted, verified) - 1)
+                most = min(request.block_length or drafted, drafted, verified) - 1
+                offered.append(min(most, own.get(slot, most)))
+                accepted.append(min(len(verdict.path), offered[-1]))
             if emission.finish_reason is not None:
                 self._retire(request)
             if emission.token_ids or emission.finish_reason is not None:

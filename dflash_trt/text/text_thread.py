@@ -13,7 +13,7 @@ T = TypeVar("T")
 Text = TypeVar("Text")
 Params = TypeVar("Params")
 
-_SHORT = 4096  # characters: a shorter text is tokenized faster than handed to a thread
+LONG = 4097  # characters: a shorter text is tokenized faster than handed to a thread
 
 
 class TextThread:
@@ -39,7 +39,7 @@ class TextThread:
 
         A cancelled or timed-out task does not wait. Its text is dropped unless the thread is already working on it.
         """
-        if size <= _SHORT:
+        if size < LONG:
             return work(text, params)
         kept = [(text, params)]
 

@@ -89,6 +89,7 @@ class Driver:
         refused = {
             "min_p": params.min_p != 0,
             "min_tokens": params.min_tokens,
+            "structured_outputs": params.structured_outputs,
             "logit_bias": params.logit_bias,
             "logprobs": params.logprobs,
             "prompt_logprobs": params.prompt_logprobs,

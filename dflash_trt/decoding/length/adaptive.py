@@ -61,6 +61,10 @@ class AdaptiveLength:
         self._interval, self._drafting = 1, True
         self._credit, self._untimed = _CREDIT, False
 
+    @property
+    def most(self) -> int:
+        return self.block_size
+
     def draft(self, batch: int) -> int:
         self._batch = max(1, batch)
         plan = self._plan(self._batch)

@@ -20,8 +20,12 @@ class Lengths(Protocol):
     `observe` reports the result of each round, so that a policy can learn. `logprobs` [n, drafted-1], `accepted` and
     `offered` (the drafts that could be accepted) belong to the n requests that take drafts. The choice never changes
     the committed tokens, only their time (see `acceptance.accept`).
+
+    most: the largest number of nodes that `verify` may get.
     """
 
+    @property
+    def most(self) -> int: ...
     def draft(self, batch: int) -> int: ...
     def verify(self, draft: Draft, slots: Sequence[int]) -> int: ...
     def observe(
@@ -43,6 +47,10 @@ class FixedLength:
 
     def __init__(self, length: int) -> None:
         self.length = length
+
+    @property
+    def most(self) -> int:
+        return self.length
 
     def draft(self, batch: int) -> int:
         return self.length

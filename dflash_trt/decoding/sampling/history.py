@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from dflash_trt.decoding.output.automaton import Automaton
 from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.sampling.structure import Structure
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]
@@ -23,6 +24,7 @@ class History:
     prompt: its token ids, for the repetition penalty.
     bad_words: non-empty token sequences that are never completed. Only generated tokens count as their beginning.
     end_tokens: the tokens that end the request, for `min_tokens`.
+    structure: the form of the text, at its beginning.
     """
 
     def __init__(
@@ -31,8 +33,9 @@ class History:
         prompt: Iterable[int],
         bad_words: Sequence[Sequence[int]] = (),
         end_tokens: Collection[int] = (),
+        structure: Structure | None = None,
     ) -> None:
-        self._params = params
+        self._params, self.structure = params, structure
         self._bias = (
             np.array(list(params.logit_bias), np.int64),
             np.array(list(params.logit_bias.values()), np.float32),
@@ -57,6 +60,8 @@ class History:
     def add(self, token: int) -> None:
         """Count a generated token."""
         self._generated += 1
+        if self.structure is not None:
+            self.structure.add(token)
         slot = self._slot.setdefault(token, len(self._slot))
         if slot == self._tokens.size:
             self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))
@@ -69,15 +74,18 @@ class History:
     def adjust(self, logits: Floats) -> Floats:
         """An adjusted copy of `logits` [V].
 
-        In vLLM's order: bad words and end tokens before `min_tokens` get -inf, then the bias is added, then the
-        penalties apply: repetition (Keskar et al. 2019), frequency and presence.
+        In vLLM's order: tokens that the structure refuses, bad words, and end tokens before `min_tokens` get -inf. Then
+        the bias is added, then the penalties apply: repetition (Keskar et al. 2019), frequency and presence. The
+        structure goes first: bad words and end tokens stay if it allows nothing else.
         """
         adjusted, params = logits.copy(), self._params
+        if self.structure is not None and np.isfinite(logits.max()):
+            adjusted[~self.structure.allowed()] = -np.inf
         if self._beginnings is not None:
             for beginning in self._beginnings.ending(self._state):
-                adjusted[self._last[beginning]] = -np.inf
+                self._exclude(adjusted, self._last[beginning])
         if self._generated < params.min_tokens:
-            adjusted[self._end_tokens] = -np.inf
+            self._exclude(adjusted, self._end_tokens)
         if params.logit_bias:
             ids, bias = self._bias
             adjusted[ids] += bias
@@ -90,3 +98,10 @@ class History:
             values -= np.float32(params.presence_penalty) * (count > 0)
             adjusted[tokens] = values
         return adjusted
+
+    def _exclude(self, adjusted: Floats, tokens: Tokens) -> None:
+        """Exclude tokens. They stay if a structure leaves no others."""
+        before = adjusted[tokens]
+        adjusted[tokens] = -np.inf
+        if self.structure is not None and adjusted.max() == -np.inf:
+            adjusted[tokens] = before

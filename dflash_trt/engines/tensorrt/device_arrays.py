@@ -165,6 +165,12 @@ class DeviceArrays:
             blocks[:, 1:].copy_(tokens)
         return Draft(self.readable(blocks), None, self.readable(logprobs))
 
+    def chains(self, tokens: Array, logprobs: Array) -> Draft:
+        blocks = self._blocks[: tokens.size].view(tokens.shape)
+        with torch.cuda.stream(self._stream):
+            blocks.copy_(torch.from_numpy(tokens))
+        return Draft(self.readable(blocks), None, logprobs)
+
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
         """The graph decides for greedy requests. If the kernels sample, they decide for all requests except adjusted
         ones.

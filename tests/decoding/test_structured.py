@@ -1,0 +1,165 @@
+"""Structured outputs: the text has its form, drafts change no token, and a bad form ends its request alone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from build_scripts.bench.structured import conform, schemas
+from dflash_trt import LLM, AsyncLLM, SamplingParams, StructuredOutputs
+from dflash_trt.building.build import build
+from dflash_trt.errors import RequestError
+
+pytest.importorskip("llguidance")
+PROMPT = "Tom has 12 apples. How many apples does Tom have now?\n"
+SENTENCE = "The quick brown fox jumps over the lazy dog, and then it rests for 25 minutes."
+# name: a form, and what its text matches.
+FORMS = {
+    "regex": (StructuredOutputs(regex="[0-9]{3}-[a-z]{2,5}"), "[0-9]{3}-[a-z]{2,5}"),
+    "choice": (StructuredOutputs(choice=["maybe not", 'a "quoted" é\n', SENTENCE]), None),
+    "lark": (StructuredOutputs(grammar='start: "<" WORD ("," WORD)~2 ">"\nWORD: /[a-z]{1,4}/'), "<[a-z,]+>"),
+    "gbnf": (StructuredOutputs(grammar='root ::= "yes" | "no"'), "yes|no"),
+    "true": (StructuredOutputs(json={"enum": [True]}), "true"),
+}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("tiny", None, tmp_path_factory.mktemp("structured") / "bundle", max_seq_len=512).path
+
+
+@pytest.fixture(scope="module")
+def llm(bundle: Path) -> Iterator[LLM]:
+    with LLM(bundle, threads=1, max_batch_size=4) as llm:
+        yield llm
+
+
+def asks(form: StructuredOutputs, **options: Any) -> SamplingParams:
+    return SamplingParams(structured_outputs=form, **{"max_tokens": 120, **options})
+
+
+def test_generated_schemas_hold_with_and_without_drafts(llm: LLM) -> None:
+    pytest.importorskip("jsonschema")
+    assert conform(llm, schemas(8, seed=1), PROMPT, 400)["faults"] == {}
+
+
+@pytest.mark.parametrize("block_length", [None, 2, 8])
+def test_every_form_holds_in_a_batch_with_others(llm: LLM, block_length: int | None) -> None:
+    """Greedy and sampled requests with each form, and requests without one in between."""
+    params = [
+        asks(form, temperature=t, seed=i) for i, (form, _) in enumerate(FORMS.values()) for t in (0.0, 1.0)
+    ]
+    params += [SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, temperature=0.8, seed=4)]
+    params = params[::3] + params[1::3] + params[2::3]
+    drafted = llm.generate(PROMPT, params, block_length=block_length)
+    plain = llm.generate(PROMPT, params, speculate=False)
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    matches = dict(FORMS.values())
+    for given, found in zip(params, drafted, strict=True):
+        form = given.structured_outputs
+        if form is not None:
+            assert found.finish_reason == "stop"
+            pattern = matches[form]
+            assert re.fullmatch(pattern, found.text) if pattern else found.text in (form.choice or ())
+
+
+def test_only_drafts_that_fit_are_verified(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form compiled anew accepts every draft that counts."""
+    form, pair, seen = StructuredOutputs(json_object=True), llm._runtime.pair, list[int]()
+    verify = pair.verify  # type: ignore[union-attr]
+
+    def watched(active: Any, draft: Any) -> Any:
+        (request,) = active
+        fresh = llm._runtime._structures.compile(form)
+        for token in request.output:
+            fresh.add(token)
+        tokens = draft.tokens_of(0)[: request.own_length(draft.nodes)]
+        for token in tokens[1:]:
+            assert fresh.allowed()[token]
+            fresh.add(token)
+        seen.append(len(tokens) - 1)
+        return verify(active, draft)
+
+    monkeypatch.setattr(pair, "verify", watched)
+    llm.generate(PROMPT, asks(form, max_tokens=40, temperature=0.7, seed=3), block_length=8)
+    assert 0 < sum(seen) < 7 * len(seen)
+
+
+def test_forced_tokens_are_drafted_without_the_drafter(llm: LLM) -> None:
+    """The drafter never expects this text. Yet all drafts are right, and none is lost."""
+    params = asks(StructuredOutputs(choice=[SENTENCE]))
+    done = llm.generate("1 + 1 =", params, block_length=8)
+    assert done.text == SENTENCE
+    rounds = sum(done.statistics.block_length_histogram)
+    assert rounds < len(done.token_ids) / 3
+    assert llm.generate("1 + 1 =", params, speculate=False).statistics.num_draft_tokens == 0
+
+
+def test_a_form_goes_before_min_tokens_bad_words_and_bias(llm: LLM) -> None:
+    params = asks(StructuredOutputs(choice=["yes"]), min_tokens=9, bad_words=["yes", "y"], temperature=1.0)
+    assert llm.generate(PROMPT, params).text == "yes"
+    short = llm.generate(PROMPT, asks(StructuredOutputs(choice=[SENTENCE]), max_tokens=5))
+    assert (short.finish_reason, len(short.token_ids)) == ("length", 5)
+    assert SENTENCE.startswith(short.text)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "no field"),
+    ({"regex": "a", "json_object": True}, "regex and json_object"),
+    ({"json": "{"}, "expected a JSON schema"),
+    ({"json": [1]}, "expected a JSON schema"),
+    ({"json": False}, "expected a JSON schema"),
+    ({"json": {"enum": [object()]}}, "not a JSON schema"),
+    ({"regex": ""}, "regex is ''"),
+    ({"choice": []}, "choice is"),
+    ({"choice": "yes"}, "choice is 'yes'"),
+    ({"choice": ["a", 1]}, "choice contains 1"),
+    ({"grammar": "x" * 65537}, "65537 characters"),
+    ({"json_object": 1}, "json_object is 1"),
+]
+
+
+@pytest.mark.parametrize(("fields", "match"), WRONG)
+def test_wrong_fields_are_named(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(RequestError, match=match):
+        StructuredOutputs(**fields)
+
+
+def test_wrong_parameters_are_named() -> None:
+    with pytest.raises(RequestError, match="structured_outputs is 'x'"):
+        SamplingParams(structured_outputs="x")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="ignore_eos is True, but structured_outputs"):
+        asks(FORMS["gbnf"][0], ignore_eos=True)
+
+
+BAD = {
+    "regex": StructuredOutputs(regex="[0-9"),
+    "json": StructuredOutputs(json={"type": "nope"}),
+    "reference": StructuredOutputs(json={"$ref": "http://localhost/x"}),
+    "grammar": StructuredOutputs(grammar="start: nothing"),
+}
+
+
+def test_a_bad_form_ends_its_request_alone(bundle: Path) -> None:
+    async def main() -> None:
+        async with AsyncLLM(bundle, threads=1, block_length=4) as llm:
+            good = [asyncio.create_task(llm.generate(PROMPT, asks(FORMS[n][0]))) for n in ("regex", "gbnf")]
+            for form in BAD.values():
+                with pytest.raises(RequestError, match=r"cannot be compiled|structured_outputs"):
+                    await llm.generate(PROMPT, asks(form))
+            assert [each.finish_reason for each in await asyncio.gather(*good)] == ["stop", "stop"]
+            assert llm.in_flight == 0
+
+    asyncio.run(main())
+
+
+def test_the_missing_package_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match=r"pip install 'dflash-trt\[structured\]'"):
+        llm.generate(PROMPT, asks(FORMS["gbnf"][0]))
