@@ -95,7 +95,7 @@ def parameters(index: int, form: dict[str, Any], max_tokens: int) -> SamplingPar
 
 
 def faults(form: dict[str, Any], drafted: Completion, plain: Completion) -> str:
-    """What is wrong with the outputs for a schema; "" if nothing is."""
+    """The fault of the outputs for a schema; "" if there is none."""
     import jsonschema
 
     if drafted.token_ids != plain.token_ids:
@@ -113,13 +113,17 @@ def faults(form: dict[str, Any], drafted: Completion, plain: Completion) -> str:
 def conform(llm: LLM, forms: list[dict[str, Any]], prompt: str, max_tokens: int) -> dict[str, Any]:
     """Decode all schemas twice. The faults by number of the schema, and the statistics of the drafted outputs."""
     params = [parameters(i, form, max_tokens) for i, form in enumerate(forms)]
+    begin = perf_counter()
     drafted = llm.generate([prompt] * len(forms), params)
+    middle = perf_counter()
     plain = llm.generate([prompt] * len(forms), params, speculate=False)
+    seconds = {"drafted": round(middle - begin, 2), "plain": round(perf_counter() - middle, 2)}
     found = {i: faults(form, d, p) for i, (form, d, p) in enumerate(zip(forms, drafted, plain, strict=True))}
     total = Statistics.merge(each.statistics for each in drafted)
     return {
         "schemas": len(forms),
         "tokens": total.num_generation_tokens,
+        "seconds": seconds,
         "mean_acceptance_length": round(total.mean_acceptance_length, 3),
         "faults": {i: fault for i, fault in found.items() if fault},
     }

@@ -182,11 +182,11 @@ class Structure:
 
     def __init__(self, matcher: Any, vocab_size: int, end_tokens: Collection[int]) -> None:
         self._matcher, self._vocab_size, self._end_tokens = matcher, vocab_size, frozenset(end_tokens)
-        self.ended = False  # whether the end token has come. What follows it does not count
+        self.ended = False  # whether the end token has come; later tokens do not count
         self._bits = np.zeros(-(-vocab_size // 32), np.uint32)
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Which tokens may come next: [V]. All, once it has ended."""
+        """The tokens that may come next: [V]. All, once it has ended."""
         if self.ended:
             return np.ones(self._vocab_size, np.bool_)
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
