@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
-from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.experts import Experts, Storage
 from dflash_trt.graph.quantized_experts import Projection, Stack
 
@@ -196,6 +196,8 @@ class AttentionInputs:
         self.start = g.input("start", INT64, ["B"])
         self.mask = g.input("mask", mask, ["B", 1, "S", "L"] if by_head else ["B", 1, "rows", "L"])
         self.origin = g.input("origin", INT64, [1])
+        if not by_head:  # ONNX Runtime's
+            self.few = g.input("few", BOOL, [1])
         self.lengths = g.input("lengths", INT64, ["B"])
 
     def _rows(self, heads: str, rows: str) -> list[str]:

@@ -6,16 +6,17 @@ heads, N key/value heads, d head size, C cache capacity, R rows that get logits,
 int64. Slot j of a cache row holds position j. Rows are [B,S,H*d] on ONNX Runtime and [B,H,S,d] on the other engines,
 and caches [B,C,N*d] and [B,N,C,d].
 
-AttentionMask(first [B,S], last [B,S], capacity [1]) -> mask, origin [1]
+AttentionMask(first [B,S], last [B,S], capacity [1]) -> mask, origin [1] (, few [1])
     Row i sees the cache slots first[i] .. last[i]. The mask starts at slot `origin`. On ONNX Runtime it is float32
-    [B,1,S',L], to be added to scores; S' is S*H/N for few rows, and S for many. On the other engines it is bool
-    [B,1,S,C].
+    [B,1,S',L], to be added to scores; S' is S*H/N if the rows are `few`, a bool, and S otherwise. On the other engines
+    it is bool [B,1,S,C].
 SinkAttentionMask(first, last, sink [B], capacity) -> mask, origin
     The same, and every row sees the slot `sink` too.
-CachedAttention(q, k [T rows], v [T rows], k_cache, v_cache, start [B], mask, origin, lengths [B])
+CachedAttention(q, k [T rows], v [T rows], k_cache, v_cache, start [B], mask, origin (, few), lengths [B])
                 -> y, k_cache', v_cache'
     Writes the new rows at slot `start`, then attends with scale d**-0.5 to what the mask shows. `lengths` is the number
-    of slots in use. The cache outputs alias the cache inputs.
+    of slots in use. The cache outputs alias the cache inputs. On ONNX Runtime, y [B,S,H*d] may have its heads in axes
+    of their own.
 SinkAttention(the same, sinks [H]) -> the same
     With a learnt logit per head that takes part in the softmax and has no value. Rows of k_cache are SINK_PADDING wider
     for each head.
@@ -36,7 +37,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
-from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, Dialect
 from dflash_trt.graph.experts import Storage, onnxruntime_moe
 from dflash_trt.graph.quantized import INPUTS, kind_of, onnxruntime_integers, onnxruntime_linear, tensors
@@ -171,8 +172,9 @@ def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: i
         origin = g.op("Max", lowest, origin, name="origin_slot")
         furthest = g.op("ReduceMax", rows[1] if sink is None else sink, name="furthest", keepdims=0)
         end = g.op("Add", furthest, g.constant(1), name="end")
+    few = g.op("LessOrEqual", g.dim(rows[1], 1, name="count"), g.constant([GROUPED_ROWS]))
     if kind.group > 1:
-        times = g.op("Where", _few(g, rows[1]), g.constant([kind.group]), g.constant([1]), name="times")
+        times = g.op("Where", few, g.constant([kind.group]), g.constant([1]), name="times")
         repeats = g.shape(1, 1, times)
 
     def by_query(row: ir.Value) -> ir.Value:
@@ -192,6 +194,7 @@ def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: i
     zero, lowest = (g.constant(x, np.float32) for x in (0, np.finfo(np.float32).min))
     g.output(g.op("Where", mask, zero, lowest), "mask", FLOAT, ["B", 1, "rows", "L"])
     g.output(g.op("Reshape", origin, g.constant([1])), "origin", INT64, [1])
+    g.output(few, "few", BOOL, [1])
 
 
 def _attend(
@@ -202,7 +205,11 @@ def _attend(
     rows: tuple[ir.Value, ir.Value],
     scale: float | None = None,
 ) -> None:
-    """With few rows, the query heads of a key/value head are rows of one product: it reads keys and values once."""
+    """With few rows, the query heads of a key/value head are rows of one product: it reads keys and values once.
+
+    Only the product itself differs between few and many rows. An `If` costs more with each node and input of its
+    branches. So the nodes around it are the same for both, with other shapes.
+    """
     n, group = kind.kv_heads, kind.group
     k, v = updated = [
         g.op("TensorScatter", cache, new, a.start, name="write", axis=-2, mode="linear")
@@ -220,23 +227,20 @@ def _attend(
     if group == 1:
         a.output(attend(g, q, n), *updated)
         return
-    few, many = g.body("few"), g.body("many")
+
+    def arranged(x: ir.Value, name: str, few: list[int], many: list[int]) -> ir.Value:
+        shape = g.op("Where", a.few, g.constant(few), g.constant(many), name=f"{name}_shape")
+        return g.op("Reshape", x, shape, name=name)
+
+    def swapped(x: ir.Value) -> ir.Value:
+        return g.op("Transpose", x, name="swapped", perm=[0, 1, 3, 2, 4])
+
     size = kind.head_dim if scale is None else kind.head_dim + SINK_PADDING
-    together = attend(few, _swapped(few, q, n, group, size, n), n)
-    shape = ["B", "S", f"{kind.heads}*d"]
-    few.output(_swapped(few, together, group, n, kind.head_dim, kind.heads), "few", g.dtype, shape)
-    many.output(attend(many, q, kind.heads), "many", g.dtype, shape)
-    y = g.op("If", _few(g, a.q), name="y", then_branch=few.graph, else_branch=many.graph)
-    a.output(y, *updated)
-
-
-def _few(g: GraphBuilder, rows: ir.Value) -> ir.Value:
-    """Whether rows [B,S,..] are so few that the heads of a group are rows of one product."""
-    return g.op("LessOrEqual", g.dim(rows, 1, name="count"), g.constant([GROUPED_ROWS]), name="few")
-
-
-def _swapped(g: GraphBuilder, x: ir.Value, outer: int, inner: int, size: int, columns: int) -> ir.Value:
-    """x [B, rows, ..] of heads in order [outer, inner] -> [B, rows', columns*size], in order [inner, outer]."""
-    x = g.op("Reshape", x, g.constant([0, -1, outer, inner, size]), name="heads")
-    x = g.op("Transpose", x, name="swapped", perm=[0, 1, 3, 2, 4])
-    return g.op("Reshape", x, g.constant([0, -1, columns * size]), name="rows")
+    q = swapped(arranged(q, "heads", [0, 0, n, group, size], [0, 0, kind.heads, 1, size]))
+    q = arranged(q, "rows", [0, -1, n * size], [0, -1, kind.heads * size])
+    few, many = g.body("few"), g.body("many")
+    few.output(attend(few, q, n), "few", g.dtype, ["B", "rows", "columns"])
+    many.output(attend(many, q, kind.heads), "many", g.dtype, ["B", "rows", "columns"])
+    y = g.op("If", a.few, name="attended", then_branch=few.graph, else_branch=many.graph)
+    y = arranged(y, "groups", [0, -1, group, n, kind.head_dim], [0, -1, 1, kind.heads, kind.head_dim])
+    a.output(swapped(y), *updated)

@@ -134,7 +134,8 @@ class Attention:
                 slots.append(self.lengths)
             else:
                 body = self.dialect.attention_mask(self._kind(kind))
-            self._masks[kind] = g.call(body, *slots, self._capacity, outputs=2, name=name)
+            count = len(body.outputs)
+            self._masks[kind] = g.call(body, *slots, self._capacity, outputs=count, name=name)
         return self._masks[kind]
 
     def _kind(self, layer: LayerAttention) -> AttentionKind:

@@ -304,9 +304,10 @@ def _sink_session(kind: AttentionKind) -> ort.InferenceSession:
     first, last = g.input("first", INT64, ["B", "S"]), g.input("last", INT64, ["B", "S"])
     sinks = g.input("sinks", FLOAT, [kind.heads])
     capacity = g.dim(caches[0], 1)
-    mask = g.call(dialect.sink_attention_mask(kind), first, last, lengths, capacity, outputs=2, name="mask")
+    mask = g.call(dialect.sink_attention_mask(kind), first, last, lengths, capacity, outputs=3, name="mask")
     inputs = (q, *rows, *caches, start, *mask, lengths, sinks)
     y, *_ = g.call(dialect.sink_attention(kind), *inputs, outputs=3, name="attention")
+    y = g.op("Reshape", y, g.constant([0, 0, -1]))
     g.output(y, "y", FLOAT, ["B", "S", kind.heads * kind.head_dim])
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
