@@ -16,7 +16,7 @@ from dflash_trt.decoding.sampling.sampler import sample
 from dflash_trt.errors import NonFiniteError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """A round's decision for one request, over the nodes of its `Draft`.
 

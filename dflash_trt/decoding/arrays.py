@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf, isfinite
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -168,12 +169,11 @@ class HostArrays:
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
         """The graph decides for greedy requests with chains."""
         chains, logits = draft.parents is None, outputs["logits"]
-        finite = np.isfinite(logits.max(axis=-1))  # any NaN is the largest value
         return Verified(
             outputs["accepted"],
             outputs["next_token"],
             decided=[chains and request.params.greedy for request in active],
-            finite=None if finite.all() else finite,
+            finite=_rows_not_finite(logits),
             logits=logits,
             drafts_finite=self._drafts_finite,
         )
@@ -203,3 +203,12 @@ class HostArrays:
             grown = np.zeros((slots, max(rows, 2 * now), size), np.float32)
             grown[:, :now] = self._waiting
             self._waiting = grown
+
+
+def _rows_not_finite(logits: Array) -> Array | None:
+    """Whether the largest value of each row is finite; None if all are."""
+    # Any NaN is the largest value. If that is finite, only -infinity is left to be the largest of a row.
+    if isfinite(logits.max()) and logits[..., 0].min() > -inf:
+        return None
+    finite: Array = np.isfinite(logits.max(axis=-1))
+    return None if finite.all() else finite

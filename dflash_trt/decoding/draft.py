@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draft:
     """Trees of N nodes for n requests. Node 0 is the anchor. Every other node comes after its parent.
 

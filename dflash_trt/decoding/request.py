@@ -64,7 +64,7 @@ class Request:
         return [*self.prompt, *self.output][: self.committed]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Emission:
     """A step's result for one request: the kept tokens, the text that is certain now, and the end, if any.
 

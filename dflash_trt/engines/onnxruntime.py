@@ -98,7 +98,7 @@ class OnnxRuntimeEngine:
         """Where the pass finds its slots, see `CachePool.place`. It writes one row more where there are sinks."""
         if not self.caches.arrays:
             return 0, 0
-        count = sum(feeds[name].shape[1] for name in self._written if name in feeds) + 1
+        count = sum([feeds[name].shape[1] for name in self._written if name in feeds]) + 1
         return self.caches.place(first_slot, [start + count for start in feeds["start"].tolist()])
 
     def _bind(self, feeds: Mapping[str, Array], place: tuple[int, int]) -> _Bound:

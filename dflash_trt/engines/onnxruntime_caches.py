@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,11 +45,16 @@ class CachePool:
             self._maps[name], flat = _zeros(self.slots, self.capacity, width, dtype)
             self.arrays[name] = flat.reshape(self.slots * self.capacity, width)
         self.row_bytes: int = sum(width * np.dtype(dtype).itemsize for width, dtype in caches.values())
-        self._rows: Counter[int] = Counter()
+        self._rows = [0] * self.slots
         self._packed, self._stride = range(0), self.capacity
 
     def place(self, first: int, ends: Sequence[int]) -> tuple[int, int]:
         """Let the slots from `first` on hold `ends[i]` rows each: where the first begins, and the rows of each."""
+        if len(ends) == 1 and first < self.slots and first not in self._packed:
+            end = min(ends[0], self.capacity)
+            if end > self._rows[first]:
+                self._rows[first] = end
+            return first * self.capacity, min(-(-end // STEP) * STEP, self.capacity)
         slots = range(first, first + len(ends))
         if slots.stop > self.slots:
             raise ValueError(f"slots {slots.start}..{slots.stop - 1} of {self.slots}")
