@@ -140,11 +140,10 @@ class Bench:
         if "genai" in kinds:
             peer_models.make_genai(target, models / "genai")
         for kind, weights in (name.split(":", 1) for name in found):
-            if kind.partition("-")[0] in OURS:
+            bundle = models / "bundles" / weights
+            if kind.partition("-")[0] in OURS and not (self.args.reuse and bundle.exists()):
                 precision = parse_precision(None if weights == "default" else weights)
-                build(
-                    target, self.args.drafter, models / "bundles" / weights, precision=precision, force=True
-                )
+                build(target, self.args.drafter, bundle, precision=precision, force=True)
         return found
 
     def jobs(self) -> Iterator[Job]:
@@ -303,6 +302,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--drafter", help="a directory (default: the one that is known for the target)")
     parser.add_argument("--models", type=Path, default=ROOT / "runs" / "natural", help="is made")
+    parser.add_argument(
+        "--reuse", action="store_true", help="take the bundles that are in --models as they are"
+    )
     parser.add_argument("--peers", nargs="+", default=PEERS, metavar="KIND:WEIGHTS")
     parser.add_argument("--parts", type=listed, default=list(PARTS))
     parser.add_argument("--categories", type=listed, default=categories)
