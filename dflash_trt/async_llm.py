@@ -184,6 +184,10 @@ class AsyncLLM:
         self._stop(finish=False)
         self._thread.join()
 
+    def __repr__(self) -> str:
+        state = "failed" if self._failure else "closed" if self._closing else f"{self.in_flight} requests"
+        return f"AsyncLLM({self._runtime.describe()}, {state})"
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -6,9 +6,10 @@ consists of printable characters, so it is safe in a terminal or a log.
 
 from __future__ import annotations
 
+import difflib
 import json
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -99,6 +100,16 @@ def quoted(value: object) -> str:
         return _REPR.repr(value)
     except ValueError:  # an integer with too many digits
         return f"<{type(value).__name__}>"
+
+
+def did_you_mean(value: str, names: Iterable[str], shown: Mapping[str, str] | None = None) -> str:
+    """` (did you mean 'NAME'?)` with the nearest of `names`, or nothing where none is near. Case does not matter.
+
+    `shown` maps a name to how it is written.
+    """
+    lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(value.lower()[:_NAME_CHARACTERS], lower, n=1, cutoff=0.6)
+    return f" (did you mean {(shown or {}).get(lower[near[0]], lower[near[0]])!r}?)" if near else ""
 
 
 def show_name(text: str) -> str:

@@ -25,6 +25,8 @@ from dflash_trt.runtime import Messages, Prompt, Runtime
 class LLM:
     """A target and its drafter, loaded from a bundle.
 
+    bundle: a directory; or the name of a known pair, such as "tiny", which is built into a cache at first use
+    (`open_bundle`).
     max_batch_size: sequences decoded at the same time. Each needs cache memory for max_seq_len tokens.
     prefill_chunk: prompt tokens per pass.
     threads: CPU threads per pass (default: every core this process may use).
@@ -33,8 +35,8 @@ class LLM:
         reuses no rows at all.
     check: how thoroughly the bundle is verified first, see `Bundle.open`.
 
-    One call generates at a time (`AsyncLLM` serves many). Use it as a context manager, or `close()` it, to free the
-    memory. An interrupted call (Ctrl-C) leaves nothing behind.
+    One call generates at a time (`AsyncLLM` serves many). The memory is freed by `close()`, at the end of a `with`, or
+    with the object itself. An interrupted call (Ctrl-C) leaves nothing behind.
 
     Raises BundleError if the bundle is incomplete.
     """
@@ -218,6 +220,9 @@ class LLM:
         """
         self._closed = True
         self._free()
+
+    def __repr__(self) -> str:
+        return f"LLM({self._runtime.describe()}{', closed' if self._closed else ''})"
 
     def __enter__(self) -> Self:
         return self

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dflash_trt.bundle.manifest import Bundle, Check
+from dflash_trt.building.first_use import open_bundle
+from dflash_trt.bundle.manifest import Check
 from dflash_trt.checkpoint.catalogue import known_pair
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.pass_times import measure
@@ -28,10 +29,13 @@ from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.engines.base import RunSettings
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import BundleError, DFlashError, RequestError, quoted
+from dflash_trt.logs import warn_once
 from dflash_trt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dflash_trt.trtllm.driver import Driver
+
+_log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -50,12 +54,13 @@ class Runtime:
         threads: int | None,
         check: Check,
     ) -> None:
+        began = perf_counter()
         limits = {"max_batch_size": (max_batch_size, 1), "prefill_chunk": (prefill_chunk, 1)}
         limits["prefix_cache_bytes"] = (prefix_cache_bytes, 0)
         for name, (value, least) in limits.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise DFlashError(f"{name} is {quoted(value)}, expected an integer, {least} or more")
-        self.bundle = Bundle.open(bundle, check)
+        self.bundle = open_bundle(bundle, check)
         manifest = self.bundle.manifest
         if manifest["weights"] == "none":
             raise BundleError(
@@ -83,6 +88,18 @@ class Runtime:
             self.pair = self.scheduler.pair
         else:
             self.pair = self.driver = self.scheduler
+        _log.info(
+            "opened %s for %s in %.2f s: block %d, %d tokens, %d slots",
+            *(self.bundle.path, manifest["engine"], perf_counter() - began),
+            *(self.block_size, self.max_seq_len, max_batch_size),
+        )
+
+    def describe(self) -> str:
+        """The bundle in a few words."""
+        engine = self.bundle.manifest["engine"]
+        return (
+            f"{str(self.bundle.path)!r}, {engine}, block {self.block_size}, up to {self.max_seq_len} tokens"
+        )
 
     def _tokenizer(self, folder: str) -> Tokenizer:
         files = self.bundle.manifest["files"]
@@ -129,7 +146,7 @@ class Runtime:
         """Token ids of the rendered chat. Warns once if the drafter was trained for another mode of the target."""
         pair = known_pair(self.bundle.manifest["target"]["name"])
         if pair and pair.thinking == "off" and (chat_template_kwargs or {}).get("enable_thinking", True):
-            warnings.warn(f"{pair.name}: {pair.warning}", stacklevel=3)
+            warn_once(_log, f"{pair.name}: {pair.warning}")
         most = self.tokenizer.most_bytes(self.max_seq_len)
         if _characters([messages, chat_template_kwargs], most) > most:
             raise RequestError(

@@ -64,7 +64,7 @@ def resolve(name_or_path: str, role: Role) -> Source:
     pair = known_pair(name_or_path)
     repo = name_or_path
     name, at, revision = name_or_path.partition("@")
-    if pair is not None and pair.name == name:
+    if pair is not None and pair.name == name.lower():
         known = pair.target_repo if role == "target" else pair.drafter_repo
         if known is not None:
             repo = known + at + revision

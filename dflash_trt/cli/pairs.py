@@ -26,15 +26,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json([dataclasses.asdict(pair) for pair in PAIRS])
         return 0
-    rows = [
-        (
-            pair.name,
-            pair.target_repo or "shipped",
-            pair.drafter_repo or "shipped",
-            str(pair.block_size),
-            pair.note,
-        )
-        for pair in PAIRS
-    ]
-    print_table([("name", "target", "drafter", "block", "note"), *rows])
+    rows = []
+    for pair in PAIRS:
+        block = str(pair.block_size).rjust(len("block"))
+        rows += [
+            (pair.name, block, f"target   {pair.target_repo or 'comes with the package'}"),
+            ("", "", f"drafter  {pair.drafter_repo or 'comes with the package'}"),
+            ("", "", f"note     {pair.note}"),
+        ]
+    print_table([("name", "block", "checkpoints"), *rows], heading=True)
     return 0

@@ -24,7 +24,11 @@ examples:
   dflash-trt plan --target gpt-oss-120b --gpu b200
   dflash-trt plan --target gpt-oss-120b --gpu h100 --engine tensorrt-llm --tp 8 --max-seq-len 131072
   dflash-trt plan --target qwen3-8b --gpu rtx-5090 --engine tensorrt-rtx --precision target=fp8
+  dflash-trt plan --target qwen3-8b --gpu memory=24,bandwidth=1008,sm=89 --engine tensorrt-rtx
   dflash-trt plan --gpus
+
+GPU names are taken in any spelling: "RTX 4090" is rtx-4090. The figures of another GPU are its memory in GiB, its
+bandwidth in GB/s and its compute capability.
 """
 
 
@@ -33,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter", metavar="PATH", help="a drafter's directory (default: the target's known drafter)"
     )
-    parser.add_argument("--gpu", metavar="NAME", help="a GPU that --gpus lists")
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="a GPU that --gpus lists, or the figures of another: memory=24,bandwidth=1008,sm=89",
+    )
     parser.add_argument("--engine", default="tensorrt", metavar="ENGINE", help="default: tensorrt")
     several = [engine.name for engine in registry.engines() if engine.memory.several_gpus]
     parser.add_argument(
@@ -119,7 +127,7 @@ def _print(found: MemoryEstimate) -> None:
             f"{batch} x {length} tokens, {found.kv_bytes_per_token} bytes each",
         ),
         ("drafter context", gib(found.drafter_bytes), f"{found.drafter_bytes_per_token} bytes a token"),
-        ("total", gib(found.total_bytes), f"of {gib(found.memory_bytes)}, {gib(found.left_bytes)} left"),
+        ("total", gib(found.total_bytes), f"of {gib(found.memory_bytes)}, {_left(found.left_bytes)}"),
     ]
     if found.kv_fraction is not None:
         rows.append(
@@ -132,6 +140,12 @@ def _print(found: MemoryEstimate) -> None:
     print(f"a verification pass at batch 1 reads its weights in {found.pass_seconds * 1e3:.2f} ms at best")
     if not found.fits:
         print(found.refuse())
+
+
+def _left(count: int) -> str:
+    from dflash_trt.planning.memory import gib
+
+    return f"{gib(count)} left" if count >= 0 else f"{gib(-count)} too many"
 
 
 def _gpus(args: argparse.Namespace) -> int:

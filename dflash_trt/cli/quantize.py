@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dflash_trt.cli.output import byte_count, print_json, progress_display
+from dflash_trt.building.progress import progress_display
+from dflash_trt.cli.output import byte_count, print_json
 from dflash_trt.errors import BuildError
 
 SUMMARY = "write a checkpoint with its linear layers in FP8, NVFP4, MXFP4 or INT4"

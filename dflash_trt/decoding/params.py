@@ -96,8 +96,9 @@ class SamplingParams:
         self._number("presence_penalty", -100, 100)
         self._number("frequency_penalty", -100, 100)
         for name in ("ignore_eos", "logprobs", "prompt_logprobs"):
-            if not isinstance(getattr(self, name), bool):
+            if not isinstance(getattr(self, name), bool | np.bool_):
                 raise RequestError(f"{name} is {quoted(getattr(self, name))}, expected True or False")
+            object.__setattr__(self, name, bool(getattr(self, name)))
         form = self.structured_outputs
         if form is not None and not isinstance(form, StructuredOutputs):
             raise RequestError(f"structured_outputs is {quoted(form)}, expected a StructuredOutputs")
@@ -239,6 +240,9 @@ class Completion:
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs] | None = None
 
+    def __repr__(self) -> str:
+        return f"Completion({self.text!r}, {self.finish_reason!r}, {self.statistics})"
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -256,3 +260,7 @@ class Chunk:
     top_logprobs: list[TopLogprobs] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[TopLogprobs] | None = None
+
+    def __repr__(self) -> str:
+        ended = "" if self.finish_reason is None else f", {self.finish_reason!r}"
+        return f"Chunk({self.text!r}, {self.token_ids}{ended})"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dflash_trt.decoding.caches import Kept, longest
 from dflash_trt.decoding.pair import Pair
+from dflash_trt.logs import warn_once
+
+_log = logging.getLogger(__name__)
 
 # Tokens of a page: prefixes share whole pages. Pages of 16 tokens take twice as long to copy. Larger pages take no
 # less time than these (docs/measurements.md).
@@ -78,10 +81,10 @@ class Prefixes:
         # The oldest page first, each with its tree. A page is newer than its descendants, so the oldest one has none.
         self._used: dict[Page, bool] = {}
         if (least := pair.kept_bytes(page, draft=True)) > limit_bytes:
-            warnings.warn(
+            warn_once(
+                _log,
                 f"prefix_cache_bytes is {limit_bytes}, but {page} tokens of this pair take {least} bytes: prefixes "
                 f"are reused only from slots; give at least {least}, or 0 to reuse nothing",
-                stacklevel=2,
             )
 
     def clear(self) -> None:

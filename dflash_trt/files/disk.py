@@ -21,6 +21,11 @@ _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
+def cache_folder() -> Path:
+    """The folder for what is made once and used again: DFLASH_TRT_CACHE, by default ~/.cache/dflash-trt."""
+    return Path(os.environ.get("DFLASH_TRT_CACHE") or "~/.cache/dflash-trt").expanduser()
+
+
 def own_file(directory: Path, file: Path) -> Path:
     """The real path of `file`, a file of the checkpoint or bundle in `directory`.
 

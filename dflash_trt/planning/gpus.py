@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, did_you_mean, show
 
 _TABLE = Path(__file__).with_name("gpus.json")
+_OWN = ("memory", "bandwidth", "sm")  # the figures of a GPU that the table lacks
+_GIVEN = "as given with --gpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Gpu:
 def gpus() -> dict[str, Gpu]:
     """Every GPU of the table, by name."""
     found = {}
-    for name, row in json.loads(_TABLE.read_text()).items():
+    for name, row in json.loads(_TABLE.read_text(encoding="utf-8")).items():
         major, minor = row["compute_capability"].split(".")
         single = {key: row[key] for key in ("memory_gib", "bandwidth_gb_s", "gpus_per_node")}
         rates = {f"dense_tflops.{key}": value for key, value in row["dense_tflops"].items()}
@@ -53,8 +56,62 @@ def gpus() -> dict[str, Gpu]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU with this name. Raises BuildError, naming the GPUs of the table."""
+    """The GPU with this name, or one by its figures: `memory=24,bandwidth=1008,sm=89` (GiB, GB/s).
+
+    Case, blanks and the words NVIDIA and GeForce do not matter: "NVIDIA GeForce RTX 4090" is rtx-4090.
+
+    Raises BuildError, naming the GPUs of the table.
+    """
+    if "=" in name:
+        return _own(name)
     table = gpus()
-    if name not in table:
-        raise BuildError(f"--gpu is {name!r}, known GPUs: {', '.join(table)}")
-    return table[name]
+    short = {_letters(known): known for known in table}
+    wanted = _letters(name)
+    if wanted not in short:
+        raise BuildError(
+            f"--gpu is {name!r}{did_you_mean(wanted, short.keys(), short)}; known GPUs: {', '.join(table)}; "
+            "or give the figures of yours: --gpu memory=24,bandwidth=1008,sm=89 (GiB, GB/s, compute capability)"
+        )
+    return table[short[wanted]]
+
+
+def _letters(name: str) -> str:
+    """A name in small letters and digits, without the maker's names."""
+    return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
+
+
+def _own(text: str) -> Gpu:
+    """A GPU that the table lacks."""
+    expected = (
+        "expected memory=GIB,bandwidth=GB/S,sm=COMPUTE_CAPABILITY, such as memory=24,bandwidth=1008,sm=89"
+    )
+    given: dict[str, float] = {}
+    for part in text.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key not in _OWN or key in given:
+            raise BuildError(f"--gpu is {show(text)}: {key!r} is unknown or given twice; {expected}")
+        try:
+            given[key] = float(value)
+        except ValueError:
+            raise BuildError(f"--gpu is {show(text)}: {key} is {value!r}, not a number; {expected}") from None
+        if not 0 < given[key] < 1e6:
+            raise BuildError(
+                f"--gpu is {show(text)}: {key} is {value}, expected a number above 0; {expected}"
+            )
+    if missing := [key for key in _OWN if key not in given]:
+        raise BuildError(f"--gpu is {show(text)}: {missing[0]} is missing; {expected}")
+    sm = given["sm"] if given["sm"] >= 20 else given["sm"] * 10  # 8.9 is 89
+    if sm not in range(50, 200):
+        raise BuildError(
+            f"--gpu is {show(text)}: sm is {given['sm']:g}, expected a compute capability; {expected}"
+        )
+    return Gpu(
+        name="custom",
+        product="a GPU by its figures",
+        sm=int(sm),
+        memory_bytes=int(given["memory"] * 2**30),
+        bandwidth=given["bandwidth"] * 1e9,
+        dense_flops={},
+        gpus_per_node=1,
+        sources=dict.fromkeys(("memory_gib", "bandwidth_gb_s", "gpus_per_node"), _GIVEN),
+    )

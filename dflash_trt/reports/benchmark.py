@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter, sleep
 from typing import Any
 
+from dflash_trt.bundle.workspace import Progress, silent
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import quantile
 from dflash_trt.decoding.params import SamplingParams
@@ -83,6 +84,7 @@ def bench(
     *,
     requests: int,
     max_tokens: int,
+    progress: Progress = silent,
 ) -> Iterator[list[Point]]:
     """For every load, one point per method. Every method gets the same greedy requests, and no cached rows of another
     method.
@@ -93,6 +95,8 @@ def bench(
         # The end of a segment has too few requests in flight. A long segment gives that little weight.
         segments = max(1, min(_SEGMENTS, requests // (3 * load.concurrency)))
         points = {name: Point(load, name) for name in methods}
+        step, done = f"load {load.name}", 0
+        progress(step, 0, requests * len(methods))
         for name, lengths in methods.items():
             warm_up = min(max_tokens, _WARM_UP_TOKENS)
             _segment(runtime, Point(load, name), lengths, prompts, range(load.concurrency), warm_up)
@@ -101,6 +105,8 @@ def bench(
             turns = list(methods)
             for name in turns[segment % len(turns) :] + turns[: segment % len(turns)]:
                 _segment(runtime, points[name], methods[name], prompts, numbers, max_tokens)
+                done += len(numbers)
+                progress(step, done, requests * len(methods))
         yield list(points.values())
 
 

@@ -21,6 +21,7 @@ REQUIRED = (
     "tokenizers",
     "jinja2",
     "huggingface_hub",
+    "filelock",
     "rich",
     "yaml",
 )

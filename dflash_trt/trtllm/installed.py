@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import typing
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +12,9 @@ import yaml
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
+from dflash_trt.logs import warn_once
+
+_log = logging.getLogger(__name__)
 
 # Sections of llm_args.yaml and their classes.
 _SECTIONS = {
@@ -91,9 +94,9 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
             f"installed: {'; '.join(found)}. Install {version}, or build the bundle again with --trtllm-version"
         )
     if module.__version__ != version:
-        warnings.warn(
+        warn_once(
+            _log,
             f"{bundle.path}: made for TensorRT-LLM {version}, {module.__version__} is installed; it knows every field",
-            stacklevel=2,
         )
     args["speculative_config"]["speculative_model"] = str((bundle.path / "drafter").resolve())
     for section, name in _SECTIONS.items():

@@ -14,51 +14,17 @@ from typing import Any
 import pytest
 
 from dflash_trt.cli import COMMANDS, main
-from tests.doubles.checkpoints import make_drafter, make_target
+from dflash_trt.cli.output import print_table
+from tests.cli.conftest import Output, build_arguments
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-c", "import sys; from dflash_trt.cli import main; sys.exit(main())"]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    directory = tmp_path_factory.mktemp("pair")
-    target, drafter = directory / "target", directory / "drafter"
-    for each in (target, drafter):
-        each.mkdir()
-    make_target(target)
-    make_drafter(drafter, target)
-    return target, drafter
-
-
-@pytest.fixture(scope="module")
-def bundle(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("bundles") / "random"
-    assert main(build_arguments(pair, out, "--max-seq-len", "256")) == 0
-    return out
-
-
-def build_arguments(pair: tuple[Path, Path], out: Path, *more: str) -> list[str]:
-    return ["build", "--target", str(pair[0]), "--drafter", str(pair[1]), "--out", str(out), *more]
 
 
 def usage_error(*arguments: str) -> None:
     with pytest.raises(SystemExit) as raised:
         main(arguments)
     assert raised.value.code == 2
-
-
-class Output:
-    """The result of main(): exit code, standard output, standard error."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
-        capsys.readouterr()
-        self.code = main([str(argument) for argument in arguments])
-        self.out, self.err = capsys.readouterr()
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
 
 
 @pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
@@ -78,7 +44,6 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_wrong_usage_exits_with_2(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    usage_error()
     usage_error("build")
     usage_error("build", "--target", "x", "--engine", "abacus")
     usage_error("generate", str(bundle), "one")
@@ -88,6 +53,68 @@ def test_wrong_usage_exits_with_2(bundle: Path, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     usage_error("verify", str(bundle), "--temperatures", "0,warm")
     assert "--temperatures" in capsys.readouterr().err
+
+
+def test_a_bare_call_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    bare = Output(capsys)
+    assert (bare.code, bare.err) == (2, "")
+    assert all(f"\n    {name}" in bare.out for name in COMMANDS)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    import dflash_trt
+
+    with pytest.raises(SystemExit) as raised:
+        main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == f"dflash-trt {dflash_trt.__version__}\n"
+
+
+def test_wrong_usage_is_short_and_names_the_nearest_word(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, meant in (
+        (["bulid"], "'build'"),
+        (["build", "--taget", "tiny"], "'--target'"),
+        (["build", "--target", "tiny", "--max-sequence-len", "9"], "'--max-seq-len'"),
+        (["build", "--target", "tiny", "--engine", "onnx-runtime"], "'onnxruntime'"),
+    ):
+        usage_error(*arguments)
+        error = capsys.readouterr().err
+        assert f"(did you mean {meant}?)" in error
+        assert error.count("\n") == 2
+        assert "--help` shows the options" in error
+
+
+def test_what_is_logged_goes_to_stderr(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("generate", bundle, "-p", "1", "--max-tokens", "2")
+    quiet, loud = Output(capsys, *options), Output(capsys, *options, "--log-level", "info")
+    assert quiet.err == ""
+    assert f"info runtime: opened {bundle} for onnxruntime" in loud.err
+    assert loud.out == quiet.out
+
+
+def test_a_table_wraps_its_last_column(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    print_table([("a", "word " * 12), ("bcd", "")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["a    " + " ".join(["word"] * 7), "     " + " ".join(["word"] * 5), "bcd"]
+
+
+@pytest.mark.parametrize("command", [["pairs"], ["doctor"], ["plan", "--gpus"]])
+def test_tables_fit_100_columns(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert max(map(len, Output(capsys, *command).out.splitlines())) <= 100
+
+
+def test_completion_knows_the_commands_and_files(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    script = Output(capsys, "completion", "bash").out
+    assert f"({' '.join(COMMANDS)})" in script
+    assert "--max-seq-len" in script
+    assert "_shtab_compgen_files" in script
 
 
 def test_build_reports_progress_on_stderr(

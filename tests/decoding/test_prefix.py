@@ -198,11 +198,13 @@ def test_with_no_memory_for_prefixes_nothing_is_reused() -> None:
     assert not pool.scheduler.slots.lying
 
 
-def test_too_little_memory_for_a_page_is_said() -> None:
-    with pytest.warns(
-        UserWarning, match=r"prefix_cache_bytes is 48, but 8 tokens of this pair take 128 bytes"
-    ):
-        pool = Pool(1, 1, kept=3)
+def test_too_little_memory_for_a_page_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_trt.logs._warned", set())
+    Pool(1, 1, kept=3)
+    pool = Pool(1, 1, kept=3)
+    assert caplog.text.count("prefix_cache_bytes is 48, but 8 tokens of this pair take 128 bytes") == 1
     base = prompt(20)
     hits(pool, base, max_tokens=1)
     assert hits(pool, [*base, 3], max_tokens=1).statistics.num_cached_tokens == 20  # its rows are in its slot
@@ -292,7 +294,6 @@ requests = st.lists(
     seed=st.integers(0, 1000),
     target=st.sampled_from([FakeTarget, StateTarget]),
 )
-@pytest.mark.filterwarnings("ignore:prefix_cache_bytes")
 def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
     asked, batch, kept, seed, target
 ) -> None:

@@ -266,23 +266,64 @@ def test_what_does_not_fit_says_so_with_the_sum(inventories: dict[str, Inventory
 
 
 def test_every_figure_of_the_table_has_a_source() -> None:
-    wanted = {"h100", "h200", "b200", "b300", "gb200", "rtx-pro-6000", "rtx-5090", "dgx-spark"}
+    wanted = {
+        "h100",
+        "h200",
+        "b200",
+        "b300",
+        "gb200",
+        "rtx-pro-6000",
+        "rtx-5090",
+        "dgx-spark",
+        "a100",
+        "a100-40gb",
+    }
+    wanted |= {"l40s", "l4", "rtx-6000-ada", "rtx-4090", "rtx-3090"}
     assert set(gpus()) == wanted
     for gpu in gpus().values():
         figures = {"memory_gib", "bandwidth_gb_s", "gpus_per_node"}
         figures |= {f"dense_tflops.{key}" for key in gpu.dense_flops}
         assert set(gpu.sources) == figures
         assert all(len(text) > 5 for text in gpu.sources.values())
-        assert gpu.sm in (90, 100, 103, 120, 121)
+        assert gpu.sm in (80, 86, 89, 90, 100, 103, 120, 121)
 
 
 def test_wrong_settings_are_refused_by_name(inventories: dict[str, Inventory]) -> None:
-    with pytest.raises(BuildError, match=r"--gpu is 'a100', known GPUs: h100"):
-        find_gpu("a100")
+    with pytest.raises(
+        BuildError, match=r"--gpu is 'rtx-409' \(did you mean 'rtx-4090'\?\); known GPUs: h100"
+    ):
+        find_gpu("rtx-409")
     with pytest.raises(BuildError, match="--engine is 'abacus'"):
         estimate_memory(inventories["tiny"], settings(engine="abacus"))
     with pytest.raises(BuildError, match="tensorrt runs on one GPU"):
         estimate_memory(inventories["tiny"], settings(tensor_parallel=2))
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("A100_40GB", "a100-40gb"),
+        ("H100", "h100"),
+    ],
+)
+def test_a_gpu_is_found_in_any_spelling(written: str, name: str) -> None:
+    assert find_gpu(written).name == name
+
+
+def test_a_gpu_of_its_figures() -> None:
+    gpu = find_gpu("memory=24, bandwidth=1008, sm=8.9")
+    assert (gpu.memory_bytes, gpu.bandwidth, gpu.sm) == (24 * GIB, 1008e9, 89)
+    for wrong, said in (
+        ("memory=24,bandwidth=1008", "sm is missing"),
+        ("memory=24,bandwidth=fast,sm=89", "bandwidth is 'fast', not a number"),
+        ("memory=0,bandwidth=1,sm=89", "memory is 0, expected a number above 0"),
+        ("ram=24", "'ram' is unknown"),
+        ("memory=24,bandwidth=1,sm=4000", "expected a compute capability"),
+    ):
+        with pytest.raises(BuildError, match=said):
+            find_gpu(wrong)
 
 
 def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:

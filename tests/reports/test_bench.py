@@ -95,13 +95,16 @@ def test_the_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     svg = tmp_path / "chart.svg"
     options = ["--requests", "6", "--max-tokens", "8", "--concurrency", "1,2", "--rate", "300"]
     assert main(["bench", str(bundle), *options, "--svg", str(svg), "--block-length", "5"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert "tokens of the methods: all equal" in out
-    assert any("burst" in line for line in out)
-    assert [line.split()[:2] for line in out[3:12]] == [
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert "tokens of the methods: all equal" in lines[2]
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[:2] for line in lines[5:]] == [
         [load, method] for load in ("1", "2", "300/s") for method in ("plain", "draft", "adaptive")
     ]
-    document = json.loads(out[-1])
+    assert err.splitlines()[:3] == ["load 1: done", "load 2: done", "load 300/s: done"]
+    assert main(["bench", str(bundle), *options, "--svg", str(svg), "--block-length", "5", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
     assert document["same_tokens"] is True
     assert document["fixed_block_length"] == 5
     assert [(p["concurrency"], p["rate"]) for p in document["points"][::3]] == [

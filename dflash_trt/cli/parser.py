@@ -1,0 +1,46 @@
+"""The parser of the command line: wrong usage is one line and a hint, with the nearest known word."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from dflash_trt.errors import did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors leave out the usage of every option."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self._words: list[str] = []
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **arguments)
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required") and (
+            wrong := self._unknown(self._words)
+        ):
+            self.unknown(wrong)
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` shows the options and examples\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = [] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def _unknown(self, words: list[str]) -> list[str]:
+        """The options among the words that this parser does not have."""
+        known = [option for action in self._actions for option in action.option_strings]
+        given = [word for word in words if word.startswith("--") and word != "--"]
+        return [w for w in given if not any(option.startswith(w.partition("=")[0]) for option in known)]
+
+    def unknown(self, words: list[str]) -> NoReturn:
+        """End the program for words that no option takes."""
+        word = words[0].partition("=")[0]
+        options = [option for action in self._actions for option in action.option_strings]
+        near = did_you_mean(word, [option for option in options if option.startswith("--")])
+        self.error(f"unknown argument {words[0]!r}{near if word.startswith('-') else ''}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            near = did_you_mean(str(value), known)
+            raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(known)}{near}")

@@ -1,0 +1,46 @@
+"""Logging under the name `dflash_trt`. A program configures it as that of any other library.
+
+Without a configuration, Python prints warnings to standard error and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
+_warned: set[str] = set()
+
+
+def warn_once(logger: logging.Logger, message: str) -> None:
+    """Log a warning. The same text is logged once per process."""
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning(message)
+
+
+def to_stderr(level: str, stream: TextIO | None = None) -> logging.Handler:
+    """Print what `dflash_trt` logs at `level` and above, for the command line. A later call replaces an earlier one."""
+    root = logging.getLogger("dflash_trt")
+    for handler in [each for each in root.handlers if each.get_name() == "dflash-trt"]:
+        root.removeHandler(handler)
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.set_name("dflash-trt")
+    handler.setFormatter(_Lines())
+    root.addHandler(handler)
+    root.setLevel(LEVELS[level])
+    return handler
+
+
+class _Lines(logging.Formatter):
+    """`dflash-trt: warning: TEXT`; what is below a warning also names its module and the time."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        if record.levelno >= logging.WARNING:
+            return f"dflash-trt: {record.levelname.lower()}: {text}"
+        module = record.name.removeprefix("dflash_trt.")
+        return f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower()} {module}: {text}"

@@ -1,0 +1,118 @@
+"""A known pair by its name: built into a cache once, and what a Python user meets at first."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_trt import LLM, AsyncLLM, SamplingParams
+from dflash_trt.errors import BundleError, RequestError
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _cached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(cache))
+
+
+def test_a_pair_is_built_at_first_use_and_found_afterwards(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = LLM("tiny", max_batch_size=1)
+    first = capsys.readouterr()
+    place = cache / "bundles" / "tiny"
+    assert llm.bundle.path == place
+    assert first.out == ""
+    assert f"building tiny into {place} (once)" in first.err
+    assert "copy weights: done" in first.err
+    assert repr(llm) == f"LLM({str(place)!r}, onnxruntime, block 8, up to 1024 tokens)"
+    built = (place / "manifest.json").stat()
+    again = LLM("Tiny", max_batch_size=1)
+    assert capsys.readouterr().err == ""
+    assert (place / "manifest.json").stat() == built
+    answer = again.generate("12 + 7", SamplingParams(max_tokens=8, ignore_eos=True))
+    assert repr(answer).startswith(f"Completion({answer.text!r}, 'length', 8 tokens, ")
+    llm.close()
+    assert repr(llm).endswith(", closed)")
+
+
+def test_a_bundle_with_another_drafter_than_the_packages_is_built_again(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LLM("tiny", max_batch_size=1)
+    place = cache / "bundles" / "tiny"
+    whole, weights = (
+        (place / "manifest.json").read_text(),
+        place / "weights" / "drafter" / "model.safetensors",
+    )
+    weights.write_bytes(weights.read_bytes()[:-1])
+    capsys.readouterr()
+    LLM("tiny", max_batch_size=1)
+    assert "building tiny" in capsys.readouterr().err
+    assert (place / "manifest.json").read_text() == whole
+
+
+def test_a_path_is_never_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BundleError, match="tiny: "):
+        LLM(Path("tiny"))
+    (tmp_path / "tiny").mkdir()
+    with pytest.raises(BundleError, match=r"no manifest\.json"):
+        LLM("tiny")
+
+
+def test_without_with_the_memory_is_freed_with_the_object() -> None:
+    llm = LLM("tiny", max_batch_size=1)
+    free = llm._free
+    assert free.alive
+    del llm
+    gc.collect()
+    assert not free.alive
+
+
+def test_an_event_loop_may_be_running_as_in_a_notebook() -> None:
+    """A cell runs within a loop. The synchronous LLM works there, and an AsyncLLM outlives the loop of a cell."""
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+
+    async def cell() -> list[int]:
+        return LLM("tiny", max_batch_size=1).generate("12 + 7", params).token_ids
+
+    expected = asyncio.run(cell())
+    shared: list[AsyncLLM] = []
+
+    async def one() -> list[int]:
+        if not shared:
+            shared.append(AsyncLLM("tiny", max_batch_size=1))
+        assert repr(shared[0]).endswith(", 0 requests)")
+        return (await shared[0].generate("12 + 7", params)).token_ids
+
+    assert asyncio.run(one()) == expected
+    assert asyncio.run(one()) == expected
+    asyncio.run(shared[0].close())
+    assert repr(shared[0]).endswith(", closed)")
+
+
+def test_parameters_are_numpy_scalars_too() -> None:
+    given = SamplingParams(
+        max_tokens=np.int32(4),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_k=np.uint8(3),  # type: ignore[arg-type]
+        seed=np.int64(7),  # type: ignore[arg-type]
+        ignore_eos=np.True_,  # type: ignore[arg-type]
+        stop_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
+        stop=[np.str_("x")],
+    )
+    assert given == SamplingParams(
+        max_tokens=4, temperature=0.5, top_k=3, seed=7, ignore_eos=True, stop_token_ids=(1, 2), stop=("x",)
+    )
+    assert [type(v) for v in (given.max_tokens, given.temperature, given.ignore_eos)] == [int, float, bool]
+    with pytest.raises(RequestError, match="max_tokens is"):
+        SamplingParams(max_tokens=np.float64(4))  # type: ignore[arg-type]
