@@ -80,7 +80,13 @@ class Runtime:
             prefix_cache_bytes=prefix_cache_bytes,
             threads=threads,
         )
-        self.scheduler = engine.open(self.bundle, settings)
+        try:
+            self.scheduler = engine.open(self.bundle, settings)
+        except MemoryError as error:
+            raise DFlashError(
+                f"{self.bundle.path}: no memory is left for {max_batch_size} sequences of {self.max_seq_len} tokens "
+                f"({error}); lower max_batch_size, or build with a smaller --max-seq-len"
+            ) from error
         # An engine with a scheduler of its own is a driver instead: pair and scheduler in one.
         self.driver: Driver | None = None
         self.pair: Pair | Driver

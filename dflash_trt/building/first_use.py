@@ -30,6 +30,7 @@ def open_bundle(bundle: str | Path, check: Check) -> Bundle:
     """
     pair = known_pair(bundle) if isinstance(bundle, str) and not os.path.lexists(bundle) else None
     if pair is None:
+        check_path(Path(bundle))
         return Bundle.open(bundle, check)
     place = cache_folder() / "bundles" / pair.name
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -42,6 +43,20 @@ def open_bundle(bundle: str | Path, check: Check) -> Bundle:
         print(f"building {pair.name} into {place} (once)", file=sys.stderr)
         with progress_display() as progress:
             return build(pair.name, None, place, force=True, progress=progress)
+
+
+def check_path(path: Path) -> None:
+    """Raise BundleError for the name of a pair where a bundle is expected: how to build it, or where it is."""
+    pair = None if os.path.lexists(path) else known_pair(str(path))
+    if pair is None:
+        return
+    built = Path("bundles") / pair.name
+    way = (
+        f"give {built}"
+        if built.is_dir()
+        else f"build one with `dflash-trt build --target {path}`, and give {built}"
+    )
+    raise BundleError(f"{path}: is the name of a pair, not the directory of a bundle; {way}")
 
 
 def _is_current(bundle: Bundle, pair: KnownPair) -> bool:

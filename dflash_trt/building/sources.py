@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from dflash_trt.checkpoint import gguf
-from dflash_trt.checkpoint.catalogue import NAMES, SHIPPED, KnownPair, known_configs, known_pair
+from dflash_trt.checkpoint import gguf, recognized
+from dflash_trt.checkpoint.catalogue import NAMES, PAIRS, SHIPPED, KnownPair, known_configs, known_pair
 from dflash_trt.checkpoint.pair import Source
 from dflash_trt.engines.base import Weights
-from dflash_trt.errors import CheckpointError
+from dflash_trt.errors import CheckpointError, did_you_mean
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 
 Role = Literal["target", "drafter"]
@@ -34,9 +34,10 @@ def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Sourc
     if drafter is None:
         pair = None if Path(target).is_dir() else known_pair(target)
         if pair is None:
+            _check_path(target, "target")
             raise CheckpointError(
-                f"--target {target}: no drafter is known for it; give one with --drafter, or give a known pair as "
-                f"the target: {NAMES}"
+                f"--target {target}{_meant(target)}: no drafter is known for it; give one with --drafter, or give a "
+                f"known pair as the target: {NAMES}"
             )
         drafter = pair.drafter_repo or pair.name
     return resolve(target, "target"), resolve(drafter, "drafter")
@@ -56,11 +57,14 @@ def resolve(name_or_path: str, role: Role) -> Source:
         CheckpointError: nothing has this name, this kind of model is not supported, or the hub does not provide it.
     """
     path = Path(name_or_path).expanduser()
+    _check_path(name_or_path, role)
     if path.is_dir():
         return Source(path)
-    if role == "target" and (path.suffix == ".gguf" or name_or_path in gguf.PACKAGED):
-        file = gguf.packaged_target(name_or_path) if name_or_path in gguf.PACKAGED else path
-        return Source(gguf.cached_checkpoint(file))
+    if role == "target" and (path.suffix == ".gguf" or name_or_path.lower() in gguf.PACKAGED):
+        packaged = name_or_path.lower() in gguf.PACKAGED
+        return Source(
+            gguf.cached_checkpoint(gguf.packaged_target(name_or_path.lower()) if packaged else path)
+        )
     pair = known_pair(name_or_path)
     repo = name_or_path
     name, at, revision = name_or_path.partition("@")
@@ -73,11 +77,27 @@ def resolve(name_or_path: str, role: Role) -> Source:
     match = _REPOSITORY.fullmatch(repo)
     if match is None:
         raise CheckpointError(
-            f"--{role} {name_or_path}: neither a directory, nor a hub repository org/name[@revision], "
-            f"nor a known pair: {NAMES}"
+            f"--{role} {name_or_path}{_meant(name_or_path)}: neither a directory, nor a hub repository "
+            f"org/name[@revision], nor a known pair: {NAMES}"
             + (f"; nor a GGUF file, nor in a package: {', '.join(gguf.PACKAGED)}" if role == "target" else "")
         )
     return _snapshot(match["repo"], match["revision"], role)
+
+
+def _check_path(name: str, role: Role) -> None:
+    """Refuse a path by what it is. A name that no path has may be a pair's, or a repository's."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        recognized.check_directory(path, role)
+    elif path.exists() and (path.suffix != ".gguf" or role == "drafter"):
+        recognized.check_file(path, role)
+    elif not path.exists() and (path.is_absolute() or name.startswith(("./", "../")) or len(path.parts) > 2):
+        raise CheckpointError(f"--{role} {name}: no such file or directory")
+
+
+def _meant(name: str) -> str:
+    """The known name or repository that is nearest."""
+    return did_you_mean(name, [known for pair in PAIRS for known in (pair.name, pair.target_repo) if known])
 
 
 def _shipped(pair: KnownPair, role: Role) -> Source:
@@ -107,14 +127,5 @@ def _snapshot(repo: str, revision: str | None, role: Role) -> Source:
         raise CheckpointError(f"{repo}: {error}") from None
     except Exception as error:
         # The hub raises the errors of its HTTP client, which differ between versions.
-        files = "config.json, the safetensors files" + (", tokenizer.json" if role == "target" else "")
-        raise CheckpointError(
-            f"{repo}: the hub does not provide it ({_first_line(error)}); "
-            f"a local directory with {files} can be given as --{role} instead"
-        ) from error
+        raise recognized.hub_error(repo, error, role) from error
     return Source(directory, repo, commit)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(". ") if lines else type(error).__name__

@@ -133,8 +133,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises BundleError if this is not a bundle, has another format version, or has a manifest that was changed.
     """
     file = path / MANIFEST
+    if path.is_file():
+        raise BundleError(f"{path}: is a file; expected a bundle, a directory that `dflash-trt build` made")
     if not path.is_dir():
         raise BundleError(f"{path}: no such directory; make a bundle with: dflash-trt build --out {path}")
+    if not os.path.lexists(file) and (path / "config.json").is_file():
+        raise BundleError(
+            f"{path}: is a checkpoint, not a bundle; build one with: dflash-trt build --target {path} --drafter DRAFTER"
+        )
     if not os.path.lexists(file):
         raise BundleError(f"{path}: no {MANIFEST}, so this is not a finished bundle; run the build again")
     manifest = read_object(file, _MAX_MANIFEST_BYTES, BundleError)

@@ -168,6 +168,11 @@ def workspace(out: Path, kind: Kind) -> Iterator[Workspace]:
                 for folder in (place.path, place.scratch):
                     folder.mkdir(exist_ok=True)
                 yield place
+            except (OSError, MemoryError) as error:
+                # There is no room for the work. An old bundle that is being replaced stays for the next run.
+                full = isinstance(error, MemoryError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+                place.done = full and _REPLACED not in os.listdir(descriptor)
+                raise
             finally:
                 if place.done or not any(any(folder.iterdir()) for folder in (place.path, place.scratch)):
                     _remove(out, name, parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_trt.errors import CheckpointError
+from dflash_trt.errors import CheckpointError, did_you_mean
 
 SHIPPED = Path(__file__).resolve().parent.parent / "shipped"
 _KNOWN_CONFIGS = Path(__file__).resolve().parent / "known"
@@ -126,7 +126,9 @@ def known_configs(name: str) -> tuple[Path, Path]:
     """
     pair = known_pair(name)
     if pair is None:
-        raise CheckpointError(f"{name}: no pair has this name; known pairs: {NAMES}")
+        raise CheckpointError(
+            f"{name}: no pair has this name{did_you_mean(name, [p.name for p in PAIRS])}; known pairs: {NAMES}"
+        )
     target = (SHIPPED if pair.target_repo is None else _KNOWN_CONFIGS) / pair.name / "target"
     return target, (SHIPPED if pair.drafter_repo is None else _KNOWN_CONFIGS) / pair.name / "drafter"
 

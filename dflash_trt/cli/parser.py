@@ -39,6 +39,13 @@ class Parser(argparse.ArgumentParser):
         near = did_you_mean(word, [option for option in options if option.startswith("--")])
         self.error(f"unknown argument {words[0]!r}{near if word.startswith('-') else ''}")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """The value of an option. The case of one that is chosen from a list does not matter."""
+        value = super()._get_value(action, arg_string)
+        listed = isinstance(value, str) and not isinstance(action, argparse._SubParsersAction)
+        choices = (action.choices or ()) if listed else ()
+        return next((choice for choice in choices if str(choice).lower() == str(value).lower()), value)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a GPU that --gpus lists, or the figures of another: memory=24,bandwidth=1008,sm=89",
     )
-    parser.add_argument("--engine", default="tensorrt", metavar="ENGINE", help="default: tensorrt")
+    parser.add_argument("--engine", default="tensorrt", choices=registry.NAMES, help="default: tensorrt")
     several = [engine.name for engine in registry.engines() if engine.memory.several_gpus]
     parser.add_argument(
         "--tp",

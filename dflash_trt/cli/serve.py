@@ -13,8 +13,8 @@ from dflash_trt.engines import registry
 SUMMARY = "serve a bundle with Triton Inference Server"
 DESCRIPTION = """\
 Serve a bundle with Triton Inference Server, over HTTP and gRPC, until Ctrl-C or SIGTERM. The server is the tritonserver
-on the PATH, or the one of nvidia-pytriton's wheel: pip install 'dflash-trt[triton-local]'. Without either, this prints
-the command that serves the bundle in a container.
+on the PATH, or the one of nvidia-pytriton's wheel: pip install '.[triton-local]' in a checkout. Without either, this
+prints the command that serves the bundle in a container.
 
 Clients talk to a proxy in front of the server. It limits requests and passes on only those to the model. APIs that load
 code, map memory, trace or log are closed. A server, proxy or engine that dies is restarted.
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.bundle.manifest import Bundle
+    from dflash_trt.extras import install
 
     if args.server != "triton":
         bundle = Bundle.open(args.bundle)
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         server = find_server(directory)
         if server is None:
             say(
-                "there is no tritonserver on the PATH; get one with pip install 'dflash-trt[triton-local]', or "
+                f"there is no tritonserver on the PATH; get one with {install('triton-local')}, or "
                 "serve in a container:"
             )
             print(container_command(args.bundle))

@@ -12,6 +12,7 @@ from typing import Any
 from dflash_trt.cli.options import at_least, each, share
 from dflash_trt.cli.output import print_json, print_table
 from dflash_trt.errors import DFlashError
+from dflash_trt.extras import install
 
 SUMMARY = "train a drafter for a target, on the target's own answers"
 DESCRIPTION = """\
@@ -296,7 +297,7 @@ def _questions(args: argparse.Namespace, temperature: float = 0.0) -> Any:
 def _drafter(args: argparse.Namespace) -> int:
     for name in ("accelerate", "safetensors", "torch", "transformers"):
         if find_spec(name) is None:
-            raise DFlashError(f"{name} is not installed; training needs: pip install 'dflash-trt[train]'")
+            raise DFlashError(f"{name} is not installed; training needs: {install('train')}")
     from dflash_trt.building.sources import resolve
     from dflash_trt.training.loop import Recipe
     from dflash_trt.training.run import Design, run

@@ -17,6 +17,7 @@ from dflash_trt.errors import CheckpointError, DFlashError, quoted, show_name
 # Parsed JSON takes up to 25 times the memory of its text.
 CONFIG_BYTES = 16 << 20
 _MOST_NESTED = 64
+_POINTER = b"version https://git-lfs.github.com/"
 
 Kind = type[DFlashError]
 
@@ -32,6 +33,9 @@ def open_file(path: Path, kind: Kind = CheckpointError) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise kind(f"{path}: is a pipe or a device, expected a regular file")
+    if file.peek(len(_POINTER))[: len(_POINTER)] == _POINTER:
+        file.close()
+        raise kind(f"{path}: is a Git-LFS pointer, not the file itself; run `git lfs pull` in its directory")
     return file
 
 

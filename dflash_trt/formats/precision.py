@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields
 
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, did_you_mean
 from dflash_trt.formats import SCHEMES
 
 # The dtypes of activations, caches and unquantized weights.
@@ -43,16 +42,15 @@ def parse_precision(text: str | None) -> Precision:
     found: dict[str, str] = {}
     roles = [field.name for field in fields(Precision)]
     for part in [] if text is None else text.split(","):
-        role, equals, value = part.strip().partition("=")
+        role, equals, value = part.strip().lower().partition("=")
         if role not in roles or not equals:
             raise BuildError(
                 f"--precision has {part!r}, expected ROLE=VALUE with a role of: {', '.join(roles)}"
             )
         allowed = SCHEMES if role == "head" else COMPUTE_DTYPES + SCHEMES
         if value not in allowed:
-            near = difflib.get_close_matches(value, allowed, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise BuildError(f"--precision has {role}={value}, expected one of: {', '.join(allowed)}{hint}")
+            near = did_you_mean(value, allowed)
+            raise BuildError(f"--precision has {role}={value}{near}, expected one of: {', '.join(allowed)}")
         if role in found:
             raise BuildError(f"--precision names {role} twice: {found[role]} and {value}")
         found[role] = value

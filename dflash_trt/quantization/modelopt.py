@@ -12,6 +12,7 @@ from typing import Any
 from dflash_trt.bundle.workspace import workspace
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import BuildError
+from dflash_trt.extras import install
 from dflash_trt.formats import FORMATS
 from dflash_trt.quantization.convert import copy_files, data_free, linear_layers
 
@@ -55,8 +56,8 @@ def quantize_with_modelopt(
         export = importlib.import_module("modelopt.torch.export").export_hf_checkpoint
     except ImportError as error:
         raise BuildError(
-            f"--calibrator modelopt needs torch, transformers and nvidia-modelopt ({error}): pip install "
-            "'dflash-trt[quantize]' (torch first, from the index for your CPU or GPU)"
+            f"--calibrator modelopt needs torch, transformers and nvidia-modelopt ({error}): "
+            f"{install('quantize')} (torch first, from the index for your CPU or GPU)"
         ) from error
     if out.exists():
         raise BuildError(f"{out}: exists; choose another --out")

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.building.first_use import check_path
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.roles import parameters_of
 from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
@@ -27,6 +28,7 @@ def inspect(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError or BundleError if it is neither, or malformed.
     """
+    check_path(path)
     if (path / "manifest.json").exists():
         return _bundle(path)
     if (path / "config.json").exists():

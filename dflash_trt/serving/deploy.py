@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from string import Template
 
+from dflash_trt.building.first_use import check_path
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import workspace
 from dflash_trt.engines.registry import engine_of
@@ -38,6 +39,7 @@ def deploy(
 
     Returns `out`. Raises DFlashError if the bundle is incomplete, a setting is out of range, or `out` is in use.
     """
+    check_path(Path(bundle))
     opened = Bundle.open(bundle)
     numbers = {"max_batch_size": (max_batch_size, 1), "max_queue": (max_queue, 0)}
     numbers["stream_interval_ms"] = (stream_interval_ms, 0)
@@ -85,15 +87,17 @@ def template() -> Path:
 
 
 def container_command(bundle: str | Path) -> str:
-    """A command that serves a bundle in a container with matching libraries."""
+    """A command that serves a bundle in a container with matching libraries. It begins with a wheel of a checkout."""
+    check_path(Path(bundle))
     opened = Bundle.open(bundle)
     found = engine_of(opened).container(opened.manifest)
-    packages = " ".join(["'dflash-trt[serve]'", *found.packages])
+    packages = " ".join(["$(echo /dist/dflash_trt-*.whl)[serve]", *found.packages])
     return (
+        "pip wheel --no-deps --wheel-dir dist .   # in a checkout of dflash-trt\n"
         f"docker run --rm --init {'--gpus all ' if found.gpus else ''}--network host --shm-size 1g "
-        f'-v "{Path(bundle).resolve()}:/bundle:ro" \\\n'
+        f'-v "{Path(bundle).resolve()}:/bundle:ro" -v "$PWD/dist:/dist:ro" \\\n'
         f"    nvcr.io/nvidia/tritonserver:{found.tag} bash -c \\\n"
-        f'    "pip install {packages} && dflash-trt serve /bundle"'
+        f"    'pip install {packages} && dflash-trt serve /bundle'"
     )
 
 

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dflash_trt.errors import DFlashError
+from dflash_trt.extras import install
 
 _LONGEST_PATH = 107  # characters of a Unix socket's path on Linux
 
@@ -101,9 +102,7 @@ def check_installed() -> None:
         import aiohttp  # noqa: F401
         import grpc  # noqa: F401
     except ImportError as error:
-        raise DFlashError(
-            f"{error.name} is not installed; install it with: pip install 'dflash-trt[serve]'"
-        ) from None
+        raise DFlashError(f"{error.name} is not installed; install it with: {install('serve')}") from None
 
 
 def main(arguments: Sequence[str]) -> int:

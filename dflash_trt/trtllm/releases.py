@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.errors import BuildError
+from dflash_trt.extras import install
 
 _SCHEMAS = Path(__file__).with_name("schemas")
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?(?:\.post\d+)?")
@@ -53,7 +54,7 @@ class Release:
             from jsonschema import Draft202012Validator
         except ImportError:
             raise BuildError(
-                "jsonschema is not installed; install it with: pip install 'dflash-trt[tensorrt-llm]'"
+                f"jsonschema is not installed; install it with: {install('tensorrt-llm')}"
             ) from None
 
         # YAML allows integer keys, JSON does not.

@@ -326,7 +326,7 @@ def test_containers_fit_the_engine_of_the_bundle(bundle: Path, monkeypatch: pyte
 
     assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt", "10.14.1.48")
     assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt-llm")
-    assert "'dflash-trt[serve]' tensorrt-rtx" in command("tensorrt-rtx")
+    assert "dflash_trt-*.whl)[serve] tensorrt-rtx" in command("tensorrt-rtx")
     assert "--gpus" not in command("onnxruntime")
     for version in ("10.2.0", "10.11.0.33"):  # older containers have known security defects
         with pytest.raises(DFlashError, match=rf"plans are of TensorRT {version[:4]}.*10\.14"):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_trt.errors import BuildError
+from dflash_trt.extras import install
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,13 @@ class Flavour:
         except ImportError as error:
             raise BuildError(
                 f"--engine {self.name} needs the Python package {self.module}, which cannot be imported ({error}); "
-                f"install it with: pip install 'dflash-trt[{self.name}]' (NVIDIA publishes it as a wheel, "
+                f"install it with: {install(self.name)} (NVIDIA publishes it as a wheel, "
                 f"{self.module.replace('_', '-')}-cu13, for Linux and Windows)"
             ) from None
         if tuple(int(n) for n in module.__version__.split(".")[:2]) < self.oldest:
             raise BuildError(
                 f"{self.label} {module.__version__} is installed, expected {'.'.join(map(str, self.oldest))} or newer: "
-                f"pip install --upgrade 'dflash-trt[{self.name}]'"
+                f"{install(self.name).replace('install', 'install --upgrade', 1)}"
             )
         return module
 

