@@ -94,6 +94,8 @@ def main(target: str = "smollm2-135m", drafter: str | None = None) -> int:
         )
         return show(console, "tiny", None)
     status = show(console, target, drafter)
+    if drafter is None:
+        console.print(f"\nTalk with it: {command()} chat bundles/{target}", markup=False)
     if target == "smollm2-135m" and drafter is None:
         console.print(
             "\nSmolLM2's drafter is an early one: about 1.5 tokens per pass, which saves no time yet "
@@ -102,6 +104,14 @@ def main(target: str = "smollm2-135m", drafter: str | None = None) -> int:
         )
         status = show(console, "tiny", None) or status
     return status
+
+
+def command() -> str:
+    """How to call dflash-trt from here: the script beside this interpreter, or its module."""
+    script = Path(sys.executable).with_name("dflash-trt")
+    if not script.exists():
+        return f"{sys.executable} -m dflash_trt"
+    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
 def show(console: Console, target: str, drafter: str | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import onnxruntime as ort
 
 from dflash_trt.engines.onnxruntime_caches import CachePool
 from dflash_trt.errors import BundleError
+from dflash_trt.hardware import cores
 
 Array = np.ndarray[Any, Any]
 
@@ -56,7 +56,7 @@ class OnnxRuntimeEngine:
 
     def _load(self) -> None:
         options = ort.SessionOptions()
-        options.intra_op_num_threads = self._threads or len(os.sched_getaffinity(0))
+        options.intra_op_num_threads = self._threads or cores() or 1
         options.log_severity_level = 3
         # Target and drafter take turns. Idle threads spin, because waking them takes as long as a small pass. They
         # spin only until the pass ends, because then the other engine needs the cores.

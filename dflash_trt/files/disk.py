@@ -6,7 +6,6 @@ Everything that differs between operating systems is in this module: locks, flus
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import stat
@@ -15,7 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import filelock
+
 from dflash_trt.errors import BuildError, CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None  # type: ignore[assignment]
 
 _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -91,6 +97,8 @@ def clone(source: Path, destination: Path) -> bool:
 
     Returns False, without a `destination`, if the file system cannot do this. Btrfs, XFS and ZFS can.
     """
+    if fcntl is None:
+        return False
     try:
         with source.open("rb") as old, whole_file(destination) as new:
             fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
@@ -127,6 +135,10 @@ def locked(path: Path, parent: int) -> Iterator[bool]:
     The file is removed when the lock is released. Raises BuildError if `path` is a link, or not a regular file of
     this user.
     """
+    if fcntl is None:
+        with _portable_lock(path) as held_by_us:
+            yield held_by_us
+        return
     foreign, name = BuildError(f"{path}: is not a lock file of this user; remove it"), path.name
     while True:
         try:
@@ -154,6 +166,21 @@ def locked(path: Path, parent: int) -> Iterator[bool]:
             return
         finally:
             os.close(held)
+
+
+@contextmanager
+def _portable_lock(path: Path) -> Iterator[bool]:
+    """The same lock by the library filelock, where the system has no flock. The file stays."""
+    lock = filelock.FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
 
 
 def _is(name: str, parent: int, expected: os.stat_result) -> bool:

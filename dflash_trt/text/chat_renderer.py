@@ -13,6 +13,7 @@ import math
 import signal
 import sys
 import time
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -54,7 +55,8 @@ def _limit(seconds: int, memory: int) -> None:
     until = math.ceil(time.process_time()) + seconds
     for kind, wanted in ((resource.RLIMIT_CPU, until), (resource.RLIMIT_AS, memory)):
         _, most = resource.getrlimit(kind)
-        resource.setrlimit(kind, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
+        with suppress(ValueError, OSError):  # macOS refuses a limit of the address space
+            resource.setrlimit(kind, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
 
 
 def _answer(source: str, variables: dict[str, Any], characters: int) -> dict[str, str]:

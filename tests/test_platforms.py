@@ -1,0 +1,58 @@
+"""The package builds and generates without what only Linux has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_trt.errors import BuildError
+from dflash_trt.files import disk
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_build_and_a_generation_without_what_only_linux_has(tmp_path: Path) -> None:
+    code = "import sys, tests.doubles.other_platform; from dflash_trt.cli import main; sys.exit(main())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "plugins")))}
+    for words in (
+        "build --target tiny",
+        "generate bundles/tiny -p 12 --max-tokens 4 --chat",
+        "doctor",
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words.split()],
+            cwd=tmp_path, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+
+def test_without_flock_a_library_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "fcntl", None)
+    parent = disk.open_directory(tmp_path)
+    try:
+        with disk.locked(tmp_path / "lock", parent) as first:
+            assert first
+            with disk.locked(tmp_path / "lock", parent) as second:
+                assert not second
+        with disk.locked(tmp_path / "lock", parent) as again:
+            assert again
+    finally:
+        os.close(parent)
+
+
+def test_two_builds_of_one_place_exclude_each_other_by_the_library_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_trt.bundle.workspace import workspace
+
+    monkeypatch.setattr(disk, "fcntl", None)
+    with (
+        workspace(tmp_path / "out", "bundle"),
+        pytest.raises(BuildError, match="another process is writing it"),
+        workspace(tmp_path / "out", "bundle"),
+    ):
+        pass
