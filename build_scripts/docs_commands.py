@@ -2,7 +2,7 @@
 
     python -m build_scripts.docs_commands                           the commands of this interpreter's dflash-trt
     python -m build_scripts.docs_commands --python venv/bin/python  of another one, such as that of a wheel
-    python -m build_scripts.docs_commands README.md docs/cli.md     some pages
+    python -m build_scripts.docs_commands README.md docs/cli.md     some pages; --update writes what differs
 
 Commands run in an empty directory, those of a page in their order, after the bundles that they need were built. In a
 block that begins with `$`, the lines below a command are its output. Times, speeds and sizes of this machine are left
@@ -32,10 +32,10 @@ HELP = "--help"
 # A pattern of commands -> the reason why they are not run.
 SKIPPED = {
     r"PATH|NAME|COMMAND|\.\.\.|checkpoints/|bundles/mine|runs/|my-": "has a place for the reader's own files",
-    r"prompts\.jsonl|answers\.jsonl|messages\.txt": "needs the reader's own files",
+    r"prompts\.jsonl|answers\.jsonl|messages\.txt|person\.json": "needs the reader's own files",
     r"dflash-trt serve|dflash-trt selftest|bench .*--server": "runs until it is stopped, or needs a server",
     r"~/": "writes into the home directory",
-    r"(Qwen|openai|z-lab|meta-llama)/|--target (qwen3|gpt-oss|llama)(?!.*--weights none)(?!.*--gpu)": "downloads a model",
+    r"(Qwen|openai|z-lab|meta-llama)/|--target (qwen3|gpt-oss|llama)(?!.*(--weights none|--gpu))": "downloads a model",
     r"build .*--engine tensorrt-llm|--engine tensorrt": "needs an engine's package",
     r"quantize .*(modelopt|--out checkpoints)": "writes a checkpoint of the reader",
     r"dflash-trt train": "trains",
@@ -52,7 +52,7 @@ class Shown:
     page: str
     command: str
     output: list[str] | None = None
-    lines: list[str] = field(default_factory=list)
+    printed: list[str] = field(default_factory=list)
 
 
 def shown_commands(page: Path) -> Iterator[Shown]:
@@ -70,7 +70,9 @@ def shown_commands(page: Path) -> Iterator[Shown]:
                 found.output.append(line)
         if found is not None:
             yield found
-    for line in re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ").splitlines():
+    for line in (
+        re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).replace("\\\n", " ").splitlines()
+    ):
         if re.match(r" {4}(dflash-trt|echo .*\| dflash-trt) ", line):
             yield Shown(name, line.partition(" # ")[0].strip())
 
@@ -106,8 +108,9 @@ def comparable(command: str, line: str) -> str:
     words = next((n for name, n in FIRST_WORDS.items() if f"dflash-trt {name}" in command), None)
     if words is not None:
         return " ".join(line.split()[:words])
-    if line.startswith("seconds:") or re.match(r"\s+[\d.]+\s+auto ", line):
-        line = re.sub(r"\d+\.\d+", "#", line)
+    if re.match(r"seconds:|first token|tokens verified|acceptance length|\s+[\d.]+\s+auto ", line):
+        line = re.sub(r"\d+(\.\d+)?( x \d+)?(, # x #)*", "#", line)
+    line = re.sub(r"(acceptance length|no drafts).*", "#", line) if line.startswith("[") else line
     line = re.sub(r"[\d.]+(?= (s|ms|tokens/s)\b)", "#", line)
     line = re.sub(r"(dflash-trt|onnx-ir) +\d+(\.\d+)+", r"\1 #", line)
     return line.rstrip()
@@ -121,11 +124,16 @@ def run(shown: Shown, python: str, folder: Path) -> list[str]:
     done = subprocess.run(
         ["bash", "-c", words], cwd=folder, env=environment, capture_output=True, text=True, timeout=1800
     )
+    if done.returncode and "plan" not in words:
+        return [f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"]
     if shown.output is None:
-        return [] if done.returncode == 0 else [f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"]
-    printed = done.stdout.splitlines()
-    if any(line.endswith(": done") or "tokens/s" in line for line in shown.output):
-        printed = done.stderr.splitlines() + printed if "build" in words else printed + done.stderr.splitlines()
+        return []
+    shown.printed = (
+        [*done.stderr.splitlines(), *done.stdout.splitlines()]
+        if " build " in words
+        else (done.stdout.splitlines() + (done.stderr.splitlines() if "--stats" in words else []))
+    )
+    printed = shown.printed
     faults = []
     for number in range(max(len(printed), len(shown.output))):
         says = shown.output[number] if number < len(shown.output) else "(nothing)"
@@ -135,10 +143,23 @@ def run(shown: Shown, python: str, folder: Path) -> list[str]:
     return faults[:5]
 
 
+def update(shown: Shown) -> None:
+    """Write what a command printed into its page."""
+    page = ROOT / shown.page
+    old = "\n".join([f"$ {shown.command}", *(shown.output or [])]) + "\n"
+    new = "\n".join([f"$ {shown.command}", *(line.rstrip() for line in shown.printed)]) + "\n"
+    text = page.read_text(encoding="utf-8")
+    assert old in text, old
+    page.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pages", nargs="*", type=Path, help="pages (default: README.md, docs/ and --help)")
     parser.add_argument("--python", default=sys.executable, help="the interpreter with the package to run")
+    parser.add_argument("--update", action="store_true", help="write what differs into the pages")
     parser.add_argument("--cheap", action="store_true", help="leave out the commands that take long")
     args = parser.parse_args()
     shown = [command for page in args.pages or PAGES for command in shown_commands(page.resolve())]
@@ -148,14 +169,20 @@ def main() -> int:
         folder, done = Path(temporary), set[str]()
         for pair in ("tiny", "smollm2-135m"):
             needed = Shown("", f"dflash-trt build --target {pair}")
-            if any(f"bundles/{pair}" in each.command for each in shown) and not reason_to_skip(needed.command):
+            if any(each.command == needed.command for each in shown):
+                continue
+            if any(f"bundles/{pair}" in each.command for each in shown) and not reason_to_skip(
+                needed.command
+            ):
                 if args.cheap and SLOW.search(needed.command):
                     continue
                 for fault in run(needed, args.python, folder):
                     print(f"{needed.command}: {fault}")
                     failed += 1
         for each in shown:
-            reason = reason_to_skip(each.command) or (args.cheap and SLOW.search(each.command) and "takes long")
+            reason = reason_to_skip(each.command) or (
+                args.cheap and SLOW.search(each.command) and "takes long"
+            )
             if reason:
                 print(f"skipped  {each.page}: {each.command}  ({reason})")
                 continue
@@ -167,6 +194,8 @@ def main() -> int:
             print(f"{'FAILED ' if faults else 'good   '}  {each.page}: {each.command}", flush=True)
             for fault in faults:
                 print(f"    {fault}")
+            if faults and args.update and each.printed:
+                update(each)
     print(f"{ran} commands ran, {failed} failed")
     return 1 if failed else 0
 

@@ -47,11 +47,11 @@ COMMANDS = {
 
 EXAMPLES = """\
 examples:
-  dflash-trt build --target tiny
-  dflash-trt chat bundles/tiny
-  dflash-trt generate bundles/tiny --chat --prompt "Hello" --stats
-  dflash-trt verify bundles/tiny
-  dflash-trt bench bundles/tiny
+  dflash-trt build --target smollm2-135m
+  dflash-trt chat bundles/smollm2-135m
+  dflash-trt generate bundles/smollm2-135m --chat --prompt "What is the capital of France?" --stats
+  dflash-trt verify bundles/smollm2-135m --limit 4
+  dflash-trt bench bundles/smollm2-135m --requests 16
 
 `dflash-trt COMMAND --help` shows the options and examples of one command.
 """

@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=at_least(1), metavar="N", help="CPU threads per pass (default: all)"
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw throughput against TPOT")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw throughput and TPOT over the loads")
     parser.add_argument(
         "--json", action="store_true", help="print all figures as one JSON document, and no table"
     )
@@ -188,17 +188,20 @@ def _row(point: Point, figures: dict[str, Any], plain: float | None) -> tuple[st
 
 
 def _chart(rows: list[dict[str, Any]], bundle: str) -> str:
-    from dflash_trt.reports.plot import line_chart
+    """Throughput and TPOT over the loads, in the order in which they were given."""
+    from dflash_trt.reports.charts import load_chart
 
-    series: dict[str, list[tuple[float, float, str]]] = {}
-    for row in rows:
-        label = row["concurrency"] or f"{row['rate']:g}/s"
-        name = row["method"] if row["rate"] is None else f"{row['method']}, open"
-        point = (row["tpot_ms"].get("mean", 0.0), row["tokens_per_second"], str(label))
-        series.setdefault(name, []).append(point)
-    return line_chart(
-        series,
-        title=f"{bundle}: throughput against latency",
-        x="TPOT, ms (mean over requests; tokens come in bursts). Labels: requests at a time, or per second",
-        y="tokens per second",
+    def name(row: dict[str, Any]) -> str:
+        return str(row["concurrency"] or f"{row['rate']:g}/s")
+
+    loads = list(dict.fromkeys(map(name, rows)))
+    found = {(row["method"], name(row)): row for row in rows}
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    speeds = {m: [found[m, load]["tokens_per_second"] for load in loads] for m in methods}
+    times = {m: [found[m, load]["tpot_ms"].get("p50") for load in loads] for m in methods}
+    return load_chart(
+        loads,
+        {"tokens per second": speeds, "TPOT, ms (median)": times},
+        title=f"{bundle}: throughput and time per output token",
+        x="requests at a time, or per second",
     )

@@ -126,5 +126,5 @@ def run(args: argparse.Namespace) -> int:
         weights = {"copy": "its own", "link": "linked with the checkpoints'", "none": "none"}[
             found["weights"]
         ]
-        print(f"{bundle.path}: {shape}, {size}, weights {weights}, built in {seconds:.1f} s")
+        print(f"{out}: {shape}, {size}, weights {weights}, built in {seconds:.1f} s")
     return 0

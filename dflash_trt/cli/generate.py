@@ -23,11 +23,14 @@ block length. Only the speed differs.
 """
 EXAMPLES = """\
 examples:
-  dflash-trt generate bundles/tiny --chat --prompt "What is 17 + 25?" --stats
-  dflash-trt generate bundles/tiny --prompt "def add(a, b):" --max-tokens 64
-  dflash-trt generate bundles/tiny --temperature 0.7 --top-p 0.95 --seed 1 < prompt.txt
-  dflash-trt generate bundles/tiny --chat -p "Hello" --no-draft --json
-  dflash-trt generate bundles/tiny --prompt "A person: " --json-schema person.json
+  dflash-trt generate bundles/smollm2-135m --chat --prompt "What is the capital of France?" --stats
+  dflash-trt generate bundles/smollm2-135m --chat -p "Write a haiku about the sea." --temperature 0.7 --seed 1
+  dflash-trt generate bundles/smollm2-135m --chat -p "What is the capital of France?" --no-draft --json
+  dflash-trt generate bundles/smollm2-135m --prompt "The sea is" --max-tokens 16
+  dflash-trt generate bundles/smollm2-135m --chat -p "Describe a person." --json-schema person.json
+  echo "What is the capital of France?" | dflash-trt generate bundles/smollm2-135m --chat
+
+Chat models answer with --chat. Without it, the model goes on with the text of the prompt.
 """
 
 MAX_TOKENS = 256

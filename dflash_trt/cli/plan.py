@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_trt.cli import engine_options
@@ -59,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=at_least(2), metavar="K", help="default: as trained")
     parser.add_argument("--precision", metavar="ROLE=VALUE,...", help="as for `build`")
     engine_options.add_plan_arguments(parser)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the parts of the memory")
     parser.add_argument("--gpus", action="store_true", help="list the GPUs with the source of each figure")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -69,6 +72,9 @@ def run(args: argparse.Namespace) -> int:
     if args.target is None or args.gpu is None:
         args.usage_error("--target and --gpu are required (or --gpus, which lists the GPUs)")
     found = estimate(args)
+    if args.svg:
+        args.svg.write_text(_chart(found), encoding="utf-8")
+        print(f"drew {args.svg}", file=sys.stderr)
     if args.json:
         print_json({**found.to_dict(), "fits": found.fits})
     else:
@@ -140,6 +146,29 @@ def _print(found: MemoryEstimate) -> None:
     print(f"a verification pass at batch 1 reads its weights in {found.pass_seconds * 1e3:.2f} ms at best")
     if not found.fits:
         print(found.refuse())
+
+
+def _chart(found: MemoryEstimate) -> str:
+    from dflash_trt.reports.charts import stack_chart
+
+    def weights(side: str) -> int:
+        return sum(size for sizes in found.weights[side].values() for size in sizes.values())
+
+    parts = {f"{side} weights": weights(side) for side in found.weights}
+    parts |= {
+        "runtime": found.runtime_bytes,
+        "activations": found.activation_bytes,
+        "KV cache": found.kv_bytes,
+    }
+    parts["drafter context"] = found.drafter_bytes
+    batch = f"{found.max_batch_size} x {found.max_seq_len} tokens"
+    return stack_chart(
+        {name: size / 2**30 for name, size in parts.items()},
+        limit=found.memory_bytes / 2**30,
+        limit_name=f"the memory of {found.gpu}, {found.memory_bytes / 2**30:.0f} GiB",
+        title=f"Memory for {batch}, {found.engine}",
+        unit="GiB on each GPU" if found.tensor_parallel > 1 else "GiB",
+    )
 
 
 def _left(count: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.prompts import SHIPPED_PROMPTS, Prompt, read_prompts
-from dflash_trt.reports.plot import Points, line_chart
+from dflash_trt.reports.charts import curve_chart
 
 ALL = "all"
 HELD_OUT = SHIPPED_PROMPTS / "natural"
@@ -110,15 +110,17 @@ def read_history(file: Path) -> list[dict[str, Any]]:
 
 
 def curve(history: Sequence[Mapping[str, Any]]) -> str:
-    """An SVG of the acceptance length over steps, one line per category."""
-    series: dict[str, list[tuple[float, float, str]]] = {}
+    """An SVG of the acceptance length over steps, one line per category, and their mean."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    means = [(float(entry["step"]), average(entry["figures"])) for entry in history]
     for entry in history:
         for category, part in entry["figures"].items():
             if category != ALL:
-                point = (float(entry["step"]), float(part["acceptance_length"]), "")
+                point = (float(entry["step"]), float(part["acceptance_length"]))
                 series.setdefault(category, []).append(point)
-        series.setdefault("mean", []).append((float(entry["step"]), average(entry["figures"]), ""))
-    lines: dict[str, Points] = dict(series)
-    return line_chart(
-        lines, title="Acceptance length on held-out prompts", x="training step", y="tokens per pass"
+    return curve_chart(
+        {**series, "mean": means},
+        title="Acceptance length on held-out prompts",
+        x="training step",
+        y="tokens per pass",
     )

@@ -21,6 +21,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import DFlashError
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_target_config
+from dflash_trt.reports import charts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training import checkpoint as drafters
 from dflash_trt.training.answers import read_answers, summary
@@ -104,7 +105,8 @@ def run(
         history.append({"step": step, "figures": figures})
         with (out / "evaluation.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(history[-1]) + "\n")
-        (out / "acceptance.svg").write_text(curve(history), encoding="utf-8")
+        if charts.available():
+            (out / "acceptance.svg").write_text(curve(history), encoding="utf-8")
         card = model_card(target_name, config, recipe, counts, history)
         (out / "checkpoint" / "README.md").write_text(card, encoding="utf-8")
         if average(figures) > best:

@@ -13,7 +13,6 @@ from dflash_trt.building.build import build
 from dflash_trt.cli import main
 from dflash_trt.decoding.metrics import quantile
 from dflash_trt.reports.benchmark import Load, Point, bench
-from dflash_trt.reports.plot import line_chart
 from dflash_trt.runtime import Runtime
 from tests.doubles.checkpoints import make_drafter, make_target
 
@@ -92,6 +91,7 @@ def test_an_open_loop_counts_from_the_arrival(runtime: Runtime) -> None:
 
 
 def test_the_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
     svg = tmp_path / "chart.svg"
     options = ["--requests", "6", "--max-tokens", "8", "--concurrency", "1,2", "--rate", "300"]
     assert main(["bench", str(bundle), *options, "--svg", str(svg), "--block-length", "5"]) == 0
@@ -112,9 +112,8 @@ def test_the_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         (2, None),
         (None, 300),
     ]
-    root = ElementTree.fromstring(svg.read_text())
-    assert len(root.findall(f"{SVG}polyline")) == 6
-    assert len(root.findall(f"{SVG}circle")) == 9
+    texts = [t.text for t in ElementTree.fromstring(svg.read_text()).iter(f"{SVG}text")]
+    assert {"tokens per second", "TPOT, ms (median)", "plain", "draft", "adaptive", "300/s"} <= set(texts)
 
 
 def test_prompts_of_a_file_and_json_alone(
@@ -155,25 +154,3 @@ def test_wrong_usage(bundle: Path, wrong: list[str], capsys: pytest.CaptureFixtu
 def test_a_wrong_block_length_is_one_line(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(bundle), "--block-length", "9"]) == 1
     assert "block_length is 9, expected 1..8" in capsys.readouterr().err
-
-
-def test_a_chart_has_its_points_inside() -> None:
-    series = {"a & b": [(0.5, 10.0, "1"), (3.0, 40.0, "2")], "c": [(1.0, 47.0, "<1>")]}
-    root = ElementTree.fromstring(line_chart(series, title="T", x="X", y="Y"))
-    places = [(float(c.get("cx", "")), float(c.get("cy", ""))) for c in root.findall(f"{SVG}circle")]
-    assert all(70 <= x <= 700 and 44 <= y <= 388 for x, y in places)
-    assert places[1][0] > places[0][0]
-    assert places[1][1] < places[0][1]
-    texts = [t.text for t in root.findall(f"{SVG}text")]
-    assert {"T", "X", "Y", "a & b", "<1>", "50", "5"} <= set(texts)
-    assert ElementTree.fromstring(line_chart({}, title="", x="", y="")) is not None
-
-
-def test_names_of_many_lines_fit_above_the_chart() -> None:
-    names = [f"line {number}" for number in range(9)]
-    series = {name: [(1.0, 2.0, "")] for name in names}
-    root = ElementTree.fromstring(line_chart(series, title="T", x="X", y="Y"))
-    places = [float(text.attrib["x"]) for text in root.iter() if text.text in names]
-    assert len(places) == len(names)
-    assert min(places) > 0
-    assert places == sorted(set(places))

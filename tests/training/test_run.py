@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,8 @@ def test_a_short_training_makes_drafts_longer(answers: Path, tmp_path: Path) -> 
     best = max(history, key=lambda entry: average(entry["figures"]))
     assert f"{best['step']} steps" in (out / "best" / "README.md").read_text()
     assert "| math |" in (out / "checkpoint" / "README.md").read_text()
-    assert (out / "acceptance.svg").read_text().startswith("<svg")
+    if find_spec("matplotlib") is not None:
+        assert (out / "acceptance.svg").read_text().startswith("<svg")
     with pytest.raises(DFlashError, match=r"layer_types is .*choose another --out"):
         run(TARGET, "tiny", answers, out, Design(layers=3), recipe)
 

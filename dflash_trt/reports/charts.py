@@ -1,0 +1,154 @@
+"""Charts as SVG documents, drawn by matplotlib (the extra `charts`). They follow the viewer's light or dark mode."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from dflash_trt.errors import DFlashError
+from dflash_trt.extras import install
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Colours that differ in brightness too, from Okabe and Ito (jfly.uni-koeln.de/color), readable on white and on black.
+COLOURS = ("#8c959f", "#e69f00", "#2f81f7", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#b8a500", "#a371f7")
+# Stand-ins that become variables: text and axes, and the grid.
+_INK, _GRID = "#010203", "#040506"
+_STYLE = """<style>
+svg { --ink: #24292f; --grid: #d8dee4 }
+@media (prefers-color-scheme: dark) { svg { --ink: #e6edf3; --grid: #30363d } }
+</style>"""
+_SETTINGS = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "dflash-trt",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.6,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+}
+
+Series = Mapping[str, Sequence[float | None]]
+
+
+def available() -> bool:
+    """Whether the library that draws is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def load_chart(loads: Sequence[str], panels: Mapping[str, Series], *, title: str, x: str) -> str:
+    """One panel for each entry of `panels`: its lines over the loads, in their order, at equal distances."""
+    figure, axes = _figure(len(panels), title)
+    for axis, (name, series) in zip(axes, panels.items(), strict=True):
+        for (label, values), colour in zip(series.items(), COLOURS, strict=False):
+            axis.plot(range(len(values)), _gaps(values), "o-", label=label, color=colour, markersize=4)
+        axis.set_title(name)
+        axis.set_xticks(range(len(loads)), loads)
+        axis.set_xlabel(x)
+        axis.set_ylim(bottom=0)
+        axis.grid(axis="x", visible=False)
+    _legend(figure, axes[0])
+    return _svg(figure, title)
+
+
+def curve_chart(series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x: str, y: str) -> str:
+    """One line for each entry of `series`, through its points. The last one is drawn in bold."""
+    figure, (axis,) = _figure(1, title)
+    for number, (label, points) in enumerate(series.items()):
+        last = number == len(series) - 1
+        style = {"color": _INK if last else COLOURS[number % len(COLOURS)], "linewidth": 2.2 if last else 1.3}
+        axis.plot(
+            [px for px, _ in points], [py for _, py in points], "o-", label=label, markersize=3, **style
+        )
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.set_ylim(bottom=0)
+    _legend(figure, axis)
+    return _svg(figure, title)
+
+
+def stack_chart(parts: Mapping[str, float], *, limit: float, limit_name: str, title: str, unit: str) -> str:
+    """One bar of all parts after one another, against a limit. A name stands in the legend, so none is cut."""
+    figure, (axis,) = _figure(1, title, height=1.9)
+    left = 0.0
+    for (name, size), colour in zip(parts.items(), COLOURS, strict=False):
+        axis.barh([0], [size], left=left, color=colour, label=f"{name} {size:.2f}", height=0.6)
+        left += size
+    axis.axvline(limit, color=_INK, linewidth=1.6)
+    axis.set_xlim(0, max(left, limit) * 1.02)
+    axis.set_yticks([])
+    axis.set_xlabel(f"{unit}; the line is {limit_name}")
+    axis.grid(axis="y", visible=False)
+    _legend(figure, axis)
+    return _svg(figure, title)
+
+
+def bar_chart(groups: Mapping[str, Mapping[str, float]], *, title: str, y: str, compare: bool = False) -> str:
+    """Bars of each group side by side. With `compare`, the last bar has its ratio to the first one above it."""
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    figure, (axis,) = _figure(1, title)
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(groups))]
+        heights = [group.get(name, 0.0) for group in groups.values()]
+        colour = COLOURS[2] if number and number == len(names) - 1 else COLOURS[number]
+        bars = axis.bar(places, heights, width * 0.94, label=name, color=colour)
+        if compare and number == len(names) - 1:
+            ratios = [f"{group[name] / group[names[0]]:.2f}x" for group in groups.values()]
+            axis.bar_label(bars, ratios, padding=2, fontsize=9)
+    axis.set_xticks(range(len(groups)), list(groups))
+    axis.set_ylabel(y)
+    axis.grid(axis="x", visible=False)
+    _legend(figure, axis)
+    return _svg(figure, title)
+
+
+def _figure(panels: int, title: str, height: float = 3.6) -> tuple[Figure, Sequence[Axes]]:
+    if not available():
+        raise DFlashError(f"charts are drawn by matplotlib, which is not installed: {install('charts')}")
+    import matplotlib
+    from matplotlib.figure import Figure as Made
+
+    with matplotlib.rc_context(_SETTINGS):
+        figure = Made(figsize=(9, height), layout="constrained")
+        figure.patch.set_visible(False)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+    for axis in axes:
+        axis.patch.set_visible(False)
+    return figure, axes
+
+
+def _legend(figure: Figure, axis: Axes) -> None:
+    """The names below the panels, in as many rows as they need: they never lie on lines or labels."""
+    handles, labels = axis.get_legend_handles_labels()
+    if len(labels) > 1:
+        room = max(1, int(100 / (max(map(len, labels)) + 6)))
+        figure.legend(handles, labels, loc="outside lower left", ncols=room, frameon=False, labelcolor=_INK)
+
+
+def _gaps(values: Sequence[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]
+
+
+def _svg(figure: Figure, title: str) -> str:
+    import matplotlib
+
+    out = io.StringIO()
+    metadata: dict[str, Any] = {"Date": None, "Title": title, "Creator": None}
+    with matplotlib.rc_context(_SETTINGS):
+        figure.savefig(out, format="svg", metadata=metadata)
+    text = re.sub(r"<\?xml.*?<svg", "<svg", out.getvalue(), count=1, flags=re.DOTALL)
+    text = text.replace(_INK, "var(--ink)").replace(_GRID, "var(--grid)")
+    return re.sub(r"(<svg[^>]*>)", lambda found: f"{found[1]}\n{_STYLE}", text, count=1)

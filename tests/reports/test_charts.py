@@ -1,0 +1,91 @@
+"""Charts: every name and load is there, texts do not lie on each other, and the colours follow the viewer's mode."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from dflash_trt.cli import main
+from dflash_trt.errors import DFlashError
+from dflash_trt.reports import charts
+
+SVG = "{http://www.w3.org/2000/svg}"
+pytest.importorskip("matplotlib")
+NAMES = [f"a line with the number {number}" for number in range(9)]
+
+
+def drawn() -> dict[str, str]:
+    series = {name: [float(i), 2.0 + i, None, 4.0] for i, name in enumerate(NAMES)}
+    points = {name: [(0.0, 1.0), (100.0, 1.5 + i)] for i, name in enumerate(NAMES)}
+    groups = {name[-8:]: {"plain": 10.0, "drafting": 12.0 + i} for i, name in enumerate(NAMES)}
+    return {
+        "load": charts.load_chart(["16", "2", "40/s", "1"], {"A": series, "B": series}, title="T", x="X & Y"),
+        "curve": charts.curve_chart(points, title="T", x="steps", y="tokens"),
+        "stack": charts.stack_chart(
+            dict.fromkeys(NAMES, 3.5), limit=9, limit_name="L", title="T", unit="GiB"
+        ),
+        "bars": charts.bar_chart(groups, title="T", y="tokens per second", compare=True),
+    }
+
+
+def test_every_name_is_there_and_the_loads_keep_their_order() -> None:
+    found = drawn()
+    for name in ("load", "curve"):
+        texts = [t.text for t in ElementTree.fromstring(found[name]).iter(f"{SVG}text")]
+        assert set(NAMES) <= set(texts)
+    texts = [t.text for t in ElementTree.fromstring(found["load"]).iter(f"{SVG}text")]
+    first = texts.index("16")
+    assert texts[first : first + 4] == ["16", "2", "40/s", "1"]
+    ratios = [
+        t.text for t in ElementTree.fromstring(found["bars"]).iter(f"{SVG}text") if "x" in (t.text or "")[-1:]
+    ]
+    assert ratios[0] == "1.20x"
+    assert drawn() == found  # the same figures give the same bytes
+
+
+def test_texts_and_axes_follow_the_mode_of_the_viewer() -> None:
+    for text in drawn().values():
+        assert text.startswith("<svg")
+        assert "prefers-color-scheme: dark" in text
+        assert "#010203" not in text
+        assert "#ffffff" not in text
+        assert "fill: #000000" not in text
+
+
+def test_names_do_not_lie_on_each_other() -> None:
+    """The boxes of all texts, as matplotlib lays them out, are apart and inside the picture."""
+    figure, axes = charts._figure(2, "A title")
+    for axis in axes:
+        for number, name in enumerate(NAMES):
+            axis.plot([0, 1], [number, number], label=name)
+        axis.set_xlabel("a label of the axis")
+    charts._legend(figure, axes[0])
+    figure.draw_without_rendering()
+    legend = figure.legends[0]
+    boxes = [text.get_window_extent() for text in legend.get_texts()]
+    boxes += [axis.xaxis.label.get_window_extent() for axis in axes]
+    boxes += [text.get_window_extent() for text in figure.texts]
+    boxes += [axis.get_window_extent() for axis in axes]
+    for number, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[number + 1 :])
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.x1
+
+
+def test_a_plan_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.svg"
+    words = ["plan", "--target", "qwen3-8b", "--gpu", "rtx-4090", "--engine", "tensorrt-rtx", "--json"]
+    assert main([*words, "--svg", str(out)]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+    texts = " ".join(t.text or "" for t in ElementTree.fromstring(out.read_text()).iter(f"{SVG}text"))
+    assert "target weights" in texts
+    assert "the memory of rtx-4090, 22 GiB" in texts
+
+
+def test_without_the_library_the_hint_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "available", lambda: False)
+    with pytest.raises(DFlashError, match="matplotlib, which is not installed: pip install"):
+        charts.bar_chart({"a": {"b": 1.0}}, title="", y="")
