@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
@@ -39,6 +40,7 @@ _SETTINGS = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
 }
 
+Arguments = ParamSpec("Arguments")
 Series = Mapping[str, Sequence[float | None]]
 
 
@@ -47,6 +49,22 @@ def available() -> bool:
     return find_spec("matplotlib") is not None
 
 
+def _styled(draw: Callable[Arguments, str]) -> Callable[Arguments, str]:
+    """Draw with the settings of these charts, whatever those of the program are."""
+
+    @wraps(draw)
+    def styled(*arguments: Arguments.args, **options: Arguments.kwargs) -> str:
+        if not available():
+            raise DFlashError(f"charts are drawn by matplotlib, which is not installed: {install('charts')}")
+        import matplotlib
+
+        with matplotlib.rc_context(_SETTINGS):
+            return draw(*arguments, **options)
+
+    return styled
+
+
+@_styled
 def load_chart(loads: Sequence[str], panels: Mapping[str, Series], *, title: str, x: str) -> str:
     """One panel for each entry of `panels`: its lines over the loads, in their order, at equal distances."""
     figure, axes = _figure(len(panels), title)
@@ -62,6 +80,7 @@ def load_chart(loads: Sequence[str], panels: Mapping[str, Series], *, title: str
     return _svg(figure, title)
 
 
+@_styled
 def curve_chart(series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x: str, y: str) -> str:
     """One line for each entry of `series`, through its points. The last one is drawn in bold."""
     figure, (axis,) = _figure(1, title)
@@ -78,6 +97,7 @@ def curve_chart(series: Mapping[str, Sequence[tuple[float, float]]], *, title: s
     return _svg(figure, title)
 
 
+@_styled
 def stack_chart(parts: Mapping[str, float], *, limit: float, limit_name: str, title: str, unit: str) -> str:
     """One bar of all parts after one another, against a limit. A name stands in the legend, so none is cut."""
     figure, (axis,) = _figure(1, title, height=1.9)
@@ -94,6 +114,7 @@ def stack_chart(parts: Mapping[str, float], *, limit: float, limit_name: str, ti
     return _svg(figure, title)
 
 
+@_styled
 def bar_chart(groups: Mapping[str, Mapping[str, float]], *, title: str, y: str, compare: bool = False) -> str:
     """Bars of each group side by side. With `compare`, the last bar has its ratio to the first one above it."""
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
@@ -115,16 +136,12 @@ def bar_chart(groups: Mapping[str, Mapping[str, float]], *, title: str, y: str, 
 
 
 def _figure(panels: int, title: str, height: float = 3.6) -> tuple[Figure, Sequence[Axes]]:
-    if not available():
-        raise DFlashError(f"charts are drawn by matplotlib, which is not installed: {install('charts')}")
-    import matplotlib
     from matplotlib.figure import Figure as Made
 
-    with matplotlib.rc_context(_SETTINGS):
-        figure = Made(figsize=(9, height), layout="constrained")
-        figure.patch.set_visible(False)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-        axes = figure.subplots(1, panels, squeeze=False)[0]
+    figure = Made(figsize=(9, height), layout="constrained")
+    figure.patch.set_visible(False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
     for axis in axes:
         axis.patch.set_visible(False)
     return figure, axes
@@ -143,12 +160,9 @@ def _gaps(values: Sequence[float | None]) -> list[float]:
 
 
 def _svg(figure: Figure, title: str) -> str:
-    import matplotlib
-
     out = io.StringIO()
     metadata: dict[str, Any] = {"Date": None, "Title": title, "Creator": None}
-    with matplotlib.rc_context(_SETTINGS):
-        figure.savefig(out, format="svg", metadata=metadata)
+    figure.savefig(out, format="svg", metadata=metadata)
     text = re.sub(r"<\?xml.*?<svg", "<svg", out.getvalue(), count=1, flags=re.DOTALL)
     text = text.replace(_INK, "var(--ink)").replace(_GRID, "var(--grid)")
     return re.sub(r"(<svg[^>]*>)", lambda found: f"{found[1]}\n{_STYLE}", text, count=1)
