@@ -12,8 +12,8 @@ from dflash_trt.cli.output import print_json
 from dflash_trt.errors import DFlashError, RequestError
 
 if TYPE_CHECKING:
-    from dflash_trt.decoding.sampling.structure import StructuredOutputs
     from dflash_trt.decoding.params import SamplingParams
+    from dflash_trt.decoding.sampling.structure import StructuredOutputs
     from dflash_trt.decoding.statistics import Statistics
 
 SUMMARY = "generate text from a prompt"
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
     )
     form = parser.add_argument_group(
-        "form of the text (needs dflash-trt[structured])"
+        "form of the text (needs the package llguidance)"
     ).add_mutually_exclusive_group()
     form.add_argument(
         "--json-schema", type=Path, metavar="FILE", help="JSON that fits the schema in this file"

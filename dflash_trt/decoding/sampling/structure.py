@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.errors import RequestError, quoted
+from dflash_trt.extras import install
 
 if TYPE_CHECKING:
     import tokenizers
@@ -128,7 +129,7 @@ class Structures:
             from llguidance import LLMatcher
         except ImportError:
             raise RequestError(
-                "structured_outputs needs the package llguidance: pip install 'dflash-trt[structured]'"
+                f"structured_outputs needs the package llguidance: {install('structured')}"
             ) from None
         try:
             name, grammar = _grammar(LLMatcher, form)
