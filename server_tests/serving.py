@@ -27,9 +27,18 @@ TYPES = {
     "frequency_penalty": "FP32", "seed": "UINT64", "stop_words": "BYTES", "bad_words": "BYTES", "end_id": "INT32",
     "pad_id": "INT32", "beam_width": "INT32", "ignore_eos": "BOOL", "stream": "BOOL", "exclude_input_in_output": "BOOL",
     "return_log_probs": "BOOL", "return_num_input_tokens": "BOOL", "return_num_output_tokens": "BOOL",
-    "return_perf_metrics": "BOOL", "speculate": "BOOL", "block_length": "INT32",
+    "return_perf_metrics": "BOOL", "speculate": "BOOL", "block_length": "INT32", "messages": "BYTES",
+    "chat_template_kwargs": "BYTES", "min_tokens": "INT32", "min_length": "INT32", "num_return_sequences": "INT32",
+    "embedding_bias_words": "BYTES", "embedding_bias_weights": "FP32", "guided_decoding_guide_type": "BYTES",
+    "guided_decoding_guide": "BYTES", "num_top_log_probs": "INT32", "priority": "INT32", "length_penalty": "FP32",
+    "early_stopping": "BOOL", "beam_search_diversity_rate": "FP32", "decoder_text_input": "BYTES",
+    "return_context_logits": "BOOL", "return_generation_logits": "BOOL", "prompt_embedding_table": "FP16",
+    "prompt_table_extra_id": "UINT64", "prompt_vocab_size": "INT32", "lora_task_id": "UINT64", "lora_weights": "FP16",
+    "lora_config": "INT32",
 }  # fmt: skip
-NUMPY = {"BYTES": object, "INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64, "BOOL": bool}
+NUMPY = {
+    "BYTES": object, "INT32": np.int32, "FP32": np.float32, "FP16": np.float16, "UINT64": np.uint64, "BOOL": bool
+}  # fmt: skip
 
 
 def free_ports(count: int) -> list[int]:

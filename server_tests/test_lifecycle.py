@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from tritonclient.utils import InferenceServerException
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.serving.deploy import deploy
 from dflash_trt.serving.launch import find_server, server_arguments
+from dflash_trt.serving.processes import descendants
 from dflash_trt.serving.proxy import Sockets
+from dflash_trt.serving.supervisor import UnixConnection
 from server_tests.serving import Client, Serving, ids_of, kill, refused, tensors
 
 LONG: dict[str, Any] = {
@@ -109,6 +112,28 @@ def test_a_full_queue_refuses_at_once_and_loses_nothing(tiny: Serving) -> None:
     assert len(ids_of(got["d"])) == 450
     client.leave()
     assert tiny.generate(text_input="a", max_tokens=4)[0] == 200
+
+
+def test_a_deliberate_unload_is_respected(tiny: Serving) -> None:
+    """Through the server's own socket, which clients cannot reach."""
+    (server,) = tiny.processes("bin/tritonserver")
+    _, _, arguments = descendants(tiny.process.pid)[server]
+    found = re.search(r"--http-address=unix:([^\s\0]+)", arguments)
+    assert found is not None
+
+    def post(what: str) -> int:
+        connection = UnixConnection(Path(found[1]), 60)
+        connection.request("POST", f"/v2/repository/models/dflash/{what}", b"{}")
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+    assert post("unload") == 200
+    tiny.until(lambda: not tiny.ready())
+    time.sleep(2)  # four looks of the supervisor
+    assert not tiny.ready()
+    assert post("load") == 200
+    assert tiny.generate(text_input="a", max_tokens=2)[0] == 200
 
 
 def answers_or_error(client: Client) -> str:

@@ -18,6 +18,7 @@ EXAMPLES = """\
 examples:
   dflash-trt deploy bundles/tiny --out triton
   dflash-trt deploy bundles/tiny --out triton --copy --max-batch-size 16 --max-queue 64
+  dflash-trt deploy bundles/other --out triton --name other
 
 It prints the command that serves the repository on loopback. APIs that load code are closed to clients.
 """
@@ -26,6 +27,9 @@ It prints the command that serves the repository on loopback. APIs that load cod
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
     parser.add_argument("--out", type=Path, required=True, metavar="REPO", help="the repository to write")
+    parser.add_argument(
+        "--name", metavar="NAME", help="write one model of this name into REPO, which may have other models"
+    )
     parser.add_argument("--copy", action="store_true", help="copy the bundle into it (default: link it)")
     add_engine_arguments(parser)
 
@@ -66,7 +70,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.serving.deploy import bare_command, deploy
 
-    deploy(args.bundle, args.out, copy=args.copy, **engine_settings(args))
-    print(f"{args.out}: models dflash and ensemble, serving {args.bundle}; serve it with:")
+    deploy(args.bundle, args.out, name=args.name, copy=args.copy, **engine_settings(args))
+    models = "models dflash and ensemble" if args.name is None else f"model {args.name}"
+    print(f"{args.out}: {models}, serving {args.bundle}; serve it with:")
     print(bare_command(args.out))
     return 0

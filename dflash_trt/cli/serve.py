@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.server != "triton":
         bundle = Bundle.open(args.bundle)
         registry.engine_of(bundle).serve(bundle, args.server, host=args.host, port=args.http_port)
-    from dflash_trt.serving.deploy import container_command, deploy
+    from dflash_trt.serving.deploy import container_command, deploy, request_fields
     from dflash_trt.serving.launch import find_server, server_arguments
     from dflash_trt.serving.proxy import Settings, Sockets, check_installed, max_request_bytes
     from dflash_trt.serving.supervisor import Supervisor
@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
             metrics_port=args.metrics_port,
             upstream=temporary,
             max_bytes=max_request_bytes(Bundle.open(args.bundle).manifest["max_seq_len"]),
+            fields=request_fields(),
         )
 
         def ready() -> None:
@@ -98,4 +99,4 @@ def run(args: argparse.Namespace) -> int:
         if args.host not in ("127.0.0.1", "::1", "localhost"):
             say(f"anyone who reaches {args.host} may use the model: there is no authentication")
         arguments = server_arguments(repository, sockets, args.log_level)
-        return Supervisor(server, arguments, sockets, settings, args.grace).run(ready, say)
+        return Supervisor(server, arguments, repository, sockets, settings, args.grace).run(ready, say)

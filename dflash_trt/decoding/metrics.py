@@ -18,7 +18,10 @@ from dflash_trt.decoding.request import Emission
 from dflash_trt.decoding.statistics import Statistics, add_at
 
 PREFIX = "dflash_"
-_BUCKETS = [m * 10.0**e for e in range(-4, 3) for m in (1, 2, 5)]  # 0.1 ms to 500 s
+# Upper bounds of buckets: 0.1 ms to 500 s, tokens of a request, accepted drafts of a round.
+_SECONDS = [m * 10.0**e for e in range(-4, 3) for m in (1, 2, 5)]
+_TOKENS = [float(m * 10**e) for e in range(6) for m in (1, 2, 5)]
+_ACCEPTED = [float(n) for n in range(16)]
 _RECENT = 4096
 
 # name: (help, source in the statistics)
@@ -43,24 +46,41 @@ _PREFIX_COUNTERS = {
     "dropped": "kept rows dropped to make room for others",
     "refused": "rows of ended requests that did not fit beside the beginning of their own prefix",
 }
+# name: (help, upper bounds of the buckets)
 _DISTRIBUTIONS = {
-    "time_to_first_token_seconds": "arrival to first token",
-    "request_time_per_output_token_seconds": "mean time per token after the first, of one completed request",
-    "request_queue_time_seconds": "arrival to first prefill pass",
-    "e2e_request_latency_seconds": "arrival to last token, of completed requests",
+    "time_to_first_token_seconds": ("arrival to first token", _SECONDS),
+    "inter_token_latency_seconds": (
+        "time per token after the first; the tokens of a round share its time",
+        _SECONDS,
+    ),
+    "request_time_per_output_token_seconds": (
+        "mean time per token after the first, of one completed request",
+        _SECONDS,
+    ),
+    "request_queue_time_seconds": ("arrival to first prefill pass", _SECONDS),
+    "request_prefill_time_seconds": ("first prefill pass to first token", _SECONDS),
+    "request_decode_time_seconds": ("first token to last token", _SECONDS),
+    "e2e_request_latency_seconds": ("arrival to last token, of completed requests", _SECONDS),
+    "request_prompt_tokens": ("prompt tokens of an ended request", _TOKENS),
+    "request_generation_tokens": ("generated tokens of an ended request", _TOKENS),
+    "spec_decode_num_accepted_tokens_per_draft": ("drafts accepted by one verification", _ACCEPTED),
 }
 
 
 class Distribution:
-    """Seconds: cumulative buckets since the start, and quantiles of the latest few thousand values."""
+    """Values: buckets since the start, and quantiles of the latest few thousand values.
 
-    def __init__(self) -> None:
-        self.counts, self.sum, self.recent = [0] * (len(_BUCKETS) + 1), 0.0, deque[float](maxlen=_RECENT)
+    bounds: the upper bounds of all buckets but the last.
+    """
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(_BUCKETS, seconds)] += 1
-        self.sum += seconds
-        self.recent.append(seconds)
+    def __init__(self, bounds: Sequence[float] = _SECONDS) -> None:
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+        self.recent = deque[float](maxlen=_RECENT)
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+        self.recent.extend([value] * min(times, _RECENT))
 
     @property
     def count(self) -> int:
@@ -68,14 +88,18 @@ class Distribution:
 
     def copy(self) -> Distribution:
         """A copy of the current state, for another thread to read."""
-        made = Distribution()
+        made = Distribution(self.bounds)
         made.counts, made.sum, made.recent = list(self.counts), self.sum, self.recent.copy()
         return made
+
+    def buckets(self) -> Iterable[tuple[str, int]]:
+        """Each upper bound, and the values up to it."""
+        return zip([*map(_number, self.bounds), "+Inf"], accumulate(self.counts), strict=True)
 
 
 @dataclass(frozen=True)
 class Family:
-    """One metric: its samples by the value of its only label ("" without one), or the seconds of a histogram."""
+    """One metric: its samples by the value of its only label ("" without one), or the values of a histogram."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -104,7 +128,7 @@ class Metrics:
         self._block_lengths: list[int] = []
         self._generated = self._running = self._waiting = 0
         self._prefixes = PrefixCounts()
-        self._times = {name: Distribution() for name in _DISTRIBUTIONS}
+        self._times = {name: Distribution(bounds) for name, (_, bounds) in _DISTRIBUTIONS.items()}
 
     def observe_round(self, verified: int) -> None:
         """Count one verification pass of `verified` tokens per request."""
@@ -115,12 +139,18 @@ class Metrics:
         self, emissions: Sequence[Emission], running: int, waiting: int, prefixes: PrefixCounts | None = None
     ) -> None:
         """Count one step: its emissions, the running and waiting requests after it, and the prefix counts so far."""
+        now = perf_counter()
         with self._lock:
             self._running, self._waiting = running, waiting
             if prefixes is not None and prefixes != self._prefixes:
                 self._prefixes = replace(prefixes)
             for emission in emissions:
                 self._generated += len(emission.token_ids)
+                request, count = emission.request, len(emission.token_ids)
+                if count and request.latest_at:
+                    self._times["inter_token_latency_seconds"].add((now - request.latest_at) / count, count)
+                if count:
+                    request.latest_at = now
                 if emission.finish_reason is not None:
                     self._ended(emission, emission.finish_reason)
 
@@ -128,7 +158,15 @@ class Metrics:
         request, statistics = emission.request, emission.request.statistics
         self._reasons[reason] += 1
         self._total = Statistics.merge((self._total, statistics))
+        self._times["request_prompt_tokens"].add(statistics.num_prompt_tokens)
+        self._times["request_generation_tokens"].add(statistics.num_generation_tokens)
+        for accepted, drafts in enumerate(statistics.acceptance_histogram):
+            if drafts:
+                self._times["spec_decode_num_accepted_tokens_per_draft"].add(accepted, drafts)
         if request.output:
+            prefill = statistics.time_to_first_token - statistics.queue_time
+            self._times["request_prefill_time_seconds"].add(prefill)
+            self._times["request_decode_time_seconds"].add(statistics.generation_time)
             self._times["time_to_first_token_seconds"].add(statistics.time_to_first_token)
             self._times["request_queue_time_seconds"].add(statistics.queue_time)
         if reason in ("stop", "length"):
@@ -160,7 +198,7 @@ class Metrics:
                 Family(PREFIX + name, kind, text, dict(values), label)
                 for name, kind, text, values, label in self._counts()
             ] + [
-                Family(PREFIX + name, "histogram", _DISTRIBUTIONS[name], {}, times=times.copy())
+                Family(PREFIX + name, "histogram", _DISTRIBUTIONS[name][0], {}, times=times.copy())
                 for name, times in self._times.items()
             ]
 
@@ -206,32 +244,24 @@ class Metrics:
                 shown = "".join(f'{{{label}="{key}"}}' for label, key in labels.items())
                 lines.append(f"{family.name}{shown} {_number(value)}")
             if family.times is not None:
-                bounds = [*map(_number, _BUCKETS), "+Inf"]
-                for bound, count in zip(bounds, accumulate(family.times.counts), strict=True):
+                for bound, count in family.times.buckets():
                     lines.append(f'{family.name}_bucket{{le="{bound}"}} {count}')
                 lines.append(f"{family.name}_sum {_number(family.times.sum)}")
                 lines.append(f"{family.name}_count {family.times.count}")
         return "\n".join(lines) + "\n"
 
     def samples(self) -> list[Sample]:
-        """Samples for servers with counters and gauges only. Distributions become quantiles; rates of drafting are
-        added.
+        """The samples of `prometheus`, and the rates of drafting.
 
-        Names of counters end in _total.
+        Names of counters end in _total, or as those of a histogram: in _bucket, _sum or _count.
         """
         found: list[Sample] = []
         for family in self.families():
             found += [(family.name, family.help, labels, value) for labels, value in family.samples()]
             if family.times is not None:
-                found += [
-                    (
-                        family.name,
-                        f"{family.help}, quantiles of the latest requests",
-                        {"quantile": f"{q}"},
-                        value,
-                    )
-                    for q, value in _quantiles(family.times).items()
-                ]
+                name, text, times = family.name, family.help, family.times
+                found += [(f"{name}_bucket", text, {"le": bound}, count) for bound, count in times.buckets()]
+                found += [(f"{name}_sum", text, {}, times.sum), (f"{name}_count", text, {}, times.count)]
         with self._lock:
             total = self._total
         rates = {

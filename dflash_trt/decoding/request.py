@@ -39,6 +39,7 @@ class Request:
     slot: int = 0  # valid while it is active or in prefill
     committed: int = 0  # tokens in the target's caches; also the position of the anchor, if there is one
     first_token_at: float = 0.0
+    latest_at: float = 0.0  # when the metrics saw its latest tokens
     # If requested: of the kept tokens, and of the prompt's tokens after the first that were read so far.
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)

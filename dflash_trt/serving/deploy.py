@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 
@@ -20,6 +22,7 @@ def deploy(
     bundle: str | Path,
     out: Path,
     *,
+    name: str | None = None,
     copy: bool = False,
     python: str = "",
     max_batch_size: int = 8,
@@ -30,7 +33,8 @@ def deploy(
 ) -> Path:
     """Write the models `dflash` and `ensemble` into the directory `out`, which must be missing or empty.
 
-    The directory appears when it is complete.
+    With a `name`, write one model of this name into `out`, which may have other models. Either appears when it is
+    complete.
 
     copy: whether the repository contains a copy of the bundle, to move it elsewhere, or a link to the bundle.
     python: the interpreter that runs the engine. "" is the interpreter of Triton's Python backend.
@@ -52,6 +56,7 @@ def deploy(
             f"block_length is {block_length}, expected 1..{block_size} (this bundle's block size)"
         )
     settings = {
+        "name": name or MODEL,
         "bundle": "bundle",
         "python": python,
         "max_batch_size": max_batch_size,
@@ -61,23 +66,47 @@ def deploy(
         "threads": threads or "",
     }
     source = template()
-    with workspace(out, "repository") as place:
+    if name is not None:
+        _check_name(name)
+        out.mkdir(parents=True, exist_ok=True)
+    with workspace(out if name is None else out / name, "repository") as place:
         place.empty()
         place.check_free("is there already")
-        version = place.path / MODEL / "1"
-        version.mkdir(parents=True)
-        # Triton needs a version directory, even an empty one.
-        (place.path / "ensemble" / "1").mkdir(parents=True)
-        shutil.copyfile(source / MODEL / "1" / "model.py", version / "model.py")
-        shutil.copyfile(source / "ensemble" / "config.pbtxt", place.path / "ensemble" / "config.pbtxt")
-        if copy:
-            opened.copy_to(version / "bundle")
-        else:
-            (version / "bundle").symlink_to(opened.path.resolve(), target_is_directory=True)
-        config = Template((source / MODEL / "config.pbtxt").read_text(encoding="utf-8")).substitute(settings)
-        (place.path / MODEL / "config.pbtxt").write_text(config, encoding="utf-8")
+        if name is None:
+            # Triton needs a version directory, even an empty one.
+            (place.path / "ensemble" / "1").mkdir(parents=True)
+            shutil.copyfile(source / "ensemble" / "config.pbtxt", place.path / "ensemble" / "config.pbtxt")
+        _write_model(place.path if name else place.path / MODEL, opened, settings, copy=copy)
         place.publish()
     return out
+
+
+def _write_model(folder: Path, bundle: Bundle, settings: Mapping[str, object], *, copy: bool) -> None:
+    source, version = template() / MODEL, folder / "1"
+    version.mkdir(parents=True)
+    shutil.copyfile(source / "1" / "model.py", version / "model.py")
+    if copy:
+        bundle.copy_to(version / "bundle")
+    else:
+        (version / "bundle").symlink_to(bundle.path.resolve(), target_is_directory=True)
+    config = Template((source / "config.pbtxt").read_text(encoding="utf-8")).substitute(settings)
+    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
+        raise DFlashError(f"name is {name!r}, expected up to 100 letters, digits, '.', '_' and '-'")
+    if name == "ensemble":
+        raise DFlashError(
+            "name is 'ensemble', which is another model of this repository: choose another name"
+        )
+
+
+def request_fields() -> list[str]:
+    """The fields of a JSON request to the model: its inputs, and those of Triton's own."""
+    config = (template() / MODEL / "config.pbtxt").read_text(encoding="utf-8")
+    inputs = config[config.index("input [") : config.index("output [")]
+    return [*re.findall(r'name: "(\w+)"', inputs), "id", "parameters"]
 
 
 def template() -> Path:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
@@ -54,10 +54,19 @@ class HttpProxy:
     """Pass on GET for the paths `read` and POST for the paths `ask` to a server at a Unix socket.
 
     max_bytes: the longest body that is accepted.
+    fields: the fields that a body may have. None accepts all.
     """
 
-    def __init__(self, socket: Path, read: re.Pattern[str], ask: re.Pattern[str], max_bytes: int) -> None:
+    def __init__(
+        self,
+        socket: Path,
+        read: re.Pattern[str],
+        ask: re.Pattern[str],
+        max_bytes: int,
+        fields: Collection[str] | None = None,
+    ) -> None:
         self._socket, self._read, self._ask, self._max_bytes = socket, read, ask, max_bytes
+        self._fields = fields
         self._busy: set[Any] = set()  # connections with an unanswered request
         self._held = 0  # bytes of all bodies
 
@@ -163,7 +172,7 @@ class HttpProxy:
                     _need(
                         self._held <= MAX_HELD_BYTES, 503, "too many bytes are being sent at once; try again"
                     )
-            check_json(bytes(body))
+            check_json(bytes(body), self._fields)
         except BaseException as error:
             self._held -= len(body)
             if isinstance(error, TimeoutError):
@@ -197,13 +206,18 @@ class HttpProxy:
             return response
 
 
-def check_json(body: bytes) -> None:
-    """Raise Refused unless the body is a JSON object that all parsers read alike, within limits."""
+def check_json(body: bytes, known: Collection[str] | None = None) -> None:
+    """Raise Refused unless the body is a JSON object that all parsers read alike, within limits.
+
+    known: its possible fields. Triton ignores the others without a word.
+    """
     try:
         fields = json.loads(body.decode())
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not valid JSON: {str(error)[:200]}") from None
     _need(isinstance(fields, dict), 400, "the body is not a JSON object")
+    if known is not None and (unknown := [name for name in fields if name not in known]):
+        raise Refused(400, f"{unknown[0][:100]!a} is not a field of this model; see /v2/models/dflash/config")
     pending, count = [(fields, 1)], 0
     while pending:
         value, level = pending.pop()
@@ -246,7 +260,7 @@ def _logger() -> logging.Logger:
 async def serve_http(settings: Settings) -> AsyncIterator[None]:
     """Serve the model's port and the metrics port. Raises DFlashError if one is not available."""
     sockets = Sockets(Path(settings.upstream))
-    models = HttpProxy(sockets.http, _READ, _GENERATE, settings.max_bytes)
+    models = HttpProxy(sockets.http, _READ, _GENERATE, settings.max_bytes, settings.fields)
     metrics = HttpProxy(sockets.metrics, _METRICS, _NOTHING, 0)
     async with (
         models.serve(settings.host, settings.http_port, "--http-port"),

@@ -37,18 +37,26 @@ Say = Callable[[str], None]
 class Supervisor:
     """Run tritonserver and the proxy, and restart whichever of them ends.
 
-    The model is loaded again after its engine ended. The server is restarted after its backend process ended: Triton
-    then leaves the model's requests hanging, and can neither reload it nor stop. A server that has never served is
-    not restarted, because it would fail again.
+    The model is loaded again after its engine ended, and not after somebody unloaded it. The server is restarted after
+    its backend process ended: Triton then leaves the model's requests hanging, and can neither reload it nor stop. A
+    server that has never served is not restarted, because it would fail again.
 
+    repository: the model repository. An engine that ends leaves a file there.
     sockets: in a directory that only this user may enter.
     grace: seconds for requests to finish after SIGINT or SIGTERM. Then they are cancelled, and their clients are
     told.
     """
 
     def __init__(
-        self, server: Server, arguments: list[str], sockets: Sockets, proxy: Settings, grace: float
+        self,
+        server: Server,
+        arguments: list[str],
+        repository: Path,
+        sockets: Sockets,
+        proxy: Settings,
+        grace: float,
     ) -> None:
+        self._engine_ended = repository / MODEL / "1" / "engine-ended"
         region = f"dflash_trt_{os.getpid()}_"  # prefix of the backend's shared memory
         self._command = [
             *server.command,
@@ -116,7 +124,8 @@ class Supervisor:
                 elif not serves:
                     say("tritonserver serves again")
                 self._served = serves = True
-            elif serves and self._ask("GET", "/v2/health/live"):
+                self._engine_ended.unlink(missing_ok=True)
+            elif serves and self._engine_ended.exists() and self._ask("GET", "/v2/health/live"):
                 say("the model is not ready: reloading it")
                 self._ask("POST", f"/v2/repository/models/{MODEL}/load", timeout=600)
         return 0

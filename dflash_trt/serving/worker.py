@@ -25,10 +25,20 @@ from typing import Any
 
 from dflash_trt.async_llm import AsyncLLM
 from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
+from dflash_trt.decoding.sampling.structure import StructuredOutputs
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.errors import BusyError, DecodingError, DFlashError, RequestError
+from dflash_trt.errors import BusyError, DecodingError, DFlashError, RequestError, quoted
+from dflash_trt.runtime import Prompt
 
 METRICS_SECONDS = 1.0
+# Fields of SamplingParams and StructuredOutputs: the inputs of the Triton model.
+_NAMES = {
+    "stop": "stop_words",
+    "n": "num_return_sequences",
+    "top_logprobs": "num_top_log_probs",
+    "logit_bias": "embedding_bias_words",
+    **dict.fromkeys(("json", "regex", "choice", "grammar", "structured_outputs"), "guided_decoding_guide"),
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -110,17 +120,22 @@ class Worker:
         arrived = time.time_ns()
         try:
             prompt = message["prompt"]
-            params = SamplingParams(**message["params"], stop_token_ids=self._end_ids(message["end_id"]))
-            options = {name: message[name] for name in ("speculate", "block_length", "timeout")}
-            if message["stream"]:
-                async with aclosing(self._llm.stream(prompt, params, **options)) as chunks:
-                    async for chunk in chunks:
-                        about_prompt = self._about_prompt(chunk.prompt_token_ids, message["echo"])
-                        self._send(key, about_prompt | _update(chunk, arrived))
-            else:
-                done = await self._llm.generate(prompt, params, **options)
-                about_prompt = self._about_prompt(done.prompt_token_ids, message["echo"])
-                self._send(key, about_prompt | _update(done, arrived))
+            if prompt is None:
+                kwargs = message.get("chat_template_kwargs")
+                prompt = await asyncio.to_thread(self._llm.chat_prompt, message["messages"], kwargs)
+            params = self._params(message)
+            if (n := message.get("n", 1)) == 1:
+                await self._generate(key, message, prompt, params, arrived, {})
+                return
+            samples = [
+                asyncio.create_task(self._generate(key, message, prompt, each, arrived, {"index": i}))
+                for i, each in enumerate(params.samples(n))
+            ]
+            try:
+                await asyncio.gather(*samples)
+            finally:
+                for sample in samples:  # if one has failed
+                    sample.cancel()
         except BusyError as error:
             self._send(key, {"error": ["UNAVAILABLE", str(error)]})
         except DecodingError as error:
@@ -132,6 +147,43 @@ class Worker:
                 self._fail()
             text = str(error) if self._closing is None else "the server is stopping"
             self._send(key, {"error": ["UNAVAILABLE", text]})
+
+    def _params(self, message: dict[str, Any]) -> SamplingParams:
+        given = dict(message["params"])
+        ends = [*given.pop("stop_token_ids", ()), *self._end_ids(message["end_id"])]
+        bias = dict(message.get("logit_bias", ()))  # pairs: the keys of JSON's objects are texts
+        for word, weight in message.get("bias_words", ()):
+            ids = self._llm.tokenizer.encode(word, add_special_tokens=False)
+            if len(ids) != 1:
+                raise RequestError(
+                    f"embedding_bias_words contains {quoted(word)}, which is {len(ids)} tokens, expected 1"
+                )
+            bias[ids[0]] = weight
+        if form := given.pop("structured_outputs", None):
+            given["structured_outputs"] = StructuredOutputs(**form)
+        return SamplingParams(**given, stop_token_ids=ends, logit_bias=bias)
+
+    async def _generate(
+        self,
+        key: int,
+        message: dict[str, Any],
+        prompt: Prompt,
+        params: SamplingParams,
+        arrived: int,
+        index: dict[str, int],
+    ) -> None:
+        """Send the updates of one sequence."""
+        options = {name: message[name] for name in ("speculate", "block_length", "timeout")}
+        options["priority"] = message.get("priority", 0)
+        if message["stream"]:
+            async with aclosing(self._llm.stream(prompt, params, **options)) as chunks:
+                async for chunk in chunks:
+                    about_prompt = self._about_prompt(chunk.prompt_token_ids, message["echo"])
+                    self._send(key, about_prompt | _update(chunk, arrived) | index)
+        else:
+            done = await self._llm.generate(prompt, params, **options)
+            about_prompt = self._about_prompt(done.prompt_token_ids, message["echo"])
+            self._send(key, about_prompt | _update(done, arrived) | index)
 
     def _ended(self, key: int, task: asyncio.Task[None]) -> None:
         """Answer the request, whatever ended its task."""
@@ -181,6 +233,8 @@ def _update(part: Chunk | Completion, arrived: int) -> dict[str, Any]:
     update: dict[str, Any] = {"text": part.text, "token_ids": part.token_ids}
     if part.logprobs is not None:
         update["logprobs"] = part.logprobs
+    if part.top_logprobs is not None:
+        update["top_logprobs"] = part.top_logprobs
     if part.finish_reason is not None:
         s = part.statistics
         assert s is not None
@@ -198,7 +252,7 @@ def _times(s: Statistics, arrived: int) -> list[int]:
 
 def _named(message: str, field: str) -> str:
     """An engine's error, with the input's name for the field."""
-    for ours, theirs in (("the prompt", field), ("stop", "stop_words")):
+    for ours, theirs in (("the prompt", field), *_NAMES.items()):
         if message.startswith(f"{ours} "):
             return theirs + message.removeprefix(ours)
     return message

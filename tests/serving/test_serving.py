@@ -375,3 +375,20 @@ def test_descendants_are_found_at_any_depth() -> None:
     child.kill()
     child.wait()
     os.kill(found[0], 9)
+
+
+def test_models_of_several_names_share_a_repository(bundle: Path, tmp_path: Path) -> None:
+    out = deploy(bundle, tmp_path / "repository")
+    for name in ("second", "third.v2"):
+        deploy(bundle, out, name=name)
+        assert f'name: "{name}"' in (out / name / "config.pbtxt").read_text()
+        assert (out / name / "1" / "bundle").resolve() == bundle.resolve()
+    assert {path.name for path in out.iterdir()} == {"dflash", "ensemble", "second", "third.v2"}
+    with pytest.raises(DFlashError, match="is there already"):
+        deploy(bundle, out, name="second")
+    for wrong in ("", "../x", ".x", "ensemble", "a b"):
+        with pytest.raises(DFlashError, match="name is"):
+            deploy(bundle, out, name=wrong)
+    alone = tmp_path / "new"
+    assert main(["deploy", str(bundle), "--out", str(alone), "--name", "only"]) == 0
+    assert [path.name for path in alone.iterdir()] == ["only"]

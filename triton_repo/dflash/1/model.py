@@ -25,8 +25,10 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 CANCELLATION_CHECK_SECONDS = 0.1
+COUNTERS = ("_total", "_bucket", "_sum", "_count")  # ends of their names
 SAMPLING = (
     "max_tokens",
+    "min_tokens",
     "temperature",
     "top_k",
     "top_p",
@@ -37,6 +39,21 @@ SAMPLING = (
     "seed",
     "ignore_eos",
 )
+# Inputs of TensorRT-LLM's models for what this model lacks, with the values that ask for nothing. Tensors may be empty.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (1.0, 0.0), "beam_search_diversity_rate": (0.0,), "decoder_text_input": ("",),
+    **dict.fromkeys(("early_stopping", "return_context_logits", "return_generation_logits"), (False,)),
+    **dict.fromkeys(("prompt_table_extra_id", "prompt_vocab_size", "lora_task_id"), (0,)),
+    **dict.fromkeys(("prompt_embedding_table", "lora_weights", "lora_config"), ()),
+}  # fmt: skip
+# guided_decoding_guide_type: the field of StructuredOutputs.
+GUIDES = {
+    "json": "json_object",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf_grammar": "grammar",
+    "choice": "choice",
+}
 TIMES = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
 
 
@@ -49,7 +66,8 @@ class PendingRequest:
 
     def __init__(self, sender: Any, wanted: set[str]) -> None:
         self.wanted = wanted
-        self.num_input_tokens, self.cum_log_probs = 0, 0.0
+        self.num_input_tokens, self.left = 0, 1  # sequences that have not ended
+        self.cum_log_probs: dict[int, float] = {}  # by sequence
         self._sender, self._lock = sender, threading.Lock()
         self._over = False  # answered, or known to be cancelled
 
@@ -163,16 +181,18 @@ class TritonPythonModel:
         data = self.unread
         while True:
             *lines, data = data.split(b"\n")
-            updates: dict[int, dict[str, Any]] = {}
+            updates: dict[tuple[int, int], dict[str, Any]] = {}  # by request and sequence
             for line in lines:
                 for key, update in json.loads(line):
                     if key == "metrics":
                         self.metrics.show(update)
-                    elif key in updates:
-                        merge(updates[key], update)
+                        continue
+                    place = key, update.get("index", 0)
+                    if place in updates:
+                        merge(updates[place], update)
                     else:
-                        updates[key] = update
-            for key, update in updates.items():
+                        updates[place] = update
+            for (key, _), update in updates.items():
                 self.respond(key, update)
             try:
                 more = self.socket.recv(1 << 20)
@@ -189,14 +209,15 @@ class TritonPythonModel:
         pending = self.pending.get(key)
         if pending is None:  # cancelled while it ended
             return
-        final = "finish_reason" in update or "error" in update
+        pending.left -= "finish_reason" in update
+        final = "error" in update or pending.left == 0
         if final:
             with self.lock:
                 del self.pending[key]
         try:
             if "token_ids" in update:
                 response = pb_utils.InferenceResponse(tensors(pending, update))
-                pending.send(response, final="finish_reason" in update)
+                pending.send(response, final=final and "error" not in update)
             if "error" in update:
                 pending.refuse(*update["error"])
         except Exception as error:  # an unexpected error: this request gets it, the others continue
@@ -231,6 +252,10 @@ class TritonPythonModel:
         pb_utils.Logger.log_error(f"dflash: {failure}; {len(all_pending)} requests are refused")
         for pending in all_pending:
             pending.refuse("UNAVAILABLE", failure)
+        with contextlib.suppress(
+            OSError
+        ):  # a sign for `dflash-trt serve` that nobody wanted the model to be unloaded
+            (Path(pb_utils.get_model_dir()) / "engine-ended").touch()
         try:
             pb_utils.unload_model(self.name)
         except pb_utils.TritonModelException as error:
@@ -258,40 +283,92 @@ def read_request(request: Any, pending: PendingRequest) -> dict[str, Any]:
     def flag(name: str, default: bool) -> bool:
         return numbers(name)[0] if name in given else default
 
-    prompts = [name for name in ("text_input", "input_ids") if name in given]
+    def one(name: str, default: Any) -> Any:
+        return numbers(name)[0] if name in given else default
+
+    prompts = [name for name in ("text_input", "input_ids", "messages") if name in given]
     if len(prompts) != 1:
-        raise Refused("both text_input and input_ids are given, expected one" if prompts else
-                      "neither text_input nor input_ids is given, expected one")  # fmt: skip
+        raise Refused(f"{' and '.join(prompts)} are given, expected one" if prompts else
+                      "neither text_input nor input_ids nor messages is given, expected one")  # fmt: skip
+    for name in NEUTRAL.keys() & given.keys():
+        found = strings(name) if name == "decoder_text_input" else numbers(name)
+        if strange := [value for value in found if value not in NEUTRAL[name]]:
+            expected = repr(NEUTRAL[name][0]) if NEUTRAL[name] else "nothing"
+            raise Refused(f"{name} is {strange[0]!r}, expected {expected}: this model has no such feature")
     if "beam_width" in given and numbers("beam_width") != [1]:
         raise Refused(f"beam_width is {numbers('beam_width')[0]}, expected 1: there is no beam search")
     params = {name: numbers(name)[0] for name in SAMPLING if name in given}
     # TensorRT-LLM's clients send "" for no stop word and -1 for no end_id.
     params["stop"] = [word for word in strings("stop_words") if word]
     params["bad_words"] = [word for word in strings("bad_words") if word]
-    params["logprobs"] = flag("return_log_probs", False)
+    if "min_length" in given:
+        params.setdefault("min_tokens", numbers("min_length")[0])
+    params["top_logprobs"] = one("num_top_log_probs", 0)
+    params["logprobs"] = flag("return_log_probs", False) or bool(params["top_logprobs"])
+    params["structured_outputs"] = guide(
+        strings("guided_decoding_guide_type"), strings("guided_decoding_guide")
+    )
+    words = strings("embedding_bias_words")
+    weights = numbers("embedding_bias_weights") if "embedding_bias_weights" in given else []
+    if len(words) != len(weights):
+        raise Refused(f"embedding_bias_words has {len(words)}, embedding_bias_weights {len(weights)} values")
     message: dict[str, Any] = {
         "field": prompts[0],
-        "prompt": strings("text_input")[0] if prompts == ["text_input"] else numbers("input_ids"),
+        "prompt": strings("text_input")[0] if prompts == ["text_input"] else None,
         "params": params,
-        "end_id": numbers("end_id")[0] if "end_id" in given else -1,
+        "end_id": one("end_id", -1),
         "stream": flag("stream", False),
+        "n": one("num_return_sequences", 1),
+        "priority": one("priority", 0),
+        "bias_words": list(zip(words, weights, strict=True)),
         "echo": not flag("exclude_input_in_output", True),
         "speculate": flag("speculate", True),
-        "block_length": numbers("block_length")[0] if "block_length" in given else None,
+        "block_length": one("block_length", None),
     }
+    if prompts == ["input_ids"]:
+        message["prompt"] = numbers("input_ids")
+    elif prompts == ["messages"]:
+        message["messages"] = read_json("messages", strings("messages")[0], list)
+        given_kwargs = strings("chat_template_kwargs") or ["{}"]
+        message["chat_template_kwargs"] = read_json("chat_template_kwargs", given_kwargs[0], dict)
+    pending.left = max(1, message["n"])
     # Microseconds, from gRPC's field or from the "parameters" of an HTTP request.
     timeout = request.timeout() or json.loads(request.parameters() or "{}").get("timeout", 0)
     if not isinstance(timeout, int) or timeout < 0:
         raise Refused(f"parameter timeout is {timeout!r}, expected microseconds, an integer of 0 or more")
-    message["timeout"] = timeout / 1e6 if timeout else None
+    message["timeout"] = timeout / 1e6 or None
     switches = ("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics")
     pending.wanted = {name for name in switches if flag(name, False)}
     return message
 
 
+def guide(kinds: list[str], texts: list[str]) -> dict[str, Any] | None:
+    """The fields of StructuredOutputs, from the inputs of guided decoding. Empty texts count as none."""
+    kind, text = (kinds or [""])[0], (texts or [""])[0]
+    if not kind and not text:
+        return None
+    if kind not in GUIDES:
+        raise Refused(f"guided_decoding_guide_type is {kind!r}, expected {', '.join(GUIDES)}")
+    if bool(text) == (kind == "json"):
+        raise Refused(
+            f"guided_decoding_guide is {text[:40]!r}, expected {'none' if text else 'one'} for type {kind}"
+        )
+    if kind == "choice":
+        return {"choice": read_json("guided_decoding_guide", text, list)}
+    return {GUIDES[kind]: text or True}
+
+
+def read_json(name: str, text: str, kind: type) -> Any:
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(read := json.loads(text), kind):
+            return read
+    raise Refused(f"{name} is {text[:40]!r}, expected JSON of a {kind.__name__}")
+
+
 def longest_input(message: dict[str, Any]) -> str:
     """The largest input of a request, and its size."""
-    texts = {message["field"]: message["prompt"], "stop_words": message["params"]["stop"]}
+    prompt = message["prompt"] if message["prompt"] is not None else message["messages"]
+    texts = {message["field"]: prompt, "stop_words": message["params"]["stop"]}
     texts["bad_words"] = message["params"]["bad_words"]
     sizes = {name: len(json.dumps(value)) - 2 for name, value in texts.items()}
     name = max(sizes, key=sizes.__getitem__)
@@ -300,7 +377,7 @@ def longest_input(message: dict[str, Any]) -> str:
 
 def merge(earlier: dict[str, Any], later: dict[str, Any]) -> None:
     """Merge two updates into one."""
-    for key in ("text", "token_ids", "logprobs"):
+    for key in ("text", "token_ids", "logprobs", "top_logprobs"):
         if key in earlier and key in later:
             later[key] = earlier[key] + later[key]
     earlier.update(later)
@@ -320,9 +397,17 @@ def tensors(pending: PendingRequest, update: dict[str, Any]) -> list[Any]:
     if "return_num_output_tokens" in pending.wanted:
         outputs["num_output_tokens"] = np.array([[len(ids)]], dtype=np.int32)
     if "logprobs" in update:
-        pending.cum_log_probs += sum(update["logprobs"])
+        index = update.get("index", 0)
+        total = pending.cum_log_probs.get(index, 0.0) + sum(update["logprobs"])
+        pending.cum_log_probs[index] = total
         outputs["output_log_probs"] = np.array([[update["logprobs"]]], dtype=np.float32)
-        outputs["cum_log_probs"] = np.array([[pending.cum_log_probs]], dtype=np.float32)
+        outputs["cum_log_probs"] = np.array([[total]], dtype=np.float32)
+    if "index" in update:
+        outputs["sequence_index"] = np.array([[update["index"]]], dtype=np.int32)
+    if "top_logprobs" in update:
+        pairs = np.array(update["top_logprobs"], np.float64).reshape(1, len(ids), -1, 2)
+        outputs["top_log_prob_ids"] = pairs[..., 0].astype(np.int32)
+        outputs["top_log_probs"] = pairs[..., 1].astype(np.float32)
     if "finish_reason" in update:
         outputs["finish_reason"] = np.array([[update["finish_reason"].encode()]], dtype=object)
         if "return_perf_metrics" in pending.wanted:
@@ -343,9 +428,9 @@ class Metrics:
         self.families: dict[str, Any] = {}
 
     def show(self, samples: list[tuple[str, str, dict[str, str], float]]) -> None:
-        """Show samples of (name, help, labels, value). A name that ends in _total is a counter."""
+        """Show samples of (name, help, labels, value). Counters end in _total, or belong to a histogram."""
         for name, text, labels, value in samples:
-            counter, key = name.endswith("_total"), (name, json.dumps(labels))
+            counter, key = name.endswith(COUNTERS), (name, json.dumps(labels))
             if key not in self.shown:
                 try:
                     metric = self.family(name, text, counter).Metric(labels=self.labels | labels)
