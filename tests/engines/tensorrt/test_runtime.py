@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_trt import LLM, Completion, SamplingParams
+from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
 from dflash_trt.engines.tensorrt import device_arrays, flavour, plans
@@ -329,3 +329,30 @@ def test_an_old_tensorrt_is_refused(here: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fake_tensorrt, "__version__", "10.9.0.34")
     with pytest.raises(BuildError, match=r"TensorRT 10\.9\.0\.34 is installed, expected 10\.15 or newer"):
         flavour.FLAVOURS["tensorrt"].load()
+
+
+def test_structured_outputs_and_prompt_logprobs_are_those_of_onnxruntime(
+    bundles: tuple[Bundle, Bundle],
+) -> None:
+    """The host cuts and extends the drafts of a batch that is on the device."""
+    pytest.importorskip("llguidance")
+    form = StructuredOutputs(grammar='start: "abcdefgh" /[a-z]{1,9}/ ("," /[0-9]{2}/)*')
+    wanted = [
+        SamplingParams(max_tokens=24, structured_outputs=form),
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        SamplingParams(max_tokens=9, temperature=0.9, seed=3, structured_outputs=form),
+        SamplingParams(max_tokens=2, prompt_logprobs=True, top_logprobs=2),
+    ]
+    found = []
+    for bundle in bundles:
+        with LLM(bundle.path, max_batch_size=3) as llm:
+            found.append([llm.generate(prompts()[:4], wanted, block_length=n) for n in (BLOCK, 2)])
+    for ours, theirs in zip(*found, strict=True):
+        assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
+        assert theirs[0].text.startswith("abcdefgh")
+        logprobs = [c[3].prompt_logprobs or [] for c in (ours, theirs)]
+        assert logprobs[1][1:] == pytest.approx(logprobs[0][1:], abs=1e-3)
+        tops = [
+            [[token for token, _ in top] for top in c[3].prompt_top_logprobs or []] for c in (ours, theirs)
+        ]
+        assert tops[0] == tops[1]
