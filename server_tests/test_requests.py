@@ -173,7 +173,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1, 10**9]}, "input_ids has token id 1000000000"),
     ({"input_ids": [-1]}, "input_ids has token id -1"),
     ({"input_ids": [-1], "exclude_input_in_output": False, "stream": True}, "input_ids has token id -1"),
-    ({"text_input": "a", "input_ids": [1]}, "both text_input and input_ids"),
+    ({"text_input": "a", "input_ids": [1]}, "text_input and input_ids are given"),
     ({"max_tokens": 3}, "neither text_input nor input_ids"),
     ({"text_input": "a", "max_tokens": 0}, "max_tokens is 0"),
     ({"text_input": "a", "max_tokens": 10_000}, "max_tokens is 10000"),

@@ -47,9 +47,9 @@ def deploy(
     opened = Bundle.open(bundle)
     numbers = {"max_batch_size": (max_batch_size, 1), "max_queue": (max_queue, 0)}
     numbers["stream_interval_ms"] = (stream_interval_ms, 0)
-    for name, (value, least) in numbers.items():
+    for setting, (value, least) in numbers.items():
         if value < least:
-            raise DFlashError(f"{name} is {value}, expected {least} or more")
+            raise DFlashError(f"{setting} is {value}, expected {least} or more")
     block_size = opened.manifest["block_size"]
     if block_length is not None and not 1 <= block_length <= block_size:
         raise RequestError(
