@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_trt.cli import engine_options
+from dflash_trt.cli import engine_options, plan_curve
 from dflash_trt.cli.options import at_least
 from dflash_trt.cli.output import print_json, print_table
 from dflash_trt.engines import registry
 
 if TYPE_CHECKING:
-    from dflash_trt.planning.memory import MemoryEstimate
+    from dflash_trt.planning.inventory import Inventory
+    from dflash_trt.planning.memory import MemoryEstimate, Settings
 
 SUMMARY = "show the GPU memory of a pair, and the context and batch that fit"
 DESCRIPTION = """\
@@ -61,7 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=at_least(2), metavar="K", help="default: as trained")
     parser.add_argument("--precision", metavar="ROLE=VALUE,...", help="as for `build`")
     engine_options.add_plan_arguments(parser)
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the parts of the memory")
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw the parts of the memory, or with --curve the curves"
+    )
+    plan_curve.add_arguments(parser)
     parser.add_argument("--gpus", action="store_true", help="list the GPUs with the source of each figure")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -71,7 +75,12 @@ def run(args: argparse.Namespace) -> int:
         return _gpus(args)
     if args.target is None or args.gpu is None:
         args.usage_error("--target and --gpu are required (or --gpus, which lists the GPUs)")
-    found = estimate(args)
+    from dflash_trt.planning.memory import estimate_memory
+
+    inventory, settings = prepare(args)
+    if plan_curve.asked(args):
+        return plan_curve.run(args, inventory, settings)
+    found = estimate_memory(inventory, settings)
     if args.svg:
         args.svg.write_text(_chart(found), encoding="utf-8")
         print(f"drew {args.svg}", file=sys.stderr)
@@ -82,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def estimate(args: argparse.Namespace) -> MemoryEstimate:
+def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
+    """The pair's tensors and the setting to plan for."""
     from dflash_trt.building.limits import choose_block_size, choose_max_seq_len
     from dflash_trt.building.sources import find_sources
     from dflash_trt.checkpoint.compatibility import check_pair
@@ -90,7 +100,7 @@ def estimate(args: argparse.Namespace) -> MemoryEstimate:
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.planning.gpus import find_gpu
     from dflash_trt.planning.inventory import take_inventory
-    from dflash_trt.planning.memory import Settings, estimate_memory
+    from dflash_trt.planning.memory import Settings
 
     engine, options = registry.find(args.engine), engine_options.from_arguments(args, plan=True)
     precision = parse_precision(args.precision)
@@ -109,7 +119,7 @@ def estimate(args: argparse.Namespace) -> MemoryEstimate:
         tensor_parallel=args.tensor_parallel,
         precision=precision,
     )
-    return estimate_memory(inventory, replace(settings, **engine.memory_settings(inventory, options)))
+    return inventory, replace(settings, **engine.memory_settings(inventory, options))
 
 
 def _print(found: MemoryEstimate) -> None:

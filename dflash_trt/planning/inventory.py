@@ -82,6 +82,13 @@ class Inventory:
             totals.setdefault(kind.role, Counter())[precision] += count // parts[kind.spread]
         return {role: dict(totals[role]) for role in sorted(totals)}
 
+    def parameters(self, side: str) -> dict[str, int]:
+        """Numbers in the tensors of a model, by role, in any precision."""
+        totals: Counter[str] = Counter()
+        for kind, size in self._kinds[side].items():
+            totals[kind.role] += size.parameters
+        return dict(totals)
+
     @cached_property
     def _kinds(self) -> dict[str, dict[_Kind, _Size]]:
         """The tensors of each side, summed by all properties that a plan needs."""

@@ -1,0 +1,144 @@
+"""Fit the constants of the time model (dflash_trt/planning/times.py) to published throughputs. Needs scipy.
+
+    python -m build_scripts.bench.fit_times [--write]
+
+It fits to all points, and to each half of them, and prints the errors: also on the half that a fit has not seen. The
+halves are the points of even and odd number. `--write` writes the constants of all points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from dflash_trt.checkpoint.catalogue import known_configs
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.planning import times
+from dflash_trt.planning.gpus import Gpu, find_gpu
+from dflash_trt.planning.inventory import take_inventory
+from dflash_trt.planning.work import Work, work_of
+
+PUBLISHED = Path(__file__).with_name("published_times.json")
+_NAMES = [field.name for field in fields(times.Constants)]
+_START = [40e-6, 0.8, 0.5, 1e-3, 20e-6, 0.8, 32.0]
+_BOUNDS = ([0, 0.3, 0.1, 0, 0, 0.3, 0], [120e-6, 1, 1, 6e-3, 400e-6, 1, 256])
+_SCALE = [1e-5, 0.1, 0.1, 1e-3, 1e-5, 0.1, 10.0]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A published throughput in tokens per second: plain, or with drafts (`acceptance` tokens a round)."""
+
+    pair: str
+    task: str
+    requests: int
+    published: float
+    acceptance: float | None
+
+
+class Table:
+    """All points of the file, with the work of their pairs."""
+
+    def __init__(self, file: Path = PUBLISHED) -> None:
+        data = json.loads(file.read_text())
+        self.gpu: Gpu = find_gpu(data["gpu"])
+        self.context, self.block = data["context"], data["block"]
+        self.points = [
+            Point(row["pair"], row["task"], requests, value, acceptance)
+            for row in data["rows"]
+            for kind, acceptance in (("plain", None), ("drafted", row["acceptance"]))
+            for requests, value in zip(data["requests"], row[kind], strict=True)
+        ]
+        self.work: dict[str, tuple[Work, Work]] = {}
+        for pair in {point.pair for point in self.points}:
+            target, drafter = known_configs(pair)
+            inventory = take_inventory(read_target_config(target), read_drafter_config(drafter))
+            self.work[pair] = (
+                work_of(inventory, "target", self.gpu),
+                work_of(inventory, "drafter", self.gpu),
+            )
+
+    def throughput(self, point: Point, constants: times.Constants) -> float:
+        """Tokens per second, by the model."""
+        target, drafter = self.work[point.pair]
+        setting = {"requests": point.requests, "context": self.context}
+        if point.acceptance is None:
+            return point.requests / times.plain_seconds(target, self.gpu, constants, **setting)
+        seconds = times.round_seconds(
+            target,
+            drafter,
+            self.gpu,
+            constants,
+            width=self.block,
+            requests=point.requests,
+            context=self.context,
+        )
+        return point.requests * point.acceptance / seconds
+
+    def errors(self, constants: times.Constants, points: Sequence[Point] | None = None) -> np.ndarray:
+        """Relative errors of the throughputs: 0.1 is 10% too fast."""
+        chosen = self.points if points is None else points
+        return np.array([self.throughput(p, constants) / p.published - 1 for p in chosen])
+
+    def fit(self, points: Sequence[Point] | None = None) -> times.Constants:
+        """The constants with the least squares of logarithmic errors."""
+        from scipy.optimize import least_squares
+
+        chosen = self.points if points is None else points
+        found = least_squares(
+            lambda x: np.log1p(self.errors(_constants(x), chosen)),
+            np.array(_START) / _SCALE,
+            bounds=tuple(np.array(bound) / _SCALE for bound in _BOUNDS),
+        )
+        return _constants(found.x)
+
+
+def _constants(x: Sequence[float]) -> times.Constants:
+    return times.Constants(**dict(zip(_NAMES, (float(v) for v in np.array(x) * _SCALE), strict=True)))
+
+
+def describe(errors: np.ndarray) -> str:
+    """One line: how many points are near, the median and the largest error."""
+    size = np.abs(errors)
+    near = ", ".join(f"{(size <= limit).sum()} within {limit:.0%}" for limit in (0.1, 0.15, 0.2))
+    worst = errors[size.argmax()]
+    return f"{len(size)} points: {near}; median {np.median(size):.1%}, largest {worst:+.0%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="write dflash_trt/planning/times.json")
+    args = parser.parse_args()
+    table = Table()
+    whole = table.fit()
+    print("all points:", describe(table.errors(whole)))
+    for first in (0, 1):
+        seen, unseen = table.points[first::2], table.points[1 - first :: 2]
+        print(f"half {first + 1}, on the other half:", describe(table.errors(table.fit(seen), unseen)))
+    for name, value in asdict(whole).items():
+        print(f"  {name} {value:.4g}")
+    for point, error in zip(table.points, table.errors(whole), strict=True):
+        kind = "plain" if point.acceptance is None else "drafted"
+        print(
+            f"{point.pair:<22}{point.task:<10}{kind:<8}{point.requests:>3}{point.published:>8.0f}{error:>+7.0%}"
+        )
+    if args.write:
+        rounded = {name: float(f"{value:.4g}") for name, value in asdict(whole).items()}
+        errors = np.abs(table.errors(times.Constants(**rounded)))
+        document = {
+            "source": json.loads(PUBLISHED.read_text())["source"],
+            "median_error": round(float(np.median(errors)), 3),
+            "constants": rounded,
+        }
+        (Path(times.__file__).with_name("times.json")).write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""`dflash-trt plan --curve`: throughput per GPU against tokens per second and user."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_trt.cli.options import at_least, each
+from dflash_trt.cli.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from dflash_trt.planning.curve import Curves, Point
+    from dflash_trt.planning.inventory import Inventory
+    from dflash_trt.planning.memory import Settings
+
+_BLOCKS = (2, 4, 6, 8, 10, 12, 16, 24, 32)
+# Speeds per user, relative to the fastest plain decoding.
+_SPEEDS = (0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 1.0, 1.5, 2.0)
+_ONLY = ("speed", "context", "acceptance", "blocks")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("times", "with --curve or --speed, from a model of a pass's time")
+    group.add_argument(
+        "--curve",
+        action="store_true",
+        help="show the throughput at each speed per user, over layouts and batches of one node",
+    )
+    group.add_argument(
+        "--speed",
+        type=float,
+        metavar="R",
+        help="show how many users one node serves at R tokens per second each, and with which settings",
+    )
+    group.add_argument(
+        "--context", type=at_least(1), metavar="N", help="rows of cache behind each request (default: 2048)"
+    )
+    group.add_argument(
+        "--acceptance",
+        metavar="TABLE",
+        help="tokens per round by block length, such as 4=3.1,8=4.1, or a report of `train evaluate --json` (default: "
+        "the published ones of the pair)",
+    )
+    group.add_argument(
+        "--blocks",
+        type=each(at_least(2)),
+        metavar="K,...",
+        help="block lengths (default: up to the trained one)",
+    )
+
+
+def asked(args: argparse.Namespace) -> bool:
+    """Whether times were asked for. Ends the program if their options are used without."""
+    wanted = bool(args.curve or args.speed is not None)
+    if given := [f"--{name}" for name in _ONLY if getattr(args, name) is not None and not wanted]:
+        args.usage_error(f"{', '.join(given)}: only with --curve or --speed")
+    if args.speed is not None and not args.speed > 0:
+        args.usage_error(f"--speed {args.speed:g} is not above 0")
+    return wanted
+
+
+def run(args: argparse.Namespace, inventory: Inventory, settings: Settings) -> int:
+    curves = _compute(args, inventory, settings)
+    if getattr(args, "svg", None):
+        from dflash_trt.reports.charts import curve_chart
+
+        args.svg.write_text(curve_chart(**chart(curves)), encoding="utf-8")
+    if args.speed is not None:
+        return _print_speed(curves, args.speed, settings.gpu.gpus_per_node, as_json=args.json)
+    if args.json:
+        print_json(curves.to_dict())
+    else:
+        _print(curves)
+    return 0
+
+
+def chart(curves: Curves) -> dict[str, Any]:
+    """The arguments of curve_chart: a line for plain decoding, for the best blocks, and for EAGLE-3."""
+    from dflash_trt.planning.curve import CHAIN, PLAIN
+
+    def line(method: str) -> list[tuple[float, float]]:
+        return [(point.speed, point.throughput) for point in curves.frontier(method)]
+
+    lines = {name: line(name) for name in (PLAIN, CHAIN, *curves.blocks) if name in curves.points}
+    return {
+        "series": lines,
+        "title": f"{curves.target} on {curves.gpu}, {curves.context} tokens of context (model)",
+        "x": "tokens per second of one user",
+        "y": "tokens per second of one GPU",
+    }
+
+
+def _compute(args: argparse.Namespace, inventory: Inventory, settings: Settings) -> Curves:
+    from dflash_trt.errors import RequestError
+    from dflash_trt.planning.acceptance import parse, published
+    from dflash_trt.planning.curve import compute_curves
+
+    name = Path(args.target).name
+    acceptance, chain = published(name)
+    if args.acceptance is not None:
+        acceptance = parse(args.acceptance)
+    if acceptance is None:
+        raise RequestError(
+            f"no acceptance length of {args.target} is published: give --acceptance, such as 4=3.1,8=4.1, or a report of "
+            "`dflash-trt train evaluate --json`"
+        )
+    trained = inventory.drafter.block_size
+    blocks: Sequence[int] = args.blocks or [*(k for k in _BLOCKS if k < trained), trained]
+    if longest := [block for block in blocks if block > trained]:
+        args.usage_error(f"--blocks {longest[0]}: the drafter was trained for blocks of {trained}")
+    return compute_curves(
+        inventory, settings, acceptance, name=name, context=args.context or 2048, blocks=blocks, chain=chain
+    )
+
+
+def _print(curves: Curves) -> None:
+    from dflash_trt.planning.curve import CHAIN, PLAIN
+
+    fastest = curves.fastest(PLAIN)
+    _print_sources(curves)
+    print(
+        f"plain decoding reaches {fastest.speed:.0f} tokens/s per user, at batch {fastest.batch} on {_gpus(fastest)}"
+    )
+    print("\ntokens/s per GPU at the same speed per user:")
+    rows = [("tokens/s per user", "plain", "", "best block", "", "ratio", *([CHAIN] if curves.chain else []))]
+    for share in _SPEEDS:
+        speed = share * fastest.speed
+        plain, block = curves.best(PLAIN, speed * 0.999), curves.best_block(speed * 0.999)
+        row = [
+            f"{speed:.0f} ({share:.0%})",
+            *_cells(plain, with_method=False),
+            *_cells(block),
+            _ratio(block, plain),
+        ]
+        if curves.chain:
+            row.append(_ratio(curves.best(CHAIN, speed * 0.999), plain))
+        rows.append(tuple(row))
+    print_table(rows)
+    print("\nspeed per user at the same batch, relative to plain decoding:")
+    batches = (1, 8, 32, 128)
+    table = [("batch", *curves.blocks, *([CHAIN] if curves.chain else []))]
+    for batch in batches:
+        nearest = min({p.batch for p in curves.points[PLAIN]}, key=lambda found: abs(found - batch))
+        ratios = [curves.same_batch(name, nearest) for name in table[0][1:]]
+        table.append((str(nearest), *(f"{r:.2f}x" if r else "-" for r in ratios)))
+    print_table(table)
+
+
+def _print_speed(curves: Curves, speed: float, node: int, *, as_json: bool) -> int:
+    """The settings with the most users at this speed. Exit code 1 if no setting is that fast."""
+    from dflash_trt.planning.curve import PLAIN
+
+    plain, block = curves.best(PLAIN, speed), curves.best_block(speed)
+    best = max((p for p in (plain, block) if p is not None), key=lambda p: p.throughput, default=None)
+    if as_json:
+        print_json(
+            {
+                "speed": speed,
+                "users": None if best is None else _users(best, node),
+                "plain": None if plain is None else {"users": _users(plain, node), **_settings(plain)},
+                "drafted": None if block is None else {"users": _users(block, node), **_settings(block)},
+            }
+        )
+        return 0 if best else 1
+    _print_sources(curves)
+    for name, point in (("plain", plain), ("with drafts", block)):
+        if point is None:
+            print(f"{name}: no setting reaches {speed:g} tokens/s per user")
+            continue
+        length = "" if point.method == PLAIN else f", {point.method}"
+        print(
+            f"{name}: {_users(point, node)} users at {point.speed:.0f} tokens/s on a node of {node}: groups of "
+            f"{_gpus(point)}, batch {point.batch}{length}"
+        )
+    return 0 if best else 1
+
+
+def _print_sources(curves: Curves) -> None:
+    from dflash_trt.planning import times
+
+    print(f"{curves.target} on {curves.gpu}, {curves.context} tokens of context; a model, not a measurement")
+    print(f"times: {times.SOURCE}")
+    print(f"acceptance: {curves.acceptance.source}")
+    if curves.chain is not None:
+        print(f"EAGLE-3: {curves.chain.length:g} tokens a round, {curves.chain.source}")
+
+
+def _settings(point: Point) -> dict[str, Any]:
+    return {
+        "method": point.method,
+        "gpus": point.gpus,
+        "batch": point.batch,
+        "tokens_per_second": point.speed,
+    }
+
+
+def _users(point: Point, node: int) -> int:
+    return point.batch * (node // point.gpus)
+
+
+def _cells(point: Point | None, *, with_method: bool = True) -> tuple[str, str]:
+    if point is None:
+        return "-", ""
+    method = f"{point.method}, " if with_method else ""
+    return f"{point.throughput:.0f}", f"{method}batch {point.batch} on {_gpus(point)}"
+
+
+def _gpus(point: Point) -> str:
+    return f"{point.gpus} GPU{'s' if point.gpus > 1 else ''}"
+
+
+def _ratio(point: Point | None, plain: Point | None) -> str:
+    if point is None:
+        return "-"
+    return "only" if plain is None else f"{point.throughput / plain.throughput:.1f}x"

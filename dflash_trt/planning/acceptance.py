@@ -1,0 +1,108 @@
+"""Tokens per round as a function of the block length: published, given by the user, or measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.errors import RequestError
+from dflash_trt.files.reading import read_object
+
+_PUBLISHED = Path(__file__).with_name("acceptance.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Acceptance lengths by block length, in tokens per round, the target's own token included."""
+
+    lengths: Mapping[int, float]
+    source: str
+
+    def length(self, block: int) -> float:
+        """The acceptance length of `block` rows.
+
+        Between two known lengths it is interpolated. Below the shortest, and above the longest, each draft is
+        accepted behind an accepted one with a constant probability, which gives the nearest known length.
+        """
+        known = sorted(self.lengths)
+        if block in self.lengths:
+            return self.lengths[block]
+        for low, high in zip(known, known[1:], strict=False):
+            if low < block < high:
+                part = (block - low) / (high - low)
+                return self.lengths[low] * (1 - part) + self.lengths[high] * part
+        nearest = known[0] if block < known[0] else known[-1]
+        chance = _chance(nearest, self.lengths[nearest])
+        return sum(chance**place for place in range(block))
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A drafter that runs `steps` times a round, for `length` tokens per round (EAGLE-3)."""
+
+    length: float
+    steps: int
+    source: str
+
+
+def _chance(block: int, length: float) -> float:
+    """The chance of a draft behind an accepted one, if it is the same at each place of the block."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(middle**place for place in range(block)) < length:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def published(pair: str) -> tuple[Acceptance | None, Chain | None]:
+    """The published acceptance of a known pair's drafter, and of EAGLE-3 on its target."""
+    entry: dict[str, Any] | None = json.loads(_PUBLISHED.read_text()).get(pair)
+    if entry is None:
+        return None, None
+    other = entry.get("eagle-3")
+    chain = None if other is None else Chain(other["length"], other["steps"], other["source"])
+    lengths = {int(block): value for block, value in entry["lengths"].items()}
+    return Acceptance(lengths, entry["source"]), chain
+
+
+def parse(text: str) -> Acceptance:
+    """`4=3.1,8=4.1`: acceptance lengths by block length. Or a file that `train evaluate --json` printed.
+
+    Raises RequestError for anything else.
+    """
+    if Path(text).is_file():
+        return measured(Path(text))
+    lengths: dict[int, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            block, length = int(name), float(value)
+        except ValueError:
+            raise RequestError(
+                f"--acceptance {text!r}: {part!r} is not BLOCK=TOKENS, and there is no such file; for example "
+                "4=3.1,8=4.1"
+            ) from None
+        if not (block >= 2 and 1 <= length <= block):
+            raise RequestError(
+                f"--acceptance {text!r}: {part!r}: a block of 2 rows or more gives from 1 token to as many as its rows"
+            )
+        lengths[block] = length
+    return Acceptance(lengths, "given by --acceptance")
+
+
+def measured(file: Path) -> Acceptance:
+    """From the report of `train evaluate --json`: the shares of passes that accepted each place of a whole block."""
+    figures = read_object(file).get("all")
+    shares = figures.get("acceptance_by_place") if isinstance(figures, dict) else None
+    if not isinstance(shares, list) or not shares or not all(isinstance(s, (int, float)) for s in shares):
+        raise RequestError(
+            f"{file}: has no acceptance_by_place under all; write it with `dflash-trt train evaluate --json`"
+        )
+    lengths = {block: 1 + sum(shares[: block - 1]) for block in range(2, len(shares) + 2)}
+    return Acceptance(lengths, f"measured: {file.name}")
