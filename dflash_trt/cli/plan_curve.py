@@ -103,8 +103,8 @@ def _compute(args: argparse.Namespace, inventory: Inventory, settings: Settings)
         acceptance = parse(args.acceptance)
     if acceptance is None:
         raise RequestError(
-            f"no acceptance length of {args.target} is published: give --acceptance, such as 4=3.1,8=4.1, or a report of "
-            "`dflash-trt train evaluate --json`"
+            f"no acceptance length of {args.target} is published: give --acceptance, such as 4=3.1,8=4.1, or a report "
+            "of `dflash-trt train evaluate --json`"
         )
     trained = inventory.drafter.block_size
     blocks: Sequence[int] = args.blocks or [*(k for k in _BLOCKS if k < trained), trained]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class Acceptance:
         known = sorted(self.lengths)
         if block in self.lengths:
             return self.lengths[block]
-        for low, high in zip(known, known[1:], strict=False):
+        for low, high in pairwise(known):
             if low < block < high:
                 part = (block - low) / (high - low)
                 return self.lengths[low] * (1 - part) + self.lengths[high] * part

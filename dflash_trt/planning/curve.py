@@ -1,4 +1,4 @@
-"""Throughput per GPU against tokens per second and user, for plain decoding and for drafts, over batches and layouts."""
+"""Throughput per GPU against tokens per second and user: plain decoding and drafts, over batches and layouts."""
 
 from __future__ import annotations
 

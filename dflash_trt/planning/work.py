@@ -54,7 +54,7 @@ def work_of(
     """
     if "bf16" not in gpu.dense_flops:
         raise BuildError(
-            f"{gpu.name} has no peak rate for BF16, which times need: choose a GPU that --gpus lists with one"
+            f"{gpu.name} has no peak rate for BF16, but times need one: --gpus lists GPUs that have it"
         )
     precision = precision or Precision()
     config = inventory.config(side)
