@@ -62,7 +62,6 @@ def test_published_throughputs_are_met(table: Table) -> None:
 
 
 def test_constants_of_one_half_meet_the_other_half(table: Table) -> None:
-    pytest.importorskip("scipy")
     for first in (0, 1):
         fitted = table.fit(table.points[first::2])
         errors = np.abs(table.errors(fitted, table.points[1 - first :: 2]))
@@ -83,7 +82,9 @@ def test_work_is_that_of_the_published_models() -> None:
     halves = work_of(inventory("qwen3-8b"), "target", gpu, gpus=2)
     assert halves.dense_bytes == pytest.approx(dense.dense_bytes / 2, rel=0.01)
     drafter = work_of(inventory("qwen3-8b"), "drafter", gpu)
-    assert drafter.dense_bytes > 2 * inventory("qwen3-8b").target.vocab_size * 4096  # it runs the target's head
+    assert (
+        drafter.dense_bytes > 2 * inventory("qwen3-8b").target.vocab_size * 4096
+    )  # it runs the target's head
 
 
 def test_rows_reach_experts_as_draws_do() -> None:
@@ -111,7 +112,8 @@ def test_the_published_15x_is_a_slice_near_the_top_speed_of_plain_decoding(publi
 
     def ratio(share: float) -> float:
         plain, block = published.best(PLAIN, share * top), published.best_block(share * top)
-        assert plain is not None and block is not None
+        assert plain is not None
+        assert block is not None
         return block.throughput / plain.throughput
 
     assert 10 < ratio(0.80) < 20
@@ -120,10 +122,13 @@ def test_the_published_15x_is_a_slice_near_the_top_speed_of_plain_decoding(publi
     assert published.best(PLAIN, 1.01 * top) is None
     assert published.best_block(1.5 * top) is not None
     alone = published.same_batch("block 10", 1)
-    assert alone is not None and 1.8 < alone < 2.5  # "more than doubles"
+    assert alone is not None
+    assert 1.8 < alone < 2.5  # "more than doubles"
     chain = published.best(CHAIN, 0.8 * top)
     block = published.best_block(0.8 * top)
-    assert chain is not None and block is not None and chain.throughput < block.throughput
+    assert chain is not None
+    assert block is not None
+    assert chain.throughput < block.throughput
 
 
 def test_a_frontier_has_no_point_that_another_one_beats(published: Curves) -> None:
@@ -137,7 +142,8 @@ def test_a_frontier_has_no_point_that_another_one_beats(published: Curves) -> No
         for share in (0.3, 0.6):
             speed = share * points[-1].speed
             best = published.best(method, speed)
-            assert best is not None and best.speed >= speed
+            assert best is not None
+            assert best.speed >= speed
             assert best.throughput == max(p.throughput for p in published.points[method] if p.speed >= speed)
 
 
@@ -174,7 +180,12 @@ def test_acceptance_is_read_from_an_evaluation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("4", "not BLOCK=TOKENS"), ("4=x", "not BLOCK=TOKENS"), ("1=1", "2 rows or more"), ("4=5", "2 rows or more")],
+    [
+        ("4", "not BLOCK=TOKENS"),
+        ("4=x", "not BLOCK=TOKENS"),
+        ("1=1", "2 rows or more"),
+        ("4=5", "2 rows or more"),
+    ],
 )
 def test_acceptance_that_cannot_be_is_refused(text: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
@@ -214,9 +225,7 @@ def test_the_command_counts_users_at_a_speed(capsys: pytest.CaptureFixture[str])
         (["--curve", "--blocks", "11"], "trained for blocks of 10"),
     ],
 )
-def test_wrong_options_are_refused(
-    capsys: pytest.CaptureFixture[str], options: list[str], said: str
-) -> None:
+def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], options: list[str], said: str) -> None:
     with pytest.raises(SystemExit):
         main(["plan", *CARD, *options])
     assert said in capsys.readouterr().err
