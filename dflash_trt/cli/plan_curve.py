@@ -63,7 +63,7 @@ def asked(args: argparse.Namespace) -> bool:
 
 def run(args: argparse.Namespace, inventory: Inventory, settings: Settings) -> int:
     curves = _compute(args, inventory, settings)
-    if getattr(args, "svg", None):
+    if args.svg:
         from dflash_trt.reports.charts import curve_chart
 
         args.svg.write_text(curve_chart(**chart(curves)), encoding="utf-8")

@@ -130,8 +130,8 @@ def compute_curves(
         count *= 2
     if not made[PLAIN]:
         raise BuildError(
-            f"{name} fits on no layout of one node of {gpu.name} with {context} tokens of context: lower --context, or "
-            "choose GPUs with more memory"
+            f"{name} fits on no layout of one node of {gpu.name} with {context} tokens of context: lower --context, "
+            "or choose GPUs with more memory"
         )
     return Curves(
         target=name,

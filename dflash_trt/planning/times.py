@@ -1,9 +1,8 @@
 """The time of a pass and of a round on GPUs, from bytes, operations and fixed costs.
 
-    pass  = layers * layer_seconds + (memory^3 + compute^3)^(1/3) + collectives
-    plain = pass of the target with a row per request + request_seconds * requests
-    round = pass of the target with a block per request + pass of the drafter + round_seconds
-            + request_seconds * requests
+pass: layers * layer_seconds + (memory^3 + compute^3)^(1/3) + collectives.
+plain: a pass of the target with a row per request + request_seconds * requests.
+round: passes of target and drafter with a block per request + round_seconds + request_seconds * requests.
 
 memory: weights, the experts that the rows reach, and the caches, at `bandwidth_share` of the GPU's bandwidth. compute:
 operations at `compute_share` of its peak. Rows of one block share experts: n rows of blocks reach as many experts as
@@ -24,7 +23,7 @@ from dflash_trt.planning.work import Work
 _CONSTANTS = json.loads(Path(__file__).with_name("times.json").read_text())
 MEDIAN_ERROR: float = _CONSTANTS["median_error"]
 SOURCE = f"constants fitted to {_CONSTANTS['source']}; median error there {MEDIAN_ERROR:.0%}"
-# Of NVLink 5 between GPUs of one node: 5.2 µs per collective of one row, 21 µs of 512 rows of 2,880 BF16 numbers.
+# NVLink 5 within a node: a collective takes 5.2 µs for one row, and 21 µs for 512 rows of 2,880 BF16 numbers.
 _COLLECTIVE_SECONDS = 5.2e-6
 _COLLECTIVE_BYTES_PER_SECOND = 511 * 2880 * 2 / 15.8e-6
 

@@ -13,7 +13,7 @@ from dflash_trt.planning.inventory import NUMBER_BYTES, Inventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one GPU does in a pass, without the number of rows.
+    """The work of one GPU in a pass, without the number of rows.
 
     dense_bytes: weights that every pass reads, with the LM head and without embedding and experts.
     dense_operations: multiply-adds per row, times two.

@@ -150,7 +150,7 @@ def test_a_frontier_has_no_point_that_another_one_beats(published: Curves) -> No
 def test_batches_fill_the_memory_and_no_more() -> None:
     """A GPU with little room: the largest batch is that of the memory plan."""
     gpu = replace(find_gpu("b300"), memory_bytes=24 << 30, gpus_per_node=1)
-    found = curves("qwen3-8b", (16,), gpu=gpu, block_size=16)
+    found = curves("qwen3-8b", (16,), gpu=gpu, block_size=16, engine="tensorrt")
     most = max(point.batch for point in found.points[PLAIN])
     assert 1 < most < 64
     with pytest.raises(BuildError, match="lower --context"):
