@@ -66,7 +66,8 @@ def pass_seconds(
 
 def experts_reached(work: Work, rows: float) -> float:
     """The number of experts per layer that this many independent rows reach, if each expert is as likely."""
-    return work.experts * (1 - (1 - work.experts_per_token / work.experts) ** max(1.0, rows))
+    missed: float = (1 - work.experts_per_token / work.experts) ** max(1.0, rows)
+    return work.experts * (1 - missed)
 
 
 def plain_seconds(target: Work, gpu: Gpu, constants: Constants, *, requests: float, context: int) -> float:
