@@ -33,10 +33,11 @@ HELP = "--help"
 SKIPPED = {
     r"PATH|NAME|COMMAND|\.\.\.|checkpoints/|bundles/mine|runs/|my-": "has a place for the reader's own files",
     r"prompts\.jsonl|answers\.jsonl|messages\.txt|person\.json": "needs the reader's own files",
+    r"bundles/(gpt-oss|qwen3)": "needs a bundle of a large model",
     r"dflash-trt serve|dflash-trt selftest|bench .*--server": "runs until it is stopped, or needs a server",
     r"~/": "writes into the home directory",
     r"(Qwen|openai|z-lab|meta-llama)/|--target (qwen3|gpt-oss|llama)(?!.*(--weights none|--gpu))": "downloads a model",
-    r"build .*--engine tensorrt-llm|--engine tensorrt": "needs an engine's package",
+    r"build .*--engine tensorrt": "needs an engine's package",
     r"quantize .*(modelopt|--out checkpoints)": "writes a checkpoint of the reader",
     r"dflash-trt train": "trains",
 }

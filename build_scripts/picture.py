@@ -1,15 +1,20 @@
 """Draw the README's picture, docs/speed.svg, from the README's own table: tokens per second with and without
 drafting.
 
-python -m build_scripts.picture
+python -m build_scripts.picture                # the table of the README
+python -m build_scripts.picture natural.json   # docs/natural.svg, from the JSON line of build_scripts.bench.natural
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from dflash_trt.reports import charts
 
 ROOT = Path(__file__).parent.parent
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "speed.svg"
@@ -119,7 +124,39 @@ def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") 
     return f'<text{style} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
+def natural(document: Mapping[str, Any], drafting: str = "adaptive:default") -> str:
+    """Plain decoding against drafting on natural text, by category, from what `build_scripts.bench.natural` prints.
+
+    Raises ValueError where it has no such rows.
+    """
+    rows = document["tables"].get("decode@0", {})
+    if missing := [name for name in ("plain:default", drafting) if name not in rows]:
+        raise ValueError(f"the table decode@0 has no row {missing[0]}, only: {', '.join(rows)}")
+    plain, drafted = rows["plain:default"], rows[drafting]
+    figures = ("all", "ratio", "acceptance_length", "same_answers", "peak_mb")
+    groups = {
+        name: {"plain": plain[name], "drafting": drafted[name]} for name in plain if name not in figures
+    }
+    groups["all"] = {"plain": plain["all"], "drafting": drafted["all"]}
+    title = f"SmolLM2-135M: tokens per second on natural text, {document['processor']}"
+    return charts.bar_chart(groups, title=title, y="tokens per second", compare=True)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("natural", type=Path, nargs="?", metavar="FILE", help="its last line is read")
+    parser.add_argument(
+        "--drafting", default="adaptive:default", metavar="PEER", help="the row to compare with plain"
+    )
+    args = parser.parse_args()
+    if args.natural is not None:
+        document = json.loads(args.natural.read_text(encoding="utf-8").splitlines()[-1])
+        out = ROOT / "docs" / "natural.svg"
+        out.write_text(natural(document, args.drafting), encoding="utf-8")
+        print(out.relative_to(ROOT))
+        return
     PICTURE.write_text(draw(read_table(README.read_text(encoding="utf-8"))), encoding="utf-8")
     print(PICTURE.relative_to(ROOT))
 

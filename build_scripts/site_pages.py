@@ -22,8 +22,9 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    return site_links(markdown)
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    # Links of a page in a folder of docs/ are right already.
+    return markdown if "/" in page.file.src_uri else site_links(markdown)
 
 
 def site_links(markdown: str) -> str:

@@ -16,7 +16,7 @@ from build_scripts import picture, site_pages
 from dflash_trt import cli
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FOLDERS = "dflash_trt|plugins|build_scripts|tests|server_tests|docs|examples|triton_repo|requirements"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 
@@ -100,7 +100,7 @@ def options(command: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.parent == ROOT / "docs"], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p.is_relative_to(ROOT / "docs")], ids=lambda p: p.name)
 def test_a_page_begins_with_what_its_reader_can_do(page: Path) -> None:
     title, after = page.read_text().split("\n\n")[:2]
     assert title.startswith("# ")
@@ -109,9 +109,10 @@ def test_a_page_begins_with_what_its_reader_can_do(page: Path) -> None:
 
 def test_every_page_is_in_the_readme_and_in_the_site() -> None:
     readme, site = (ROOT / "README.md").read_text(), (ROOT / "mkdocs.yml").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f": {page.name}\n" in site
-        assert page.stem == "api" or f"](docs/{page.name})" in readme
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert f": {name}\n" in site
+        assert page.stem == "api" or f"](docs/{name})" in readme
 
 
 def test_the_picture_shows_the_table_of_the_readme() -> None:

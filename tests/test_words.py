@@ -16,7 +16,7 @@ FOLDERS = ("dflash_trt", "plugins", "build_scripts", "triton_repo", "examples", 
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 # Their strings are training data, not prose of the project.
 DATA = ROOT / "build_scripts" / "corpus"
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 MOST_WORDS = 30
 END = re.compile(r"(?<=[.!?])[)\"'*]*\s+(?=[A-Z0-9`\"'(\[*])")
 LABEL = re.compile(r"\n(?=\s*(?:[-*|#>]|\d+\. |[\w`.,<>\[\]*/ ()\"-]{1,60}:(?:\s|$)|\w+ {2,}))")

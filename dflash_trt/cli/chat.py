@@ -163,10 +163,10 @@ class Conversation:
                     self.statistics.append(chunk.statistics)
         except KeyboardInterrupt:
             stream.close()  # type: ignore[attr-defined]
-            print()
+            self._print("\n")
             self.note("stopped")
         else:
-            print()
+            self._print("\n")
             self.note(_figures(self.statistics[-1]))
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 

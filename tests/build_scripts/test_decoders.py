@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from build_scripts import demo
+from build_scripts import demo, picture
 from build_scripts.bench import natural
 from build_scripts.bench.calibration import figures
+from dflash_trt.reports import charts
 
 
 def record(item: str, peer: str, first: float, seconds: float, **more: Any) -> dict[str, Any]:
@@ -71,6 +72,14 @@ def test_decoders_run_in_processes_of_their_own_and_agree(
     assert found["decode@1"]["draft:default"]["same_answers"] == 1.0
     assert found["decode@0"]["draft:default"]["acceptance_length"] > 1
     assert "dflash-trt, whole blocks" in (tmp_path / "speed.svg").read_text()
+
+    if charts.available():
+        document = {"processor": "P", "tables": found}
+        drawn = picture.natural(document, "draft:default")
+        assert ">chat<" in drawn
+        assert f">{found['decode@0']['draft:default']['ratio']:.2f}x<" in drawn
+        with pytest.raises(ValueError, match="no row adaptive:default, only: plain:default, draft:default"):
+            picture.natural(document)
 
     # Measurements were kept: tables of them need no decoder.
     assert natural.main([*options, "--parts", "none"]) == 0

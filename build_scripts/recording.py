@@ -1,0 +1,87 @@
+"""Draw docs/terminal.svg: a conversation of `dflash-trt chat`, with the accepted drafts in colour.
+
+    python -m build_scripts.recording [--bundle smollm2-135m] [--out docs/terminal.svg]
+
+The answers are computed while the script runs; the speeds are of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.terminal_theme import DIMMED_MONOKAI
+from rich.text import Text
+
+from dflash_trt import LLM
+from dflash_trt.cli import _parser, chat, generate
+
+ROOT = Path(__file__).parent.parent
+QUESTIONS = ("What is the capital of France?", "Give me three tips for sleeping better.")
+# As rich's own, without the fonts that it would fetch.
+FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+ font-size: {char_height}px; line-height: {line_height}px; font-variant-east-asian: full-width }}
+.{unique_id}-title {{ font-size: 18px; font-weight: bold; font-family: sans-serif }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" /></clipPath>
+{lines}
+</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""
+
+
+class Recorded(chat.Conversation):
+    """A conversation whose output is kept."""
+
+    def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
+        super().__init__(llm, generate.sampling_params(args, most=chat.MAX_TOKENS), args)
+        self.text = Text()
+
+    def _print(self, text: str, style: str = "") -> None:
+        self.text.append(text, style)
+
+
+def record(bundle: str, max_tokens: int) -> str:
+    """The SVG of a conversation with a bundle, or with a known pair."""
+    words = ["chat", f"bundles/{Path(bundle).name}", "--max-tokens", str(max_tokens)]
+    with LLM(bundle, max_batch_size=1) as llm:
+        conversation = Recorded(llm, _parser().parse_args(words))
+        conversation.text.append(f"$ dflash-trt {' '.join(words)}\n", "bold")
+        llm.generate(llm.chat_prompt([{"role": "user", "content": "Hello"}]))  # a warm-up
+        for question in QUESTIONS:
+            conversation.text.append(f"{chat.PROMPT}{question}\n", "bold")
+            conversation.ask(question)
+    with open(os.devnull, "w") as nothing:
+        console = Console(record=True, width=92, file=nothing, force_terminal=True)
+        console.print(conversation.text)
+    return console.export_svg(title="dflash-trt", theme=DIMMED_MONOKAI, code_format=FRAME, unique_id="dflash")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bundle", default="smollm2-135m", help="a directory, or a known pair")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "terminal.svg")
+    parser.add_argument("--max-tokens", type=int, default=72)
+    args = parser.parse_args()
+    args.out.write_text(record(args.bundle, args.max_tokens), encoding="utf-8")
+    print(f"drew {args.out}")
+
+
+if __name__ == "__main__":
+    main()
