@@ -1,6 +1,6 @@
 # Serves a bundle: docker build -t dflash-trt . (docs/serving.md, "In a container").
 # The base has Python, the extra adds tritonserver. NVIDIA's image already has tritonserver:
-#   docker build -t dflash-trt --build-arg BASE=nvcr.io/nvidia/tritonserver:26.07-py3 --build-arg EXTRA=serve .
+#   docker build -t dflash-trt --build-arg BASE=nvcr.io/nvidia/tritonserver:26.07-py3 --build-arg EXTRA=triton .
 ARG BASE=python:3.11-slim-bookworm
 
 # A separate stage: the final image has neither sources nor build tools.
@@ -27,4 +27,4 @@ EXPOSE 8000 8001 8002
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
     CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/v2/health/ready', timeout=4)"]
 # Listen on all addresses of the container. The start of the container decides who reaches them.
-ENTRYPOINT ["dflash-trt", "serve", "/bundle", "--host", "0.0.0.0"]
+ENTRYPOINT ["dflash-trt", "serve", "/bundle", "--api", "triton", "--host", "0.0.0.0"]

@@ -1,4 +1,4 @@
-"""Request a completion from a server (`dflash-trt serve bundles/tiny`) over gRPC.
+"""Request a completion from a server (`dflash-trt serve bundles/tiny --api triton`) over gRPC.
 
 pip install 'tritonclient[grpc]'
 python examples/client.py "def add(a, b):"            # one answer

@@ -59,7 +59,7 @@ class Serving:
         self.grpc = f"127.0.0.1:{self.grpc_port}"
         self.log_file = log
         ports = [f"--{name}-port={getattr(self, f'{name}_port')}" for name in ("http", "grpc", "metrics")]
-        command = [sys.executable, "-m", "dflash_trt", "serve", str(bundle), *ports, *options]
+        command = [sys.executable, "-m", "dflash_trt", "serve", str(bundle), "--api=triton", *ports, *options]
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         self.until(lambda: "serving " in self.log or self.process.poll() is not None)

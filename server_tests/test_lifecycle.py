@@ -200,7 +200,7 @@ def test_a_bundle_that_is_not_whole_is_not_served(bundles: dict[str, Path], tmp_
     broken = tmp_path / "bundle"
     shutil.copytree(bundles["tiny"], broken)
     (broken / "tokenizer.json").write_text("{}")
-    command = [sys.executable, "-m", "dflash_trt", "serve", str(broken)]
+    command = [sys.executable, "-m", "dflash_trt", "serve", str(broken), "--api=triton"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "tokenizer.json: 2 bytes, the manifest says" in done.stderr

@@ -60,7 +60,7 @@ def test_the_images_extras_exist_and_the_other_base_is_the_one_serve_names(
 ) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = re.findall(r"EXTRA=([\w-]+)", DOCKERFILE)
-    assert set(named) == {"serve", "triton-local"} <= set(extras)
+    assert set(named) == {"triton", "triton-local"} <= set(extras)
     manifest = {"engine": "onnxruntime", "versions": {}}
     monkeypatch.setattr(Bundle, "open", lambda path: SimpleNamespace(path=path, manifest=manifest))
     (base,) = re.findall(r"BASE=(nvcr\S+)", DOCKERFILE)

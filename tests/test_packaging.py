@@ -30,17 +30,31 @@ print(len(names))
 NOT_CORE = (
     *("torch", "transformers", "safetensors", "modelopt", "jsonschema", "triton", "gguf", "accelerate"),
     *("tensorrt", "tensorrt_rtx", "tensorrt_llm", "aiohttp", "grpc", "hypothesis", "pytest"),
+    *("fastapi", "starlette", "uvicorn", "pydantic", "openai"),
 )
 
 
 def test_the_core_imports_nothing_that_only_extras_install() -> None:
-    # GPU code and training need torch, compiling kernels needs triton, and the proxy needs the extra serve.
+    # GPU code and training need torch, compiling kernels needs triton, and the servers need their extras.
     plugins = [f"dflash_plugins.{name}" for name in ("kernels.", "launch", "moe", "compiler")]
     engines = [f"dflash_trt.engines.tensorrt.{name}" for name in ("engine", "caches", "device_arrays")]
     proxy = [f"dflash_trt.serving.{name}" for name in ("proxy", "launch")]
+    names = (
+        "app",
+        "chat",
+        "completions",
+        "errors",
+        "gate",
+        "generation",
+        "logprobs",
+        "metrics",
+        "model",
+        "protocol",
+    )
+    routes = [f"dflash_trt.serving.openai.{name}" for name in (*names, "responses", "structure")]
     with_torch = "batches blocks card checkpoint head_sample initial loop masks model run state target"
     training = [f"dflash_trt.training.{name}" for name in with_torch.split()]
-    code = IMPORT_ALL.format(blocked=NOT_CORE, skipped=(*plugins, *engines, *proxy, *training))
+    code = IMPORT_ALL.format(blocked=NOT_CORE, skipped=(*plugins, *engines, *proxy, *routes, *training))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "plugins")))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

@@ -1,49 +1,89 @@
-"""`dflash-trt serve`: a bundle behind Triton Inference Server."""
+"""`dflash-trt serve`: a bundle behind OpenAI's API, or behind Triton Inference Server."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 from dflash_trt.cli.deploy import add_engine_arguments, engine_settings
+from dflash_trt.cli.options import at_least
 from dflash_trt.engines import registry
+from dflash_trt.errors import DFlashError
 
-SUMMARY = "serve a bundle with Triton Inference Server"
+SUMMARY = "serve a bundle with OpenAI's API, or with Triton Inference Server"
 DESCRIPTION = """\
-Serve a bundle with Triton Inference Server, over HTTP and gRPC, until Ctrl-C or SIGTERM. The server is the tritonserver
-on the PATH, or the one of nvidia-pytriton's wheel: pip install '.[triton-local]' in a checkout. Without either, this
-prints the command that serves the bundle in a container.
+Serve a bundle until Ctrl-C or SIGTERM. By default clients speak OpenAI's API: chats, completions, responses, and a page
+with a chat at /. It needs the extra `serve`, and serves every engine.
 
-Clients talk to a proxy in front of the server. It limits requests and passes on only those to the model. APIs that load
-code, map memory, trace or log are closed. A server, proxy or engine that dies is restarted.
+`--api triton` starts Triton Inference Server instead, with its HTTP and gRPC protocols. The server is the tritonserver
+on the PATH, or the one of nvidia-pytriton's wheel: pip install '.[triton-local]' in a checkout. Without either, this prints
+the command that serves the bundle in a container.
+
+An engine that dies is started again, and so are Triton's processes.
 """
 EXAMPLES = """\
 examples:
   dflash-trt serve bundles/tiny
-  dflash-trt serve bundles/tiny --http-port 9000 --max-batch-size 16 --log-level info
+  dflash-trt serve bundles/tiny --http-port 9000 --max-batch-size 16 --api-key-file keys.txt
+  dflash-trt serve bundles/tiny --api triton --log-level info
 
-  curl -s localhost:8000/v2/models/dflash/generate -d '{"text_input": "def add(a, b):", "max_tokens": 32}'
+  curl -s localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "What is 17 + 25?"}]}'
 """
+_KEY_VARIABLE = "DFLASH_TRT_API_KEY"
+_PORTS = {"grpc_port": 8001, "metrics_port": 8002}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
     parser.add_argument(
+        "--api", default="openai", choices=("openai", "triton"), help="what clients speak (default: openai)"
+    )
+    parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to serve on (default: 127.0.0.1)"
     )
-    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
-        parser.add_argument(f"--{name}-port", type=int, default=port, metavar="PORT", help=f"default: {port}")
+    parser.add_argument("--http-port", type=int, default=8000, metavar="PORT", help="default: 8000")
     parser.add_argument(
-        "--server", default="triton", choices=("triton", *(e.server for e in registry.engines() if e.server)),
+        "--server", choices=[e.server for e in registry.engines() if e.server],
         help="trtllm-serve: TensorRT-LLM's own, with OpenAI's API on the HTTP port; takes none of the options below",
     )  # fmt: skip
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS",
         help="time for requests to finish after a signal to stop (default: 30)",
     )  # fmt: skip
-    parser.add_argument(
+    openai = parser.add_argument_group("with --api openai")
+    openai.add_argument(
+        "--served-model-name", metavar="NAME", help="the model's name for clients (default: the directory's)"
+    )
+    openai.add_argument(
+        "--api-key-file", type=Path, metavar="FILE",
+        help=f"API keys, one per line; ${_KEY_VARIABLE} may hold one, too (default: anyone may come)",
+    )  # fmt: skip
+    openai.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, for HTTPS")
+    openai.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate")
+    openai.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN",
+        help="an origin whose pages may call the API, or '*'; may be repeated (default: none)",
+    )  # fmt: skip
+    openai.add_argument(
+        "--max-body", type=at_least(1), metavar="BYTES",
+        help="the longest body of a request (default: 1 MiB and 64 bytes per token of the context)",
+    )  # fmt: skip
+    openai.add_argument(
+        "--max-deadline", type=float, metavar="SECONDS",
+        help="the longest time that a request may take, with its time in the queue (default: as it asks)",
+    )  # fmt: skip
+    openai.add_argument(
+        "--log-format", default="text", choices=("text", "json"), help="a line per request (default: text)"
+    )
+    triton = parser.add_argument_group("with --api triton")
+    for name, port in _PORTS.items():
+        option = f"--{name.replace('_', '-')}"
+        triton.add_argument(option, type=int, default=port, metavar="PORT", help=f"default: {port}")
+    triton.add_argument(
         "--log-level", default="warning", choices=("error", "warning", "info", "verbose"),
         help="log level of the server on standard error (default: warning)",
     )  # fmt: skip
@@ -52,24 +92,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.bundle.manifest import Bundle
-    from dflash_trt.extras import install
 
-    if args.server != "triton":
+    if args.server is not None:
         bundle = Bundle.open(args.bundle)
         registry.engine_of(bundle).serve(bundle, args.server, host=args.host, port=args.http_port)
+    return _triton(args) if args.api == "triton" else _openai(args)
+
+
+def _say(text: str) -> None:
+    print(f"dflash-trt serve: {text}", file=sys.stderr, flush=True)
+
+
+def _openai(args: argparse.Namespace) -> int:
+    from dflash_trt.serving.openai.server import ServerSettings, check_installed, serve
+
+    check_installed()
+    if (args.tls_cert is None) != (args.tls_key is None):
+        raise DFlashError("--tls-cert and --tls-key: only one is given, expected both")
+    keys = _keys(args.api_key_file)
+    settings = ServerSettings(
+        bundle=args.bundle,
+        name=args.served_model_name,
+        host=args.host,
+        port=args.http_port,
+        keys=keys,
+        certificate=args.tls_cert,
+        certificate_key=args.tls_key,
+        origins=args.cors_origin,
+        max_body=args.max_body,
+        max_seconds=args.max_deadline,
+        grace=args.grace,
+        json_logs=args.log_format == "json",
+        engine={name: str(value) for name, value in engine_settings(args).items() if value is not None},
+        limit=args.max_batch_size + args.max_queue,
+    )
+    url = f"http{'s' if args.tls_cert else ''}://{f'[{args.host}]' if ':' in args.host else args.host}:{args.http_port}"
+
+    def ready() -> None:
+        print(f"serving {args.bundle}; Ctrl-C stops")
+        print(f"page     {url}/")
+        print(f"API      {url}/v1")
+        print(f"metrics  {url}/metrics", flush=True)
+
+    if not keys and args.host not in ("127.0.0.1", "::1", "localhost"):
+        _say(f"anyone who reaches {args.host} may use the model: there is no --api-key-file")
+    return serve(settings, ready, _say)
+
+
+def _keys(file: Path | None) -> list[str]:
+    """The keys of a file and of the environment."""
+    keys = [] if file is None else [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    keys = [key for key in [*keys, os.environ.get(_KEY_VARIABLE, "").strip()] if key]
+    if file is not None and not keys:
+        raise DFlashError(f"{file}: has no API key, expected one per line")
+    return keys
+
+
+def _triton(args: argparse.Namespace) -> int:
+    from dflash_trt.bundle.manifest import Bundle
+    from dflash_trt.extras import install
     from dflash_trt.serving.deploy import container_command, deploy, request_fields
     from dflash_trt.serving.launch import find_server, server_arguments
     from dflash_trt.serving.proxy import Settings, Sockets, check_installed, max_request_bytes
     from dflash_trt.serving.supervisor import Supervisor
 
-    def say(text: str) -> None:
-        print(f"dflash-trt serve: {text}", file=sys.stderr, flush=True)
-
     with tempfile.TemporaryDirectory(prefix="dflash-trt-") as temporary:  # only this user may enter it
         directory = Path(temporary)
         server = find_server(directory)
         if server is None:
-            say(
+            _say(
                 f"there is no tritonserver on the PATH; get one with {install('triton-local')}, or "
                 "serve in a container:"
             )
@@ -97,6 +188,6 @@ def run(args: argparse.Namespace) -> int:
             print(f"metrics  http://{args.host}:{args.metrics_port}/metrics", flush=True)
 
         if args.host not in ("127.0.0.1", "::1", "localhost"):
-            say(f"anyone who reaches {args.host} may use the model: there is no authentication")
+            _say(f"anyone who reaches {args.host} may use the model: there is no authentication")
         arguments = server_arguments(repository, sockets, args.log_level)
-        return Supervisor(server, arguments, repository, sockets, settings, args.grace).run(ready, say)
+        return Supervisor(server, arguments, repository, sockets, settings, args.grace).run(ready, _say)

@@ -99,14 +99,17 @@ def _commit(request: Request, drafted: Sequence[int], verdict: Verdict, logits: 
     accepted = [drafted[node] for node in verdict.path]
     request.statistics.record_round(request.own_length(len(drafted)) - 1, len(accepted))
     if verdict.ok:
-        return _emit(request, [*accepted, verdict.token], logits)
+        return _emit(request, [*accepted, verdict.token], logits, len(accepted))
     if len(drafted) > 1:  # perhaps because of a draft; the next round decides without drafts
-        return _emit(request, accepted, logits)
+        return _emit(request, accepted, logits, len(accepted))
     return fail(request, non_finite(request.committed + 1))
 
 
-def _emit(request: Request, tokens: list[int], logits: Array | None) -> Emission:
-    """Emit tokens. `logits` [n,V], if log-probabilities are requested, has the row that decided each token."""
+def _emit(request: Request, tokens: list[int], logits: Array | None, accepted: int = 0) -> Emission:
+    """Emit tokens, the first `accepted` of them drafts.
+
+    `logits` [n,V], if log-probabilities are requested, has the row that decided each token.
+    """
     request.output += tokens
     kept, text, reason = request.stop.push(tokens)
     request.statistics.num_generation_tokens += kept
@@ -123,7 +126,7 @@ def _emit(request: Request, tokens: list[int], logits: Array | None) -> Emission
         if most:
             tops = [top for _, top in found]
             request.top_logprobs += tops
-    return Emission(request, tokens[:kept], text, reason, logprobs, tops)
+    return Emission(request, tokens[:kept], text, reason, logprobs, tops, accepted=min(accepted, kept))
 
 
 def read_prompt(request: Request, logits: Array, start: int) -> None:

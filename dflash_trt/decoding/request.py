@@ -70,6 +70,7 @@ class Emission:
     """A step's result for one request: the kept tokens, the text that is certain now, and the end, if any.
 
     error: the error that ended the request, if finish_reason is "error".
+    accepted: the first so many tokens were drafted.
     """
 
     request: Request
@@ -79,6 +80,7 @@ class Emission:
     logprobs: list[float] | None = None
     top_logprobs: list[TopLogprobs] | None = None
     error: RequestError | None = None
+    accepted: int = 0
 
 
 def chunk(emissions: Sequence[Emission]) -> Chunk:
@@ -93,6 +95,7 @@ def chunk(emissions: Sequence[Emission]) -> Chunk:
         None if last.finish_reason is None else last.request.statistics,
         [logprob for each in logprobs for logprob in each] if logprobs else None,
         top_logprobs=[top for each in tops for top in each] if tops else None,
+        rounds=[(len(each.token_ids), each.accepted) for each in emissions if each.token_ids],
     )
 
 

@@ -120,13 +120,13 @@ def container_command(bundle: str | Path) -> str:
     check_path(Path(bundle))
     opened = Bundle.open(bundle)
     found = engine_of(opened).container(opened.manifest)
-    packages = " ".join(["$(echo /dist/dflash_trt-*.whl)[serve]", *found.packages])
+    packages = " ".join(["$(echo /dist/dflash_trt-*.whl)[triton]", *found.packages])
     return (
         "pip wheel --no-deps --wheel-dir dist .   # in a checkout of dflash-trt\n"
         f"docker run --rm --init {'--gpus all ' if found.gpus else ''}--network host --shm-size 1g "
         f'-v "{Path(bundle).resolve()}:/bundle:ro" -v "$PWD/dist:/dist:ro" \\\n'
         f"    nvcr.io/nvidia/tritonserver:{found.tag} bash -c \\\n"
-        f"    'pip install {packages} && dflash-trt serve /bundle'"
+        f"    'pip install {packages} && dflash-trt serve /bundle --api triton'"
     )
 
 
@@ -135,7 +135,7 @@ RESTRICTED = "model-repository,shared-memory,trace,logging"
 
 
 def bare_command(repository: str | Path) -> str:
-    """A command that starts tritonserver on a repository without `dflash-trt serve`, bound to loopback."""
+    """A command that starts tritonserver on a repository without `dflash-trt serve --api triton`, bound to loopback."""
     return (
         "secret=$(openssl rand -hex 32)\n"
         f"tritonserver --model-repository {repository} --model-control-mode explicit --load-model '*' \\\n"

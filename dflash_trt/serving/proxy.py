@@ -99,12 +99,12 @@ class Sockets:
 
 
 def check_installed() -> None:
-    """Raise DFlashError if a package of the extra `serve` is missing."""
+    """Raise DFlashError if a package of the extra `triton` is missing."""
     try:
         import aiohttp  # noqa: F401
         import grpc  # noqa: F401
     except ImportError as error:
-        raise DFlashError(f"{error.name} is not installed; install it with: {install('serve')}") from None
+        raise DFlashError(f"{error.name} is not installed; install it with: {install('triton')}") from None
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,12 +1,12 @@
-"""The engine process behind the Triton model: an `AsyncLLM` that answers lines of JSON on a socket.
+"""The engine process behind a server: an `AsyncLLM` that answers lines of JSON on a socket.
 
     python -m dflash_trt.serving.worker FD SETTINGS
 
-The model (triton_repo/dflash/1/model.py) starts it. The worker first writes {"ready": true} and the longest line it
-accepts. The model sends one object per line: a request with its id, or {"cancel": id}. The answers are lists of
-[id, update]. An update has text and token_ids. The last update of a request also has finish_reason and statistics, or
-error: [code, message]. The end of input ends this process. SIGTERM cancels all requests. SIGINT is left to the
-server.
+The Triton model (triton_repo/dflash/1/model.py) starts it, or the server of OpenAI's API (dflash_trt/serving/openai).
+The worker first writes {"ready": true} and the longest line it accepts. The server sends one object per line: a request
+with its id, {"cancel": id}, or {"id": id, "ask": "metrics"}. The answers are lists of [id, update]. An update has text
+and token_ids. The last update of a request also has finish_reason and statistics, or error: [code, message]. The end of
+input ends this process. SIGTERM cancels all requests. SIGINT is left to the server.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ class Worker:
             if "cancel" in message:
                 if task := self._tasks.get(message["cancel"]):
                     task.cancel()
+            elif "ask" in message:
+                self._send(message["id"], {"metrics": self._llm.metrics.prometheus()})
             else:
                 key = message["id"]
                 self._tasks[key] = asyncio.create_task(self._answer(key, message))
@@ -137,7 +139,7 @@ class Worker:
                 for sample in samples:  # if one has failed
                     sample.cancel()
         except BusyError as error:
-            self._send(key, {"error": ["UNAVAILABLE", str(error)]})
+            self._send(key, {"error": ["UNAVAILABLE", str(error)], "busy": True})
         except DecodingError as error:
             self._send(key, {"error": ["INTERNAL", str(error)]})
         except RequestError as error:
@@ -178,11 +180,11 @@ class Worker:
         if message["stream"]:
             async with aclosing(self._llm.stream(prompt, params, **options)) as chunks:
                 async for chunk in chunks:
-                    about_prompt = self._about_prompt(chunk.prompt_token_ids, message["echo"])
+                    about_prompt = self._about_prompt(chunk, message["echo"])
                     self._send(key, about_prompt | _update(chunk, arrived) | index)
         else:
             done = await self._llm.generate(prompt, params, **options)
-            about_prompt = self._about_prompt(done.prompt_token_ids, message["echo"])
+            about_prompt = self._about_prompt(done, message["echo"])
             self._send(key, about_prompt | _update(done, arrived) | index)
 
     def _ended(self, key: int, task: asyncio.Task[None]) -> None:
@@ -194,11 +196,15 @@ class Worker:
             traceback.print_exception(error)
             self._send(key, {"error": ["INTERNAL", f"{type(error).__name__}: {error}"]})
 
-    def _about_prompt(self, ids: list[int] | None, echo: bool) -> dict[str, Any]:
-        """Fields of a request's first update besides its tokens. `ids` is None for later updates."""
-        if ids is None:
+    def _about_prompt(self, part: Chunk | Completion, echo: bool) -> dict[str, Any]:
+        """Fields of a request's first update besides its tokens. Later updates have none."""
+        if (ids := part.prompt_token_ids) is None:
             return {}
         about: dict[str, Any] = {"num_input_tokens": len(ids)}
+        if part.prompt_logprobs is not None:
+            about["prompt_logprobs"] = part.prompt_logprobs
+        if part.prompt_top_logprobs is not None:
+            about["prompt_top_logprobs"] = part.prompt_top_logprobs
         return about | {"echo": [self._llm.tokenizer.decode(ids), ids]} if echo else about
 
     def _end_ids(self, end_id: int) -> list[int]:
@@ -231,6 +237,8 @@ class Worker:
 
 def _update(part: Chunk | Completion, arrived: int) -> dict[str, Any]:
     update: dict[str, Any] = {"text": part.text, "token_ids": part.token_ids}
+    if isinstance(part, Chunk):
+        update["rounds"] = part.rounds
     if part.logprobs is not None:
         update["logprobs"] = part.logprobs
     if part.top_logprobs is not None:
@@ -240,6 +248,7 @@ def _update(part: Chunk | Completion, arrived: int) -> dict[str, Any]:
         assert s is not None
         update["finish_reason"] = part.finish_reason
         update["num_draft_tokens"], update["num_accepted_tokens"] = s.num_draft_tokens, s.num_accepted_tokens
+        update["num_cached_tokens"] = s.num_cached_tokens
         update["times"] = _times(s, arrived)
     return update
 

@@ -158,6 +158,10 @@ class Tokenizer:
         }
         return self._templates.render(name, given | {"messages": messages})
 
+    def chat_source(self) -> str:
+        """The default chat template as text; "" without one."""
+        return self._templates.sources.get("default", "")
+
     @cached_property
     def _templates(self) -> ChatTemplates:
         return ChatTemplates(self.directory, self._files)

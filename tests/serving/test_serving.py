@@ -267,8 +267,8 @@ def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
         about = worker._about_prompt
         llm._runtime.request = panicking  # type: ignore[method-assign]
         llm._runtime.pair.prefill = not_finite  # type: ignore[method-assign, union-attr]
-        worker._about_prompt = lambda ids, echo: (
-            {"echo": object()} if ids and ids[0] == 3 else about(ids, echo)
+        worker._about_prompt = lambda part, echo: (
+            {"echo": object()} if (part.prompt_token_ids or [0])[0] == 3 else about(part, echo)
         )  # type: ignore[method-assign, dict-item]
         ours, theirs = socket.socketpair()
         serving = asyncio.create_task(worker.serve(theirs))
@@ -301,7 +301,7 @@ def test_the_server_on_the_path_is_taken_and_without_one_the_container_is_told(
     monkeypatch.setitem(sys.modules, "pytriton", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert find_server(tmp_path / "work") is None
-    assert main(["serve", str(bundle)]) == 1
+    assert main(["serve", str(bundle), "--api", "triton"]) == 1
     out, err = capsys.readouterr()
     assert "dflash-trt[triton-local]" in err
     assert out.startswith("docker run ")
@@ -326,7 +326,7 @@ def test_containers_fit_the_engine_of_the_bundle(bundle: Path, monkeypatch: pyte
 
     assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt", "10.14.1.48")
     assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt-llm")
-    assert "dflash_trt-*.whl)[serve] tensorrt-rtx" in command("tensorrt-rtx")
+    assert "dflash_trt-*.whl)[triton] tensorrt-rtx" in command("tensorrt-rtx")
     assert "--gpus" not in command("onnxruntime")
     for version in ("10.2.0", "10.11.0.33"):  # older containers have known security defects
         with pytest.raises(DFlashError, match=rf"plans are of TensorRT {version[:4]}.*10\.14"):

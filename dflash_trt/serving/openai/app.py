@@ -1,0 +1,242 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from pydantic import BaseModel, ValidationError
+
+import dflash_trt
+from dflash_trt.errors import RequestError
+from dflash_trt.serving.openai.chat import Chat
+from dflash_trt.serving.openai.completions import Completions
+from dflash_trt.serving.openai.engine import Engine, EngineDownError
+from dflash_trt.serving.openai.errors import ApiError, from_validation, refused
+from dflash_trt.serving.openai.gate import FACTS
+from dflash_trt.serving.openai.model import Model
+from dflash_trt.serving.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from dflash_trt.serving.openai.responses import Responses, ResponsesRequest, as_chat
+
+Answering = Chat | Completions | Responses
+B = TypeVar("B", bound=BaseModel)
+
+
+def make_app(
+    model: Model, engine: Engine, metrics: Callable[[], Awaitable[str]], most_seconds: float | None
+) -> FastAPI:
+    """The API of one model.
+
+    metrics: the text of /metrics. most_seconds: the longest deadline of a request; None leaves it to the requests.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await engine.close()
+
+    # Its pages of documentation load scripts from elsewhere; /openapi.json stays.
+    app = FastAPI(
+        title="dflash-trt", version=dflash_trt.__version__, docs_url=None, redoc_url=None, lifespan=lifespan
+    )
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body(), error.status, error.headers())
+
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def no_route(request: Request, error: Any) -> Response:
+        text = f"{request.method} {request.url.path[:200]} is not an endpoint of this server"
+        return JSONResponse(ApiError(error.status_code, text).body(), error.status_code)
+
+    async def answer(request: Request, answering: Answering) -> Response:
+        FACTS.get()["id"] = answering.id
+        FACTS.get()["prompt_tokens"] = sum(map(len, answering.prepared.prompts))
+        if not answering.body.stream:
+            whole = await answering.whole(engine)
+            FACTS.get()["completion_tokens"] = answering.usage.completion
+            FACTS.get()["finish_reason"] = answering.reasons()
+            return _json(whole)
+        chunks = answering.chunks(engine)
+        # The first chunk comes before the status, so that a refusal is a status and no event.
+        first = await anext(chunks)
+        return StreamingResponse(_events(first, chunks, answering), media_type="text/event-stream",
+                                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # fmt: skip
+
+    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        body = await _read(request, ChatRequest)
+        return await answer(request, await Chat.of(model, body, request.state.request_id, most_seconds))
+
+    @app.post("/v1/completions", openapi_extra=_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        body = await _read(request, CompletionRequest)
+        return await answer(
+            request, await Completions.of(model, body, request.state.request_id, most_seconds)
+        )
+
+    @app.post("/v1/responses", openapi_extra=_schema(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        body = await _read(request, ResponsesRequest)
+        try:
+            asked = as_chat(body)
+        except ValidationError as error:
+            raise from_validation(error) from None
+        chat = await Chat.of(model, asked, request.state.request_id, most_seconds)
+        return await answer(request, Responses.of(chat, body, request.state.request_id))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [_card(model)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        model.check_name(name)
+        return _json(_card(model))
+
+    @app.post("/tokenize", openapi_extra=_schema(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        body = await _read(request, TokenizeRequest)
+        model.check_name(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "prompt and messages: expected one of them", "prompt")
+        try:
+            if body.prompt is not None:
+                ids = await model.encode(body.prompt, special=body.add_special_tokens is not False)
+            else:
+                ids, _ = await model.chat(
+                    body.messages or [],
+                    body.tools,
+                    body.chat_template_kwargs or {},
+                    generation_prompt=body.add_generation_prompt,
+                )
+        except RequestError as error:
+            raise refused(str(error)) from None
+        texts = [model.token_text(token) for token in ids] if body.return_token_strs else None
+        return _json(
+            {"count": len(ids), "max_model_len": model.max_seq_len, "tokens": ids, "token_strs": texts}
+        )
+
+    @app.post("/detokenize", openapi_extra=_schema(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        body = await _read(request, DetokenizeRequest)
+        model.check_name(body.model)
+        if wrong := [token for token in body.tokens if not 0 <= token < model.vocab_size]:
+            raise ApiError(400, f"tokens contains {wrong[0]}, expected 0..{model.vocab_size - 1}", "tokens")
+        return _json({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def part_of_page(name: str) -> Response:
+        if name not in ("page.css", "page.js"):
+            raise ApiError(404, f"/page/{name[:100]} is not an endpoint of this server")
+        return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether this process works. It starts a dead engine again by itself, so it need not be restarted then."""
+        return _json({"status": "ok", "engine": "serving" if engine.serves else "starting"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether a request would be taken up: the engine lives and answers."""
+        try:
+            await engine.metrics()
+        except EngineDownError as error:
+            raise ApiError(503, str(error), code="engine_down") from None
+        return _json({"status": "ready"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": dflash_trt.__version__})
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return PlainTextResponse(await metrics(), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+async def _events(
+    first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None], answering: Answering
+) -> AsyncIterator[bytes]:
+    """Server-sent events of a stream. An error in the middle is an event, too."""
+    facts = FACTS.get()
+    try:
+        yield _event(first)
+        async for chunk in rest:
+            yield _event(chunk)
+    except ApiError as error:
+        facts["error"] = error.message
+        yield _event(error.body() | ({"type": "error"} if isinstance(answering, Responses) else {}))
+    finally:
+        await rest.aclose()
+        facts["completion_tokens"], facts["finish_reason"] = answering.usage.completion, answering.reasons()
+    if not isinstance(answering, Responses):
+        yield b"data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    """One event. Those of responses have names."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    kind = value.get("type")
+    name = b"" if kind is None else b"event: " + kind.encode() + b"\n"
+    return name + b"data: " + text + b"\n\n"
+
+
+def _json(value: Any) -> Response:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return Response(text.encode(errors="replace"), media_type="application/json")
+
+
+async def _read(request: Request, kind: type[B]) -> B:
+    """The body of a request. Raises ApiError naming the field at fault."""
+    media = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if media != "application/json":  # pages of other sites can send the other types without being asked
+        raise ApiError(415, f"Content-Type is {media[:100] or 'missing'}, expected application/json")
+    try:
+        return kind.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _schema(kind: type[BaseModel]) -> dict[str, Any]:
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _card(model: Model) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "dflash-trt",
+        "root": model.bundle.manifest["target"]["name"],
+        "parent": None,
+        "max_model_len": model.max_seq_len,
+        "block_size": model.block_size,
+    }
+
+
+_STARTED = int(time.time())
+_PAGE = Path(__file__).with_name("page")
+# The page needs nothing from elsewhere, and no other page may frame it.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'",
+    "Cache-Control": "no-cache",
+}

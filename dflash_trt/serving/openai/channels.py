@@ -1,0 +1,118 @@
+"""gpt-oss writes messages of several channels: reasoning in `analysis`, the answer in `final`, calls in `commentary`.
+
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+
+The format is that of OpenAI's Harmony (https://github.com/openai/harmony). The library `openai-harmony` reads the
+tokens of one vocabulary, which it downloads. This reads the tokens of the bundle's own tokenizer, without a network.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from dflash_trt.decoding.output.detokenizer import Detokenizer
+from dflash_trt.serving.openai.parsing import Call, Part, Stage
+from dflash_trt.text.tokenizer import Tokenizer
+
+_MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+
+
+class Channels:
+    """A parser of answers in channels.
+
+    prompt: the text of the prompt. It may end within a message's header, or behind it. `calls`: finds calls in the
+    text of `final`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: str, calls: Stage) -> None:
+        self._tokenizer, self._calls = tokenizer, calls
+        ids = {marker: tokenizer.backend.token_to_id(marker) for marker in _MARKERS}
+        self._markers = {token: marker for marker, token in ids.items() if token is not None}
+        head = prompt[prompt.rfind("<|start|>") + len("<|start|>") :] if "<|start|>" in prompt else ""
+        self._header, body, _ = head.partition("<|message|>")
+        self._in_body = bool(body)
+        self._words = Detokenizer(tokenizer.backend)
+        self._call = ""
+        # Stop strings cut the engine's text, but not its tokens. So no more characters are given out than it has.
+        self._allowed = self._seen = 0
+        self._waiting: list[tuple[str, str]] = []
+
+    def push(self, text: str, token_ids: list[int]) -> list[Part]:
+        self._allowed += len(text)
+        for token in token_ids:
+            if (marker := self._markers.get(token)) is None:
+                self._take(self._words.push([token]))
+            else:
+                self._end_of_text()
+                self._mark(marker)
+        return list(self._due())
+
+    def finish(self) -> list[Part]:
+        self._end_of_text()
+        if self._in_body:
+            self._waiting.append(("end", self._header))
+        return [*self._due(), *self._calls.finish()]
+
+    def _end_of_text(self) -> None:
+        self._take(self._words.flush())
+        self._words = Detokenizer(self._tokenizer.backend)
+
+    def _take(self, text: str) -> None:
+        if not text:
+            return
+        if self._in_body:
+            self._waiting.append((self._header, text))
+        else:
+            self._header += text
+            self._seen += len(text)
+
+    def _mark(self, marker: str) -> None:
+        if marker == "<|message|>":
+            self._in_body = True
+        elif marker in ("<|channel|>", "<|constrain|>") and not self._in_body:
+            self._header += marker
+        else:
+            if self._in_body:
+                self._waiting.append(("end", self._header))
+            self._header, self._in_body = "", False
+
+    def _due(self) -> Iterator[Part]:
+        while self._waiting:
+            header, text = self._waiting[0]
+            if header == "end":
+                self._waiting.pop(0)
+                yield from self._message_end(text)
+                continue
+            room = self._allowed - self._seen
+            if room <= 0:
+                return
+            now = text[:room]
+            self._seen += len(now)
+            if len(now) < len(text):
+                self._waiting[0] = header, text[room:]
+            else:
+                self._waiting.pop(0)
+            yield from self._part(header, now)
+
+    def _part(self, header: str, text: str) -> Iterator[Part]:
+        channel, tool = _read(header)
+        if tool:
+            self._call += text
+        elif channel == "analysis":
+            yield Part("reasoning", text)
+        else:
+            yield from self._calls.push(text)
+
+    def _message_end(self, header: str) -> Iterator[Part]:
+        tool = _read(header)[1]
+        if tool:
+            yield Part("call", call=Call(tool, self._call.strip() or "{}"))
+            self._call = ""
+
+
+def _read(header: str) -> tuple[str, str]:
+    """The channel of a message, and the tool that it calls."""
+    tool = re.search(r"to=(?:functions\.)?([\w.-]+)", header)
+    channel = re.search(r"<\|channel\|>\s*(\w+)", header)
+    return channel[1] if channel else "final", tool[1] if tool else ""

@@ -1,0 +1,180 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_trt.errors import RequestError
+from dflash_trt.serving.openai.engine import Engine, Update
+from dflash_trt.serving.openai.errors import ApiError, refused
+from dflash_trt.serving.openai.generation import Prepared, Usage, prepare, updates
+from dflash_trt.serving.openai.logprobs import of_completion
+from dflash_trt.serving.openai.model import Model
+from dflash_trt.serving.openai.protocol import CompletionRequest
+
+_DEFAULT_TOKENS = 16  # OpenAI's
+_MOST_PROMPTS = 1024
+
+
+@dataclass
+class _Choice:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)  # its tokens, where they have log-probabilities, too
+    logprobs: list[float | None] = field(default_factory=list)
+    tops: list[list[tuple[int, float]] | None] = field(default_factory=list)
+    finish_reason: str | None = None
+    offset: int = 0
+
+
+@dataclass
+class Completions:
+    """Prompts that are ready to be completed."""
+
+    model: Model
+    body: CompletionRequest
+    id: str
+    prepared: Prepared
+    usage: Usage = field(default_factory=Usage)
+    _reasons: list[str | None] = field(default_factory=list)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    async def of(
+        cls, model: Model, body: CompletionRequest, request_id: str, most_seconds: float | None
+    ) -> Completions:
+        """Tokenize the prompts. Raises ApiError."""
+        model.check_name(body.model)
+        prompts = [await _ids(model, prompt, body.add_special_tokens) for prompt in _prompts(body.prompt)]
+        tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        more: dict[str, Any] = {}
+        if body.logprobs is not None:
+            more = {"logprobs": True, "top_logprobs": body.logprobs, "prompt_logprobs": bool(body.echo)}
+        if body.structured_outputs is not None:
+            more["structured_outputs"] = body.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        # With max_tokens 0 the prompt alone is echoed. The engine's least is one token, which is dropped.
+        least = 1 if body.echo and tokens == 0 else tokens
+        prepared = prepare(model, body, prompts, max_tokens=least, more=more, most_seconds=most_seconds)
+        return cls(model, body, f"cmpl-{request_id}", prepared)
+
+    async def run(self, engine: Engine) -> AsyncGenerator[tuple[int, Update], None]:
+        """Index and update of each choice, as they come."""
+        drop = self.body.echo and self.body.max_tokens == 0
+        async with aclosing(updates(engine, self.prepared.messages)) as found:
+            async for index, update in found:
+                if drop:
+                    update |= {"text": "", "token_ids": []}
+                    update |= {name: [] for name in ("logprobs", "top_logprobs") if name in update}
+                    if "finish_reason" in update:
+                        update["finish_reason"] = "length"
+                self.usage.add(update, prompt=index % self.prepared.n == 0)
+                if "finish_reason" in update:
+                    self._reasons.append(update["finish_reason"])
+                yield index, update
+
+    def _echo(self, index: int) -> tuple[str, list[int]]:
+        if not self.body.echo:
+            return "", []
+        ids = self.prepared.prompts[index // self.prepared.n]
+        return self.model.tokenizer.decode(ids), ids
+
+    def reasons(self) -> list[str | None]:
+        """The finish reasons of the choices so far."""
+        return self._reasons
+
+    async def whole(self, engine: Engine) -> dict[str, Any]:
+        """The completions at once."""
+        choices = [_Choice() for _ in self.prepared.messages]
+        async with aclosing(self.run(engine)) as found:
+            async for index, update in found:
+                self._add(choices[index], index, update)
+        listed = []
+        for index, choice in enumerate(choices):
+            text, ids = self._echo(index)
+            made = {"index": index, "text": text + choice.text, "finish_reason": choice.finish_reason}
+            made["logprobs"] = self._logprobs(choice) if self.body.logprobs is not None else None
+            if self.body.return_token_ids:
+                made["token_ids"] = choice.token_ids
+                made["prompt_token_ids"] = ids or self.prepared.prompts[index // self.prepared.n]
+            listed.append(made)
+        return self._frame(listed) | {"usage": self.usage.to_dict()}
+
+    def _add(self, choice: _Choice, index: int, update: Update) -> None:
+        if "prompt_logprobs" in update:
+            choice.prompt = self.prepared.prompts[index // self.prepared.n]
+            choice.logprobs += update["prompt_logprobs"]
+            tops = update.get("prompt_top_logprobs") or [[]] * len(choice.prompt)
+            choice.tops += [None, *tops[1:]]
+        choice.text += update["text"]
+        choice.token_ids += update["token_ids"]
+        choice.logprobs += update.get("logprobs") or []
+        choice.tops += update.get("top_logprobs") or [None] * len(update.get("logprobs") or [])
+        choice.finish_reason = update.get("finish_reason", choice.finish_reason)
+
+    def _logprobs(self, choice: _Choice) -> dict[str, Any]:
+        ids = [*choice.prompt, *choice.token_ids]
+        return of_completion(self.model, ids, choice.logprobs, choice.tops, choice.offset)
+
+    async def chunks(self, engine: Engine) -> AsyncGenerator[dict[str, Any], None]:
+        """The completions in chunks."""
+        options = self.body.stream_options
+        always = options is not None and options.continuous_usage_stats
+        begun, offsets = set[int](), dict[int, int]()
+        async with aclosing(self.run(engine)) as found:
+            async for index, update in found:
+                part = _Choice(offset=offsets.get(index, 0))
+                self._add(part, index, update)
+                text = part.text
+                if index not in begun:
+                    begun.add(index)
+                    text = self._echo(index)[0] + text
+                choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": part.finish_reason}
+                choice["logprobs"] = self._logprobs(part) if self.body.logprobs is not None else None
+                offsets[index] = part.offset + sum(map(len, (choice["logprobs"] or {}).get("tokens", ())))
+                if self.body.return_token_ids:
+                    choice["token_ids"] = part.token_ids
+                frame = self._frame([choice])
+                yield frame | {"usage": self.usage.to_dict()} if always else frame
+        if options is not None and options.include_usage:
+            yield self._frame([]) | {"usage": self.usage.to_dict()}
+
+    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model.name,
+            "choices": choices,
+        }
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """The prompts of a request: one text or list of ids, or several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise ApiError(400, "prompt is [], expected a text, token ids, or a list of them", "prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    if len(prompt) > _MOST_PROMPTS:
+        raise ApiError(400, f"prompt has {len(prompt)} texts, expected at most {_MOST_PROMPTS}", "prompt")
+    return prompt  # type: ignore[return-value]
+
+
+async def _ids(model: Model, prompt: str | list[int], special: bool) -> list[int]:
+    """Token ids of a prompt. The engine checks given ids. Raises ApiError."""
+    if not isinstance(prompt, str):
+        if not prompt:
+            raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
+        return prompt
+    try:
+        ids = await model.encode(prompt, special=special)
+    except RequestError as error:
+        raise refused(str(error)) from None
+    if not ids:
+        raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
+    return ids

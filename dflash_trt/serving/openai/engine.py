@@ -1,0 +1,269 @@
+"""The engine process as the API sees it: requests in, updates out, and a new process after one has died.
+
+The process is `dflash_trt.serving.worker`, which also serves Triton. This module speaks its lines of JSON from asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from dflash_trt.errors import DFlashError
+
+Update = dict[str, Any]
+# Pause before a restart: doubled each time, until an engine has served for STEADY_SECONDS.
+FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.25, 30.0, 60.0
+_ASK_SECONDS = 5.0
+_STOP_SECONDS = 10.0
+
+
+class EngineDownError(DFlashError):
+    """There is no engine now. A new one is being started."""
+
+
+class QueueFullError(DFlashError):
+    """As many requests are in flight as the server takes."""
+
+
+@dataclass
+class Counts:
+    """Deaths and restarts of the engine since the server started."""
+
+    deaths: int = 0
+    restarts: int = 0
+
+
+@dataclass(eq=False)
+class _Connection:
+    """One engine process, and the requests that it works on."""
+
+    process: asyncio.subprocess.Process
+    transport: asyncio.Transport
+    lines: _Lines
+    longest_line: int
+    born: float
+    pending: dict[int, asyncio.Queue[Update]] = field(default_factory=dict)
+    asked: dict[int, asyncio.Future[Update]] = field(default_factory=dict)  # questions that are no requests
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self.transport.write(json.dumps(message).encode() + b"\n")
+
+
+class Engine:
+    """The engine process of one bundle. It is started again when it dies, until `close`.
+
+    settings: `AsyncLLM`'s arguments as texts, as the parameters of config.pbtxt. `limit`: requests in flight at most.
+    say: takes a line about a death or a restart.
+    """
+
+    def __init__(self, settings: dict[str, str], *, limit: int, say: Callable[[str], None]) -> None:
+        self._settings, self._limit, self._say = settings, limit, say
+        self._numbers = itertools.count(1)
+        self._connection: _Connection | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._closing = False
+        self.counts = Counts()
+
+    @property
+    def serves(self) -> bool:
+        """Whether there is an engine that takes requests."""
+        return self._connection is not None and not self._closing
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._connection.pending) if self._connection else 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine."""
+        return self._connection.process.pid if self._connection else None
+
+    async def start(self) -> None:
+        """Load the bundle. Raises DFlashError with the engine's reason if it cannot be loaded."""
+        self._connection = await self._open()
+        self._watch = asyncio.create_task(self._keep_running(self._connection))
+
+    async def close(self) -> None:
+        """Cancel all requests and end the process."""
+        self._closing = True
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            connection.transport.close()  # the end of its input ends the worker
+            self._refuse(connection, "the server is stopping")
+            await _end(connection.process)
+
+    async def updates(self, message: dict[str, Any]) -> AsyncGenerator[Update, None]:
+        """The updates of one request; the last one has finish_reason or error. A consumer that leaves cancels it.
+
+        Raises:
+            EngineDownError: there is no engine.
+            QueueFullError: too many requests are in flight.
+            DFlashError: the request has more bytes than the engine reads.
+        """
+        connection = self._connection
+        if connection is None or self._closing:
+            raise EngineDownError("the engine is being started; try again in some seconds")
+        if len(connection.pending) >= self._limit:
+            raise QueueFullError(
+                f"{len(connection.pending)} requests are in flight, which is the limit; try again later"
+            )
+        key = next(self._numbers)
+        line = json.dumps({"id": key, **message}).encode() + b"\n"
+        if len(line) > connection.longest_line:
+            raise DFlashError(
+                f"the request has {len(line)} bytes in JSON, expected at most {connection.longest_line}"
+            )
+        queue = connection.pending[key] = asyncio.Queue()
+        connection.transport.write(line)
+        final = False
+        try:
+            while not final:
+                update = await queue.get()
+                final = "finish_reason" in update or "error" in update
+                yield update
+        finally:
+            connection.pending.pop(key, None)
+            if not final:
+                connection.tell({"cancel": key})
+
+    async def metrics(self) -> str:
+        """The engine's metrics in Prometheus' text format. Raises EngineDownError if it does not answer."""
+        connection = self._connection
+        if connection is None:
+            raise EngineDownError("there is no engine")
+        key = next(self._numbers)
+        answer = connection.asked[key] = asyncio.get_running_loop().create_future()
+        connection.tell({"id": key, "ask": "metrics"})
+        try:
+            async with asyncio.timeout(_ASK_SECONDS):
+                update = await answer
+        except TimeoutError:
+            raise EngineDownError(f"the engine has not answered for {_ASK_SECONDS:g} s") from None
+        finally:
+            del connection.asked[key]
+        if "metrics" not in update:
+            raise EngineDownError(str(update.get("error", "the engine gave no metrics")))
+        return str(update["metrics"])
+
+    async def _open(self) -> _Connection:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "dflash_trt.serving.worker", str(theirs.fileno())),
+                json.dumps(self._settings),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # otherwise Ctrl-C in a terminal reaches it
+            )
+        lines = _Lines()
+        try:
+            transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: lines, sock=ours)
+            first = await lines.first
+            if "ready" not in first:
+                raise DFlashError(
+                    first.get("fatal") or f"while loading, the engine {_how(await process.wait())}"
+                )
+        except BaseException:
+            ours.close()
+            await _end(process)
+            raise
+        connection = _Connection(process, transport, lines, first["longest_line"], monotonic())
+        lines.deliver = lambda updates: _deliver(connection, updates)
+        return connection
+
+    async def _keep_running(self, connection: _Connection) -> None:
+        """Notice the death of the engine, answer its requests, and start another one."""
+        pause = FIRST_PAUSE
+        while True:
+            await connection.lines.ended
+            self._connection = None
+            self.counts.deaths += 1
+            connection.transport.close()
+            how = f"the engine {_how(await _end(connection.process))}"
+            self._say(f"{how}; {len(connection.pending)} requests are refused; starting another one")
+            self._refuse(connection, how)
+            steady = monotonic() - connection.born > STEADY_SECONDS
+            pause = FIRST_PAUSE if steady else min(2 * pause, LONGEST_PAUSE)
+            while self._connection is None:
+                await asyncio.sleep(pause)
+                try:
+                    connection = self._connection = await self._open()
+                except (DFlashError, OSError) as error:
+                    self._say(f"the engine cannot be started: {error}")
+                    pause = min(2 * pause, LONGEST_PAUSE)
+            self.counts.restarts += 1
+            self._say("the engine serves again")
+
+    def _refuse(self, connection: _Connection, why: str) -> None:
+        for queue in connection.pending.values():
+            queue.put_nowait({"error": ["UNAVAILABLE", why]})
+        for answer in connection.asked.values():
+            if not answer.done():
+                answer.set_result({"error": why})
+
+
+class _Lines(asyncio.Protocol):
+    """The engine's answers: first one object, then lists of [id, update]."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[dict[str, Any]] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.deliver: Callable[[list[Any]], None] = lambda updates: None
+        self._parts: list[bytes] = []
+
+    def data_received(self, data: bytes) -> None:
+        *lines, rest = data.split(b"\n")
+        for line in lines:
+            whole = b"".join([*self._parts, line])
+            self._parts.clear()
+            found = json.loads(whole)
+            if isinstance(found, dict):
+                if not self.first.done():
+                    self.first.set_result(found)
+            else:
+                self.deliver(found)
+        if rest:
+            self._parts.append(rest)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.first.done():
+            self.first.set_result({})
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+def _deliver(connection: _Connection, updates: list[Any]) -> None:
+    for key, update in updates:
+        if (queue := connection.pending.get(key)) is not None:
+            queue.put_nowait(update)
+        elif (answer := connection.asked.get(key)) is not None and not answer.done():
+            answer.set_result(update)
+
+
+async def _end(process: asyncio.subprocess.Process) -> int:
+    """Wait for the end of a process, and kill it if it does not end. Returns its code."""
+    try:
+        async with asyncio.timeout(_STOP_SECONDS):
+            return await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()
+
+
+def _how(code: int) -> str:
+    return f"ended ({signal.Signals(-code).name})" if code < 0 else f"ended (exit code {code})"

@@ -1,0 +1,103 @@
+"""Errors as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+
+from dflash_trt.errors import shorten, show
+
+# Why a request was refused, as a label of the metrics, by status.
+REASONS = {
+    400: "invalid_request",
+    401: "unauthorized",
+    404: "not_found",
+    405: "not_found",
+    408: "slow_body",
+    413: "too_large",
+    415: "invalid_request",
+    429: "queue_full",
+    499: "cancelled",
+    500: "error",
+    503: "engine_down",
+    504: "deadline",
+}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
+RETRY_SECONDS = 1
+
+
+class ApiError(Exception):
+    """An answer other than success. `param`: the field at fault."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
+        return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        if self.status in (429, 503):
+            return {"Retry-After": str(RETRY_SECONDS)}
+        return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+
+
+def from_engine(update: dict[str, Any]) -> ApiError:
+    """The error that the engine answered a request with."""
+    code, message = update["error"]
+    if update.get("busy"):
+        return ApiError(429, message)
+    status = {"INVALID_ARG": 400, "UNAVAILABLE": 503, "CANCELLED": 503}.get(code, 500)
+    return ApiError(status, message, _field(message) if status == 400 else None)
+
+
+def refused(message: str) -> ApiError:
+    """An impossible request, with an error text that begins with the field."""
+    return ApiError(400, message, _field(message))
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first fault of a body, by field."""
+    first = error.errors(include_url=False)[0]
+    place = _place(first["loc"])
+    kind, value = first["type"], first.get("input")
+    if kind == "extra_forbidden":
+        return ApiError(400, f"{place} is not a field that this server knows; leave it out", place)
+    if kind == "json_invalid":
+        return ApiError(
+            400, f"the body is not JSON: {shorten(first['msg'].removeprefix('Invalid JSON: '), 200)}"
+        )
+    if kind == "missing":
+        return ApiError(400, f"{place} is missing", place)
+    if not place:
+        return ApiError(400, f"the body is {show(value)}, expected a JSON object")
+    text = first["msg"][0].lower() + first["msg"][1:]
+    return ApiError(400, f"{place} is {show(value)}: {shorten(text, 300)}", place)
+
+
+def _place(parts: tuple[int | str, ...]) -> str:
+    """The path of a field. Pydantic adds the alternatives of a union to it, whose names have brackets or are types."""
+    path = ""
+    for part in parts:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not path or not (part in ("str", "int") or "[" in part or part[:1].isupper()):
+            path += f".{part}" if path else shorten(part, 100)
+    return path
+
+
+def _field(message: str) -> str | None:
+    """The field that an error's text begins with."""
+    found = re.match(r"([a-z_]+)(?:\[\S*\])? (?:is|has|contains) ", message)
+    return found[1] if found else "prompt" if message.startswith("the prompt ") else None

@@ -1,0 +1,191 @@
+"""Every request passes this first. It gets an id, must have the key, and is limited and logged.
+
+Middleware of ASGI. It reads the whole body, so that the routes get complete requests only. While a request is answered
+it listens for the client: one that leaves cancels its request at once, whether or not anything was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from time import perf_counter
+from typing import Any
+
+from dflash_trt.serving.openai.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+LOG = logging.getLogger("dflash_trt.requests")
+# Facts about the current request, for its line in the log.
+FACTS: ContextVar[dict[str, Any]] = ContextVar("facts")
+OPEN = ("/", "/health", "/ready", "/metrics", "/version")  # and the files of the page
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_BODY_SECONDS = 30.0
+_WRITE_SECONDS = 60.0  # after which a client that reads nothing is given up
+
+
+class Gate:
+    """keys: one of these must come as `Authorization: Bearer KEY`; none means that anyone may come.
+
+    most: bytes of a body. observe: called with every status but those of the probes.
+    """
+
+    def __init__(self, app: App, *, keys: list[str], most: int, observe: Callable[[str, int], None]) -> None:
+        self._app, self._most, self._observe = app, most, observe
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        await _Visit(self._app, scope, receive, send).run(self._admit, self._most, self._observe)
+
+    def _admit(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if not self._keys or path in OPEN or path.startswith("/page/"):
+            return
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not any(
+            hmac.compare_digest(key.strip(), known) for known in self._keys
+        ):
+            raise ApiError(
+                401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
+            )
+
+
+class _Visit:
+    """One request."""
+
+    def __init__(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
+        self._app, self._scope, self._receive, self._send = app, scope, receive, send
+        self._headers = dict(scope["headers"])
+        given = self._headers.get(b"x-request-id", b"").decode("latin-1")
+        self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        self._begun, self._status, self._started, self._done = perf_counter(), 499, False, False
+        self._left = asyncio.Event()
+
+    async def run(
+        self,
+        admit: Callable[[str, dict[bytes, bytes]], None],
+        most: int,
+        observe: Callable[[str, int], None],
+    ) -> None:
+        path = self._scope["path"]
+        facts: dict[str, Any] = {}
+        token = FACTS.set(facts)
+        self._scope.setdefault("state", {})["request_id"] = self.id
+        try:
+            try:
+                admit(path, self._headers)
+                body = await self._body(most)
+                await self._answer(body)
+            except ApiError as error:
+                await self._refuse(error)
+            except ConnectionError:  # the client has left
+                pass
+            except Exception as error:
+                LOG.exception("a request failed", extra={"fields": {"request_id": self.id, "path": path}})
+                await self._refuse(ApiError(500, f"the server failed: {type(error).__name__}"))
+        finally:
+            FACTS.reset(token)
+            if path not in OPEN and not path.startswith("/page/"):
+                observe(path, self._status)
+                self._log(path, facts)
+
+    def _log(self, path: str, facts: dict[str, Any]) -> None:
+        client = self._scope.get("client") or ("", 0)
+        fields = {
+            "request_id": self.id,
+            "method": self._scope["method"],
+            "path": path,
+            "status": self._status,
+            "seconds": round(perf_counter() - self._begun, 6),
+            "client": client[0],
+            **facts,
+        }
+        LOG.info("request", extra={"fields": fields})
+
+    async def _body(self, most: int) -> bytes:
+        declared = self._headers.get(b"content-length", b"0")
+        if not declared.isdigit() or int(declared[:20]) > most:
+            raise ApiError(
+                413, f"the body has {declared[:20].decode('latin-1')} bytes, expected at most {most}"
+            )
+        parts, size, more = list[bytes](), 0, True
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ConnectionError
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > most:
+                        raise ApiError(413, f"the body has over {most} bytes, which is the limit")
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise ApiError(408, f"the body has not arrived within {_BODY_SECONDS:g} s") from None
+        return b"".join(parts)
+
+    async def _answer(self, body: bytes) -> None:
+        """Run the routes. A client that leaves cancels them."""
+        given = False
+
+        async def receive() -> MutableMapping[str, Any]:
+            nonlocal given
+            if not given:
+                given = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await self._left.wait()
+            return {"type": "http.disconnect"}
+
+        task = asyncio.current_task()
+        assert task is not None
+        listener = asyncio.create_task(self._listen(task))
+        try:
+            await self._app(self._scope, receive, self._answered)
+        except asyncio.CancelledError:
+            if not self._left.is_set():
+                raise
+            task.uncancel()
+            self._status = 499
+        finally:
+            listener.cancel()
+
+    async def _listen(self, task: asyncio.Task[Any]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._done:
+            self._left.set()
+            task.cancel()
+
+    async def _answered(self, message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self._started, self._status = True, message["status"]
+            message["headers"] = [*message.get("headers", []), (b"x-request-id", self.id.encode("latin-1"))]
+        elif not message.get("more_body", False):
+            self._done = True
+        try:
+            async with asyncio.timeout(_WRITE_SECONDS):
+                await self._send(message)
+        except TimeoutError:
+            raise ConnectionError("the client reads nothing") from None
+
+    async def _refuse(self, error: ApiError) -> None:
+        if self._started:
+            return
+        body = json.dumps(error.body()).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+        if error.status in (408, 413):
+            headers["connection"] = "close"
+        pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await self._answered({"type": "http.response.start", "status": error.status, "headers": pairs})
+        await self._answered({"type": "http.response.body", "body": body})

@@ -1,0 +1,175 @@
+"""From an engine's updates to the choices of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_trt.errors import DFlashError, quoted
+from dflash_trt.serving.openai.engine import Engine, EngineDownError, QueueFullError, Update
+from dflash_trt.serving.openai.errors import ApiError, from_engine, refused
+from dflash_trt.serving.openai.model import Model
+from dflash_trt.serving.openai.protocol import Sampling
+
+
+@dataclass
+class Prepared:
+    """A request ready for the engine: one message per choice, in the order of the choices."""
+
+    messages: list[dict[str, Any]]
+    prompts: list[list[int]]
+    n: int
+
+
+def prepare(
+    model: Model,
+    body: Sampling,
+    prompts: list[list[int]],
+    *,
+    max_tokens: int | None,
+    more: dict[str, Any],
+    most_seconds: float | None,
+) -> Prepared:
+    """The engine's messages for the prompts of a request, `n` for each. Raises ApiError naming the field."""
+    messages: list[dict[str, Any]] = []
+    n, bias = body.n or 1, _biases(body.logit_bias)
+    for prompt in prompts:
+        room = model.max_seq_len - len(prompt)
+        if room < 1:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens, but this model holds {model.max_seq_len} with its answer",
+                "prompt",
+                "context_length_exceeded",
+            )
+        params = {
+            **model.defaults,
+            **body.sampling(),
+            **more,
+            "max_tokens": room if max_tokens is None else max_tokens,
+        }
+        for sample in range(n):
+            if body.seed is not None:
+                params["seed"] = (body.seed + sample) % 2**64 if body.seed >= 0 else body.seed
+            messages.append(
+                {
+                    "field": "the prompt",
+                    "prompt": prompt,
+                    "params": dict(params),
+                    "end_id": -1,
+                    "stream": bool(body.stream),
+                    "echo": False,
+                    "speculate": body.speculate is not False,
+                    "block_length": body.block_length,
+                    "priority": body.priority or 0,
+                    "logit_bias": bias,
+                    "timeout": min((s for s in (body.timeout, most_seconds) if s is not None), default=None),
+                }
+            )
+    return Prepared(messages, prompts, n)
+
+
+def _biases(given: dict[str, float] | None) -> list[tuple[int, float]]:
+    """Token ids and biases. JSON's keys are texts."""
+    wrong = [key for key in given or {} if not (key.isascii() and key.isdecimal() and len(key) < 20)]
+    if wrong:
+        raise ApiError(400, f"logit_bias has the key {quoted(wrong[0])}, expected a token id", "logit_bias")
+    return [(int(key), bias) for key, bias in (given or {}).items()]
+
+
+async def updates(engine: Engine, messages: list[dict[str, Any]]) -> AsyncGenerator[tuple[int, Update], None]:
+    """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
+    if len(messages) == 1:
+        async with aclosing(_one(engine, messages[0])) as found:
+            async for update in found:
+                yield 0, update
+        return
+    queue: asyncio.Queue[tuple[int, Update | ApiError]] = asyncio.Queue()
+
+    async def pump(index: int, message: dict[str, Any]) -> None:
+        try:
+            async with aclosing(_one(engine, message)) as found:
+                async for update in found:
+                    queue.put_nowait((index, update))
+        except ApiError as error:
+            queue.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(index, message)) for index, message in enumerate(messages)]
+    try:
+        left = len(tasks)
+        while left:
+            index, item = await queue.get()
+            if isinstance(item, ApiError):
+                raise item
+            left -= "finish_reason" in item
+            yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _one(engine: Engine, message: dict[str, Any]) -> AsyncGenerator[Update, None]:
+    begun = False
+    try:
+        async with aclosing(engine.updates(message)) as found:
+            async for update in found:
+                if "error" in update:
+                    raise from_engine(update)
+                if update.get("finish_reason") == "timeout" and not (begun or update["token_ids"]):
+                    raise ApiError(504, "the deadline passed before the first token", code="deadline")
+                begun = begun or bool(update["token_ids"])
+                yield update
+    except QueueFullError as error:
+        raise ApiError(429, str(error), code="queue_full") from None
+    except EngineDownError as error:
+        raise ApiError(503, str(error), code="engine_down") from None
+    except DFlashError as error:
+        raise refused(str(error)) from None
+
+
+@dataclass
+class Usage:
+    """Tokens of a request so far. `drafted`, `accepted`: drafts that were verified, and those that were right."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    reasoning: int | None = None
+    _seen: set[int] = field(default_factory=set)
+
+    def add(self, update: Update, *, prompt: bool) -> None:
+        """Count an update. `prompt`: whether the prompt of its choice counts, too."""
+        self.completion += len(update["token_ids"])
+        if "num_input_tokens" in update and prompt:
+            self.prompt += update["num_input_tokens"]
+        if "finish_reason" in update:
+            self.drafted += update["num_draft_tokens"]
+            self.accepted += update["num_accepted_tokens"]
+            if prompt:
+                self.cached += update["num_cached_tokens"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """OpenAI's usage. `speculation` is ours."""
+        details = {} if self.reasoning is None else {"reasoning_tokens": self.reasoning}
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": details,
+            "speculation": {"draft_tokens": self.drafted, "accepted_tokens": self.accepted},
+        }
+
+
+def merged(earlier: Update, later: Update) -> None:
+    """Add the later update of a choice to the earlier one."""
+    for key in ("text", "token_ids", "logprobs", "top_logprobs"):
+        if key in later and key in earlier:
+            later[key] = earlier[key] + later[key]
+    earlier.update(later)

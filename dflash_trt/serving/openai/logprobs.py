@@ -1,0 +1,54 @@
+"""Log-probabilities in the two shapes of OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash_trt.serving.openai.engine import Update
+from dflash_trt.serving.openai.model import Model
+
+
+def of_chat(model: Model, update: Update) -> dict[str, Any] | None:
+    """`logprobs` of a chat's choice: one entry per token of this update."""
+    if update.get("logprobs") is None:
+        return None
+    tops = update.get("top_logprobs") or [[]] * len(update["logprobs"])
+    content = []
+    for token, logprob, top in zip(update["token_ids"], update["logprobs"], tops, strict=True):
+        entry = _entry(model, token, logprob)
+        content.append(entry | {"top_logprobs": [_entry(model, *pair) for pair in top]})
+    return {"content": content, "refusal": None}
+
+
+def _entry(model: Model, token: int, logprob: float) -> dict[str, Any]:
+    text = model.token_text(token)
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode(errors="replace"))}
+
+
+def of_completion(
+    model: Model,
+    token_ids: list[int],
+    logprobs: list[float | None],
+    tops: list[list[tuple[int, float]] | None],
+    offset: int,
+) -> dict[str, Any]:
+    """`logprobs` of a completion's choice. `offset`: characters of the text before these tokens."""
+    texts = [model.token_text(token) for token in token_ids]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [None if value is None else _finite(value) for value in logprobs],
+        "top_logprobs": [
+            None if top is None else {model.token_text(token): _finite(value) for token, value in top}
+            for top in tops
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _finite(value: float) -> float:
+    """JSON has no infinity. -9999 stands for it, as in vLLM."""
+    return max(value, -9999.0)

@@ -1,0 +1,133 @@
+"""The bundle as the API needs it, without an engine: its limits, its tokenizer, its chat template, its defaults."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines.registry import engine_of
+from dflash_trt.errors import DFlashError
+from dflash_trt.files.reading import read_object
+from dflash_trt.serving.openai.errors import ApiError
+from dflash_trt.serving.openai.protocol import Message, Tool
+from dflash_trt.text.text_thread import TextThread
+from dflash_trt.text.tokenizer import Tokenizer
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class Model:
+    """A bundle under the name `name`, and its texts as tokens.
+
+    defaults: what `generation_config.json` says about sampling. Without it, temperature is 1, as in OpenAI's API.
+    """
+
+    def __init__(self, path: Path, name: str | None) -> None:
+        self.bundle = Bundle.open(path)
+        manifest = self.bundle.manifest
+        self.name = name or path.resolve().name
+        self.max_seq_len: int = manifest["max_seq_len"]
+        self.block_size: int = manifest["block_size"]
+        self.vocab_size: int = manifest["vocab_size"]
+        folder = engine_of(self.bundle).tokenizer_folder
+        prefix = f"{folder}/" if folder else ""
+        files = {file.removeprefix(prefix) for file in manifest["files"] if file.startswith(prefix)}
+        self.tokenizer = Tokenizer(self.bundle.path / folder, files)
+        self.defaults = _defaults(self.bundle.path / folder / "generation_config.json")
+        self.template = self.tokenizer.chat_source()
+        self._texts = TextThread()
+
+    def check_name(self, name: str | None) -> None:
+        """Raise ApiError for another model's name."""
+        if name is not None and name not in (self.name, f"models/{self.name}"):
+            raise ApiError(
+                404,
+                f"model is {json.dumps(name[:200])}, but this server has {self.name}",
+                "model",
+                "model_not_found",
+            )
+
+    async def encode(self, text: str, *, special: bool) -> list[int]:
+        """Token ids of a text. Raises RequestError. A thread tokenizes long texts."""
+        work = partial(self._encode, special=special)
+        return await self._texts.run(work, text, None, size=len(text), timeout=None)
+
+    def _encode(self, text: str, _: None, *, special: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=special, max_tokens=self.max_seq_len)
+
+    async def chat(
+        self,
+        messages: list[Message],
+        tools: list[Tool] | None,
+        variables: dict[str, Any],
+        *,
+        generation_prompt: bool = True,
+    ) -> tuple[list[int], str]:
+        """Token ids and text of a chat by the model's template. Raises RequestError."""
+        most = self.tokenizer.most_bytes(self.max_seq_len) + (1 << 20)
+        given = [self._message(message) for message in messages]
+        listed = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+
+        def render(_: str, __: None) -> tuple[list[int], str]:
+            text = self.tokenizer.apply_chat_template(given, generation_prompt, tools=listed, **variables)
+            return self._encode(text, None, special=False), text
+
+        # The renderer is a process of its own, so the event loop must not wait for it.
+        return await self._texts.run(render, "", None, size=most, timeout=None)
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        """A message as templates know it: texts joined, arguments of calls as objects."""
+        made: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
+        if message.role == "developer" and "developer" not in self.template:
+            made["role"] = "system"
+        if reasoning := message.reasoning_content or message.reasoning:
+            made |= {"reasoning_content": reasoning, "thinking": reasoning}
+        if message.tool_calls:
+            made["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": _arguments(call.function.arguments),
+                    },
+                }
+                for call in message.tool_calls
+            ]
+        for field in ("name", "tool_call_id"):
+            if (value := getattr(message, field)) is not None:
+                made[field] = value
+        return made
+
+    def token_text(self, token: int) -> str:
+        """A token as text, special tokens included."""
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content: a text, a list of texts, or nothing."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join([part.text for part in content])
+
+
+def _arguments(text: str) -> Any:
+    """The arguments of a call: the object that the text spells, or the text where it spells none."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _defaults(path: Path) -> dict[str, Any]:
+    try:
+        fields = read_object(path) if path.is_file() else {}
+    except DFlashError:
+        fields = {}
+    if fields.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return {"temperature": 1.0} | {name: fields[name] for name in _DEFAULTS if fields.get(name) is not None}

@@ -1,0 +1,267 @@
+"""A chat's answer in parts: reasoning, content and calls of tools, from a stream of text and tokens.
+
+The chat template says what a model writes. It has the markers that its family was trained with:
+
+    <think>                       reasoning in tags (Qwen3, DeepSeek)
+    <|channel|>                   channels of gpt-oss
+    <tool_call>                   one call in tags, as JSON (Qwen, Hermes) or as tags again (Qwen3-Coder)
+    "parameters"                  calls as bare JSON objects (Llama 3)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool. `arguments`: a JSON object as text."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some text of one kind, or a call."""
+
+    kind: Literal["content", "reasoning", "call"]
+    text: str = ""
+    call: Call | None = None
+
+
+# Parameters of each tool by its name: a JSON schema.
+Schemas = Mapping[str, Mapping[str, Any]]
+
+
+class Stage(ABC):
+    """Text in, parts out. `push` takes text as it comes, `finish` gives the rest."""
+
+    @abstractmethod
+    def push(self, text: str) -> Iterator[Part]: ...
+
+    @abstractmethod
+    def finish(self) -> Iterator[Part]: ...
+
+
+class Plain(Stage):
+    """All text is content."""
+
+    def push(self, text: str) -> Iterator[Part]:
+        if text:
+            yield Part("content", text)
+
+    def finish(self) -> Iterator[Part]:
+        return iter(())
+
+
+class Think(Stage):
+    """Reasoning between `<think>` and `</think>` at the beginning of an answer. The rest is content.
+
+    inside: whether the prompt ends with `<think>`.
+    """
+
+    def __init__(self, inside: bool) -> None:
+        self._state: Literal["before", "inside", "trim", "behind"] = "inside" if inside else "before"
+        self._held = ""
+
+    def push(self, text: str) -> Iterator[Part]:
+        self._held += text
+        if self._state == "before":
+            start = self._held.lstrip()
+            if "<think>".startswith(start[:7]) and len(start) < 7:
+                return
+            self._state = "inside" if start.startswith("<think>") else "behind"
+            if self._state == "inside":
+                self._held = start[7:]
+        if self._state == "inside":
+            yield from self._reason()
+        if self._state == "trim":  # the line breaks behind the tag are no content
+            self._held = self._held.lstrip("\n")
+            if self._held:
+                self._state = "behind"
+        if self._state == "behind" and self._held:
+            yield Part("content", self._held)
+            self._held = ""
+
+    def _reason(self) -> Iterator[Part]:
+        before, tag, rest = self._held.partition("</think>")
+        if tag:
+            self._state, self._held = "trim", rest
+        else:
+            keep = _overlap(before, "</think>")
+            before, self._held = before[: len(before) - keep], before[len(before) - keep :]
+        if before:
+            yield Part("reasoning", before)
+
+    def finish(self) -> Iterator[Part]:
+        if self._held and self._state != "trim":
+            yield Part("reasoning" if self._state == "inside" else "content", self._held)
+        self._held = ""
+
+
+class TaggedCalls(Stage):
+    """Calls between `<tool_call>` and `</tool_call>`. A block that is no call stays content, with its tags."""
+
+    def __init__(self, schemas: Schemas) -> None:
+        self._schemas, self._held, self._inside, self._behind = schemas, "", False, False
+
+    def push(self, text: str) -> Iterator[Part]:
+        self._held += text
+        while True:
+            tag = "</tool_call>" if self._inside else "<tool_call>"
+            before, found, rest = self._held.partition(tag)
+            if self._inside:
+                if not found:
+                    return
+                yield from self._block(before, tag)
+            else:
+                # Blanks around calls are no content. So those at the end wait for what follows them.
+                sure = before if found else before[: len(before) - _overlap(before, tag)]
+                shown = sure.rstrip()
+                if shown and self._behind:
+                    shown = shown.lstrip()
+                if shown:
+                    self._behind = False
+                    yield Part("content", shown)
+                rest = rest if found else before[len(sure.rstrip()) :]
+            self._held = rest
+            if not found:
+                return
+            self._inside = not self._inside
+
+    def _block(self, text: str, tag: str) -> Iterator[Part]:
+        call = _xml_call(text, self._schemas) or _json_call(_json(text))
+        self._behind = call is not None
+        yield Part("call", call=call) if call else Part("content", f"<tool_call>{text}{tag}")
+
+    def finish(self) -> Iterator[Part]:
+        if self._inside:  # the end tag is missing, perhaps because the answer is cut
+            yield from self._block(self._held, "")
+        elif self._held and not self._behind:
+            yield Part("content", self._held)
+        self._held, self._inside = "", False
+
+
+class BareCalls(Stage):
+    """An answer that is nothing but JSON objects with a name and parameters, perhaps separated by semicolons."""
+
+    def __init__(self) -> None:
+        self._held, self._content = "", False
+
+    def push(self, text: str) -> Iterator[Part]:
+        self._held += text
+        start = self._held.lstrip().removeprefix("<|python_tag|>").lstrip()
+        self._content = self._content or not (
+            not start or start[0] in "{[" or "<|python_tag|>".startswith(start)
+        )
+        if self._content and self._held:
+            yield Part("content", self._held)
+            self._held = ""
+
+    def finish(self) -> Iterator[Part]:
+        calls = [_json_call(value) for value in _objects(self._held.strip().removeprefix("<|python_tag|>"))]
+        if calls and all(calls):
+            for call in calls:
+                yield Part("call", call=call)
+        elif self._held:
+            yield Part("content", self._held)
+        self._held = ""
+
+
+@dataclass
+class Parser:
+    """Parts of an answer in two stages: reasoning first, then calls in its content."""
+
+    reasoning: Stage
+    calls: Stage
+
+    def push(self, text: str, token_ids: list[int]) -> list[Part]:
+        return list(self._content(self.reasoning.push(text)))
+
+    def finish(self) -> list[Part]:
+        return [*self._content(self.reasoning.finish()), *self.calls.finish()]
+
+    def _content(self, parts: Iterable[Part]) -> Iterator[Part]:
+        for part in parts:
+            if part.kind == "content":
+                yield from self.calls.push(part.text)
+            else:
+                yield part
+
+
+def calls_of(template: str, schemas: Schemas | None) -> Stage:
+    """The stage that finds calls as this template's family writes them. Without tools there are none."""
+    if schemas is None:
+        return Plain()
+    if "<tool_call>" in template:
+        return TaggedCalls(schemas)
+    return BareCalls() if "python_tag" in template or '"parameters"' in template else Plain()
+
+
+def _overlap(text: str, tag: str) -> int:
+    """Length of the longest end of `text` that a tag begins with."""
+    for size in range(min(len(text), len(tag) - 1), 0, -1):
+        if text.endswith(tag[:size]):
+            return size
+    return 0
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _objects(text: str) -> list[Any]:
+    """JSON values one after the other, between them blanks and semicolons; [None] where there is something else."""
+    found: list[Any] = []
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(text):
+        if text[at] in " \n\r\t;,":
+            at += 1
+            continue
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return [None]
+        found += value if isinstance(value, list) else [value]
+    return found
+
+
+def _json_call(value: Any) -> Call | None:
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str) and isinstance(_json(arguments), dict):
+        return Call(name, arguments)
+    return Call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+_XML = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+
+
+def _xml_call(text: str, schemas: Schemas) -> Call | None:
+    """A call as Qwen3-Coder writes it. A value is JSON unless the tool's schema says that it is a string."""
+    found = _XML.fullmatch(text)
+    if found is None:
+        return None
+    properties = schemas.get(found[1], {}).get("properties")
+    types = properties if isinstance(properties, dict) else {}
+    arguments: dict[str, Any] = {}
+    for name, value in _PARAMETER.findall(found[2]):
+        value = value.removeprefix("\n").removesuffix("\n")
+        schema = types.get(name)
+        known = isinstance(schema, dict) and schema.get("type") == "string"
+        parsed = None if known else _json(value)
+        arguments[name] = value if parsed is None and value.strip() != "null" else parsed
+    return Call(found[1], json.dumps(arguments, ensure_ascii=False))

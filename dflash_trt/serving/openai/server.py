@@ -1,0 +1,180 @@
+"""Run the API: the engine process, the routes behind the gate, and uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.errors import DFlashError
+from dflash_trt.extras import install
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How to serve a bundle.
+
+    name: the model's name for clients; None takes the directory's. keys: API keys; none lets everyone in.
+    max_body: bytes of a request. max_seconds: the longest deadline. grace: seconds for requests to finish after a
+    signal to stop. engine: `AsyncLLM`'s arguments as texts. limit: requests in flight at most.
+    """
+
+    bundle: Path
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: list[str] = field(default_factory=list)
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+    origins: list[str] = field(default_factory=list)
+    max_body: int | None = None
+    max_seconds: float | None = None
+    grace: float = 30.0
+    json_logs: bool = False
+    engine: dict[str, str] = field(default_factory=dict)
+    limit: int = 264
+
+
+def check_installed() -> None:
+    """Raise DFlashError if a package of the extra `serve` is missing."""
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise DFlashError(f"{error.name} is not installed; install it with: {install('serve')}") from None
+
+
+def serve(settings: ServerSettings, ready: Callable[[], None], say: Callable[[str], None]) -> int:
+    """Serve until SIGINT or SIGTERM. Returns the exit code. Raises DFlashError if it cannot start."""
+    _set_up_logs(settings.json_logs)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    listening = _listen(settings.host, settings.port)
+    with contextlib.closing(listening):
+        return _run(_serve(settings, listening, ready, say))
+
+
+def _run(main: Coroutine[Any, Any, int]) -> int:
+    """Run the event loop: uvloop's, where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+async def _serve(
+    settings: ServerSettings, listening: socket.socket, ready: Callable[[], None], say: Callable[[str], None]
+) -> int:
+    import uvicorn
+    from starlette.middleware.cors import CORSMiddleware
+
+    from dflash_trt.serving.openai.app import make_app
+    from dflash_trt.serving.openai.engine import Engine
+    from dflash_trt.serving.openai.gate import Gate
+    from dflash_trt.serving.openai.metrics import ServerMetrics
+    from dflash_trt.serving.openai.model import Model
+    from dflash_trt.serving.proxy import max_request_bytes
+
+    model = Model(settings.bundle, settings.name)
+    engine = Engine({"bundle": str(settings.bundle), **settings.engine}, limit=settings.limit, say=say)
+    metrics = ServerMetrics(engine)
+    app = make_app(model, engine, metrics.text, settings.max_seconds)
+    if settings.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )  # fmt: skip
+    most = settings.max_body or max_request_bytes(model.max_seq_len)
+    gate = Gate(app, keys=settings.keys, most=most, observe=metrics.observe)
+    config = uvicorn.Config(
+        gate,
+        http="auto",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.grace)),
+        ssl_certfile=settings.certificate,
+        ssl_keyfile=settings.certificate_key,
+        backlog=4096,
+    )
+    server = uvicorn.Server(config)
+    await engine.start()
+    # uvicorn raises a signal again when it has ended. By then it has done its work.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    try:
+        told = asyncio.create_task(_when_started(server, ready))
+        await server.serve(sockets=[listening])
+        told.cancel()
+    finally:
+        await engine.close()
+    return 0
+
+
+async def _when_started(server: Any, ready: Callable[[], None]) -> None:
+    while not server.started:
+        await asyncio.sleep(0.02)
+    ready()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket on the address. Raises DFlashError naming the options."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family[0], socket.SOCK_STREAM)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(family[4])
+        made.listen(4096)
+    except (OSError, OverflowError) as error:
+        raise DFlashError(f"--host {host} --http-port {port}: cannot listen: {error}") from None
+    made.set_inheritable(False)
+    return made
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+class _TextLines(logging.Formatter):
+    """The same as text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = " ".join(f"{name}={value}" for name, value in getattr(record, "fields", {}).items())
+        text = f"{self.formatTime(record)} {record.levelname.lower()} {record.getMessage()} {fields}".rstrip()
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def _set_up_logs(as_json: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines() if as_json else _TextLines())
+    for name in ("dflash_trt", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO if name == "dflash_trt" else logging.WARNING)

@@ -1,0 +1,147 @@
+"""Clients that leave, full queues, deadlines, and engines that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.serving.openai.conftest import Server
+
+LONG = {"prompt": "x = [", "max_tokens": 480, "ignore_eos": True}
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def small(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server for one request at a time, with one place to wait."""
+    options = (
+        "--block-length=1",
+        "--max-batch-size=1",
+        "--max-queue=1",
+        "--threads=1",
+        "--stream-interval=0",
+    )
+    made = Server(tiny, tmp_path_factory.mktemp("log") / "log", *options)
+    yield made
+    assert made.stop() == 0
+
+
+class Streaming:
+    """A request on a socket of its own, read by a thread. `lines`: those of its answer so far."""
+
+    def __init__(self, server: Server, body: dict[str, Any], *, stream: bool = True) -> None:
+        self.lines: list[str] = []
+        text = json.dumps(body | {"stream": stream}).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        self.socket = socket.create_connection(("127.0.0.1", server.port))
+        self.socket.sendall(head.encode() + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        with self.socket.makefile() as answer:
+            for line in answer:
+                self.lines.append(line.strip())
+
+    def events(self) -> list[str]:
+        """The data of all events, when the stream has ended."""
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        return [line.removeprefix("data: ") for line in self.lines if line.startswith("data: ")]
+
+    def begun(self) -> bool:
+        return any(line.startswith("data: ") for line in self.lines)
+
+    def leave(self) -> None:
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+def test_a_full_queue_is_429_and_clients_that_leave_make_room(small: Server) -> None:
+    running = Streaming(small, LONG)
+    small.until(running.begun)
+    waiting = Streaming(small, LONG, stream=False)
+    small.until(lambda: small.metric("dflash_num_requests_waiting") == 1)
+    answer = small.post(COMPLETIONS, LONG)
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    # The one that waits has sent nothing to its client yet, the other one is in the middle of its stream.
+    ended = 'dflash_request_success_total{finished_reason="cancelled"}'
+    before = small.metric(ended)
+    for each in (waiting, running):
+        each.leave()
+    small.until(lambda: small.metric(ended) == before + 2)
+    assert small.metric("dflash_num_requests_running") == 0
+    assert small.post(COMPLETIONS, LONG | {"max_tokens": 2}).status_code == 200
+    small.until(lambda: small.log.count("status=499") == 2)
+
+
+def test_a_deadline_keeps_the_tokens_before_it_and_without_any_is_504(small: Server) -> None:
+    answer = small.post(COMPLETIONS, LONG | {"timeout": 1e-6})
+    assert answer.status_code == 504
+    assert answer.json()["error"]["type"] == "timeout_error"
+    running = Streaming(small, LONG)
+    small.until(running.begun)
+    late = small.post(COMPLETIONS, LONG | {"timeout": 0.01})  # ends in the queue
+    assert late.status_code == 504
+    running.leave()
+
+
+def test_an_engine_that_dies_is_replaced_and_its_requests_are_told(small: Server) -> None:
+    running = Streaming(small, LONG)
+    small.until(running.begun)
+    deaths = small.metric("dflash_engine_deaths_total")
+    os.kill(small.engine(), signal.SIGKILL)
+    *_, error, done = running.events()
+    assert json.loads(error)["error"]["type"] == "server_error"
+    assert done == "[DONE]"
+    statuses = set()
+
+    def serves_again() -> bool:
+        statuses.add(small.http.get("/ready").status_code)
+        answer = small.post(COMPLETIONS, LONG | {"max_tokens": 2})
+        assert answer.status_code in (200, 503), answer.text
+        assert answer.status_code == 200 or "retry-after" in answer.headers
+        assert small.http.get("/health").status_code == 200
+        return answer.status_code == 200
+
+    small.until(serves_again)
+    assert 503 in statuses
+    assert small.http.get("/ready").status_code == 200
+    assert small.metric("dflash_engine_deaths_total") == deaths + 1
+    assert small.metric("dflash_engine_restarts_total") == deaths + 1
+
+
+def test_an_operator_limits_every_deadline(start: Callable[..., Server]) -> None:
+    server = start("--max-deadline=0.2", "--block-length=1", "--threads=1")
+    made = server.post(COMPLETIONS, LONG | {"timeout": 60}).json()
+    assert made["choices"][0]["finish_reason"] == "timeout"
+    assert made["choices"][0]["text"]
+    assert made["usage"]["completion_tokens"] < 480
+
+
+def test_a_signal_lets_requests_finish(start: Callable[..., Server]) -> None:
+    server = start("--block-length=1", "--threads=1", "--stream-interval=0")
+    running = Streaming(server, LONG | {"max_tokens": 100})
+    server.until(running.begun)
+    assert server.stop() == 0
+    *_, last, done = running.events()
+    assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+    assert done == "[DONE]"
+
+
+def test_a_taken_port_is_named(server: Server, tiny: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    from dflash_trt.cli import main
+
+    assert main(["serve", str(tiny), f"--http-port={server.port}"]) == 1
+    out, err = capfd.readouterr()
+    assert f"--http-port {server.port}: cannot listen" in err
+    assert out == ""

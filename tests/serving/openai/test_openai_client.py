@@ -1,0 +1,347 @@
+"""OpenAI's own client gets the tokens of `LLM`, in whole answers and in streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.decoding.sampling.structure import StructuredOutputs
+from tests.serving.openai.conftest import Server
+
+QUESTION = [{"role": "user", "content": "What should I eat in Borvik?"}]
+
+
+def test_the_clients_models_are_the_one_served(server: Server) -> None:
+    (model,) = server.openai.models.list()
+    assert model.id == "tiny"
+    assert server.openai.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="this server has tiny"):
+        server.openai.models.retrieve("other")
+
+
+def test_a_chat_is_that_of_the_python_interface(server: Server, llm: LLM) -> None:
+    expected = llm.chat(QUESTION, SamplingParams(max_tokens=100))
+    made = server.openai.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=100)
+    (choice,) = made.choices
+    assert choice.message.content == expected.text
+    assert (choice.message.role, choice.finish_reason) == ("assistant", expected.finish_reason)
+    assert made.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert made.usage.completion_tokens == len(expected.token_ids)
+    assert made.usage.model_dump()["speculation"]["accepted_tokens"] > 0
+
+
+def test_content_may_come_in_parts_and_defaults_are_greedy_as_the_checkpoint_says(server: Server) -> None:
+    parts = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "What should I eat"},
+                {"type": "text", "text": " in Borvik?"},
+            ],
+        }
+    ]
+    whole, by_parts = (
+        server.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=40)
+        .choices[0]
+        .message.content
+        for messages in (QUESTION, parts)
+    )
+    assert by_parts == whole
+
+
+def test_a_stream_has_the_same_text_in_many_chunks_and_the_usage_at_its_end(server: Server) -> None:
+    whole = server.openai.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=60)
+    chunks = list(
+        server.openai.chat.completions.create(
+            model="tiny",
+            messages=QUESTION,
+            max_tokens=60,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(texts) == whole.choices[0].message.content
+    assert sum(map(bool, texts)) > 3
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert reasons == [None] * (len(reasons) - 1) + [whole.choices[0].finish_reason]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_completions_take_texts_and_token_ids_several_at_a_time(server: Server, llm: LLM) -> None:
+    texts = ["def add(a, b):", "x = ["]
+    params = SamplingParams(max_tokens=12)
+    expected = [each.text for each in llm.generate(texts, params)]
+    ids = [llm.tokenizer.encode(text) for text in texts]
+    for prompt in (texts, ids):
+        made = server.openai.completions.create(model="tiny", prompt=prompt, max_tokens=12)
+        assert [choice.text for choice in made.choices] == expected
+        assert [choice.index for choice in made.choices] == [0, 1]
+    echoed = server.openai.completions.create(model="tiny", prompt=texts[0], max_tokens=12, echo=True)
+    assert echoed.choices[0].text == texts[0] + expected[0]
+    nothing = server.openai.completions.create(model="tiny", prompt=texts[0], max_tokens=0, echo=True)
+    assert (nothing.choices[0].text, nothing.usage.completion_tokens) == (texts[0], 0)
+
+
+def test_samples_of_one_prompt_have_the_seeds_behind_the_first(server: Server, llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=16, temperature=1.0, seed=seed) for seed in (2**64 - 1, 0, 1)]
+    expected = [llm.generate("x = [", each).text for each in params]
+    made = server.openai.completions.create(
+        model="tiny", prompt="x = [", n=3, seed=2**64 - 1, temperature=1.0, max_tokens=16
+    )
+    assert [choice.text for choice in made.choices] == expected
+    chunks = server.openai.completions.create(
+        model="tiny", prompt="x = [", n=3, seed=2**64 - 1, temperature=1.0, max_tokens=16, stream=True
+    )
+    texts = ["", "", ""]
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == expected
+    assert made.usage.prompt_tokens == len(llm.tokenizer.encode("x = ["))
+
+
+def test_sampling_fields_reach_the_engine(server: Server, llm: LLM) -> None:
+    fields = {"temperature": 0.9, "top_p": 0.8, "seed": 5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    more = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "ignore_eos": True, "bad_words": ["the"]}
+    expected = llm.chat(QUESTION, SamplingParams(max_tokens=40, **fields, **more)).text
+    for extra in ({}, {"speculate": False}, {"block_length": 3}, {"timeout": 60}):
+        made = server.openai.chat.completions.create(
+            model="tiny", messages=QUESTION, max_completion_tokens=40, **fields, extra_body=more | extra
+        )
+        assert made.choices[0].message.content == expected
+
+
+def test_stop_ends_the_text_before_it_and_is_the_reason(server: Server) -> None:
+    whole = server.openai.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=60)
+    text = whole.choices[0].message.content
+    made = server.openai.chat.completions.create(
+        model="tiny", messages=QUESTION, max_tokens=60, stop=[text[10:14]]
+    )
+    assert made.choices[0].message.content == text[: text.index(text[10:14])]
+    assert made.choices[0].finish_reason == "stop"
+    short = server.openai.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=3)
+    assert short.choices[0].finish_reason == "length"
+
+
+def test_log_probabilities_are_those_of_the_python_interface(server: Server, llm: LLM) -> None:
+    expected = llm.chat(QUESTION, SamplingParams(max_tokens=10, logprobs=True))
+    made = server.openai.chat.completions.create(
+        model="tiny", messages=QUESTION, max_tokens=10, logprobs=True
+    )
+    found = made.choices[0].logprobs.content
+    assert [each.logprob for each in found] == pytest.approx(expected.logprobs)
+    assert "".join(each.token for each in found) == expected.text
+    assert bytes(b for each in found for b in each.bytes) == expected.text.encode()
+    done = server.openai.completions.create(model="tiny", prompt="x = [", max_tokens=8, logprobs=0)
+    legacy = done.choices[0].logprobs
+    assert "".join(legacy.tokens) == done.choices[0].text
+    text = done.choices[0].text
+    found = [text[i:][: len(t)] for i, t in zip(legacy.text_offset, legacy.tokens, strict=True)]
+    assert found == legacy.tokens
+
+
+def test_top_and_prompt_log_probabilities_are_those_of_the_python_interface(server: Server, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, logprobs=True, top_logprobs=3, prompt_logprobs=True)
+    expected = llm.generate("def add(a, b):", params)
+    made = server.openai.completions.create(
+        model="tiny", prompt="def add(a, b):", max_tokens=5, logprobs=3, echo=True, temperature=0
+    )
+    found = made.choices[0].logprobs
+    assert found.token_logprobs[0] is found.top_logprobs[0] is None
+    assert found.token_logprobs[1:] == pytest.approx([*expected.prompt_logprobs[1:], *expected.logprobs])
+    assert "".join(found.tokens) == made.choices[0].text
+    best = llm.tokenizer.decode([expected.top_logprobs[0][0][0]], skip_special_tokens=False)
+    assert found.top_logprobs[len(expected.prompt_token_ids)][best] == pytest.approx(
+        expected.top_logprobs[0][0][1]
+    )
+    chat = server.openai.chat.completions.create(
+        model="tiny", messages=QUESTION, max_tokens=2, logprobs=True, top_logprobs=2
+    )
+    top = chat.choices[0].logprobs.content[0].top_logprobs
+    assert len(top) == 2
+    assert top[0].logprob == chat.choices[0].logprobs.content[0].logprob
+
+
+def test_bias_least_length_and_priority_reach_the_engine(server: Server, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, logit_bias={100: 100.0}, min_tokens=12, stop_token_ids=[101])
+    more = {"min_tokens": 12, "stop_token_ids": [101], "priority": -3}
+    made = server.openai.completions.create(
+        model="tiny", prompt="x = [", max_tokens=12, logit_bias={"100": 100.0}, extra_body=more
+    )
+    assert made.choices[0].text == llm.generate("x = [", params).text
+    assert made.usage.completion_tokens == 12
+
+
+def test_many_asynchronous_streams_have_the_tokens_of_one(server: Server) -> None:
+    async def ask(client: AsyncOpenAI, seed: int) -> str:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=QUESTION, max_tokens=24, seed=seed, temperature=1.0, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def run(seeds: list[int]) -> list[str]:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, seed) for seed in seeds))
+
+    together = asyncio.run(run(list(range(8))))
+    assert together == [asyncio.run(run([seed]))[0] for seed in range(8)]
+    assert len(set(together)) > 4
+
+
+def test_a_tool_is_called_whole_and_in_a_stream(server: Server) -> None:
+    parameters = {"amount": "integer", "from": "string", "to": "string"}
+    function = {
+        "name": "convert_money",
+        "description": "Convert an amount of money",
+        "parameters": parameters,
+    }
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Convert 130 euros to dollars."}],
+        "tools": [{"type": "function", "function": function}],
+        "max_tokens": 80,
+    }
+    made = server.openai.chat.completions.create(**asked)
+    (call,) = made.choices[0].message.tool_calls
+    assert call.function.name == "convert_money"
+    assert json.loads(call.function.arguments)["amount"] == 130
+    assert made.choices[0].finish_reason == "tool_calls"
+    assert made.choices[0].message.content is None
+    chunks = list(server.openai.chat.completions.create(**asked, stream=True))
+    (delta,) = (c.choices[0].delta.tool_calls[0] for c in chunks if c.choices[0].delta.tool_calls)
+    assert (delta.index, delta.function.name) == (0, "convert_money")
+    assert delta.function.arguments == call.function.arguments
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    without = server.openai.chat.completions.create(**asked, tool_choice="none")
+    assert without.choices[0].message.tool_calls is None
+
+
+def test_the_answer_of_a_tool_can_be_given_back(server: Server) -> None:
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Borvik"}'},
+    }
+    messages = [
+        {"role": "user", "content": "What is the weather in Borvik?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    made = server.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=20)
+    assert made.choices[0].message.content
+
+
+def test_texts_become_tokens_and_back(server: Server, llm: LLM) -> None:
+    made = server.post("/tokenize", {"prompt": "def add(a, b):", "return_token_strs": True}).json()
+    assert made["tokens"] == llm.tokenizer.encode("def add(a, b):")
+    assert (made["count"], made["max_model_len"], "".join(made["token_strs"])) == (
+        len(made["tokens"]), 512, "def add(a, b):",
+    )  # fmt: skip
+    assert server.post("/detokenize", {"tokens": made["tokens"]}).json() == {"prompt": "def add(a, b):"}
+    assert server.post("/tokenize", {"messages": QUESTION}).json()["tokens"] == llm.chat_prompt(QUESTION)
+
+
+def test_a_json_schema_a_choice_and_a_grammar_shape_the_answer(server: Server, llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"town": {"enum": ["Borvik", "Hestin"]}, "days": {"type": "integer", "maximum": 9}},
+        "required": ["town", "days"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": schema, "strict": True}}
+    for more in ({}, {"speculate": False}):
+        made = server.openai.chat.completions.create(
+            model="tiny", messages=QUESTION, response_format=form, max_tokens=100, extra_body=more
+        )
+        found = json.loads(made.choices[0].message.content)
+        assert set(found) == {"town", "days"}
+        assert found["town"] in ("Borvik", "Hestin")
+    for structure in ({"choice": ["yes", "no"]}, {"regex": "(yes|no)"}, {"grammar": 'start: "yes" | "no"\n'}):
+        done = server.openai.completions.create(
+            model="tiny", prompt="Well,", max_tokens=9, extra_body={"structured_outputs": structure}
+        )
+        assert done.choices[0].text in ("yes", "no")
+    params = SamplingParams(max_tokens=60, structured_outputs=StructuredOutputs(json_object=True))
+    made = server.openai.chat.completions.create(
+        model="tiny", messages=QUESTION, response_format={"type": "json_object"}, max_tokens=60
+    )
+    assert made.choices[0].message.content == llm.chat(QUESTION, params).text
+
+
+def test_a_required_call_comes_whatever_is_asked(server: Server) -> None:
+    def tool(name: str) -> dict[str, object]:
+        properties = {"day": {"enum": ["Monday", "Friday"]}}
+        parameters = {
+            "type": "object",
+            "properties": properties,
+            "required": ["day"],
+            "additionalProperties": False,
+        }
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    asked = {"model": "tiny", "messages": QUESTION, "tools": [tool("one"), tool("two")], "max_tokens": 80}
+    made = server.openai.chat.completions.create(**asked, tool_choice="required")
+    (call,) = made.choices[0].message.tool_calls
+    assert call.function.name in ("one", "two")
+    assert json.loads(call.function.arguments)["day"] in ("Monday", "Friday")
+    named = {"type": "function", "function": {"name": "two"}}
+    made = server.openai.chat.completions.create(**asked, tool_choice=named)
+    assert made.choices[0].message.tool_calls[0].function.name == "two"
+    assert made.choices[0].finish_reason == "tool_calls"
+
+
+def test_a_response_has_the_text_of_a_chat_whole_and_in_events(server: Server) -> None:
+    whole = server.openai.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=100)
+    text = whole.choices[0].message.content
+    made = server.openai.responses.create(model="tiny", input=QUESTION[0]["content"], max_output_tokens=100)
+    assert (made.output_text, made.status) == (text, "completed")
+    assert made.usage.output_tokens == whole.usage.completion_tokens
+    short = server.openai.responses.create(model="tiny", input=QUESTION, max_output_tokens=3)
+    assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    with server.openai.responses.stream(model="tiny", input=QUESTION, max_output_tokens=100) as events:
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        final = events.get_final_response()
+    assert ("".join(deltas), final.output_text) == (text, text)
+    assert len(deltas) > 3
+
+
+def test_a_response_calls_functions_and_takes_their_results(server: Server) -> None:
+    parameters = {"amount": "integer", "from": "string", "to": "string"}
+    tool = {"type": "function", "name": "convert_money", "parameters": parameters}
+    tool["description"] = "Convert an amount of money"
+    question = {"role": "user", "content": "Convert 130 euros to dollars."}
+    made = server.openai.responses.create(model="tiny", input=[question], tools=[tool], max_output_tokens=80)
+    (call,) = made.output
+    assert (call.type, call.name, json.loads(call.arguments)["amount"]) == (
+        "function_call",
+        "convert_money",
+        130,
+    )
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "141 dollars"}
+    again = server.openai.responses.create(
+        model="tiny", input=[question, call.model_dump(exclude_none=True), result], max_output_tokens=20
+    )
+    assert again.output_text
+
+
+def test_rounds_show_the_accepted_drafts(server: Server) -> None:
+    body = {"messages": QUESTION, "max_tokens": 60, "stream": True, "return_rounds": True}
+    lines = [
+        line
+        for line in server.post("/v1/chat/completions", body).text.splitlines()
+        if line.startswith("data: {")
+    ]
+    choices = [chunk["choices"][0] for chunk in (json.loads(line[6:]) for line in lines)]
+    rounds = [each for choice in choices for each in choice.get("rounds", ())]
+    text = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert "".join(each["drafted"] + each["own"] for each in rounds) == text
+    assert rounds[0]["accepted"] == 0
+    assert sum(each["accepted"] for each in rounds) > 10
+    assert sum(each["tokens"] for each in rounds) <= 60

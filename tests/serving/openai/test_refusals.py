@@ -1,0 +1,125 @@
+"""Refusals name the field, and have the status that clients act on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.openai.conftest import Server
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "says"),
+    [
+        (COMPLETIONS, {"prompt": "x", "foo": 1}, "foo", "foo is not a field that this server knows"),
+        (COMPLETIONS, {"prompt": "x", "temperature": "hot"}, "temperature", 'temperature is "hot"'),
+        (COMPLETIONS, {"prompt": "x", "temperature": -1}, "temperature", "expected 0 (greedy) or 0.01 to 100"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens", "expected an integer, 1 to"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 4000}, "prompt", "max_tokens is 4000"),
+        (COMPLETIONS, {"prompt": "x", "seed": -1}, "seed", "seed is -1"),
+        (COMPLETIONS, {"prompt": "x", "n": 0}, "n", "n is 0"),
+        (COMPLETIONS, {"prompt": "x", "block_length": 99}, "block_length", "block_length is 99"),
+        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix", "suffix is"),
+        (COMPLETIONS, {"prompt": []}, "prompt", "prompt is []"),
+        (COMPLETIONS, {"prompt": ""}, "prompt", "the prompt is empty"),
+        (COMPLETIONS, {"prompt": [1, 99999]}, "prompt", "token id 99999"),
+        (COMPLETIONS, {"prompt": [5] * 600}, "prompt", "600 tokens, but this model holds 512"),
+        (COMPLETIONS, {"prompt": "x" * 100_000}, "prompt", "100000 bytes"),
+        (COMPLETIONS, {}, "prompt", "prompt is missing"),
+        (CHAT, {"messages": []}, "messages", "messages is []"),
+        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
+        (CHAT, {"messages": [{"role": "user", "contents": "x"}]}, "messages[0].contents", "not a field"),
+        (CHAT, {"messages": HELLO, "modalities": ["audio"]}, "modalities[0]", "audio"),
+        (CHAT, {"messages": HELLO, "model": "gpt-5"}, "model", "this server has tiny"),
+        (CHAT, {"messages": HELLO, "timeout": 0}, "timeout", "timeout is 0"),
+        (CHAT, [1], None, "the body is [1], expected a JSON object"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_field(
+    server: Server, path: str, body: Any, param: str | None, says: str
+) -> None:
+    answer = server.post(path, body)
+    assert answer.status_code == (404 if param == "model" else 400)
+    error = answer.json()["error"]
+    assert says in error["message"]
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b'{"prompt": "\\ud800"}', b"[" * 10_000, b"\xff"])
+def test_a_body_that_is_not_json_is_refused(server: Server, body: bytes) -> None:
+    answer = server.http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, "not JSON" in answer.json()["error"]["message"]) == (400, True)
+
+
+def test_a_form_is_no_request_and_a_wrong_path_no_endpoint(server: Server) -> None:
+    answer = server.http.post(
+        COMPLETIONS, content=b'{"prompt": "x"}'
+    )  # as a page of another site could send it
+    assert answer.status_code == 415
+    assert server.http.get("/v1/nothing").status_code == 404
+    assert server.http.get(COMPLETIONS).status_code == 405
+    assert server.http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+
+
+def test_a_large_body_is_refused_before_it_is_read(server: Server) -> None:
+    most = (1 << 20) + 64 * 512
+    answer = server.http.post(
+        COMPLETIONS, content=b" " * (most + 1), headers={"Content-Type": "application/json"}
+    )
+    assert (answer.status_code, str(most) in answer.json()["error"]["message"]) == (413, True)
+    parts = (b" " * 65536 for _ in range(20))  # chunked, without a length
+    answer = server.http.post(COMPLETIONS, content=parts, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+
+
+def test_requests_have_ids_in_answers_and_in_the_log(server: Server) -> None:
+    answer = server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}, **{"X-Request-Id": "mine-1"})
+    assert (answer.headers["x-request-id"], answer.json()["id"]) == ("mine-1", "cmpl-mine-1")
+    server.until(lambda: "request_id=mine-1" in server.log)
+    assert (
+        len(server.post(COMPLETIONS, {"prompt": "x"}, **{"X-Request-Id": "a b"}).headers["x-request-id"])
+        == 32
+    )
+
+
+def test_refusals_are_counted_by_reason(server: Server) -> None:
+    name = 'dflash_requests_refused_total{reason="invalid_request"}'
+    before = server.metric(name)
+    server.post(COMPLETIONS, {"prompt": "x", "foo": 1})
+    assert server.metric(name) == before + 1
+
+
+def test_keys_tls_origins_and_logs_in_json(start: Callable[..., Server], tmp_path: Path) -> None:
+    keys, cert, key = (tmp_path / name for name in ("keys", "cert.pem", "key.pem"))
+    keys.write_text("secret-1\nsecret-2\n")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
+         "-keyout", key, "-out", cert], check=True, capture_output=True,
+    )  # fmt: skip
+    server = start(
+        f"--api-key-file={keys}", f"--tls-cert={cert}", f"--tls-key={key}", "--cors-origin=https://a.example",
+        "--log-format=json", "--served-model-name=mine", DFLASH_TRT_API_KEY="secret-3",
+    )  # fmt: skip
+    assert server.http.get("/v1/models").status_code == 401
+    assert server.http.get("/v1/models", headers={"Authorization": "Bearer secret-4"}).status_code == 401
+    assert server.http.get("/health").status_code == 200
+    for number in (1, 2, 3):
+        answer = server.http.get("/v1/models", headers={"Authorization": f"Bearer secret-{number}"})
+        assert answer.json()["data"][0]["id"] == "mine"
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    allowed = server.http.options("/v1/completions", headers=asked | {"Authorization": "Bearer secret-1"})
+    assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+    others = server.http.options("/v1/completions", headers=asked | {"Origin": "https://b.example"})
+    assert "access-control-allow-origin" not in others.headers
+    server.until(lambda: server.log.count('"path"') >= 7)
+    lines = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
+    assert {line["status"] for line in lines} >= {200, 401}
+    assert "secret-" not in server.log
