@@ -304,7 +304,7 @@ def test_the_server_on_the_path_is_taken_and_without_one_the_container_is_told(
     assert main(["serve", str(bundle), "--api", "triton"]) == 1
     out, err = capsys.readouterr()
     assert "nvidia-pytriton" in err or "triton-local" in err
-    assert out.startswith("docker run ")
+    assert "\ndocker run " in out
     assert f'-v "{bundle.resolve()}:/bundle:ro"' in out
     assert "dflash-trt serve /bundle" in out
     assert "nvcr.io/nvidia/tritonserver:26.07-py3" in out
