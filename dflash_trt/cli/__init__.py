@@ -63,12 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Wrong usage raises `SystemExit(2)`, `--help` raises `SystemExit(0)`, as in argparse.
     """
     parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    args, unknown = parser.parse_known_args(words[:end])
     if args.command is None:
         parser.print_help()
         return 2
-    if unknown:
-        args.parser.unknown(unknown)
+    args.passed = words[end + 1 :]  # options for another program
+    if unknown or (args.passed and args.command != "serve"):
+        args.parser.unknown(unknown or args.passed)
     to_stderr({"verbose": "debug"}.get(args.log_level, args.log_level))
     try:
         code: int = args.run(args)

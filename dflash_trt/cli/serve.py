@@ -22,13 +22,14 @@ with a chat at /. It needs the extra `serve`, and serves every engine.
 on the PATH, or the one of nvidia-pytriton's wheel: pip install '.[triton-local]' in a checkout. Without either, this
 prints the command that serves the bundle in a container.
 
-An engine that dies is started again, and so are Triton's processes.
+An engine that dies is started again, and so are Triton's processes. Words after `--` are tritonserver's own options.
 """
 EXAMPLES = """\
 examples:
   dflash-trt serve bundles/tiny
   dflash-trt serve bundles/tiny --http-port 9000 --max-batch-size 16 --api-key-file keys.txt
   dflash-trt serve bundles/tiny --api triton --log-level info
+  dflash-trt serve bundles/tiny --api triton -- --log-format=ISO8601 --http-thread-count=16
 
   curl -s localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "What is 17 + 25?"}]}'
@@ -96,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
     if args.server is not None:
         bundle = Bundle.open(args.bundle)
         registry.engine_of(bundle).serve(bundle, args.server, host=args.host, port=args.http_port)
+    if args.passed and args.api != "triton":
+        args.usage_error("words after -- are options of tritonserver: add --api triton")
     return _triton(args) if args.api == "triton" else _openai(args)
 
 
@@ -189,5 +192,5 @@ def _triton(args: argparse.Namespace) -> int:
 
         if args.host not in ("127.0.0.1", "::1", "localhost"):
             _say(f"anyone who reaches {args.host} may use the model: there is no authentication")
-        arguments = server_arguments(repository, sockets, args.log_level)
+        arguments = server_arguments(repository, sockets, args.log_level, args.passed)
         return Supervisor(server, arguments, repository, sockets, settings, args.grace).run(ready, _say)

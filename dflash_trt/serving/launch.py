@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -75,8 +76,13 @@ def _libpython(version: str) -> Path:
     )
 
 
-def server_arguments(repository: Path, sockets: Sockets, log_level: LogLevel) -> list[str]:
-    """tritonserver's arguments. Models are loaded on request, so that a failed one can be loaded again."""
+def server_arguments(
+    repository: Path, sockets: Sockets, log_level: LogLevel, others: Sequence[str] = ()
+) -> list[str]:
+    """tritonserver's arguments. Models are loaded on request, so that a failed one can be loaded again.
+
+    others: more of them, as given by the user. Raises DFlashError if one is set here already.
+    """
     shown = get_args(LogLevel).index(log_level)
     arguments = {
         "model-repository": repository,
@@ -88,4 +94,7 @@ def server_arguments(repository: Path, sockets: Sockets, log_level: LogLevel) ->
         "log-warning": "true" if shown >= 1 else "false",
         "exit-timeout-secs": 3600,  # `Supervisor` limits the time instead
     }
-    return [f"--{name}={value}" for name, value in arguments.items()]
+    for option in others:
+        if (name := option.partition("=")[0].removeprefix("--")) in arguments and option.startswith("--"):
+            raise DFlashError(f"--{name}: is set by `dflash-trt serve` itself; leave it out")
+    return [*(f"--{name}={value}" for name, value in arguments.items()), *others]
