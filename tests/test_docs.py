@@ -8,6 +8,7 @@ import importlib.util
 import re
 import shlex
 import xml.etree.ElementTree as ET
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_commands_have_the_options_that_documents_give_them(page: Path) -> None:
         words = shlex.split(line.partition(" # ")[0].partition("...")[0], comments=True)
         command = words[0] if words else ""
         if command in known:
-            for word in words[1:]:
+            for word in takewhile(lambda word: word != "--", words[1:]):  # others follow for another program
                 if word.startswith("--"):
                     assert word.partition("=")[0] in known[command], (command, word)
         else:
