@@ -260,7 +260,9 @@ def _times(s: Statistics, arrived: int) -> list[int]:
 
 
 def _named(message: str, field: str) -> str:
-    """An engine's error, with the input's name for the field."""
+    """An engine's error, with the inputs' names of the Triton model. OpenAI's API has the engine's own names."""
+    if field == "the prompt":
+        return message
     for ours, theirs in (("the prompt", field), *_NAMES.items()):
         if message.startswith(f"{ours} "):
             return theirs + message.removeprefix(ours)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dflash_trt.serving.deploy import template
+from dflash_trt.serving.worker import _named
 
 
 class Sender:
@@ -79,3 +80,10 @@ def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(model: Any) -
     ]
     assert senders[1].sent[0][0].startswith("TypeError: ")
     assert senders[2].sent[1][0].startswith("AttributeError: ")
+
+
+def test_errors_have_the_names_of_the_api() -> None:
+    said = "regex cannot be compiled: x"
+    assert _named(said, "text_input") == "guided_decoding_guide cannot be compiled: x"
+    assert _named("the prompt is empty", "input_ids") == "input_ids is empty"
+    assert _named(said, "the prompt") == said
