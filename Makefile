@@ -3,12 +3,13 @@
 #   .venv         run time (demo)
 #   .venv-test    torch, pytest, linters (test, lint, bench)
 #   .venv-docs    the documentation site (docs)
+#   .venv-wheel   the package as a wheel installs it (docs-commands)
 #   .venv-server  tritonserver from `dflash-trt[triton-local]`, which needs an older numpy (test)
 #   .venv-floors, .venv-newest  the core alone, in the oldest versions that pyproject.toml allows, and in the newest
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-floors test-newest lint lock bench fuzz clean
+.PHONY: help demo docs docs-commands test test-floors test-newest lint lock bench fuzz clean
 
 # The first interpreter that runs (a pyenv shim may exist and fail), is new enough and can create a venv.
 RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
@@ -25,6 +26,8 @@ help:
 	@echo 'make test    run the tests (installs torch into .venv-test)'
 	@echo 'make lint    ruff, mypy, and the direction of imports between the rooms'
 	@echo 'make docs    build the documentation site into site/'
+	@echo 'make docs-commands'
+	@echo '             run the commands of the pages from a wheel, and compare what they print; ALL=1 runs the slow ones'
 	@echo 'make test-floors, make test-newest'
 	@echo '             run the tests of the core with the oldest dependencies allowed, and with the newest'
 	@echo 'make lock    write the newest versions to requirements/, which determines the environments'
@@ -68,6 +71,14 @@ lint: .venv-test/installed
 docs: .venv-docs/installed
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
+# In an empty directory, with the package of a wheel.
+docs-commands: .venv-test/installed
+	@rm -rf dist && .venv-test/bin/python -m hatchling build -t wheel -d dist >/dev/null
+	$(call venv,.venv-wheel)
+	@.venv-wheel/bin/python $(PIP) --constraint requirements/test.txt "$$(echo dist/dflash_trt-*.whl)[gguf,completion]"
+	@.venv-wheel/bin/python $(PIP) --force-reinstall --no-deps dist/dflash_trt-*.whl
+	@.venv-test/bin/python -m build_scripts.docs_commands --python .venv-wheel/bin/python $(if $(ALL),,--cheap)
+
 bench: .venv-test/installed
 	@.venv-test/bin/python -m build_scripts.bench.decode
 
@@ -75,7 +86,7 @@ fuzz: .venv-test/installed
 	@.venv-test/bin/python -m tests.fuzz.run --minutes $(or $(MINUTES),0)
 
 clean:
-	rm -rf .venv .venv-docs site .venv-test .venv-server .venv-floors .venv-newest build dist
+	rm -rf .venv .venv-docs site .venv-test .venv-wheel .venv-server .venv-floors .venv-newest build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(wildcard dflash_trt plugins build_scripts tests) -name __pycache__ -prune -exec rm -rf {} +
 

@@ -163,6 +163,7 @@ def main() -> int:
     parser.add_argument("--update", action="store_true", help="write what differs into the pages")
     parser.add_argument("--cheap", action="store_true", help="leave out the commands that take long")
     args = parser.parse_args()
+    python = os.path.abspath(args.python)  # a link of a virtual environment stays one
     shown = [command for page in args.pages or PAGES for command in shown_commands(page.resolve())]
     shown += [] if args.pages else list(help_examples())
     failed = ran = 0
@@ -177,7 +178,7 @@ def main() -> int:
             ):
                 if args.cheap and SLOW.search(needed.command):
                     continue
-                for fault in run(needed, args.python, folder):
+                for fault in run(needed, python, folder):
                     print(f"{needed.command}: {fault}")
                     failed += 1
         for each in shown:
@@ -190,7 +191,7 @@ def main() -> int:
             if each.output is None and each.command in done:
                 continue
             done.add(each.command)
-            faults = run(each, args.python, folder)
+            faults = run(each, python, folder)
             ran, failed = ran + 1, failed + bool(faults)
             print(f"{'FAILED ' if faults else 'good   '}  {each.page}: {each.command}", flush=True)
             for fault in faults:
