@@ -114,6 +114,8 @@ def comparable(command: str, line: str) -> str:
     line = re.sub(r"(acceptance length|no drafts).*", "#", line) if line.startswith("[") else line
     line = re.sub(r"[\d.]+(?= (s|ms|tokens/s)\b)", "#", line)
     line = re.sub(r"(dflash-trt|onnx-ir) +\d+(\.\d+)+", r"\1 #", line)
+    line = re.sub(r"\b[0-9a-f]{16,64}\b", "#", line)
+    line = re.sub(r"(\.onnx +)[\d.]+ \w+", r"\1#", line)
     return line.rstrip()
 
 

@@ -53,6 +53,8 @@ def _show(name: str, value: object) -> str:
         )
     if isinstance(value, list):
         return ", ".join(map(str, value))
+    if isinstance(value, str) and name.endswith("sha256"):
+        return f"{value[:16]}..."  # --json has all of it
     if isinstance(value, int) and name in _BYTES:
         return byte_count(value)
     if isinstance(value, int) and name == "parameters":

@@ -32,7 +32,7 @@ examples:
   dflash-trt serve bundles/tiny --api triton -- --log-format=ISO8601 --http-thread-count=16
 
   curl -s localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{"messages": [{"role": "user", "content": "What is 17 + 25?"}]}'
+    -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 """
 _KEY_VARIABLE = "DFLASH_TRT_API_KEY"
 _PORTS = {"grpc_port": 8001, "metrics_port": 8002}
