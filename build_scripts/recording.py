@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+from inspect import signature
 from pathlib import Path
 
 from rich.console import Console
@@ -20,28 +22,8 @@ from dflash_trt.cli import _parser, chat, generate
 
 ROOT = Path(__file__).parent.parent
 QUESTIONS = ("What is the capital of France?", "Give me three tips for sleeping better.")
-# As rich's own, without the fonts that it would fetch.
-FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
-<style>
-.{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
- font-size: {char_height}px; line-height: {line_height}px; font-variant-east-asian: full-width }}
-.{unique_id}-title {{ font-size: 18px; font-weight: bold; font-family: sans-serif }}
-{styles}
-</style>
-<defs>
-<clipPath id="{unique_id}-clip-terminal">
-<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" /></clipPath>
-{lines}
-</defs>
-{chrome}
-<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
-{backgrounds}
-<g class="{unique_id}-matrix">
-{matrix}
-</g>
-</g>
-</svg>
-"""
+# The fonts that rich's format would fetch.
+FONTS = re.compile(r"@font-face \{\{.*?\}\}", re.DOTALL)
 
 
 class Recorded(chat.Conversation):
@@ -68,7 +50,10 @@ def record(bundle: str, max_tokens: int) -> str:
     with open(os.devnull, "w") as nothing:
         console = Console(record=True, width=92, file=nothing, force_terminal=True)
         console.print(conversation.text)
-    return console.export_svg(title="dflash-trt", theme=DIMMED_MONOKAI, code_format=FRAME, unique_id="dflash")
+    usual = signature(Console.export_svg).parameters["code_format"].default
+    return console.export_svg(
+        title="dflash-trt", theme=DIMMED_MONOKAI, code_format=FONTS.sub("", usual), unique_id="dflash"
+    )
 
 
 def main() -> None:
