@@ -23,8 +23,9 @@ KERNELS = {
     "gather_taps": uses.gather_taps(5, 2880, "bf16", "bf16"),
     "sample_tiles": uses.sample_tiles(201_088),
     "sample_select": uses.sample_select(201_088),
-    "accept_block": uses.accept_block(16, block_size=10),
+    "accept_block": uses.accept_block(block_size=10),
     "route": uses.route(128, 4),
+    "group": uses.group(128, 4),
     **{
         f"{name} {t.block_n}x{t.block_k}x{t.tokens}, {t.num_stages} stages": use
         for t in uses.TILES

@@ -107,19 +107,17 @@ def sample_select(vocab: int) -> Use:
     return Use("sampling", "sample_select", types, constants, num_warps=16)
 
 
-def accept_block(
-    nodes: int, *, block_size: int | None = None, mask_token: int = 0, tree: bool = False
-) -> Use:
-    """The acceptance kernel for up to `nodes` nodes. Without `block_size` it writes only the accepted count and next
-    token.
+# The most nodes that the acceptance kernel takes, at any shape: two for each thread of its warp.
+ACCEPT_NODES = 64
+
+
+def accept_block(*, block_size: int | None = None, mask_token: int = 0, tree: bool = False) -> Use:
+    """The acceptance kernel for up to ACCEPT_NODES nodes. Without `block_size` it writes only the accepted count and
+    next token.
     """
     types: Types = dict.fromkeys(("tokens", "rows", "sampled", "accepted", "next_token"), "*i64")
     types |= {"tokens_per_sequence": "i32", "nodes_per_sequence": "i32"}
-    constants: dict[str, Any] = {
-        "MASK": mask_token,
-        "BLOCK": block_size or 1,
-        "SLOTS": power_of_two(max(nodes, block_size or 1)),
-    }
+    constants: dict[str, Any] = {"MASK": mask_token, "BLOCK": block_size or 1, "SLOTS": ACCEPT_NODES}
     optional = {"parents": tree} | dict.fromkeys(
         ("start", "path", "block", "positions"), block_size is not None
     )
@@ -141,11 +139,22 @@ def gather_taps(taps: int, hidden: int, source: str, target: str, *, ragged: boo
     return Use("taps", "gather_taps", types, constants)
 
 
+# Rows of a program that routes, and programs whose counts are added in one step.
+ROUTE_ROWS = 16
+ROUTE_PARTS = 16
+
+
 def route(experts: int, k: int) -> Use:
     types: Types = {"router_logits": "*fp32", "rows": "i32", "shares": "*fp32"}
-    types |= dict.fromkeys(("chosen", "pairs", "groups"), "*i32")
-    slots = {"E_SLOTS": power_of_two(experts), "K_SLOTS": power_of_two(k), "ROW_SLOTS": 16}
+    types |= dict.fromkeys(("chosen", "counts"), "*i32")
+    slots = {"E_SLOTS": power_of_two(experts), "K_SLOTS": power_of_two(k), "ROW_SLOTS": ROUTE_ROWS}
     return Use("moe", "route", types, {"E": experts, "K": k} | slots, fp_fusion=True)
+
+
+def group(experts: int, k: int) -> Use:
+    types: Types = dict.fromkeys(("chosen", "counts", "pairs", "groups"), "*i32") | {"rows": "i32"}
+    slots = {"E_SLOTS": power_of_two(experts), "ROW_SLOTS": ROUTE_ROWS, "PART_SLOTS": ROUTE_PARTS}
+    return Use("moe", "group", types, {"E": experts, "K": k} | slots, fp_fusion=True)
 
 
 def gate_up(

@@ -126,6 +126,8 @@ def accept_block(
     (the first of equal ones is followed).
     """
     batch, nodes = rows.shape
+    if max(nodes, block_size) > uses.ACCEPT_NODES:
+        raise ValueError(f"a block has {max(nodes, block_size)} nodes, expected {uses.ACCEPT_NODES} or fewer")
     made = Acceptance(
         accepted=tokens.new_empty(batch),
         next_token=tokens.new_empty(batch),
@@ -133,7 +135,7 @@ def accept_block(
         block=tokens.new_empty(batch, block_size),
         positions=tokens.new_empty(batch, block_size),
     )
-    use = uses.accept_block(nodes, block_size=block_size, mask_token=mask_token, tree=parents is not None)
+    use = uses.accept_block(block_size=block_size, mask_token=mask_token, tree=parents is not None)
     acceptance.accept_block[(batch,)](
         *(tokens, rows, sampled),
         **{"parents": parents} if parents is not None else {},

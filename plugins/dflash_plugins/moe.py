@@ -30,12 +30,17 @@ class Experts:
 def route(router_logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Router logits float32 [rows, E] -> shares [rows, k], pairs [rows * k], groups [E, 3]; see kernels/moe.py."""
     rows, experts = router_logits.shape
-    shares = router_logits.new_empty(rows, k)
-    chosen, pairs = (torch.empty(rows * k, dtype=torch.int32, device=shares.device) for _ in range(2))
-    groups = torch.empty(experts, 3, dtype=torch.int32, device=shares.device)
-    kernels.route[(1,)](
-        router_logits, rows, *(shares, chosen, pairs, groups), **uses.route(experts, k).launch
+    programs = -(-rows // uses.ROUTE_ROWS)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=router_logits.device)
+
+    shares, chosen, counts = router_logits.new_empty(rows, k), empty(rows, k), empty(programs, experts)
+    kernels.route[(programs,)](
+        router_logits, rows, *(shares, chosen, counts), **uses.route(experts, k).launch
     )
+    pairs, groups = empty(rows * k), empty(experts, 3)
+    kernels.group[(programs,)](chosen, counts, rows, pairs, groups, **uses.group(experts, k).launch)
     return shares, pairs, groups
 
 

@@ -46,7 +46,10 @@ class Symbols:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes and types of a plugin's inputs, for choosing its kernel."""
+    """The sizes and types of a plugin's inputs, for choosing its kernel.
+
+    TensorRT keeps one kernel for all profiles. So a kernel may depend on sizes that the graph fixes, and on no other.
+    """
 
     name: str
     inputs: Sequence[Any]
@@ -60,9 +63,15 @@ class Sizes:
             )
         return size
 
-    def largest(self, i: int, axis: int) -> int:
-        shape = self.inputs[i].shape
-        return int(shape.max[axis] if shape[axis] < 0 else shape[axis])
+    def check(self, most: Mapping[tuple[int, int], int]) -> None:
+        """Raise BuildError if a profile has more than a kernel takes."""
+        for (i, axis), limit in most.items():
+            shape = self.inputs[i].shape
+            largest = int(shape.max[axis] if shape[axis] < 0 else shape[axis])
+            if largest > limit:
+                raise BuildError(
+                    f"{self.name}: size {axis} of input {i} is {largest}, expected {limit} or less"
+                )
 
     def type(self, i: int) -> str:
         """The type of an input. Raises BuildError for a type that no kernel supports."""
@@ -81,6 +90,7 @@ class Plugin:
     grid: the number of its programs.
     integers: its integer arguments.
     tiles: the number of alternative tile sizes.
+    most: the largest size that the kernel takes, by input and axis.
     """
 
     name: str
@@ -91,6 +101,7 @@ class Plugin:
     integers: Callable[[Symbols], Shape] = lambda s: ()
     attributes: Mapping[str, type] = field(default_factory=dict)
     tiles: tuple[uses.Tile, ...] = ()
+    most: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
 
 def _tiles(s: Symbols) -> Any:
@@ -142,7 +153,8 @@ PLUGINS = (
         "AcceptBlock",
         ("tokens", "rows", "sampled"),
         outputs=lambda s, a: [((s[0][0],), "INT64"), ((s[0][0],), "INT64")],
-        use=lambda z, a, t: uses.accept_block(z.largest(1, 1)),
+        use=lambda z, a, t: uses.accept_block(),
+        most={(1, 1): uses.ACCEPT_NODES},
         grid=lambda s, a, t: (s[0][0],),
         integers=lambda s: (s[0][1], s[1][1]),
     ),
@@ -152,12 +164,20 @@ PLUGINS = (
         attributes={"k": int},
         outputs=lambda s, a: [
             ((s[0][0], a["k"]), "FLOAT"),
-            ((s[0][0] * a["k"],), "INT32"),
-            ((s[0][0] * a["k"],), "INT32"),
-            ((s[0][1], 3), "INT32"),
+            ((s[0][0], a["k"]), "INT32"),
+            ((s.ceil_div(s[0][0], uses.ROUTE_ROWS), s[0][1]), "INT32"),
         ],
         use=lambda z, a, t: uses.route(z.fixed(0, 1), a["k"]),
-        grid=lambda s, a, t: (1,),
+        grid=lambda s, a, t: (s.ceil_div(s[0][0], uses.ROUTE_ROWS),),
+        integers=lambda s: (s[0][0],),
+    ),
+    Plugin(
+        "MoEGroup",
+        ("chosen", "counts"),
+        attributes={"k": int},
+        outputs=lambda s, a: [((s[0][0] * a["k"],), "INT32"), ((s[1][1], 3), "INT32")],
+        use=lambda z, a, t: uses.group(z.fixed(1, 1), a["k"]),
+        grid=lambda s, a, t: (s.ceil_div(s[0][0], uses.ROUTE_ROWS),),
         integers=lambda s: (s[0][0],),
     ),
     Plugin(
@@ -242,7 +262,9 @@ def _register(trt: Any, plugin: Plugin, capability: int) -> None:
     def compiled_for(inputs: Sequence[Any], attributes: Mapping[str, Any], tile: uses.Tile) -> Compiled:
         from dflash_plugins.compiler import compile_kernel
 
-        return compile_kernel(plugin.use(Sizes(name, inputs), attributes, tile), capability)
+        sizes = Sizes(name, inputs)
+        sizes.check(plugin.most)
+        return compile_kernel(plugin.use(sizes, attributes, tile), capability)
 
     def tune(*arguments: Any) -> Any:
         """The tile sizes that TensorRT can launch and should time."""

@@ -8,7 +8,7 @@ from typing import Any
 from dflash_trt.errors import BundleError
 
 # Increment when a plugin's inputs, outputs or results change, and when the noise or weights of decoding/ change.
-VERSION = 1
+VERSION = 2
 NAMESPACE = "dflash"
 
 

@@ -6,6 +6,7 @@ Usage: python -m tests.doubles.plugin_targets CAPABILITY
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -22,7 +23,10 @@ from tests.doubles.tensorrt_double import DataType
 
 # gpt-oss-120b: hidden and inner size 2880, 4 of 128 experts, vocabulary 201,088, 5 taps, blocks of 10.
 F, H, I4, I8, BYTE = DataType.FLOAT, DataType.BF16, DataType.INT32, DataType.INT64, DataType.INT8
-SIZES = {"B": 2, "S": 10, "R": 10, "rows": 20, "pairs": 80}
+SIZES = {"B": 2, "S": 10, "R": 10, "rows": 20, "pairs": 80, "parts": 2}
+# The largest sizes of a plan's two profiles.
+PREFILL = {"B": 1, "S": 512, "R": 1, "rows": 512, "pairs": 2048, "parts": 32}
+VERIFY = {"B": 8, "S": 16, "R": 16, "rows": 128, "pairs": 512, "parts": 8}
 VOCAB, D, E = 201_088, 2880, 128
 TILES = uses.vocabulary_tiles(VOCAB)
 PARTIAL = [(("rows", TILES * 128), F)] * 2 + [(("rows", TILES), F)] * 2 + [(("rows", TILES), I8)]
@@ -47,6 +51,7 @@ CASES: dict[str, tuple[list[tuple[tuple[Any, ...], DataType]], dict[str, Any]]] 
     "AcceptBlock": ([(("B", "S"), I8), (("B", "R"), I8), (("B", "R"), I8)], {}),
     "HiddenStateTap5": ([(("rows", D), H)] * 5, {}),
     "MoERoute": ([(("rows", E), F)], {"k": 4}),
+    "MoEGroup": ([(("rows", 4), I4), (("parts", E), I4)], {"k": 4}),
     "MoEGateUp": (
         [(("rows", D), H), PAIRS, GROUPS, *MATRIX],
         {"k": 4, "alpha": 1.702, "beta": 1.0, "limit": 7.0},
@@ -56,43 +61,91 @@ CASES: dict[str, tuple[list[tuple[tuple[Any, ...], DataType]], dict[str, Any]]] 
 }
 
 
-def sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(SIZES.get(d, d) for d in shape)
+def sizes(shape: tuple[Any, ...], known: dict[str, int]) -> tuple[int, ...]:
+    return tuple(known.get(d, d) for d in shape)
+
+
+class Made:
+    """A plugin in a build."""
+
+    def __init__(self, trt: Any, name: str) -> None:
+        self.trt, (self.inputs, attributes) = trt, CASES[name]
+        fields = trt.PluginFieldCollection([trt.PluginField(k, np.array([v])) for k, v in attributes.items()])
+        creator = trt.get_plugin_registry().get_creator(versioned(name), "1", NAMESPACE)
+        request = trt.QuickPluginCreationRequest.STRICT_AOT
+        self.plugin = creator.create_plugin(
+            versioned(name), NAMESPACE, fields, trt.TensorRTPhase.BUILD, request
+        )
+        self.exprs = trt.IExprBuilder()
+        self.types = self.plugin.get_output_data_types(
+            [t for _, t in self.inputs], [len(s) for s, _ in self.inputs]
+        )
+
+    def described(self, known: dict[str, int]) -> tuple[list[tuple[int, ...]], list[Any]]:
+        """The shapes of the outputs, and the descriptions of inputs and outputs for a profile of these sizes."""
+        exprs = self.exprs
+
+        def symbol(d: Any) -> Any:
+            return (
+                exprs.constant(d) if isinstance(d, int) else self.trt.IDimensionExpr(lambda env, d=d: env[d])
+            )
+
+        made = self.plugin.get_output_shapes([[symbol(d) for d in s] for s, _ in self.inputs], [], exprs)
+        shapes = [tuple(d.evaluate(known) for d in shape) for shape in made]
+        descs = [
+            double.described(self.trt, tuple(d if isinstance(d, int) else -1 for d in s), sizes(s, known), t)
+            for s, t in self.inputs
+        ]
+        descs += [
+            double.described(
+                self.trt, tuple(d if e.is_constant() else -1 for d, e in zip(s, m, strict=True)), s, t
+            )
+            for s, m, t in zip(shapes, made, self.types, strict=True)
+        ]
+        self.plugin.get_supported_format_combinations(descs, len(self.inputs))
+        self.plugin.configure_plugin(descs[: len(self.inputs)], descs[len(self.inputs) :])
+        return shapes, descs
+
+    def launch(self, in_out: list[Any]) -> tuple[Any, Integers, str, str]:
+        """The launch, its integers, and the kernel's name and PTX, of the tactic that was set."""
+        launch, integers, count = type("Launch", (), {})(), Integers(), len(self.inputs)
+        self.plugin.get_launch_params(None, in_out, count, launch, integers, self.exprs)
+        descs = [desc.desc for desc in in_out]
+        kernel, ptx = self.plugin.get_kernel(descs[:count], descs[count:])
+        return launch, integers, kernel, ptx.decode()
+
+
+def kernels_by_profile(trt: Any, name: str) -> list[list[str]]:
+    """Digests of the PTX that each profile gets, with the profiles in both orders.
+
+    TensorRT asks for the launches of all profiles of a plan before it takes the kernels.
+    """
+    found = []
+    for order in ((PREFILL, VERIFY), (VERIFY, PREFILL)):
+        made = Made(trt, name)
+        asked = []
+        for known in order:
+            _, descs = made.described(known)
+            made.plugin.set_tactic((made.plugin.get_valid_tactics() or [0])[0])
+            made.launch(descs)
+            asked.append(descs)
+        taken = []
+        for descs in asked:
+            count, descs = len(made.inputs), [desc.desc for desc in descs]
+            taken.append(hashlib.sha256(made.plugin.get_kernel(descs[:count], descs[count:])[1]).hexdigest())
+        found.append(taken)
+    return found
 
 
 def build(trt: Any, name: str, capability: int) -> list[dict[str, Any]]:
     """One entry per tactic."""
-    inputs, attributes = CASES[name]
-    exprs = trt.IExprBuilder()
-    fields = trt.PluginFieldCollection([trt.PluginField(k, np.array([v])) for k, v in attributes.items()])
-    creator = trt.get_plugin_registry().get_creator(versioned(name), "1", NAMESPACE)
-    request = trt.QuickPluginCreationRequest.STRICT_AOT
-    plugin = creator.create_plugin(versioned(name), NAMESPACE, fields, trt.TensorRTPhase.BUILD, request)
-    types = plugin.get_output_data_types([t for _, t in inputs], [len(s) for s, _ in inputs])
-
-    def symbol(d: Any) -> Any:
-        return exprs.constant(d) if isinstance(d, int) else trt.IDimensionExpr(lambda env, d=d: env[d])
-
-    made = plugin.get_output_shapes([[symbol(d) for d in s] for s, _ in inputs], [], exprs)
-    shapes = [tuple(d.evaluate(SIZES) for d in shape) for shape in made]
-    in_out = [
-        double.described(trt, tuple(d if isinstance(d, int) else -1 for d in s), sizes(s), t)
-        for s, t in inputs
-    ]
-    in_out += [
-        double.described(trt, tuple(d if e.is_constant() else -1 for d, e in zip(s, m, strict=True)), s, t)
-        for s, m, t in zip(shapes, made, types, strict=True)
-    ]
-    plugin.get_supported_format_combinations(in_out, len(inputs))
-    plugin.configure_plugin(in_out[: len(inputs)], in_out[len(inputs) :])
+    case = Made(trt, name)
+    inputs, plugin, types = case.inputs, case.plugin, case.types
+    shapes, in_out = case.described(SIZES)
     found = []
     for tactic in plugin.get_valid_tactics() or [0]:
         plugin.set_tactic(tactic)
-        launch, integers = type("Launch", (), {})(), Integers()
-        plugin.get_launch_params(None, in_out, len(inputs), launch, integers, exprs)
-        descs = [desc.desc for desc in in_out]
-        kernel, ptx = plugin.get_kernel(descs[: len(inputs)], descs[len(inputs) :])
-        text = ptx.decode()
+        launch, integers, kernel, text = case.launch(in_out)
         entry = re.search(rf"\.entry {kernel}\((.*?)\n\)", text, re.S)
         assert entry is not None
         value = {k: v.expr.evaluate(SIZES) for k, v in vars(launch).items()}
@@ -130,4 +183,8 @@ if __name__ == "__main__":
     tensorrt = double.install()
     target = int(sys.argv[1])
     quick.register(tensorrt, target)
-    json.dump({name: build(tensorrt, name, target) for name in CASES}, sys.stdout)
+    built = {name: build(tensorrt, name, target) for name in CASES}
+    if target == min(uses.TARGETS):  # the same Python code decides for all targets
+        for name, tactics in built.items():
+            tactics[0]["by_profile"] = kernels_by_profile(tensorrt, name)
+    json.dump(built, sys.stdout)

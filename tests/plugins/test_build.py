@@ -56,7 +56,7 @@ def test_the_graph_of_plugins_is_that_of_bodies_but_for_the_bodies(tmp_path: Pat
             used.add(plugin.name)
     assert used == {
         *("HiddenStateTap2", "SampleTiles", "SampleSelect", "AcceptBlock"),
-        *("MoERoute", "MoEGateUp", "MoEDown", "MoECombine"),
+        *("MoERoute", "MoEGroup", "MoEGateUp", "MoEDown", "MoECombine"),
     }
     experts = [v for v in with_plugins.graph.initializers.values() if "_proj_blocks" in (v.name or "")]
     assert experts

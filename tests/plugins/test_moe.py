@@ -99,7 +99,7 @@ def test_products_are_exact_where_sums_are() -> None:
         assert np.array_equal(outputs[pair].numpy(), expected)
 
 
-@pytest.mark.parametrize(("rows", "experts", "k"), [(1, 4, 4), (16, 128, 4), (33, 7, 3)])
+@pytest.mark.parametrize(("rows", "experts", "k"), [(1, 4, 4), (16, 128, 4), (33, 7, 3), (300, 16, 2)])
 def test_routing_groups_pairs_by_expert(rows: int, experts: int, k: int) -> None:
     logits = np.random.default_rng(rows).integers(-3, 4, (rows, experts)).astype(np.float32)  # ties
     logits[0, 0] = -np.inf

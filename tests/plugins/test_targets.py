@@ -70,6 +70,8 @@ def test_shapes_types_and_grids(target: tuple[int, Any]) -> None:
     assert outputs["SampleSelect"] == [[[20, 6400], "INT32"], [[2, 10], "INT64"], [[2, 10], "FLOAT"]]
     assert outputs["AcceptBlock"] == [[[2], "INT64"]] * 2
     assert outputs["HiddenStateTap5"] == [[[20, 14400], "BF16"]]
+    assert outputs["MoERoute"] == [[[20, 4], "FLOAT"], [[20, 4], "INT32"], [[2, 128], "INT32"]]
+    assert outputs["MoEGroup"] == [[[80], "INT32"], [[128, 3], "INT32"]]
     assert outputs["MoEGateUp"] == [[[80, 2880], "BF16"]]
     assert outputs["MoEDown"] == [[[80, 2880], "FLOAT"]]
     assert outputs["MoECombine"] == [[[20, 2880], "BF16"]]
@@ -78,13 +80,30 @@ def test_shapes_types_and_grids(target: tuple[int, Any]) -> None:
     assert grids["SampleSelect"] == [[20, 1]]
     assert grids["AcceptBlock"] == [[2, 1]]
     assert grids["HiddenStateTap5"] == [[20, 5]]
-    assert grids["MoERoute"] == [[1, 1]]
+    assert grids["MoERoute"] == grids["MoEGroup"] == [[2, 1]]
     for name in ("MoEGateUp", "MoEDown"):
         by_tactic = dict(zip([t["tactic"] for t in plugins[name]], grids[name], strict=True))
         assert by_tactic.items() <= {1: [45, 80], 2: [23, 80], 3: [45, 80], 4: [23, 80]}.items()
     assert grids["MoECombine"] == [[20, 3]]
     assert plugins["SampleTiles"][0]["integers"] == [10]
     assert plugins["AcceptBlock"][0]["integers"] == [10, 10]
+    assert plugins["MoEGroup"][0]["integers"] == [20]
+
+
+def test_every_profile_gets_the_same_kernel(target: tuple[int, Any]) -> None:
+    """NVIDIA's sources keep a kernel by types, formats and tactic. What a profile compiled, the other one launches."""
+    capability, plugins = target
+    if capability == min(uses.TARGETS):
+        for name, tactics in plugins.items():
+            digests = {digest for order in tactics[0]["by_profile"] for digest in order}
+            assert len(digests) == 1, name
+
+
+def test_no_kernel_spills(target: tuple[int, Any]) -> None:
+    """Except the products of one tile shape of prefill on sm_120."""
+    _, plugins = target
+    spills = {(n, t["tactic"]) for n, each in plugins.items() for t in each if t["resources"]["spill_bytes"]}
+    assert spills <= {("MoEGateUp", 4)}
 
 
 def test_the_noise_is_compiled_without_fused_operations(target: tuple[int, Any]) -> None:
@@ -136,7 +155,8 @@ except BuildError as error:
     print(error)
 dynamic = tensorrt_double.described(trt, (-1, -1), (8, 64), tensorrt_double.DataType.INT64)
 sizes = quick.Sizes("MoECombine", [type("Desc", (), {"shape": (-1, -1), "dtype": dynamic.desc.type})])
-for ask in (lambda: sizes.fixed(0, 1), lambda: sizes.type(0)):
+wide = quick.Sizes("AcceptBlock", [type("Desc", (), {"shape": (1, 65), "dtype": None})])
+for ask in (lambda: sizes.fixed(0, 1), lambda: sizes.type(0), lambda: wide.check({(0, 1): 64})):
     try:
         ask()
     except BuildError as error:
@@ -151,11 +171,12 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
         "plugins are registered for compute capability 90 in this process; build for 100 in another process",
         "MoECombine: size 1 of input 0 is dynamic, expected one that the graph fixes",
         "MoECombine: input 0 is INT64, expected one of: FLOAT, HALF, BF16",
+        "AcceptBlock: size 1 of input 0 is 65, expected 64 or less",
     ], done.stderr
 
 
 def test_plans_of_another_version_are_refused() -> None:
     version.check({"engine": "onnxruntime"}, "bundle")
     version.check({"tensorrt": {"plugins": {"version": version.VERSION}}}, "bundle")
-    with pytest.raises(BundleError, match=r"bundle: .*version is 0, expected 1"):
+    with pytest.raises(BundleError, match=r"bundle: .*version is 0, expected 2"):
         version.check({"tensorrt": {"plugins": {"version": 0}}}, "bundle")

@@ -4,8 +4,8 @@ Most of the time goes into reading the 4-bit weights of the experts in use, so e
 grouped by expert, and a program computes a stripe of one expert's outputs for all of its tokens. The weights are the
 left operand, because their many rows fill the tensor cores. The tokens, 16 columns, are the right one.
 
-There are four kernels. `route` selects experts and groups tokens, `gate_up` and `down` are the grouped products, and
-`combine` adds the experts of a token. It adds in the order of their shares, so a token's sum does not depend on the
+There are five kernels. `route` selects experts, `group` groups tokens, `gate_up` and `down` are the grouped products,
+and `combine` adds the experts of a token. It adds in the order of their shares, so a token's sum does not depend on the
 other tokens of the batch.
 
 A pair is a token and one of its k experts: number token * k + slot. `down` writes by pair, `gate_up` in grouped
@@ -25,9 +25,8 @@ def route(
     router_logits,  # [rows, E] float32
     rows,
     shares,  # [rows, K] float32: softmax over the k best logits, best first
-    chosen,  # [rows * K] int32: the expert of each pair
-    pairs,  # [rows * K] int32: the pairs, by expert and then by token
-    groups,  # [E, 3] int32: expert, its first index in `pairs`, its number of pairs; experts in use come first
+    chosen,  # [rows, K] int32: the expert of each pair
+    counts,  # [programs, E] int32: the pairs of each expert among the program's rows
     E: tl.constexpr,
     K: tl.constexpr,
     E_SLOTS: tl.constexpr,
@@ -35,49 +34,70 @@ def route(
     ROW_SLOTS: tl.constexpr,
 ):
     expert, slot = tl.arange(0, E_SLOTS), tl.arange(0, K_SLOTS)
+    row = tl.program_id(0) * ROW_SLOTS + tl.arange(0, ROW_SLOTS)
+    real = row < rows
+    free = real[:, None] & (expert < E)[None, :]
+    x = tl.load(router_logits + row[:, None] * E + expert[None, :], mask=free, other=0.0)
+    logit = tl.full([ROW_SLOTS, K_SLOTS], -float("inf"), tl.float32)
     count = tl.zeros([E_SLOTS], tl.int32)
-    for start in range(0, rows, ROW_SLOTS):
-        row = start + tl.arange(0, ROW_SLOTS)
-        real = row < rows
-        free = real[:, None] & (expert < E)[None, :]
-        x = tl.load(router_logits + row[:, None] * E + expert[None, :], mask=free, other=0.0)
-        logit = tl.full([ROW_SLOTS, K_SLOTS], -float("inf"), tl.float32)
-        for s in tl.static_range(K):
-            largest = tl.max(tl.where(free, x, -float("inf")), axis=1)
-            best = tl.min(tl.where(free & (x == largest[:, None]), expert[None, :], E_SLOTS), axis=1)
-            tl.store(chosen + row * K + s, best, mask=real)
-            logit = tl.where(slot[None, :] == s, largest[:, None], logit)
-            taken = expert[None, :] == best[:, None]
-            count += tl.sum((taken & real[:, None]).to(tl.int32), axis=0)
-            free = free & (expert[None, :] != best[:, None])
-        logit = tl.where(real[:, None], logit, 0.0)
-        weight = tl.exp(logit - tl.max(logit, axis=1)[:, None])
-        weight = weight / tl.sum(weight, axis=1)[:, None]
-        pair = row[:, None] * K + slot[None, :]
-        tl.store(shares + pair, weight, mask=real[:, None] & (slot < K)[None, :])
+    for s in tl.static_range(K):
+        largest = tl.max(tl.where(free, x, -float("inf")), axis=1)
+        best = tl.min(tl.where(free & (x == largest[:, None]), expert[None, :], E_SLOTS), axis=1)
+        tl.store(chosen + row * K + s, best, mask=real)
+        logit = tl.where(slot[None, :] == s, largest[:, None], logit)
+        taken = expert[None, :] == best[:, None]
+        count += tl.sum((taken & real[:, None]).to(tl.int32), axis=0)
+        free = free & (expert[None, :] != best[:, None])
+    logit = tl.where(real[:, None], logit, 0.0)
+    weight = tl.exp(logit - tl.max(logit, axis=1)[:, None])
+    weight = weight / tl.sum(weight, axis=1)[:, None]
+    pair = row[:, None] * K + slot[None, :]
+    tl.store(shares + pair, weight, mask=real[:, None] & (slot < K)[None, :])
+    tl.store(counts + tl.program_id(0) * E + expert, count, mask=expert < E)
 
+
+@triton.jit(do_not_specialize=["rows"])
+def group(
+    chosen,
+    counts,
+    rows,
+    pairs,  # [rows * K] int32: the pairs, by expert and then by token
+    groups,  # [E, 3] int32: expert, its first index in `pairs`, its number of pairs; experts in use come first
+    E: tl.constexpr,
+    K: tl.constexpr,
+    E_SLOTS: tl.constexpr,
+    ROW_SLOTS: tl.constexpr,
+    PART_SLOTS: tl.constexpr,
+):
+    expert, program = tl.arange(0, E_SLOTS), tl.program_id(0)
+    count, before = tl.zeros([E_SLOTS], tl.int32), tl.zeros([E_SLOTS], tl.int32)
+    for start in range(0, tl.num_programs(0), PART_SLOTS):
+        part = start + tl.arange(0, PART_SLOTS)
+        there = (part < tl.num_programs(0))[:, None] & (expert < E)[None, :]
+        found = tl.load(counts + part[:, None] * E + expert[None, :], mask=there, other=0)
+        count += tl.sum(found, axis=0)
+        before += tl.sum(tl.where((part < program)[:, None], found, 0), axis=0)
     first = tl.cumsum(count, axis=0) - count
-    used = (count > 0).to(tl.int32)
-    idle = ((count == 0) & (expert < E)).to(tl.int32)
-    order = tl.where(used == 1, tl.cumsum(used, axis=0) - 1, tl.sum(used) + tl.cumsum(idle, axis=0) - 1)
-    tl.store(groups + order * 3, expert, mask=expert < E)
-    tl.store(groups + order * 3 + 1, first, mask=expert < E)
-    tl.store(groups + order * 3 + 2, count, mask=expert < E)
 
-    tl.debug_barrier()  # other threads read `chosen` than wrote it
-    for start in range(0, rows, ROW_SLOTS):
-        row = start + tl.arange(0, ROW_SLOTS)
-        real = row < rows
-        taken = tl.zeros([ROW_SLOTS, E_SLOTS], tl.int32)
-        for s in tl.static_range(K):
-            best = tl.load(chosen + row * K + s, mask=real, other=E_SLOTS)
-            taken += (expert[None, :] == best[:, None]).to(tl.int32)
-        place = first[None, :] + tl.cumsum(taken, axis=0) - taken
-        first += tl.sum(taken, axis=0)
-        for s in tl.static_range(K):
-            best = tl.load(chosen + row * K + s, mask=real, other=E_SLOTS)
-            at = tl.sum(tl.where(expert[None, :] == best[:, None], place, 0), axis=1)
-            tl.store(pairs + at, row * K + s, mask=real)
+    if program == 0:
+        used = (count > 0).to(tl.int32)
+        idle = ((count == 0) & (expert < E)).to(tl.int32)
+        order = tl.where(used == 1, tl.cumsum(used, axis=0) - 1, tl.sum(used) + tl.cumsum(idle, axis=0) - 1)
+        tl.store(groups + order * 3, expert, mask=expert < E)
+        tl.store(groups + order * 3 + 1, first, mask=expert < E)
+        tl.store(groups + order * 3 + 2, count, mask=expert < E)
+
+    row = program * ROW_SLOTS + tl.arange(0, ROW_SLOTS)
+    real = row < rows
+    taken = tl.zeros([ROW_SLOTS, E_SLOTS], tl.int32)
+    for s in tl.static_range(K):
+        best = tl.load(chosen + row * K + s, mask=real, other=E_SLOTS)
+        taken += (expert[None, :] == best[:, None]).to(tl.int32)
+    place = (first + before)[None, :] + tl.cumsum(taken, axis=0) - taken
+    for s in tl.static_range(K):
+        best = tl.load(chosen + row * K + s, mask=real, other=E_SLOTS)
+        at = tl.sum(tl.where(expert[None, :] == best[:, None], place, 0), axis=1)
+        tl.store(pairs + at, row * K + s, mask=real)
 
 
 @triton.jit

@@ -143,8 +143,26 @@ def _best_score(shortlist, count, logits, vocab, heat, best, limit, noisy, at, k
 
 
 @triton.jit
-def _kth_rank(nearest, distances, shortlist, k, logits, vocab, heat, best):
+def _nearest(group_max, group, heat, best, SIZE: tl.constexpr):
+    """The distance of each group's best token, as bits. It is computed where it is used, because registers are few."""
+    return _distance(tl.load(group_max + group, mask=group < SIZE, other=-float("inf")), heat, best).to(
+        tl.int32, bitcast=True
+    )
+
+
+@triton.jit
+def _promising(group_max, group_noise, group, heat, best, furthest, SIZE: tl.constexpr):
+    """The highest possible score of each group, -infinity for those beyond the distance `furthest`."""
+    bound = tl.load(group_noise + group, mask=group < SIZE, other=-float("inf"))
+    distance = _distance(tl.load(group_max + group, mask=group < SIZE, other=-float("inf")), heat, best)
+    allowed = (group < SIZE) & (distance.to(tl.int32, bitcast=True) <= furthest)
+    return tl.where(allowed, bound - distance, -float("inf"))
+
+
+@triton.jit
+def _kth_rank(group_max, group, shortlist, k, logits, vocab, heat, best, SIZE: tl.constexpr):
     """The rank of the k-th token, by bisection."""
+    distances = _nearest(group_max, group, heat, best, SIZE)
     # k groups have a token at least as near as the k-th nearest group. So the k best tokens are that near too.
     low, high = tl.full([], -1, tl.int32), tl.full([], 0x7F800000, tl.int32)
     while high - low > 1:
@@ -153,7 +171,7 @@ def _kth_rank(nearest, distances, shortlist, k, logits, vocab, heat, best):
             high = middle
         else:
             low = middle
-    count = _list_groups(nearest & (distances <= high), shortlist)
+    count = _list_groups((group < SIZE) & (distances <= high), shortlist)
     below, reached = tl.full([], -1, tl.int64), (high.to(tl.int64) << 32) | 0x7FFFFFFF
     while reached - below > 1:
         middle = below + (reached - below) // 2
@@ -208,13 +226,10 @@ def sample_select(
     winner = tl.full([], -1, tl.int32)
     # A NaN or an infinite logit makes the sum NaN. A row of -inf has the sum 0.
     if (total > 0) & (tl.abs(best) < float("inf")):
+        SIZE: tl.constexpr = TILES * GROUPS
         group = tl.arange(0, GROUP_SLOTS)
-        there = group < TILES * GROUPS
-        group_best = tl.load(group_max + row * TILES * GROUPS + group, mask=there, other=-float("inf"))
-        bound = tl.load(group_noise + row * TILES * GROUPS + group, mask=there, other=-float("inf"))
-        distance = _distance(group_best, heat, best)
-        bound -= distance
-        near = distance.to(tl.int32, bitcast=True)
+        group_max += row * SIZE
+        group_noise += row * SIZE
         key, at = tl.load(seed + sequence), tl.load(position + row)
 
         limit = _rank(tl.load(reach + sequence), tl.full([], 0x7FFFFFFF, tl.int32))
@@ -223,10 +238,12 @@ def sample_select(
         if noisy:
             k = tl.load(top_k + sequence)
             if (k > 0) & (k < VOCAB):
-                limit = tl.minimum(limit, _kth_rank(there, near, shortlist, k, logits, VOCAB, heat, best))
+                kth = _kth_rank(group_max, group, shortlist, k, logits, VOCAB, heat, best, SIZE)
+                limit = tl.minimum(limit, kth)
             if mass < 1:
                 if (limit >> 32) < 0x7F800000:
-                    count = _list_groups(there & (near.to(tl.int64) <= limit >> 32), shortlist)
+                    near = _nearest(group_max, group, heat, best, SIZE)
+                    count = _list_groups((group < SIZE) & (near <= (limit >> 32).to(tl.int32)), shortlist)
                     _, weight = _measure(shortlist, count, logits, VOCAB, heat, best, limit)
                     kept = weight.to(tl.float64)
                 else:
@@ -239,15 +256,18 @@ def sample_select(
 
         searching = True
         while searching:
-            allowed = there & (near.to(tl.int64) <= limit >> 32)
+            furthest = (limit >> 32).to(tl.int32)
             # A first score to beat, from the group with the highest bound.
-            promising = tl.where(allowed, bound, -float("inf"))
+            promising = _promising(group_max, group_noise, group, heat, best, furthest, SIZE)
             first = tl.argmax(promising, axis=0)
             count = _list_groups(group == first, shortlist)
             score, winner = tl.full([], -float("inf"), tl.float32), tl.full([], 0x7FFFFFFF, tl.int32)
             score, winner = _best_score(
                 shortlist, count, logits, VOCAB, heat, best, limit, noisy, at, key, score, winner
             )
+            promising = _promising(group_max, group_noise, group, heat, best, furthest, SIZE)
+            near = _nearest(group_max, group, heat, best, SIZE)
+            allowed = (group < SIZE) & (near <= furthest)
             count = _list_groups(allowed & (promising + SLACK >= score), shortlist)
             score, winner = _best_score(
                 shortlist, count, logits, VOCAB, heat, best, limit, noisy, at, key, score, winner
@@ -256,7 +276,8 @@ def sample_select(
             if noisy & (mass < 1):
                 far = _distance(tl.load(logits + winner), heat, best)
                 rank = _rank(far, winner)
-                count = _list_groups(there & (near <= far.to(tl.int32, bitcast=True)), shortlist)
+                near = _nearest(group_max, group, heat, best, SIZE)
+                count = _list_groups((group < SIZE) & (near <= far.to(tl.int32, bitcast=True)), shortlist)
                 _, before = _measure(shortlist, count, logits, VOCAB, heat, best, rank - 1)
                 if (before.to(tl.float64) >= target) | (noise.weight(-far) == 0):
                     # Neither this token nor a later one is kept: search before it. The best token is always kept.
