@@ -324,13 +324,10 @@ def test_containers_fit_the_engine_of_the_bundle(bundle: Path, monkeypatch: pyte
         )
         return container_command(bundle)
 
-    assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt", "10.14.1.48")
     assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt-llm")
-    assert "dflash_trt-*.whl)[triton] tensorrt-rtx" in command("tensorrt-rtx")
+    # Of any version: a plan runs only with the one that built it. Tests that build plans read real manifests.
+    assert "dflash_trt-*.whl)[triton] tensorrt-cu13==11.4.0 torch" in command("tensorrt", "11.4.0")
     assert "--gpus" not in command("onnxruntime")
-    for version in ("10.2.0", "10.11.0.33"):  # older containers have known security defects
-        with pytest.raises(DFlashError, match=rf"plans are of TensorRT {version[:4]}.*10\.14"):
-            command("tensorrt", version)
 
 
 def test_tritonserver_listens_where_only_its_user_may_enter(tmp_path: Path) -> None:

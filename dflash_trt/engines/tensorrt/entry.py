@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_trt.engines.base import (
     GIB,
-    TRITON_TRTLLM_IMAGE,
     Availability,
     BuildSettings,
     Container,
@@ -19,7 +18,7 @@ from dflash_trt.engines.base import (
 )
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.errors import BuildError, DFlashError
+from dflash_trt.errors import BuildError
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     from dflash_trt.decoding.scheduler import Scheduler
     from dflash_trt.engines.tensorrt.build import PlanJob
     from dflash_trt.formats.precision import Precision
-
-# TensorRT of the containers that hold it (server/docs/introduction/compatibility.md).
-_IMAGES = {"10.14": TRITON_TRTLLM_IMAGE}
 
 
 class TensorRTEntry(Engine):
@@ -102,16 +98,9 @@ class TensorRTEntry(Engine):
         )
 
     def container(self, manifest: Mapping[str, Any]) -> Container:
-        """A plan runs only with the version that built it. TensorRT's is in the image, TensorRT-RTX's is a wheel."""
-        if self.flavour.ahead:
-            return Container(packages=(self.name,))
-        version = ".".join(manifest["tensorrt"]["version"].split(".")[:2])
-        if version not in _IMAGES:
-            raise DFlashError(
-                f"this bundle's plans are of TensorRT {version}; known containers have "
-                f"{', '.join(_IMAGES)}: build the bundle again with one of these, or install it in yours"
-            )
-        return Container(_IMAGES[version])
+        """A plan runs only with the version that built it, and on torch. Both are wheels."""
+        version = manifest["tensorrt"]["version"]
+        return Container(packages=(f"{self.flavour.wheel}=={version}", "torch"))
 
 
 def entry(name: str) -> Engine:

@@ -25,6 +25,11 @@ class Flavour:
     oldest: tuple[int, int]
     plugins: bool = False  # whether it supports quickly deployable plugins
 
+    @property
+    def wheel(self) -> str:
+        """The package that pip installs."""
+        return f"{self.module.replace('_', '-')}-cu13"
+
     def load(self) -> Any:
         """The module. Raises BuildError if it is missing, broken or too old."""
         try:
@@ -33,7 +38,7 @@ class Flavour:
             raise BuildError(
                 f"--engine {self.name} needs the Python package {self.module}, which cannot be imported ({error}); "
                 f"install it with: {install(self.name)} (NVIDIA publishes it as a wheel, "
-                f"{self.module.replace('_', '-')}-cu13, for Linux and Windows)"
+                f"{self.wheel}, for Linux and Windows)"
             ) from None
         if tuple(int(n) for n in module.__version__.split(".")[:2]) < self.oldest:
             raise BuildError(
