@@ -7,17 +7,17 @@ the API correctly. It cannot show TensorRT's own computations.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx.inliner
 import onnxruntime as ort
 
+from tests.doubles.cuda_double import Cuda
 from tests.doubles.trt_bodies import executable
 
 __version__ = "11.4.0"
@@ -77,6 +77,10 @@ class DataType:
     FLOAT, HALF, BF16, INT64 = np.float32, np.float16, "bf16", np.int64
 
 
+class LayerType:
+    ATTENTION_INPUT = "ATTENTION_INPUT"
+
+
 class ExecutionContextAllocationStrategy:
     USER_MANAGED = "USER_MANAGED"
 
@@ -91,16 +95,56 @@ class Tensor:
         return str(self.dims[axis])
 
 
+class Query:
+    """A tensor inside of the graph."""
+
+    def __init__(self, model: onnx.ModelProto, name: str, dtype: Any) -> None:
+        self._model, self._name, self.dtype = model, name, NUMPY[dtype]
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        for node in self._model.graph.node:
+            for values in (node.input, node.output):
+                values[:] = [name if value == self._name else value for value in values]
+        self._name = name
+
+
+class Layer:
+    """An attention's first layer."""
+
+    type = LayerType.ATTENTION_INPUT
+
+    def __init__(self, query: Query) -> None:
+        self._query = query
+
+    def get_input(self, index: int) -> Query:
+        assert index == 0
+        return self._query
+
+
 class Network:
     def __init__(self) -> None:
         self.model = onnx.ModelProto()
+        self.layers: list[Layer] = []
 
     @property
-    def num_inputs(self) -> int:
-        return len(self.model.graph.input)
+    def num_layers(self) -> int:
+        return len(self.layers)
 
-    def get_input(self, index: int) -> Tensor:
-        return Tensor(self.model.graph.input[index])
+    def get_layer(self, index: int) -> Layer:
+        return self.layers[index]
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.model.graph.output)
+
+    def mark_output(self, query: Query) -> None:
+        dtype = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(query.dtype))
+        self.model.graph.output.append(onnx.helper.make_tensor_value_info(query.name, dtype, None))
 
 
 class OnnxParser:
@@ -122,6 +166,12 @@ class OnnxParser:
                     tensor.raw_data = file.read(int(place["length"]))
                 tensor.data_location = onnx.TensorProto.DEFAULT
                 del tensor.external_data[:]
+        model = self.network.model = onnx.inliner.inline_local_functions(self.network.model)
+        dtype = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
+        for node in model.graph.node:
+            if node.op_type in ("TRT_Attention", "Attention"):
+                cache = next(name for name in dtype if "_cache." in name)
+                self.network.layers.append(Layer(Query(model, node.input[0], dtype[cache])))
         return True
 
 
@@ -203,6 +253,14 @@ class Engine:
         self._types = {v.name: NUMPY[v.type.tensor_type.elem_type] for v in (*graph.input, *graph.output)}
         self._names = [*self._inputs, *self._outputs]
         self.num_io_tensors = len(self._names)
+        self._unread = self._shapes_of_queries()
+
+    def _shapes_of_queries(self) -> dict[str, tuple[int, int]]:
+        """Heads and their size of the outputs whose shapes the graph does not name."""
+        names = [name for name in self._outputs if name.startswith("query.")]
+        feeds = {n: np.zeros(self._profiles[1][n][0], self._types[n]) for n in self._inputs}
+        found = self._session.run(names, feeds) if names else []
+        return {name: (array.shape[1], array.shape[3]) for name, array in zip(names, found, strict=True)}
 
     def get_tensor_name(self, index: int) -> str:
         return self._names[index]
@@ -234,6 +292,7 @@ class Context:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._memory = 0
+        self._prepared: dict[str, tuple[int, ...]] = {}  # of the last pass that was not captured
 
     def set_optimization_profile_async(self, index: int, stream: int) -> bool:
         self._profile = index
@@ -264,6 +323,9 @@ class Context:
                 assert sizes.setdefault(str(d), n) == n, (
                     f"{known} has {d} = {n}, another input {sizes[str(d)]}"
                 )
+        if name in self._engine._unread:
+            heads, size = self._engine._unread[name]
+            return sizes["B"], heads, sizes.get("K", sizes["S"]), size
         sizes["K-1"] = sizes.get("K", 1) - 1
         return tuple(d if isinstance(d, int) else sizes[d] for d in self._engine._outputs[name].dims)
 
@@ -278,10 +340,12 @@ class Context:
         assert set(self._addresses) == set(self._engine._names)
         shapes = {name: self.get_tensor_shape(name) for name in self._engine._names}
         run = _Run(self._engine, shapes, dict(self._addresses))
-        if Cuda.capturing is not None:
-            Cuda.capturing.append(run)  # only recorded; shapes and addresses are fixed from here on
-        else:
-            run()
+        if Cuda.capturing is None:
+            self._prepared = shapes
+            Cuda.counts["passes"] += 1
+        elif self._prepared != shapes:
+            return False  # what a pass of new shapes prepares cannot be captured
+        Cuda.enqueue(run, Cuda.streams[stream])  # shapes and addresses are fixed from here on
         return True
 
 
@@ -303,64 +367,3 @@ class _Run:
         results = self.engine._session.run(list(self.engine._outputs), feeds)
         for name, result in zip(self.engine._outputs, results, strict=True):
             self.memory(name)[...] = result
-
-
-class CudaGraph:
-    def __init__(self) -> None:
-        self.runs: list[Callable[[], None]] = []
-        self.replays = 0
-
-    def replay(self) -> None:
-        assert self.runs
-        self.replays += 1
-        for run in self.runs:
-            run()
-
-
-class Stream:
-    cuda_stream = 77
-
-    def synchronize(self) -> None:
-        Cuda.waits += 1
-
-
-class Event:
-    def __init__(self, enable_timing: bool) -> None:
-        pass
-
-    def record(self, stream: Stream) -> None:
-        pass
-
-    def elapsed_time(self, end: Event) -> float:
-        return 1.0
-
-
-class Cuda:
-    """A stand-in for torch.cuda on a machine without a GPU."""
-
-    Stream, Event, CUDAGraph = Stream, Event, CudaGraph
-    capturing: list[Callable[[], None]] | None = None
-    graphs: Sequence[CudaGraph] = ()
-    waits = 0
-    capability = (9, 0)
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    def get_device_capability() -> tuple[int, int]:
-        return Cuda.capability
-
-    @staticmethod
-    @contextlib.contextmanager
-    def stream(stream: Stream) -> Iterator[None]:
-        yield
-
-    @staticmethod
-    @contextlib.contextmanager
-    def graph(graph: CudaGraph, stream: Stream) -> Iterator[None]:
-        Cuda.capturing = graph.runs
-        yield
-        Cuda.capturing = None
-        Cuda.graphs = [*Cuda.graphs, graph]

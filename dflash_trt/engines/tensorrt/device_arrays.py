@@ -272,18 +272,20 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int) -> Pair:
             f"{major}{minor}; build with --compute-capability {major}{minor}"
         )
     device, stream = torch.device(DEVICE), torch.cuda.Stream()
-    target, drafter = (
-        TensorRTEngine(trt, bundle.path / plans[role]["plan"], slots=slots, stream=stream, device=device)
-        for role in ("target", "drafter")
-    )
-    arrays = DeviceArrays(
-        target,
-        drafter,
-        slots=slots,
-        block_size=manifest["block_size"],
-        feature_size=len(manifest["target_layer_ids"]) * manifest["hidden_size"],
-        mask_token_id=manifest["mask_token_id"],
-    )
+    # Only this stream fills memory. torch's default stream is not ordered with it.
+    with torch.cuda.stream(stream):
+        target, drafter = (
+            TensorRTEngine(trt, bundle.path / plans[role]["plan"], slots=slots, stream=stream, device=device)
+            for role in ("target", "drafter")
+        )
+        arrays = DeviceArrays(
+            target,
+            drafter,
+            slots=slots,
+            block_size=manifest["block_size"],
+            feature_size=len(manifest["target_layer_ids"]) * manifest["hidden_size"],
+            mask_token_id=manifest["mask_token_id"],
+        )
     return Pair(
         target,
         drafter,

@@ -7,6 +7,7 @@ executed.
 from __future__ import annotations
 
 import mmap
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from dflash_trt.engines.tensorrt.caches import RowCaches
-from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL
+from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, QUERY
 from dflash_trt.errors import BundleError
 
 Array = np.ndarray[Any, Any]
@@ -47,7 +48,9 @@ class TensorRTEngine:
         self.dtypes = {name: _torch_dtype(trt, self._engine.get_tensor_dtype(name)) for name in names}
         inputs = [n for n in names if self._engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT]
         self.inputs = [name for name in inputs if "_cache." not in name]
-        self.outputs = [name for name in names if name not in inputs and "_cache_out." not in name]
+        outputs = [name for name in names if name not in inputs and "_cache_out." not in name]
+        self.outputs = [name for name in outputs if not name.startswith(QUERY)]
+        self._unread = [name for name in outputs if name.startswith(QUERY)]
         strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
         self._contexts = [self._engine.create_execution_context(strategy) for _ in (PREFILL, DECODE)]
         for profile, context in enumerate(self._contexts):
@@ -60,8 +63,12 @@ class TensorRTEngine:
         self._captured: dict[tuple[Any, ...], Any] = {}
         self._slot: dict[int, int] = {}
         self._memory: Tensor | None = None
+        self._shared: dict[str, Tensor] = {}
         for profile in (PREFILL, DECODE):
             self._allocate(profile)
+        for name, memory in self._shared.items():
+            for context in self._contexts:
+                context.set_tensor_address(name, memory.data_ptr())
 
     @property
     def memory_size(self) -> int:
@@ -115,7 +122,7 @@ class TensorRTEngine:
                 given = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
                 if given.data_ptr() != buffer.data_ptr():
                     buffer.copy_(given, non_blocking=True)  # pageable memory is read before this returns
-            if profile == DECODE and first_slot == 0 and self.graphs:
+            if self.graphs and profile == DECODE and first_slot == 0:
                 self._replay(key, context)
             else:
                 self._enqueue(context)
@@ -129,6 +136,7 @@ class TensorRTEngine:
         self._views.clear()
         self._buffers.clear()
         self._caches.clear()
+        self._shared.clear()
         self._engine = self._runtime = self._memory = None
 
     def _enqueue(self, context: Any) -> None:
@@ -136,20 +144,35 @@ class TensorRTEngine:
             raise RuntimeError(f"{self.plan}: TensorRT could not enqueue a pass; see its messages above")
 
     def _replay(self, key: tuple[Any, ...], context: Any) -> None:
-        """Run a set of shapes directly the first time, because TensorRT then prepares some things. Capture the second
-        pass.
+        """Replay the graph of these shapes. Without one, run the pass, then capture it for the next time.
+
+        TensorRT prepares new shapes in a pass that is not captured. Another pass in between would undo this.
         """
         graph = self._captured.get(key)
-        if key not in self._captured:
-            self._captured[key] = None
-            self._enqueue(context)
+        if graph is not None:
+            graph.replay()
             return
-        if graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self.stream):
+        self._enqueue(context)
+        if self.graphs:
+            self._captured[key] = self._capture(context)
+
+    def _capture(self, context: Any) -> Any:
+        """The pass just enqueued as a CUDA graph. If it cannot be captured, passes run without graphs from now on."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Work of other threads may go on. `torch.cuda.graph` would wait for the device and empty its cache.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
                 self._enqueue(context)
-            self._captured[key] = graph
-        graph.replay()
+            finally:
+                graph.capture_end()
+        except RuntimeError as error:
+            self.graphs = False
+            warnings.warn(
+                f"{self.plan}: runs without CUDA graphs, because a capture failed: {error}", stacklevel=2
+            )
+            return None
+        return graph
 
     def _cache(self, name: str, slots: int) -> Tensor:
         out = name.replace("_cache.", "_cache_out.")
@@ -192,6 +215,10 @@ class TensorRTEngine:
             raise BundleError(f"{self.plan}: no shapes for {', '.join(missing)}; build the bundle again")
         for name in self.outputs:
             self._new_buffer(profile, name, tuple(context.get_tensor_shape(name)))
+        for name in self._unread:  # profiles take turns and share it
+            size = torch.Size(context.get_tensor_shape(name)).numel()
+            if name not in self._shared or self._shared[name].numel() < size:
+                self._shared[name] = torch.empty(size, dtype=self.dtypes[name], device=self.device)
 
     def _new_buffer(self, profile: int, name: str, shape: tuple[int, ...]) -> None:
         buffer = torch.zeros(torch.Size(shape).numel(), dtype=self.dtypes[name], device=self.device)

@@ -9,6 +9,8 @@ from typing import Any
 from dflash_trt.errors import BuildError
 
 PREFILL, DECODE = 0, 1
+# The beginning of the names of a plan's outputs that nothing reads (builder.py).
+QUERY = "query."
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,16 @@ import torch
 from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
-from dflash_trt.engines.tensorrt import device_arrays, flavour, plans
+from dflash_trt.engines.tensorrt import flavour, plans
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE
 from dflash_trt.errors import BatchError, BuildError, BundleError, NonFiniteError
 from dflash_trt.formats.precision import Precision
+from dflash_trt.serving.deploy import container_command
 from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
 from tests.doubles import fake_tensorrt
 from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.cuda_double import Cuda, deferred
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 
 FLOAT32 = Precision(target="fp32", drafter="fp32")
@@ -38,9 +40,9 @@ def here() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
         patch.setattr(plans, "compute_capabilities", lambda: [90])
-        patch.setattr(torch, "cuda", fake_tensorrt.Cuda)
-        patch.setattr(device_arrays, "DEVICE", "cpu")
-        yield patch
+        patch.setattr(torch, "cuda", Cuda)
+        with deferred():
+            yield patch
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gpt-oss"])
@@ -86,6 +88,7 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle], tem
     with LLM(bundles[0].path, threads=1) as reference:
         expected = [c.token_ids for c in reference.generate(prompts(), params(temperature))]
     with LLM(bundles[1].path, prefix_cache_bytes=1 << 20) as llm:
+        llm._runtime.pair.arrays.samples = False  # Triton's interpreter is slow
         for block_length in (BLOCK, 1, None, 3, BLOCK):
             completions = llm.generate(prompts(), params(temperature), block_length=block_length)
             assert [c.token_ids for c in completions] == expected
@@ -93,6 +96,26 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle], tem
         assert accepted > 0
         mixed = llm.generate(prompts()[:2], params(temperature)[:2], speculate=False)
         assert [c.token_ids for c in mixed] == expected[:2]
+
+
+def test_the_container_gets_the_version_that_built_the_plans(bundles: tuple[Bundle, Bundle]) -> None:
+    assert "tensorrt-cu13==11.4.0 torch" in container_command(bundles[1].path)
+
+
+def test_outputs_that_nothing_reads_have_memory(tmp_path: Path, here: Any) -> None:
+    """In FP16, as in BF16, a plan has the queries of each attention as outputs."""
+    target = make_target(tmp_path / "target", favourites=6)
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
+    settings: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 64}
+    half = Precision(target="fp16", drafter="fp16")
+    bundle = build(str(target), str(drafter), tmp_path / "bundle", precision=half, **settings)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    with LLM(bundle.path) as llm:
+        engine = llm._runtime.pair.target
+        assert [name for name in engine._unread if name in engine._shared] == engine._unread != []
+        assert not {*engine._unread} & {*engine.outputs}
+        expected = [c.token_ids for c in llm.generate(prompts()[:2], params, speculate=False)]
+        assert [c.token_ids for c in llm.generate(prompts()[:2], params)] == expected
 
 
 def test_rows_are_kept_where_a_whole_slot_would_not_fit(bundles: tuple[Bundle, Bundle]) -> None:
@@ -118,7 +141,7 @@ def test_a_full_gpu_keeps_no_rows(bundles: tuple[Bundle, Bundle], monkeypatch: p
         def full(*_: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr(fake_tensorrt.Cuda, "stream", full)
+        monkeypatch.setattr(Cuda, "stream", full)
         with pytest.raises(MemoryError, match="CUDA out of memory"):
             engine.caches.keep(0, 0, 4)
         monkeypatch.undo()
@@ -129,6 +152,8 @@ def test_sampling_on_the_device_gives_the_same(bundles: tuple[Bundle, Bundle]) -
     kinds: list[dict[str, Any]] = [{"temperature": 0.8}, {}, {"temperature": 1.0, "presence_penalty": 0.5}]
     wanted = [SamplingParams(max_tokens=7, seed=2**63 + i, ignore_eos=True, **k) for i, k in enumerate(kinds)]
     with LLM(bundles[1].path) as llm:
+        assert llm._runtime.pair.arrays.samples
+        llm._runtime.pair.arrays.samples = False
         expected = [c.token_ids for c in llm.generate(prompts()[:3], wanted, block_length=4)]
         llm._runtime.pair.arrays.samples = True
         found = llm.generate(prompts()[:3], wanted, block_length=4)
@@ -165,6 +190,7 @@ def test_numbers_that_are_not_finite_end_their_request_alone(
         assert all(isinstance(outcome, NonFiniteError) for outcome in caught.value.outcomes[:3])
         assert [c.token_ids for c in caught.value.outcomes[3:] if isinstance(c, Completion)] == expected
         caches = [*pair.target.caches.arrays.values(), *pair.drafter.caches.arrays.values()]
+        pair.arrays.wait()
         assert all(torch.isfinite(rows).all() for rows in [*caches, pair.arrays._waiting])
 
 
@@ -178,45 +204,53 @@ def test_a_draft_that_spoils_a_round_ends_no_request(tmp_path: Path, here: Any) 
     params = [SamplingParams(max_tokens=20, seed=9, ignore_eos=True, temperature=t) for t in (0.0, 0.8)]
     asked = [[token for token in spoilt_prompt(9 + i, i) if token != SPOILT] for i in range(2)]
     with LLM(bundle.path) as llm:
-        expected = [c.token_ids for c in llm.generate(asked, params, speculate=False)]
         pair: Any = llm._runtime.pair
+        pair.arrays.samples = False
+        expected = [c.token_ids for c in llm.generate(asked, params, speculate=False)]
         drafter = pair.drafter.engine
         run = drafter.run
 
         def spoilt_draft(profile: int, feeds: Any, **slot: int) -> Any:
             out = run(profile, feeds, **slot)
             if profile == DECODE:
-                out["draft_tokens"][:, -1] = SPOILT
+                with torch.cuda.stream(drafter.stream):
+                    out["draft_tokens"][:, -1] = SPOILT
             return out
 
         def no_numbers(profile: int, feeds: Any, **slot: int) -> Any:
             out = run(profile, feeds, **slot)
             if profile == DECODE:
-                out["draft_logprobs"][:] = torch.nan
+                with torch.cuda.stream(drafter.stream):
+                    out["draft_logprobs"][:] = torch.nan
             return out
 
         for broken in (spoilt_draft, no_numbers):
             drafter.run = broken
             found = llm.generate(asked, params, block_length=4)
             assert [c.token_ids for c in found] == expected
+            pair.arrays.wait()
             assert all(torch.isfinite(c).all() for c in pair.target.caches.arrays.values())
         assert [c.statistics.num_drafts for c in found] == [1, 1]
 
 
 def test_a_round_waits_once_and_replays_its_graphs(bundles: tuple[Bundle, Bundle]) -> None:
-    fake_tensorrt.Cuda.graphs = ()
-    with LLM(bundles[1].path) as llm:
+    Cuda.graphs = []
+    with LLM(bundles[1].path, prefix_cache_bytes=0) as llm:
         llm.generate(prompts()[0], SamplingParams(max_tokens=4, ignore_eos=True), block_length=BLOCK)
-        fake_tensorrt.Cuda.waits = 0
+        Cuda.counts.clear()
+        llm.generate(prompts()[0], SamplingParams(max_tokens=1, ignore_eos=True), block_length=BLOCK)
+        prefill = Cuda.counts["waits"]
+        Cuda.counts.clear()
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         completion = llm.generate(prompts()[0], params, block_length=BLOCK)
         rounds = round(
             completion.statistics.verify_time / 1e-3
-        )  # each takes a millisecond, by the fake event
-        assert fake_tensorrt.Cuda.waits == rounds
-        graphs = list(fake_tensorrt.Cuda.graphs)
-        assert sum(graph.replays for graph in graphs) > rounds
-        assert all(len(graph.runs) == 1 for graph in graphs)
+        )  # each takes a millisecond, by the double's event
+        assert Cuda.counts["waits"] == rounds + prefill
+        # A prefill and each round are two passes, but a round without drafts is one.
+        assert rounds < Cuda.counts["graph launches"]
+        assert Cuda.counts["graph launches"] + Cuda.counts["passes"] <= 2 * (rounds + 1)
+        assert all(len(graph.runs) == 1 for graph in Cuda.graphs)
 
 
 def test_the_plain_path_gives_the_same(bundles: tuple[Bundle, Bundle], here: Any) -> None:
@@ -225,6 +259,26 @@ def test_the_plain_path_gives_the_same(bundles: tuple[Bundle, Bundle], here: Any
         for engine in (llm._runtime.pair.target, llm._runtime.pair.drafter.engine):
             engine.graphs = False
         assert [c.token_ids for c in llm.generate(prompts(), params(0.0))] == [c.token_ids for c in expected]
+
+
+def test_a_failed_capture_is_said_once_and_graphs_are_left_alone(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(bundles[1].path) as llm:
+        expected = llm.generate(prompts()[0], params).token_ids
+
+    def refused(self: Any, **_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with LLM(bundles[1].path) as llm:
+        monkeypatch.setattr(Cuda.CUDAGraph, "capture_begin", refused)
+        with pytest.warns(UserWarning, match=r"\.plan: runs without CUDA graphs, .*not permitted") as told:
+            assert llm.generate(prompts()[0], params).token_ids == expected
+        assert len(told) == 2  # once for each plan
+        Cuda.counts.clear()
+        assert llm.generate(prompts()[0], params).token_ids == expected
+        assert Cuda.counts["graph launches"] == 0
 
 
 def test_nothing_is_allocated_in_a_round(
@@ -274,7 +328,7 @@ def test_plans_of_another_version_are_refused(bundles: tuple[Bundle, Bundle], tm
 def test_a_gpu_without_a_plan_is_refused(
     bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fake_tensorrt.Cuda, "capability", (12, 0))
+    monkeypatch.setattr(Cuda, "capability", (12, 0))
     with pytest.raises(BundleError, match=r"capability 90, but this GPU has 120; .*--compute-capability 120"):
         LLM(bundles[1].path)
 
@@ -282,7 +336,7 @@ def test_a_gpu_without_a_plan_is_refused(
 def test_a_machine_without_a_gpu_is_refused(
     bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fake_tensorrt.Cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Cuda, "is_available", lambda: False)
     with pytest.raises(BundleError, match="needs an NVIDIA GPU"):
         LLM(bundles[1].path)
 

@@ -1,0 +1,356 @@
+"""A stand-in for `torch.cuda` whose streams defer their work, as those of a GPU may.
+
+A tensor on the device has host memory here. Work on it is queued on the current stream, and runs when something waits
+for that stream. Streams are unordered among each other, except through events. New memory holds NaN or absurd numbers.
+So a read that does not wait sees garbage, in every run.
+
+Copies keep their rules: pageable memory is read when the copy is queued, pinned memory when it runs. A copy to the host
+in pageable memory waits for its stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+Work = Callable[[], None]
+aten = torch.ops.aten
+GPU = torch.device("cuda")
+new, new_strided = torch.empty, torch.empty_strided  # tests may take these from the project
+
+
+class _Memory:
+    """The storages of one kind of memory."""
+
+    def __init__(self) -> None:
+        self._held: dict[
+            int, StorageWeakRef
+        ] = {}  # a storage's address is not reused while a reference to it is held
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._held[storage._cdata] = StorageWeakRef(storage)
+        if len(self._held) > 4096:
+            self._held = {key: each for key, each in self._held.items() if not each.expired()}
+
+    def __contains__(self, tensor: object) -> bool:
+        return isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self._held
+
+
+class Stream:
+    """A queue of work. Its first item waits until someone waits for the stream."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Work] = deque()
+        self.cuda_stream = len(Cuda.streams) + 1
+        Cuda.streams[self.cuda_stream] = self
+
+    def synchronize(self) -> None:
+        Cuda.counts["waits"] += 1
+        self.drain()
+
+    def wait_event(self, event: Event) -> None:
+        Cuda.enqueue(event.synchronize_on_device, self)
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event()
+        event.record(other)
+        self.wait_event(event)
+
+    def drain(self, until: Event | None = None) -> None:
+        assert Cuda.capturing is None, "a stream cannot be waited for while work is captured"
+        running, Cuda.running = Cuda.running, True
+        try:
+            while self.queue and not (until is not None and until.done):
+                self.queue.popleft()()
+        finally:
+            Cuda.running = running
+
+
+class Event:
+    """A point in a stream's queue."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._stream: Stream | None = None
+        self.done = False
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._stream, self.done = stream or Cuda.current, False
+
+        def reached() -> None:
+            self.done = True
+
+        Cuda.enqueue(reached, self._stream)
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        Cuda.counts["waits"] += 1
+        self.synchronize_on_device()
+
+    def synchronize_on_device(self) -> None:
+        if self._stream is not None:
+            self._stream.drain(until=self)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.done, "the event of the beginning has not been reached; wait for it first"
+        assert end.done, "the event of the end has not been reached; wait for it first"
+        return 1.0
+
+
+class CudaGraph:
+    def __init__(self) -> None:
+        self.runs: list[Work] = []
+        self.replays = 0
+
+    def capture_begin(self, *, capture_error_mode: str = "global") -> None:
+        assert Cuda.capturing is None, "another capture has not ended"
+        assert Cuda.current is not Cuda.default, "the default stream cannot be captured"
+        assert capture_error_mode == "thread_local", "other threads may allocate meanwhile"
+        Cuda.capturing = self.runs
+
+    def capture_end(self) -> None:
+        Cuda.capturing = None
+        Cuda.graphs = [*Cuda.graphs, self]
+
+    def replay(self) -> None:
+        assert self.runs
+        self.replays += 1
+        Cuda.counts["graph launches"] += 1
+        runs = list(self.runs)
+
+        def run() -> None:
+            for each in runs:
+                each()
+
+        Cuda.enqueue(run)
+
+
+class _Functions(TorchFunctionMode):
+    """What only Python's interface shows: which device and which kind of host memory is asked for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if Cuda.running:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and args and args[0] in Cuda.device_memory:
+            owner = getattr(getattr(func, "__self__", None), "__name__", "")
+            if owner in ("device", "is_cuda"):
+                return GPU if owner == "device" else True
+        if name == "is_pinned":
+            return args[0] in Cuda.pinned_memory
+        if name == "cpu" or (name == "to" and "cpu" in (str(kwargs.get("device")), *map(str, args[1:2]))):
+            return _to_host(args[0])
+        if name in ("numpy", "__array__"):
+            assert args[0] not in Cuda.device_memory, "NumPy cannot read memory of the device"
+        if name == "tolist" and args[0] in Cuda.device_memory:
+            return _to_host(args[0]).tolist()
+        if name == "to" and "cuda" in (str(kwargs.get("device")), *map(str, args[1:2])):
+            return _to_device(args[0], non_blocking=bool(kwargs.get("non_blocking")))
+        pinned = kwargs.pop("pin_memory", False)
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            made = _made_on_device(func, args, kwargs)
+        else:
+            made = func(*args, **kwargs)
+        if pinned:
+            Cuda.pinned_memory.add(made)
+        return made
+
+
+class _Operators(TorchDispatchMode):
+    """Queues the operators that read or write memory of the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
+        if Cuda.running or not any(tensor in Cuda.device_memory for tensor in tensors):
+            return func(*args, **kwargs)
+        returns = func._schema.returns
+        if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+            return func(*args, **kwargs)  # a view
+        if func in (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default):
+            Cuda.counts["copies to the host"] += 1
+            Cuda.current.synchronize()
+            return func(*args, **kwargs)
+        if func is aten.copy_.default:
+            return _copy(
+                args[0], args[1], non_blocking=bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+            )
+        for tensor in tensors:
+            if tensor not in Cuda.device_memory and tensor.dim():  # such as the numbers of an index
+                Cuda.counts["copies to the device"] += 1
+        args, kwargs = tree_map(_staged, (args, kwargs))
+        if any(r.alias_info is not None for r in returns):
+            Cuda.launch(lambda: func(*args, **kwargs))
+            return args[0]
+        shapes = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
+        made = tree_map(lambda each: _garbage(each) if isinstance(each, torch.Tensor) else each, shapes)
+        if func.__name__.split(".")[0] in ("new_empty", "empty_like", "new_empty_strided"):
+            return made
+
+        def run() -> None:
+            found = func(*args, **kwargs)
+            for out, result in zip(tree_flatten(made)[0], tree_flatten(found)[0], strict=True):
+                out.copy_(result)
+
+        Cuda.launch(run)
+        return made
+
+
+def _meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _staged(value: Any) -> Any:
+    """A copy of pageable memory as it is now."""
+    host = isinstance(value, torch.Tensor) and value not in Cuda.device_memory
+    return value.clone() if host and value not in Cuda.pinned_memory else value
+
+
+def _garbage(shape: torch.Tensor) -> torch.Tensor:
+    """New memory of the device, as large as a tensor. Whoever used it before left numbers in it."""
+    running, Cuda.running = Cuda.running, True
+    made = new_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+    if made.dtype.is_floating_point:
+        made.fill_(torch.nan)
+    elif made.dtype is torch.bool:
+        made.fill_(False)
+    else:
+        made.fill_(min(1 << 40, torch.iinfo(made.dtype).max))
+    Cuda.running = running
+    Cuda.device_memory.add(made)
+    return made
+
+
+def _made_on_device(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """torch.zeros, torch.empty and others with device="cuda"."""
+    kwargs.pop("device")
+    running, Cuda.running = Cuda.running, True
+    value = func(*args, **kwargs)
+    Cuda.running = running
+    made = _garbage(value)
+    if func.__name__ not in ("empty", "empty_like", "empty_strided"):
+        Cuda.launch(lambda: made.copy_(value))
+    return made
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor not in Cuda.device_memory:
+        return tensor
+    host = new(tensor.shape, dtype=tensor.dtype)
+    return _copy(host, tensor, non_blocking=False)
+
+
+def _to_device(tensor: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+    made = _garbage(tensor.contiguous())
+    return _copy(made, tensor, non_blocking=non_blocking)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+    down, up = target not in Cuda.device_memory, source not in Cuda.device_memory
+    if not down and not up:
+        Cuda.launch(lambda: target.copy_(source))
+        return target
+    host = target if down else source
+    pinned = host in Cuda.pinned_memory
+    Cuda.counts[f"copies to the {'host' if down else 'device'}"] += 1
+    if not pinned:
+        Cuda.counts["copies of pageable memory"] += 1
+    given = source if down else _staged(source)
+    Cuda.enqueue(lambda: target.copy_(given))
+    if not non_blocking or (down and not pinned):
+        Cuda.current.drain()
+        Cuda.counts["waits"] += 1
+    return target
+
+
+class Cuda:
+    """The names of `torch.cuda` that the project uses. `deferred` makes tensors follow them."""
+
+    Stream, Event, CUDAGraph = Stream, Event, CudaGraph
+    streams: ClassVar[dict[int, Stream]] = {}
+    current: Stream  # whose work is queued
+    default: Stream
+    device_memory, pinned_memory = _Memory(), _Memory()
+    running = False  # while queued work runs
+    capturing: list[Work] | None = None
+    graphs: ClassVar[list[CudaGraph]] = []
+    counts: ClassVar[Counter[str]] = Counter()
+    capability = (9, 0)
+
+    @classmethod
+    def enqueue(cls, work: Work, stream: Stream | None = None) -> None:
+        stream = stream or cls.current
+        if cls.capturing is not None and stream is cls.current:
+            cls.capturing.append(work)
+        else:
+            stream.queue.append(work)
+
+    @classmethod
+    def launch(cls, work: Work) -> None:
+        """Queue a kernel."""
+        cls.counts["kernels"] += 1
+        cls.enqueue(work)
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def get_device_capability() -> tuple[int, int]:
+        return Cuda.capability
+
+    @staticmethod
+    def current_stream() -> Stream:
+        return Cuda.current
+
+    @staticmethod
+    def synchronize() -> None:
+        Cuda.counts["waits"] += 1
+        for stream in Cuda.streams.values():
+            stream.drain()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def stream(stream: Stream) -> Iterator[None]:
+        before, Cuda.current = Cuda.current, stream
+        try:
+            yield
+        finally:
+            Cuda.current = before
+
+
+Cuda.current = Cuda.default = Stream()
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[type[Cuda]]:
+    """Tensors with device "cuda" in this thread, and kernels of Triton's interpreter on them."""
+    from triton.runtime.interpreter import GridExecutor
+
+    call = GridExecutor.__call__
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+        if Cuda.running:
+            call(self, *args, **kwargs)
+        else:
+            Cuda.launch(lambda: call(self, *args, **kwargs))
+
+    Cuda.counts.clear()
+    GridExecutor.__call__ = launched
+    try:
+        with _Functions(), _Operators():
+            yield Cuda
+    finally:
+        GridExecutor.__call__ = call
