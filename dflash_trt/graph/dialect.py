@@ -52,6 +52,8 @@ class Dialect(ABC):
     by_head = True
     # Whether quantized layers of one input become one product if they are adjacent in their file.
     joins_quantized = False
+    # Whether each layer has a mask of its own. `layer`, an attribute of the mask's operator, then tells them apart.
+    masks_by_layer = False
     # Whether layers of one input in floating point are one product, wherever they lie.
     joins_floats = False
 

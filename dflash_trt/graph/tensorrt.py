@@ -34,6 +34,9 @@ class TensorRT(Dialect):
     # For adjacent layers, TensorRT would build a joined copy itself, once per profile. Other layers it leaves
     # separate.
     joins_quantized = True
+    # TensorRT-RTX computes a mask of one layer within attention, and finds the tiles that it hides. A mask of several
+    # layers goes to memory, and no tile is skipped.
+    masks_by_layer = True
 
     def __init__(self, dtype: ir.DataType, *, trt_operators: bool = True) -> None:
         super().__init__(dtype)
@@ -239,11 +242,19 @@ class TensorRT(Dialect):
 
 
 def _mask(name: str, *, sinks: bool) -> ir.Function:
-    """[B,1,S,C], from slot 0 on."""
+    """[B,1,S,C], from slot 0 on. Both sides are shifted by the layer's number, so that no compiler joins the masks of
+    several layers.
+    """
     g = GraphBuilder(name)
-    first, last = (g.unsqueeze(g.input(n, INT64, ["B", "S"]), 1, 3) for n in ("first", "last"))
-    sink = g.unsqueeze(g.input("sink", INT64, ["B"]), 1, 2, 3) if sinks else None
-    slots = g.arange(g.input("capacity", INT64, [1]))
+    ranges = [g.input(n, INT64, ["B", "S"]) for n in ("first", "last")]
+    sink = g.input("sink", INT64, ["B"]) if sinks else None
+    layer = g.op("Constant", name="layer", value_int=ir.RefAttr("value_int", "layer", ir.AttributeType.INT))
+
+    def shifted(value: ir.Value) -> ir.Value:
+        return g.op("Add", value, layer, name="shifted")
+
+    first, last = (g.unsqueeze(shifted(each), 1, 3) for each in ranges)
+    slots = shifted(g.arange(g.input("capacity", INT64, [1])))
     mask = g.op(
         "And",
         g.op("GreaterOrEqual", slots, first, name="not_before"),
@@ -251,7 +262,8 @@ def _mask(name: str, *, sinks: bool) -> ir.Function:
         name="in_range",
     )
     if sink is not None:
-        mask = g.op("Or", mask, g.op("Equal", slots, sink, name="is_sink"), name="or_sink")
+        is_sink = g.op("Equal", slots, g.unsqueeze(shifted(sink), 1, 2, 3), name="is_sink")
+        mask = g.op("Or", mask, is_sink, name="or_sink")
     g.output(mask, "mask", BOOL, ["B", 1, "S", "C"])
     g.output(g.op("Identity", g.constant([0])), "origin", INT64, [1])
-    return g.function()
+    return g.function([ir.Attr("layer", ir.AttributeType.UNDEFINED, None)])

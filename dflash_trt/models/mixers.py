@@ -107,11 +107,15 @@ class Attention:
             for i in layers
         }
         self._capacity = g.dim(self._caches[layers[0]][0], len(self._shapes[0]) - 2, name="capacity")
-        self._masks: dict[LayerAttention, tuple[ir.Value, ...]] = {}
+        self._masks: dict[tuple[LayerAttention, int | None], tuple[ir.Value, ...]] = {}
 
-    def _mask(self, kind: LayerAttention) -> tuple[ir.Value, ...]:
-        """The mask of one kind of layer. Slot j holds position j, so a row sees a range of slots: first .. last."""
-        if kind not in self._masks:
+    def _mask(self, i: int) -> tuple[ir.Value, ...]:
+        """The mask of a layer, or of its kind.
+
+        Slot j holds position j, so a row sees a range of slots: first .. last.
+        """
+        kind, apart = self.config.layers[i], self.dialect.masks_by_layer
+        if (kind, i if apart else None) not in self._masks:
             g, position = self.g, self.queries.positions
             if kind.causal:
                 last = position
@@ -134,9 +138,10 @@ class Attention:
                 slots.append(self.lengths)
             else:
                 body = self.dialect.attention_mask(self._kind(kind))
-            count = len(body.outputs)
-            self._masks[kind] = g.call(body, *slots, self._capacity, outputs=count, name=name)
-        return self._masks[kind]
+            layer = {"layer": i} if apart else {}
+            mask = g.call(body, *slots, self._capacity, outputs=len(body.outputs), name=name, **layer)
+            self._masks[kind, i if apart else None] = mask
+        return self._masks[kind, i if apart else None]
 
     def _kind(self, layer: LayerAttention) -> AttentionKind:
         c = self.config
@@ -178,7 +183,7 @@ class Attention:
             v,
             *self._caches[i],
             self.start,
-            *self._mask(c.layers[i]),
+            *self._mask(i),
             self.lengths,
             *([m.weight("sinks", n_q)] if self.sinks else []),
             outputs=3,

@@ -26,6 +26,7 @@ _QWEN3: dict[str, Any] = {
     "sliding_window": 7,
     "layer_types": ("sliding_attention", "full_attention"),
 }
+_LONG = {"max_position_embeddings": 1 << 16}
 # Small random checkpoints with two layers each. All other names are shipped pairs.
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen3": partial(make_target, **_QWEN3),
@@ -33,6 +34,23 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen3-moe": partial(make_qwen3_moe, num_hidden_layers=2, norm_topk_prob=False, moe_intermediate_size=64),
     "gpt-oss": partial(make_gpt_oss, num_hidden_layers=2),
     "gpt-oss, experts in BF16": partial(make_gpt_oss, num_hidden_layers=2, quantized=False),
+}
+# Two narrow layers with the attention of a published target.
+WIDE: dict[str, Callable[[Path], Path]] = {
+    "qwen3-4b, wide": partial(make_target, layers=2, heads=32, kv_heads=8, head_dim=128, **_LONG),
+    "gpt-oss-20b, wide": partial(
+        make_gpt_oss,
+        quantized=False,
+        num_hidden_layers=2,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        experts_per_token=1,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        sliding_window=128,
+        **_LONG,
+    ),
 }
 CASES = [
     Case(*row)
@@ -62,8 +80,11 @@ CASES = [
 
 def make_pair(name: str, directory: Path) -> tuple[str, str | None]:
     """The sources of a pair for `build`. Random ones are written into `directory`."""
-    if name not in FAMILIES:
+    make = (FAMILIES | WIDE).get(name)
+    if make is None:
         return name, None
-    target = FAMILIES[name](directory / "target")
+    target = make(directory / "target")
     settings: dict[str, Any] = {"layers": 1, "taps": (0, 1), "block_size": 4}
+    if name in WIDE:
+        settings |= {"layers": 2, "heads": 32, "kv_heads": 8, "head_dim": 128}
     return str(target), str(make_drafter(directory / "drafter", target, **settings))

@@ -18,7 +18,7 @@ from dflash_plugins.registration import register
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.mapped import released
 from dflash_trt.engines.tensorrt.flavour import Flavour
-from dflash_trt.engines.tensorrt.profiles import Profile
+from dflash_trt.engines.tensorrt.profiles import QUERY, Profile
 from dflash_trt.errors import BuildError
 
 _NODE = re.compile(r"\b(?:target|drafter)/[\w./:-]+")
@@ -60,6 +60,7 @@ def build_plan(
         parser = trt.OnnxParser(network, logger)
         if not parser.parse_from_file(str(graph)):
             raise BuildError(f"{graph.name}: {_parser_error(parser, flavour)}; the log is {log_file}")
+        _keep_queries(trt, network)
         config = builder.create_builder_config()
         if hasattr(
             trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"
@@ -106,6 +107,22 @@ def has_operator(trt: Any, name: str) -> bool:
     logger = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)
     return bool(trt.OnnxParser(builder.create_network(0), logger).supports_operator(name))
+
+
+def _keep_queries(trt: Any, network: Any) -> None:
+    """Make the queries of each attention an output of the plan, `query.N`.
+
+    TensorRT-RTX then compiles attention apart from the projection before it. The kernel reads keys and values in the
+    cache, by their own heads, and skips tiles that the mask hides. Otherwise every pass first copies the whole cache,
+    repeated for each head of the queries (docs/tensorrt.md).
+    """
+    if (attention := getattr(trt.LayerType, "ATTENTION_INPUT", None)) is None:
+        return
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    for layer in layers:
+        if layer.type == attention and (query := layer.get_input(0)).dtype != trt.DataType.FLOAT:
+            query.name = f"{QUERY}{network.num_outputs}"
+            network.mark_output(query)
 
 
 def _add_profile(builder: Any, config: Any, network: Any, profile: Profile) -> None:

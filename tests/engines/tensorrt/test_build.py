@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from build_scripts.bench.plan_kernels import attention_of
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.tensorrt import plans
@@ -32,8 +33,9 @@ from dflash_trt.graph.builder import INT64, GraphBuilder
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.reports.environment import describe
 from dflash_trt.reports.inspection import inspect
+from dflash_trt.serving.deploy import container_command
 from tests.doubles.checkpoints import make_drafter, make_target
-from tests.doubles.tensorrt_matrix import CASES, FAMILIES, Case, make_pair
+from tests.doubles.tensorrt_matrix import CASES, FAMILIES, WIDE, Case, make_pair
 
 SMALL = TensorRTOptions(capabilities=(120,), max_batch_size=2, prefill_chunk=16)
 RTX = FLAVOURS["tensorrt-rtx"]
@@ -85,8 +87,27 @@ def test_shipped_pairs(name: str, capabilities: tuple[int, ...], tmp_path: Path)
         "max_batch_size": 4,
         "prefill_chunk": 128,
     }
+    assert f"tensorrt-rtx-cu13=={RTX.load().__version__} torch" in container_command(bundle.path)
+    for capability in capabilities:
+        check_attention(bundle, capability)
     assert not (bundle.path / "weights").exists()
     assert all("tmp" not in log.read_text() for log in bundle.path.rglob("*.log"))
+
+
+def check_attention(bundle: Bundle, capability: int) -> None:
+    """It reads the tiles in use, from the cache, by the cache's own heads."""
+    for role, found in attention_of(bundle, capability).items():
+        assert found.kernels > 0, role
+        assert 1 not in found.group, f"{role}: keys and values are repeated for each head of the queries"
+        assert found.copies == {}, f"{role}: kernels over a whole cache"
+        assert found.skipping == found.kernels, f"{role}: attention reads the whole capacity"
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_attention_of_published_targets(name: str, tmp_path: Path) -> None:
+    options = TensorRTOptions(capabilities=(120,), max_batch_size=8, prefill_chunk=64)
+    bundle = rtx(make_pair(name, tmp_path), tmp_path / "bundle", options, max_seq_len=4096)
+    check_attention(bundle, 120)
 
 
 NOT_ABOVE = [case for case in CASES if case.precision or case.pair in FAMILIES]
