@@ -152,7 +152,8 @@ def route(experts: int, k: int) -> Use:
 
 
 def group(experts: int, k: int) -> Use:
-    types: Types = dict.fromkeys(("chosen", "counts", "pairs", "groups"), "*i32") | {"rows": "i32"}
+    types: Types = dict.fromkeys(("chosen", "counts", "pairs", "groups"), "*i32")
+    types |= {"rows": "i32"}
     slots = {"E_SLOTS": power_of_two(experts), "ROW_SLOTS": ROUTE_ROWS, "PART_SLOTS": ROUTE_PARTS}
     return Use("moe", "group", types, {"E": experts, "K": k} | slots, fp_fusion=True)
 
