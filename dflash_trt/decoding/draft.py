@@ -31,6 +31,11 @@ class Draft:
         """N, including the anchor."""
         return int(self.tokens.shape[1])
 
+    @property
+    def at_hand(self) -> bool:
+        """Whether the host can read the log-probabilities without waiting for a device."""
+        return isinstance(self.logprobs, np.ndarray)
+
     def first(self, nodes: int) -> Draft:
         """The first nodes only, including the anchor."""
         if nodes >= self.nodes:

@@ -193,7 +193,7 @@ class _Operators(TorchDispatchMode):
         args, kwargs = tree_map(_staged, (args, kwargs))
         if any(r.alias_info is not None for r in returns):
             Cuda.launch(lambda: func(*args, **kwargs))
-            return args[0]
+            return kwargs.get("out", args[0])
         shapes = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
         made = tree_map(lambda each: _garbage(each) if isinstance(each, torch.Tensor) else each, shapes)
         if func.__name__.split(".")[0] in ("new_empty", "empty_like", "new_empty_strided"):

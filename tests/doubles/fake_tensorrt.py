@@ -132,6 +132,13 @@ class Network:
         self.layers: list[Layer] = []
 
     @property
+    def num_inputs(self) -> int:
+        return len(self.model.graph.input)
+
+    def get_input(self, index: int) -> Tensor:
+        return Tensor(self.model.graph.input[index])
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -229,11 +236,14 @@ class Builder:
 
 class Runtime:
     def __init__(self, logger: Any) -> None:
-        pass
+        self._logger = logger
 
     def deserialize_cuda_engine(self, data: Any) -> Engine | None:
         plan = bytes(data)
         if not plan.startswith(MAGIC):
+            self._logger.log(
+                ILogger.ERROR, "IRuntime::deserializeCudaEngine: Error Code 1:\n  Magic tag does not match"
+            )
             return None
         size = int.from_bytes(plan[8:16], "little")
         return Engine(json.loads(plan[16 : 16 + size]), plan[16 + size :])

@@ -6,7 +6,8 @@ calibrated by what became of earlier drafts (`calibration`); time from measured 
 
 Maximizing tokens per second over many rounds is maximizing G - rate * seconds in each, where `rate` is the best tokens
 per second there are (Dinkelbach's method). So a plan holds that rate and the best number of tokens to draft, worked
-out over the recent rounds. When the drafts are there, their own log-probabilities decide how many of them to verify.
+out over the recent rounds. If the drafts' own log-probabilities are at hand, they decide how many of them to verify. On
+a device they come with the results of the round, and all drafts are verified.
 
 A belief may be wrong. A length whose time is in doubt is tried on credit: the trial that is expected to cost
 least runs, and is charged what it lost by the clock. The credit is paid back as a small share of the rounds.
@@ -60,6 +61,7 @@ class AdaptiveLength:
         self._rounds = self._idle = 0  # rounds since the last plan, and since the last draft
         self._interval, self._drafting = 1, True
         self._credit, self._untimed = _CREDIT, False
+        self._cuts = True  # whether `verify` can choose by the log-probabilities of the draft
 
     @property
     def most(self) -> int:
@@ -74,7 +76,8 @@ class AdaptiveLength:
         return plan.trial if self._trial else plan.draft
 
     def verify(self, draft: Draft, slots: Sequence[int]) -> int:
-        if self._trial:
+        self._cuts = draft.at_hand  # on a device, waiting for them costs more than it saves
+        if self._trial or not self._cuts:
             return draft.nodes
         gains = self._calibration.gains(draft.logprobs_of(slots))
         values = [gain - price for gain, price in zip(gains, self._plan(self._batch).prices, strict=False)]
@@ -146,9 +149,13 @@ class AdaptiveLength:
         for _ in range(self.block_size):  # each step but the last improves the rate; few steps are enough
             value = gain - rate * verify
             # The best length to verify among the drafted tokens, and its average value.
-            worth = np.maximum.accumulate(value, axis=1).mean(axis=0) - rate * draft
+            worth = (np.maximum.accumulate(value, axis=1) if self._cuts else value).mean(
+                axis=0
+            ) - rate * draft
             candidate = int(np.argmax(worth))
-            chosen = np.argmax(value[:, : candidate + 1], axis=1)
+            chosen = (
+                np.argmax(value[:, : candidate + 1], axis=1) if self._cuts else np.full(rounds, candidate)
+            )
             better = gain[row, chosen].sum() / (verify[chosen].sum() + rounds * draft[candidate])
             if better <= rate * (1 + 1e-9):
                 break

@@ -23,6 +23,7 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL
+from dflash_trt.engines.tensorrt.round_memory import RoundMemory
 from dflash_trt.errors import BuildError, BundleError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class DeviceArrays:
     """Tensors on the engines' stream. `dflash_trt.decoding.arrays.Arrays` documents the methods.
 
     Waiting features are in the drafter's input buffer of the DECODE profile. Its input of the PREFILL profile is the
-    target's output.
+    target's output. A round's numbers go to the device in one copy and come back in one (round_memory.py).
     """
 
     most_prompt_rows = 1  # the PREFILL profile has one row of logits
@@ -87,7 +88,8 @@ class DeviceArrays:
         mask_token_id: int,
     ) -> None:
         self.most_waiting, self._mask_token_id = block_size, mask_token_id
-        device, self._stream, self._target = target.device, target.stream, target
+        device, self._stream = target.device, target.stream
+        self._target, self._drafter = target, drafter
         scratch = torch.empty(
             max(target.memory_size, drafter.memory_size, 1), dtype=torch.uint8, device=device
         )
@@ -97,19 +99,28 @@ class DeviceArrays:
         self._waiting = torch.zeros((slots, block_size, feature_size), dtype=dtype, device=device)
         drafter.bind(DECODE, "features", self._waiting)
         drafter.bind(PREFILL, "features", target.whole_buffer(PREFILL, "features"))
-        self._blocks = torch.zeros(slots * block_size, dtype=torch.int64, device=device)
-        drafter.bind(DECODE, "block", self._blocks)
+        self._round = RoundMemory(target, drafter, slots=slots, block_size=block_size)
         self._nodes = torch.arange(block_size, device=device)
-        self._drafts_finite = torch.ones(slots, dtype=torch.bool, device=device)
-        pinned = device.type == "cuda"
-        # The results that the host waits for: accepted and next tokens, then which drafts and which logits are
-        # finite.
-        self._decided = torch.zeros((2, slots), dtype=torch.int64, pin_memory=pinned)
-        self._finite = torch.zeros(slots * (1 + block_size), dtype=torch.bool, pin_memory=pinned)
-        self._tokens = torch.empty(slots * block_size, dtype=torch.int64, pin_memory=pinned)
+        self._rows: tuple[int, int] | None = None  # the shape for which the target's rows are filled
+        # Rows of the target's last pass that wait to be copied to the drafter's input: slot, place, nodes.
+        self._committed: list[tuple[int, int, Sequence[int]]] = []
+        self._features: torch.Tensor | None = None  # of that pass
+        self._whole = False  # whether all of them may be copied: no slot has other rows, and all are finite
+        self._drafted = False  # whether the drafter read all waiting rows in this round
+        self._logprobs: DeviceArray | None = None  # of this round's draft
         # Sampled requests are decided on the GPU if Triton is installed to compile the kernels, else on the host.
         self.samples = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
+
+    def problems(self, manifest: Mapping[str, Any]) -> list[str]:
+        """What differs between the plans and the manifest."""
+        major, minor = torch.cuda.get_device_capability()
+        plans = manifest["tensorrt"]["plans"][f"{major}{minor}"]
+        return [
+            problem
+            for role, engine in (("target", self._target), ("drafter", self._drafter))
+            for problem in engine.problems(plans[role]["profiles"])
+        ]
 
     def prefill(
         self, engine: TensorRTEngine, feeds: Mapping[str, Any], slot: int
@@ -118,6 +129,13 @@ class DeviceArrays:
 
     def decode(self, engine: TensorRTEngine, feeds: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         tensors = {n: each.tensor if isinstance(each, DeviceArray) else each for n, each in feeds.items()}
+        with torch.cuda.stream(self._stream):
+            if engine is self._drafter:
+                tensors = self._round.drafter_feeds(tensors)
+                self._drafted = True
+            else:
+                self._flush()  # the pass overwrites the features
+                tensors = self._round.target_feeds(tensors)
         return engine.run(DECODE, tensors)
 
     def now(self) -> Any:
@@ -135,89 +153,106 @@ class DeviceArrays:
         return DeviceArray(outputs, self._stream)
 
     def nodes(self, count: int, nodes: int) -> torch.Tensor:
-        return self._nodes[:nodes].expand(count, nodes)
+        rows = self._target.buffer(DECODE, "rows", count, nodes)
+        if self._rows != (count, nodes):
+            with torch.cuda.stream(self._stream):
+                rows.copy_(self._nodes[:nodes].expand(count, nodes))
+            self._rows = count, nodes
+        return rows
 
     def blocks(self, anchors: Sequence[int], length: int, mask: int) -> torch.Tensor:
-        host = torch.full((len(anchors), length), mask)
-        host[:, 0] = torch.tensor(anchors)
-        blocks = self._blocks[: host.numel()].view(host.shape)
-        with torch.cuda.stream(self._stream):
-            blocks.copy_(host, non_blocking=True)
-        return blocks
+        return self._round.blocks(anchors, length, mask)
 
     def start_round(self, count: int) -> None:
-        with torch.cuda.stream(self._stream):
-            self._drafts_finite.fill_(True)
+        self._drafted, self._logprobs = False, None
+        self._round.start()
 
     def check(self, logprobs: torch.Tensor, slot: int | None = None) -> None:
-        first = slot or 0
+        """Those of a pass for one slot. `verified` reads the ones of a draft."""
+        assert slot is not None
         with torch.cuda.stream(self._stream):
-            noted = self._drafts_finite[first : first + len(logprobs)]
-            noted.logical_and_(torch.isfinite(logprobs).all(dim=1))
+            self._round.note(slot, logprobs)
 
     def finite(self, numbers: torch.Tensor) -> bool:
         with torch.cuda.stream(self._stream):
             return bool(torch.isfinite(numbers).all())
 
     def drafts(self, blocks: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> Draft:
-        self.check(logprobs)
+        drafted = self._target.buffer(DECODE, "tokens", *blocks.shape)
         with torch.cuda.stream(self._stream):
-            blocks[:, 1:].copy_(tokens)
-        return Draft(self.readable(blocks), None, self.readable(logprobs))
+            torch.cat((blocks[:, :1], tokens), dim=1, out=drafted)
+        self._logprobs = self.readable(logprobs)
+        return Draft(self.readable(drafted), None, self._logprobs)
 
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
-        blocks = self._blocks[: tokens.size].view(tokens.shape)
+        drafted = self._target.buffer(DECODE, "tokens", *tokens.shape)
         with torch.cuda.stream(self._stream):
-            blocks.copy_(torch.from_numpy(tokens))
-        return Draft(self.readable(blocks), None, logprobs)
+            drafted.copy_(torch.from_numpy(tokens), non_blocking=True)  # pageable memory is read before this returns
+        return Draft(self.readable(drafted), None, logprobs)
 
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
         """The graph decides for greedy requests. If the kernels sample, they decide for all requests except adjusted
         ones.
 
-        Also reads the tokens of the draft.
+        Also reads the tokens of the draft and its log-probabilities.
         """
         n, length = draft.tokens.shape
-        logits, tokens = outputs["logits"], draft.tokens
-        finite, drafts_finite = self._finite[: n * length].view(n, length), self._finite[-n:]
-        host = self._tokens[: n * length].view(n, length)
+        logits = outputs["logits"]
         with torch.cuda.stream(self._stream):
             made = self._decide(active, outputs)
-            for i, name in enumerate(("accepted", "next_token")):
-                found = outputs[name] if made is None else getattr(made, name)
-                self._decided[i, :n].copy_(found, non_blocking=True)
-            finite.copy_(torch.isfinite(logits.amax(dim=-1)), non_blocking=True)
-            drafts_finite.copy_(self._drafts_finite[:n], non_blocking=True)
-            host.copy_(tokens.tensor, non_blocking=True)
-        self._stream.synchronize()
-        tokens.read(host.numpy().copy())
-        accepted, next_token = self._decided[:, :n].numpy()
+            for name in ("accepted", "next_token") if made is not None else ():
+                self._target.buffer(DECODE, name, n).copy_(getattr(made, name))
+            self._round.largest(logits)
+            found = self._round.results(n, length, 0 if self._logprobs is None else self._logprobs.shape[1])
+        if isinstance(draft.tokens, DeviceArray):
+            draft.tokens.read(found.tokens)
+        if self._logprobs is not None:
+            self._logprobs.read(found.logprobs)
+        self._features, self._whole = outputs["features"], self._drafted and bool(found.finite.all())
         return Verified(
-            accepted,
-            next_token,
+            found.accepted,
+            found.next_token,
             decided=[r.params.greedy if made is None else r.history is None for r in active],
-            finite=None if finite.all() else finite.numpy(),
+            finite=None if found.finite.all() else found.finite,
             logits=self.readable(logits),
-            drafts_finite=drafts_finite.tolist(),
+            drafts_finite=found.drafts_finite.tolist(),
         )
 
     def add_waiting(self, slot: int, at: int, features: torch.Tensor, nodes: Sequence[int]) -> None:
-        with torch.cuda.stream(self._stream):
-            self._waiting[slot, at : at + len(nodes)].copy_(features[chosen(nodes)])
+        self._committed.append((slot, at, nodes))
 
     def waiting(self, counts: Sequence[int]) -> torch.Tensor:
+        self._flush()
         return self._waiting[: len(counts)]
 
     def waiting_of(self, slot: int, first: int, stop: int) -> torch.Tensor:
+        self._flush()
         return self._waiting[slot : slot + 1, first:stop]
 
     def copy_waiting(self, source: int, target: int, count: int) -> None:
+        self._flush()
         with torch.cuda.stream(self._stream):
             self._waiting[target, :count].copy_(self._waiting[source, :count])
 
     def clear_waiting(self, slot: int) -> None:
+        self._flush()
         with torch.cuda.stream(self._stream):
             self._waiting[slot].zero_()
+
+    def _flush(self) -> None:
+        """Copy the committed rows, of all slots at once if they may all be copied. Nothing reads those beyond a slot's
+        count.
+        """
+        features, committed = self._features, self._committed
+        if features is None or not committed:
+            return
+        self._committed = []
+        with torch.cuda.stream(self._stream):
+            if self._whole and all(at == 0 and nodes[-1] < len(nodes) for _, at, nodes in committed):
+                self._waiting[: features.shape[0], : features.shape[1]].copy_(features)
+                return
+            for slot, at, nodes in committed:
+                self._waiting[slot, at : at + len(nodes)].copy_(features[slot][chosen(nodes)])
 
     def _decide(self, active: Sequence[Request], outputs: Mapping[str, torch.Tensor]) -> Acceptance | None:
         """Sample and accept on the pass's stream. Returns None if all requests are greedy or adjusted."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,17 @@ from dflash_trt.errors import BundleError
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
+# The dynamic dimensions of the inputs, as the manifest's profiles name them.
+_DIMENSIONS = {
+    "tokens": "BS",
+    "start": "B",
+    "rows": "BR",
+    "features": "BS",
+    "n_features": "B",
+    "block": "BK",
+}
+# TensorRT's messages that an error repeats.
+_MESSAGES = 5
 
 
 class TensorRTEngine:
@@ -36,13 +48,15 @@ class TensorRTEngine:
         self, trt: Any, plan: Path, *, slots: int, stream: Any, device: torch.device, graphs: bool = True
     ) -> None:
         self.plan, self.stream, self.device, self.graphs = plan, stream, device, graphs
-        self._runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
+        self._messages: deque[str] = deque(maxlen=_MESSAGES)
+        self._logger = _logger(trt, self._messages)
+        self._runtime = trt.Runtime(self._logger)
         with plan.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             self._engine = self._runtime.deserialize_cuda_engine(data)
         if self._engine is None:
             raise BundleError(
                 f"{plan}: {trt.__name__} {trt.__version__} cannot load this plan; build the bundle again with it, "
-                "for this GPU"
+                f"for this GPU{self._said()}"
             )
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         self.dtypes = {name: _torch_dtype(trt, self._engine.get_tensor_dtype(name)) for name in names}
@@ -97,6 +111,21 @@ class TensorRTEngine:
         """The memory of an input or an output at its largest size."""
         return self._buffers[profile, name]
 
+    def problems(self, ranges: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What differs between the plan's profiles and these of the manifest."""
+        found = []
+        for profile, expected in enumerate(ranges):
+            for name in self.inputs:
+                shapes = self._engine.get_tensor_profile_shape(name, profile)
+                for axis, length in enumerate(_DIMENSIONS[name]):
+                    lengths = [int(shape[axis]) for shape in shapes]
+                    if lengths != list(expected.get(length, lengths)):
+                        found.append(
+                            f"{self.plan.name}: {name} has {length} = {lengths} in profile {profile}, but the manifest "
+                            f"has {expected[length]} in {expected['name']}"
+                        )
+        return found
+
     def run(
         self, profile: int, feeds: Mapping[str, Array | Tensor], *, first_slot: int = 0
     ) -> Mapping[str, Tensor]:
@@ -141,7 +170,11 @@ class TensorRTEngine:
 
     def _enqueue(self, context: Any) -> None:
         if not context.execute_async_v3(self.stream.cuda_stream):
-            raise RuntimeError(f"{self.plan}: TensorRT could not enqueue a pass; see its messages above")
+            raise RuntimeError(f"{self.plan}: TensorRT could not enqueue a pass{self._said()}")
+
+    def _said(self) -> str:
+        """TensorRT's last errors, for the end of an error."""
+        return f". Its last messages: {' | '.join(self._messages)}" if self._messages else ""
 
     def _replay(self, key: tuple[Any, ...], context: Any) -> None:
         """Replay the graph of these shapes. Without one, run the pass, then capture it for the next time.
@@ -223,6 +256,20 @@ class TensorRTEngine:
     def _new_buffer(self, profile: int, name: str, shape: tuple[int, ...]) -> None:
         buffer = torch.zeros(torch.Size(shape).numel(), dtype=self.dtypes[name], device=self.device)
         self.bind(profile, name, buffer)
+
+
+def _logger(trt: Any, messages: deque[str]) -> Any:
+    """A logger that keeps the last errors, each shortened to a line."""
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                messages.append(" ".join(message.split())[:300])
+
+    return Logger()
 
 
 def _torch_dtype(trt: Any, dtype: Any) -> torch.dtype:

@@ -1,0 +1,160 @@
+"""The small numbers of a round, next to each other: one copy to the device before it, one copy to the host after it.
+
+Plans read their inputs from this memory, and write their results into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_trt.engines.tensorrt.engine import TensorRTEngine
+from dflash_trt.engines.tensorrt.profiles import DECODE
+
+Array = np.ndarray[Any, Any]
+
+# TensorRT wants addresses of this alignment.
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Results:
+    """A round's results for n requests with N nodes, of which K - 1 or fewer were drafted. `Verified` and `Draft` have
+    the fields.
+    """
+
+    accepted: Array  # int64 [n]
+    next_token: Array  # int64 [n]
+    tokens: Array  # int64 [n, N]
+    finite: Array  # bool [n, N]
+    drafts_finite: Array  # bool [n]
+    logprobs: Array  # float32 [n, K-1]
+
+
+class RoundMemory:
+    """Named parts of one buffer on the device and of one in pinned memory, at the same offsets."""
+
+    def __init__(
+        self, target: TensorRTEngine, drafter: TensorRTEngine, *, slots: int, block_size: int
+    ) -> None:
+        sizes: dict[str, tuple[int, torch.dtype]] = {
+            "drafter_start": (slots, torch.int64),
+            "n_features": (slots, torch.int64),
+            "target_start": (slots, torch.int64),
+            "block": (slots * block_size, torch.int64),
+            # From here on, results.
+            "tokens": (slots * block_size, torch.int64),
+            "accepted": (slots, torch.int64),
+            "next_token": (slots, torch.int64),
+            "logprobs": (slots * block_size, torch.float32),
+            "largest": (slots * block_size, torch.float32),
+            "noted": (slots, torch.float32),
+        }
+        offsets, end = dict[str, int](), 0
+        for name, (count, dtype) in sizes.items():
+            offsets[name] = end
+            end += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        pinned = target.device.type == "cuda"
+        self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)
+        self._device = torch.zeros(end, dtype=torch.uint8, device=target.device)
+        self._first_result = offsets["tokens"]
+
+        def parts(memory: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {
+                name: memory[offsets[name] : offsets[name] + count * dtype.itemsize].view(dtype)
+                for name, (count, dtype) in sizes.items()
+            }
+
+        self._there, self._here = parts(self._device), parts(self._host)
+        self._numbers = {name: part.numpy() for name, part in self._here.items()}
+        self._stream = target.stream
+        drafter.bind(DECODE, "start", self._there["drafter_start"])
+        drafter.bind(DECODE, "n_features", self._there["n_features"])
+        drafter.bind(DECODE, "block", self._there["block"])
+        drafter.bind(DECODE, "draft_logprobs", self._there["logprobs"])
+        target.bind(DECODE, "start", self._there["target_start"])
+        for name in ("tokens", "accepted", "next_token"):
+            target.bind(DECODE, name, self._there[name])
+        self._sent = False  # whether the inputs of this round are on the device
+        self._noted = False  # whether `noted` holds anything
+
+    def start(self) -> None:
+        """Begin a round."""
+        self._sent = False
+        if self._noted:
+            with torch.cuda.stream(self._stream):
+                self._there["noted"].zero_()
+            self._noted = False
+
+    def blocks(self, anchors: Sequence[int], length: int, mask: int) -> torch.Tensor:
+        """Anchors with mask tokens, [n, length]. They reach the device with the round's first pass."""
+        count = len(anchors) * length
+        block = self._numbers["block"][:count].reshape(len(anchors), length)
+        block[:] = mask
+        block[:, 0] = anchors
+        return self._there["block"][:count].view(len(anchors), length)
+
+    def drafter_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """The feeds in this memory. The target's pass of the same round starts behind the drafter's features."""
+        start, count = feeds["start"], feeds["n_features"]
+        if isinstance(feeds["block"], np.ndarray):  # not of a round
+            return dict(feeds)
+        n = len(start)
+        self._numbers["target_start"][:n] = start + count
+        return {
+            **feeds,
+            "start": self._filled("drafter_start", start),
+            "n_features": self._filled("n_features", count, send=True),
+        }
+
+    def target_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        found, start, tokens = dict(feeds), feeds["start"], feeds["tokens"]
+        if isinstance(tokens, np.ndarray):  # not of a round
+            return found
+        n, known = len(start), self._numbers["target_start"]
+        if not self._sent or not np.array_equal(known[:n], start):
+            self._filled("target_start", start, send=True)
+        found["start"] = self._there["target_start"][:n]
+        if not tokens.is_contiguous():
+            found["tokens"] = tokens.contiguous()
+        return found
+
+    def note(self, slot: int, logprobs: torch.Tensor) -> None:
+        """Remember whether these are finite: their sum is not, if one of them is not."""
+        self._there["noted"][slot].add_(logprobs.sum())
+        self._noted = True
+
+    def largest(self, logits: torch.Tensor) -> None:
+        """Compute the largest logit of each row [n, N, V]. Any NaN is the largest."""
+        n, length = logits.shape[:2]
+        torch.amax(logits, dim=-1, out=self._there["largest"][: n * length].view(n, length))
+
+    def results(self, n: int, length: int, drafted: int) -> Results:
+        """Wait for the pass, and read its results: n requests with `length` nodes and `drafted` drafts."""
+        self._host[self._first_result :].copy_(self._device[self._first_result :], non_blocking=True)
+        self._stream.synchronize()
+
+        def read(name: str, *shape: int) -> Array:
+            return self._numbers[name][: int(np.prod(shape))].reshape(shape).copy()
+
+        logprobs = read("logprobs", n, drafted)
+        return Results(
+            accepted=read("accepted", n),
+            next_token=read("next_token", n),
+            tokens=read("tokens", n, length),
+            finite=np.isfinite(read("largest", n, length)),
+            drafts_finite=np.isfinite(logprobs).all(axis=1) & np.isfinite(read("noted", n)),
+            logprobs=logprobs,
+        )
+
+    def _filled(self, name: str, numbers: Array, *, send: bool = False) -> torch.Tensor:
+        self._numbers[name][: len(numbers)] = numbers
+        if send:
+            end = self._first_result
+            self._device[:end].copy_(self._host[:end], non_blocking=True)
+            self._sent = True
+        return self._there[name][: len(numbers)]
