@@ -51,7 +51,6 @@ def read_attention(plan: bytes, cache_elements: int) -> Attention:
     """The attention of a plan. `cache_elements`: of one key cache, at the batch that the plan is made for."""
     text = plan.decode("latin-1")
     entries = list(_ENTRY.finditer(text))
-    names = {match[1] for match in entries}
     copies: dict[str, int] = {}
     for match, following in zip(entries, [*entries[1:], None], strict=True):
         body = text[match.end() : following.start() if following else len(text)][:6000]
@@ -59,7 +58,7 @@ def read_attention(plan: bytes, cache_elements: int) -> Attention:
         if counts and max(counts) >= cache_elements // 2:  # two of bfloat16 may be one element
             copies[match[1]] = max(counts)
     return Attention(
-        kernels=sum(name.startswith("_gemm_mha") for name in names),
+        kernels=sum(match[1].startswith("_gemm_mha") for match in entries),
         group=tuple(sorted({int(n) for n in re.findall(r"(\d+), // query heads per k/v head", text)})),
         skipping=len(re.findall(r"initialize\(DATA_TYPE[^;]*_tile_skip_map", text)),
         copies=copies,
