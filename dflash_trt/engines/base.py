@@ -120,6 +120,7 @@ class MemoryTraits:
     `compute`: the dtype of weights and caches for which no precision is given. `runtime_bytes`: context, libraries and
     workspace, as an allowance. `scratch_bytes`: what both plans need beside the estimate from shapes; an engine that
     has it computes every expert for every row. `expert_kernels`: formats of experts that need no such memory.
+    `keeps_queries`: whether the queries of all layers of a pass have memory at once.
     `pool`: the pages of an engine with several GPUs and a scheduler of its own; None for dense caches on one GPU.
     """
 
@@ -127,6 +128,7 @@ class MemoryTraits:
     runtime_bytes: int = GIB
     scratch_bytes: int = 0
     expert_kernels: frozenset[str] = frozenset()
+    keeps_queries: bool = False
     pool: PagedPool | None = None
 
     @property

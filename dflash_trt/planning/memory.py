@@ -16,6 +16,7 @@ from dflash_trt.engines.base import GIB, MemoryTraits
 from dflash_trt.errors import BuildError
 from dflash_trt.formats import FORMATS, SCHEMES
 from dflash_trt.formats.precision import Precision
+from dflash_trt.graph.dialect import SINK_PADDING
 from dflash_trt.graph.tensorrt_experts import at_a_time
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.inventory import NUMBER_BYTES, Inventory, weight_bytes
@@ -218,6 +219,12 @@ class _Layout:
         heads = max(1, c.num_key_value_heads // self.s.tensor_parallel)
         return round(2 * c.num_hidden_layers * heads * c.head_dim * element)
 
+    def _queries(self, side: str) -> float:
+        """Bytes of a row's queries in all layers of a model."""
+        c = self.inventory.config(side)
+        size = c.head_dim + SINK_PADDING * c.attention_sinks
+        return c.num_hidden_layers * c.num_attention_heads * size * NUMBER_BYTES[self.s.compute(side)]
+
     def _experts(self, moe: MoEConfig, *, packed: bool) -> int:
         """Memory of one product over experts: the rows of a prompt chunk, and widened copies of packed weights."""
         if moe.quantization in self.traits.expert_kernels:
@@ -253,7 +260,7 @@ class _Layout:
         )
 
     def activations(self, batch: int, length: int) -> int:
-        """Taps, logits, and the widest rows of two passes."""
+        """Taps, logits, the widest rows of two passes, and queries of all layers where they are kept."""
         s, c = self.s, self.inventory.target
         verified = batch * s.block_size
         rows = s.max_num_tokens or max(verified, min(length, PREFILL_CHUNK) if self.pages is None else length)
@@ -262,6 +269,8 @@ class _Layout:
         working = rows * (4 * c.hidden_size + 2 * widest) * element
         taps = rows * len(self.inventory.drafter.target_layer_ids) * c.hidden_size * element
         estimate = round(working + taps + verified * c.vocab_size * 4)
+        if self.traits.keeps_queries:
+            estimate += sum(round(rows * self._queries(side)) for side in ("target", "drafter"))
         return estimate + self.scratch if self.pages is None else max(estimate, self.pages.activation_bytes)
 
     def total(self, batch: int, length: int) -> int:
