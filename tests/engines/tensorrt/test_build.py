@@ -99,7 +99,6 @@ def check_attention(bundle: Bundle, capability: int) -> None:
     for role, found in attention_of(bundle, capability).items():
         assert found.kernels > 0, role
         assert 1 not in found.group, f"{role}: keys and values are repeated for each head of the queries"
-        assert found.copies == {}, f"{role}: kernels over a whole cache"
         assert found.skipping == found.kernels, f"{role}: attention reads the whole capacity"
 
 
@@ -108,6 +107,10 @@ def test_attention_of_published_targets(name: str, tmp_path: Path) -> None:
     options = TensorRTOptions(capabilities=(120,), max_batch_size=8, prefill_chunk=64)
     bundle = rtx(make_pair(name, tmp_path), tmp_path / "bundle", options, max_seq_len=4096)
     check_attention(bundle, 120)
+    # A cache is much larger than the rows of a pass here.
+    assert all(found.copies == {} for found in attention_of(bundle, 120).values()), (
+        "kernels over a whole cache"
+    )
 
 
 NOT_ABOVE = [case for case in CASES if case.precision or case.pair in FAMILIES]

@@ -107,7 +107,8 @@ def test_outputs_that_nothing_reads_have_memory(tmp_path: Path, here: Any) -> No
     """In FP16, as in BF16, a plan has the queries of each attention as outputs."""
     target = make_target(tmp_path / "target", favourites=6)
     drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
-    settings: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 64}
+    options = TensorRTOptions(plugins="none")
+    settings: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 64, "options": options}
     half = Precision(target="fp16", drafter="fp16")
     bundle = build(str(target), str(drafter), tmp_path / "bundle", precision=half, **settings)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
