@@ -113,7 +113,7 @@ class DeviceArrays:
         self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
 
     def problems(self, manifest: Mapping[str, Any]) -> list[str]:
-        """What differs between the plans and the manifest."""
+        """The differences between the plans and the manifest."""
         major, minor = torch.cuda.get_device_capability()
         plans = manifest["tensorrt"]["plans"][f"{major}{minor}"]
         return [

@@ -112,7 +112,7 @@ class TensorRTEngine:
         return self._buffers[profile, name]
 
     def problems(self, ranges: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What differs between the plan's profiles and these of the manifest."""
+        """The differences between the plan's profiles and these of the manifest."""
         found = []
         for profile, expected in enumerate(ranges):
             for name in self.inputs:

@@ -1,0 +1,56 @@
+"""`dflash-trt selftest`: check a bundle on the machine that will run it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dflash_trt.cli.options import at_least
+from dflash_trt.cli.output import print_table
+
+SUMMARY = "check a bundle's numbers on this machine, step by step"
+DESCRIPTION = """\
+Check a bundle on this machine, from versions to tokens and times. Each check says what it proves. The first one that
+fails is nearest to the cause. A report is written as JSON; send it with a bug report.
+Exit code 1 if a check fails.
+"""
+EXAMPLES = """\
+examples:
+  dflash-trt selftest bundles/tiny-rtx
+  dflash-trt selftest bundles/tiny-rtx --reference bundles/tiny --report selftest.json
+
+--reference is a bundle of the same pair for ONNX Runtime. Then the numbers are compared, too.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
+    parser.add_argument(
+        "--reference", type=Path, metavar="BUNDLE", help="the same pair, built with --engine onnxruntime"
+    )
+    parser.add_argument(
+        "--report", type=Path, default=Path("selftest.json"), metavar="FILE", help="default: selftest.json"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=at_least(1),
+        default=300,
+        metavar="SECONDS",
+        help="the longest time of one check (default: 300)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from dflash_trt.reports.selftest import Selftest
+
+    test, failed = Selftest(args.bundle, args.reference), False
+    try:
+        for check in test.run(args.report, args.timeout):
+            figures = ", ".join(f"{name} {value}" for name, value in check.figures.items())
+            row = (check.state, check.name, check.detail or figures or check.proves)
+            print_table([row])
+            failed |= check.state == "failed"
+    finally:
+        test.close()
+    print(f"report: {args.report}")
+    return int(failed)

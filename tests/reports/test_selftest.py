@@ -1,0 +1,170 @@
+"""The self-test: a sound bundle passes, and each broken engine is named by the check that is meant for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.cli import main
+from dflash_trt.engines.tensorrt import plans
+from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
+from dflash_trt.engines.tensorrt.engine import TensorRTEngine
+from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.engines.tensorrt.profiles import DECODE
+from dflash_trt.formats.precision import Precision
+from dflash_trt.reports.selftest import Check, Selftest
+from tests.doubles import fake_tensorrt
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.cuda_double import Cuda, deferred
+
+Pair = tuple[Bundle, Bundle]
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """One pair for ONNX Runtime and for a double of TensorRT."""
+    directory = tmp_path_factory.mktemp("selftest")
+    target = make_target(directory / "target", layers=2, favourites=6)
+    drafter = make_drafter(directory / "drafter", target, layers=1, taps=(0, 1), block_size=4)
+    sources = str(target), str(drafter)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
+        patch.setattr(plans, "compute_capabilities", lambda: [90])
+        patch.setattr(torch, "cuda", Cuda)
+        patch.setattr(
+            DeviceArrays, "samples", property(lambda self: False, lambda self, value: None), raising=False
+        )
+        with deferred():  # the host samples, because Triton's interpreter is slow
+            plain = build(*sources, directory / "onnxruntime", max_seq_len=96)
+            yield (
+                plain,
+                build(
+                    *sources,
+                    directory / "tensorrt",
+                    engine="tensorrt",
+                    max_seq_len=96,
+                    precision=Precision(target="fp32", drafter="fp32"),
+                    options=TensorRTOptions(max_batch_size=2, prefill_chunk=32),
+                ),
+            )
+
+
+def first_failure(bundles: Pair, tmp_path: Path) -> Check:
+    test = Selftest(bundles[1].path, bundles[0].path)
+    try:
+        return next(check for check in test.run(tmp_path / "selftest.json", 600) if check.state == "failed")
+    finally:
+        test.close()
+
+
+def test_a_sound_bundle_passes(bundles: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "selftest.json"
+    command = ["selftest", str(bundles[1].path), "--reference", str(bundles[0].path), "--report", str(report)]
+    assert main(command) == 0, capsys.readouterr().out
+    found = json.loads(report.read_text())
+    states = {check["name"]: check["state"] for check in found["checks"]}
+    assert {name for name, state in states.items() if state != "passed"} == {"kernels"}
+    assert states["kernels"] == "skipped"
+    assert found["bundle"]["engine"] == "tensorrt"
+    assert len(capsys.readouterr().out.splitlines()) == len(found["checks"]) + 1
+
+
+def wrong_alias(patch: pytest.MonkeyPatch) -> None:
+    def swapped(self: Any, name: str) -> str:
+        return name.replace("k_cache_out.", "v_cache.") if "k_cache_out." in name else ""
+
+    patch.setattr(fake_tensorrt.Engine, "get_aliased_input_tensor", swapped)
+
+
+def swapped_profiles(patch: pytest.MonkeyPatch) -> None:
+    shape = fake_tensorrt.Engine.get_tensor_profile_shape
+    patch.setattr(
+        fake_tensorrt.Engine, "get_tensor_profile_shape", lambda self, name, i: shape(self, name, 1 - i)
+    )
+
+
+def unordered_reads(patch: pytest.MonkeyPatch) -> None:
+    """Caches are filled on another stream, which nothing waits for."""
+    cache = TensorRTEngine._cache
+
+    def on_the_default_stream(self: Any, *given: Any) -> Any:
+        with torch.cuda.stream(Cuda.default):
+            return cache(self, *given)
+
+    patch.setattr(TensorRTEngine, "_cache", on_the_default_stream)
+
+
+def altered_pass(patch: pytest.MonkeyPatch, alter: Callable[[Any, Any], None]) -> None:
+    run = TensorRTEngine.run
+
+    def altered(self: Any, profile: int, feeds: Any, **slot: int) -> Any:
+        out = run(self, profile, feeds, **slot)
+        if profile == DECODE:
+            with torch.cuda.stream(self.stream):
+                alter(self, out)
+        return out
+
+    patch.setattr(TensorRTEngine, "run", altered)
+
+
+def stale_features(patch: pytest.MonkeyPatch) -> None:
+    """The drafter reads what the target wrote one verification ago."""
+    earlier: dict[int, Any] = {}
+
+    def alter(engine: Any, out: Any) -> None:
+        if "features" in out:
+            now = out["features"].clone()
+            out["features"].copy_(earlier.get(id(engine), torch.zeros_like(now)))
+            earlier[id(engine)] = now
+
+    altered_pass(patch, alter)
+
+
+def accepts_nothing(patch: pytest.MonkeyPatch) -> None:
+    def alter(engine: Any, out: Any) -> None:
+        if "accepted" in out:
+            out["accepted"].zero_()
+            out["next_token"].copy_(out["logits"][:, 0].argmax(dim=-1))
+
+    altered_pass(patch, alter)
+
+
+def writes_too_early(patch: pytest.MonkeyPatch) -> None:
+    def alter(engine: Any, out: Any) -> None:
+        if "accepted" in out:
+            for rows in engine.caches.arrays.values():
+                rows[0, :, 3].add_(1)
+
+    altered_pass(patch, alter)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "check", "message"),
+    [
+        (wrong_alias, "integrity", "updates 'v_cache.0' in place"),
+        (swapped_profiles, "integrity", "tokens"),
+        (unordered_reads, "prefill", ""),
+        (writes_too_early, "cache writes", "changed earlier rows of slot 0"),
+        (stale_features, "drafts", "after a verification"),
+        (accepts_nothing, "acceptance", "0 of 3 drafts"),
+    ],
+)
+def test_a_broken_engine_is_named_by_the_first_check_that_fails(
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    check: str,
+    message: str,
+    bundles: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    break_it(monkeypatch)
+    first = first_failure(bundles, tmp_path)
+    assert (first.name, message in first.detail) == (check, True), first.detail
