@@ -187,7 +187,9 @@ class DeviceArrays:
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
         drafted = self._target.buffer(DECODE, "tokens", *tokens.shape)
         with torch.cuda.stream(self._stream):
-            drafted.copy_(torch.from_numpy(tokens), non_blocking=True)  # pageable memory is read before this returns
+            drafted.copy_(
+                torch.from_numpy(tokens), non_blocking=True
+            )  # pageable memory is read before this returns
         return Draft(self.readable(drafted), None, logprobs)
 
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
