@@ -1,4 +1,4 @@
-"""What attention does in a plan of TensorRT-RTX, read from the plan's own kernels.
+"""The attention of a plan of TensorRT-RTX, read from the plan's own kernels.
 
     python -m build_scripts.bench.plan_kernels [PAIR ...] [--capability 89 120] [--max-seq-len 4096 32768]
 
@@ -86,13 +86,9 @@ def measured(name: str, capability: int, length: int, batch: int) -> list[dict[s
         work = Path(folder)
         options = TensorRTOptions(capabilities=(capability,), max_batch_size=batch, prefill_chunk=64)
         begin = time.perf_counter()
-        bundle = build(
-            *make_pair(name, work),
-            work / "bundle",
-            engine="tensorrt-rtx",
-            options=options,
-            max_seq_len=length,
-        )
+        target, drafter = make_pair(name, work)
+        out = work / "bundle"
+        bundle = build(target, drafter, out, engine="tensorrt-rtx", options=options, max_seq_len=length)
         seconds, attention = time.perf_counter() - begin, attention_of(bundle, capability)
         rows = []
         for role, plan in bundle.manifest["tensorrt"]["plans"][str(capability)].items():

@@ -123,12 +123,8 @@ class Selftest:
             yield found
 
     def header(self) -> dict[str, Any]:
-        manifest = self.bundle.manifest
-        fields = ("engine", "precision", "target", "drafter", "block_size", "max_seq_len", "tensorrt")
-        return {
-            "bundle": {name: manifest[name] for name in fields if name in manifest},
-            "machine": describe(),
-        }
+        fields = {name: value for name, value in self.bundle.manifest.items() if name != "files"}
+        return {"bundle": fields, "machine": describe()}
 
     @property
     def llm(self) -> LLM:

@@ -136,7 +136,7 @@ class CudaGraph:
 
 
 class _Functions(TorchFunctionMode):
-    """What only Python's interface shows: which device and which kind of host memory is asked for."""
+    """Python's interface alone shows which device and which kind of host memory is asked for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -219,7 +219,7 @@ def _staged(value: Any) -> Any:
 
 
 def _garbage(shape: torch.Tensor) -> torch.Tensor:
-    """New memory of the device, as large as a tensor. Whoever used it before left numbers in it."""
+    """New memory of the device, as large as a tensor. Its former user left numbers in it."""
     running, Cuda.running = Cuda.running, True
     made = new_strided(shape.shape, shape.stride(), dtype=shape.dtype)
     if made.dtype.is_floating_point:

@@ -325,7 +325,7 @@ def test_containers_fit_the_engine_of_the_bundle(bundle: Path, monkeypatch: pyte
         return container_command(bundle)
 
     assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt-llm")
-    # Of any version: a plan runs only with the one that built it. Tests that build plans read real manifests.
+    # A plan runs only with the version that built it. Tests that build plans read real manifests.
     assert "dflash_trt-*.whl)[triton] tensorrt-cu13==11.4.0 torch" in command("tensorrt", "11.4.0")
     assert "--gpus" not in command("onnxruntime")
 
