@@ -91,7 +91,7 @@ def test_shapes_types_and_grids(target: tuple[int, Any]) -> None:
 
 
 def test_every_profile_gets_the_same_kernel(target: tuple[int, Any]) -> None:
-    """NVIDIA's sources keep a kernel by types, formats and tactic. One profile launches the kernel that another one compiled."""
+    """NVIDIA's sources keep a kernel by types, formats and tactic, not by profile."""
     capability, plugins = target
     if capability == min(uses.TARGETS):
         for name, tactics in plugins.items():
