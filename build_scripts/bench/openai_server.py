@@ -1,0 +1,138 @@
+"""The overhead of the server of OpenAI's API: the same load on it and on `AsyncLLM` in this process, in one run.
+
+    python -m build_scripts.bench.openai_server BUNDLE [--concurrency 1,8,32] [--requests 64] [--repeat 3]
+
+Needs the extra `serve`. Closed loops of greedy streams at a fixed block length take turns. The client runs on the same
+cores as the server, and is part of the measurement. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from typing import Any
+
+from dflash_trt import AsyncLLM, SamplingParams
+from dflash_trt.cli.options import at_least, each
+from dflash_trt.hardware import processor
+from dflash_trt.prompts import read_prompts
+
+# Seconds to the first token, and the text.
+Ask = Callable[[list[int]], Awaitable[tuple[float, str]]]
+
+
+async def in_process(llm: AsyncLLM, ids: list[int], tokens: int) -> tuple[float, str]:
+    begin, first, text = perf_counter(), 0.0, ""
+    async for chunk in llm.stream(ids, SamplingParams(max_tokens=tokens, ignore_eos=True)):
+        first = first or perf_counter() - begin
+        text += chunk.text
+    return first, text
+
+
+async def over_http(port: int, ids: list[int], tokens: int) -> tuple[float, str]:
+    """One stream of /v1/completions, read without a client library."""
+    body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n"
+    begin, first, text = perf_counter(), 0.0, ""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+    async for line in reader:
+        if line.startswith(b"data: {"):
+            first = first or perf_counter() - begin
+            text += json.loads(line[6:])["choices"][0]["text"]
+    writer.close()
+    return first, text
+
+
+async def closed_loop(ask: Ask, prompts: list[list[int]], load: int) -> tuple[float, list[float], list[str]]:
+    """Seconds of the whole, seconds to each first token, and the texts in the order of the prompts."""
+    waiting = iter(enumerate(prompts))
+    firsts, texts = list[float](), [""] * len(prompts)
+
+    async def one() -> None:
+        for number, ids in waiting:
+            first, texts[number] = await ask(ids)
+            firsts.append(first)
+
+    begin = perf_counter()
+    await asyncio.gather(*(one() for _ in range(load)))
+    return perf_counter() - begin, firsts, texts
+
+
+async def bench(args: argparse.Namespace, port: int) -> list[dict[str, Any]]:
+    rows = []
+    settings = {"block_length": args.block_length, "threads": args.threads}
+    async with AsyncLLM(args.bundle, max_batch_size=max(args.concurrency), **settings) as llm:
+        found = [
+            llm.tokenizer.encode(p.content) if isinstance(p.content, str) else llm.chat_prompt(p.content)
+            for p in read_prompts(None, 0)
+        ]
+        prompts = [found[n % len(found)] for n in range(args.requests)]
+        ways: dict[str, Ask] = {
+            "process": lambda ids: in_process(llm, ids, args.max_tokens),
+            "server": lambda ids: over_http(port, ids, args.max_tokens),
+        }
+        for load in args.concurrency:
+            some = prompts if load > 1 else prompts[: max(8, args.requests // 4)]
+            seconds: dict[str, list[float]] = {name: [] for name in ways}
+            firsts: dict[str, list[float]] = {name: [] for name in ways}
+            texts: dict[str, list[str]] = {}
+            for turn in range(args.repeat + 1):  # the first turn warms up
+                for name, ask in ways.items():
+                    took, first, texts[name] = await closed_loop(ask, some, load)
+                    if turn:
+                        seconds[name].append(took)
+                        firsts[name] += first
+            ratios = [p / s for p, s in zip(seconds["process"], seconds["server"], strict=True)]
+            row = {
+                "concurrency": load,
+                "same_texts": texts["process"] == texts["server"],
+                "throughput_ratio": statistics.median(ratios),
+                "tokens_per_second": len(some) * args.max_tokens / statistics.median(seconds["server"]),
+                "ttft_ms": {name: 1e3 * statistics.median(values) for name, values in firsts.items()},
+            }
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle")
+    parser.add_argument("--concurrency", type=each(at_least(1)), default=[1, 8, 32])
+    parser.add_argument("--requests", type=at_least(1), default=64)
+    parser.add_argument("--repeat", type=at_least(1), default=3)
+    parser.add_argument("--max-tokens", type=at_least(1), default=64)
+    parser.add_argument("--block-length", type=at_least(1), default=8)
+    parser.add_argument("--stream-interval", type=at_least(0), default=50, metavar="MS", help="of the server")
+    parser.add_argument("--threads", type=at_least(1))
+    args = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = [f"--block-length={args.block_length}", f"--max-batch-size={max(args.concurrency)}"]
+    options += [f"--stream-interval={args.stream_interval}", f"--http-port={port}"]
+    options += [f"--threads={args.threads}"] if args.threads else []
+    command = [sys.executable, "-m", "dflash_trt", "serve", args.bundle, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            if not server.stdout.readline():
+                raise SystemExit("the server has not started")
+            rows = asyncio.run(bench(args, port))
+        finally:
+            server.terminate()
+    print(json.dumps({"processor": processor(), "max_tokens": args.max_tokens, "rows": rows}))
+    return 0 if all(row["same_texts"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
