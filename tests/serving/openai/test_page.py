@@ -1,0 +1,40 @@
+"""The page is served whole, and loads nothing from elsewhere. No browser runs here."""
+
+from __future__ import annotations
+
+import re
+
+from tests.serving.openai.conftest import Server
+
+
+def test_the_page_and_its_parts_are_served_with_a_policy(server: Server) -> None:
+    for path, kind in (
+        ("/", "text/html"),
+        ("/page/page.css", "text/css"),
+        ("/page/page.js", "text/javascript"),
+    ):
+        answer = server.http.get(path)
+        assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, kind)
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+    assert server.http.get("/page/index.html").status_code == 404
+    assert server.http.get("/page/..%2fapp.py").status_code == 404
+
+
+def test_the_page_names_only_files_and_elements_that_exist(server: Server) -> None:
+    page, script = server.http.get("/").text, server.http.get("/page/page.js").text
+    links = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert [link for link in links if server.http.get(f"/{link}").status_code != 200] == ["data:,"]
+    assert "http" not in re.sub(r"http://www\.w3\.org/2000/svg", "", page + script)
+    used = set(re.findall(r'\$\("([\w-]+)"\)', script)) | {
+        f"{n}-{x}" for n in ("plain", "draft") for x in ("bar", "text", "figures")
+    }
+    assert used <= set(re.findall(r'id="([\w-]+)"', page))
+
+
+def test_the_metrics_of_the_charts_exist(server: Server) -> None:
+    server.post("/v1/completions", {"prompt": "x = [", "max_tokens": 8})
+    names = set(re.findall(r"^dflash_(\w+) ", server.http.get("/metrics").text, re.MULTILINE))
+    script = server.http.get("/page/page.js").text
+    asked = set(re.findall(r'"(\w+_total)"', script)) | set(re.findall(r"now\.(\w+)", script))
+    assert len(asked) > 6
+    assert asked <= names
