@@ -36,6 +36,7 @@ def graph(kernel: str, layers: int) -> tuple[bytes, int]:
     x = {size: g.input(f"x{size}", dtype, ["M", size]) for size in {shape[0] for shape in SHAPES}}
     for i in range(layers):
         for j, (inputs, outputs) in enumerate(SHAPES):
+            arrays: list[np.ndarray[Any, Any]]
             if kernel == "gemm":
                 arrays = [random.standard_normal((outputs, inputs), dtype=np.float32)]
                 y = g.op("Gemm", x[inputs], g.constant(arrays[0], np.float32), transB=1)
@@ -50,7 +51,13 @@ def graph(kernel: str, layers: int) -> tuple[bytes, int]:
                     random.random((outputs, blocks), dtype=np.float32),
                 ]
                 weight, scale = (g.constant(array, array.dtype) for array in arrays)
-                sizes = {"K": inputs, "N": outputs, "bits": bits, "block_size": block, "accuracy_level": 4}
+                sizes: dict[str, Any] = {
+                    "K": inputs,
+                    "N": outputs,
+                    "bits": bits,
+                    "block_size": block,
+                    "accuracy_level": 4,
+                }
                 y = g.op("MatMulNBits", x[inputs], weight, scale, domain=MICROSOFT_DOMAIN, **sizes)
             total += sum(array.nbytes for array in arrays)
             kind = ir.DataType.INT32 if kernel == "integer" else FLOAT
