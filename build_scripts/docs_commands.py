@@ -137,6 +137,13 @@ def run(shown: Shown, python: str, folder: Path) -> list[str]:
         else (done.stdout.splitlines() + (done.stderr.splitlines() if "--stats" in words else []))
     )
     printed = shown.printed
+    if "dflash-trt doctor" in shown.command:  # the engines below depend on what is installed
+        printed, said = (lines[: lines.index("")] for lines in (printed, shown.output))
+        return (
+            []
+            if [line.split()[0] for line in printed] == [line.split()[0] for line in said]
+            else ["other rows"]
+        )
     faults = []
     for number in range(max(len(printed), len(shown.output))):
         says = shown.output[number] if number < len(shown.output) else "(nothing)"
