@@ -24,7 +24,7 @@ _STYLE = """<style>
 svg { --ink: #24292f; --grid: #d8dee4 }
 @media (prefers-color-scheme: dark) { svg { --ink: #e6edf3; --grid: #30363d } }
 </style>"""
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "dflash-trt",
     "font.family": "sans-serif",
@@ -86,7 +86,10 @@ def curve_chart(series: Mapping[str, Sequence[tuple[float, float]]], *, title: s
     figure, (axis,) = _figure(1, title)
     for number, (label, points) in enumerate(series.items()):
         last = number == len(series) - 1
-        style = {"color": _INK if last else COLOURS[number % len(COLOURS)], "linewidth": 2.2 if last else 1.3}
+        style: dict[str, Any] = {
+            "color": _INK if last else COLOURS[number % len(COLOURS)],
+            "linewidth": 2.2 if last else 1.3,
+        }
         axis.plot(
             [px for px, _ in points], [py for _, py in points], "o-", label=label, markersize=3, **style
         )
