@@ -87,11 +87,12 @@ def resolve(name_or_path: str, role: Role) -> Source:
 def _check_path(name: str, role: Role) -> None:
     """Refuse a path by what it is. A name that no path has may be a pair's, or a repository's."""
     path = Path(name).expanduser()
+    parts = Path(name.partition("@")[0]).parts  # a revision may have slashes of its own
     if path.is_dir():
         recognized.check_directory(path, role)
     elif path.exists() and (path.suffix != ".gguf" or role == "drafter"):
         recognized.check_file(path, role)
-    elif not path.exists() and (path.is_absolute() or name.startswith(("./", "../")) or len(path.parts) > 2):
+    elif not path.exists() and (path.is_absolute() or name.startswith(("./", "../")) or len(parts) > 2):
         raise CheckpointError(f"--{role} {name}: no such file or directory")
 
 

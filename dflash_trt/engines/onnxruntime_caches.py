@@ -45,7 +45,10 @@ class CachePool:
             self._maps[name], flat = _zeros(self.slots, self.capacity, width, dtype)
             self.arrays[name] = flat.reshape(self.slots * self.capacity, width)
         self.row_bytes: int = sum(width * np.dtype(dtype).itemsize for width, dtype in caches.values())
-        self._rows = [0] * self.slots
+        try:
+            self._rows = [0] * self.slots
+        except (MemoryError, OverflowError) as error:
+            raise _no_memory(self.slots, self.capacity, 8 * self.slots) from error
         self._packed, self._stride = range(0), self.capacity
 
     def place(self, first: int, ends: Sequence[int]) -> tuple[int, int]:
@@ -174,6 +177,13 @@ class CachePool:
         backing.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
+def _no_memory(slots: int, capacity: int, size: int) -> DFlashError:
+    return DFlashError(
+        f"no memory for a cache of {slots} sequences, {capacity} tokens each ({size} bytes): lower "
+        "max_batch_size, or build with a smaller --max-seq-len"
+    )
+
+
 def _zeros(slots: int, capacity: int, width: int, dtype: Any) -> tuple[mmap.mmap | None, Array]:
     """Zeros [slots * capacity * width], of which only what is written takes memory, in small pages, and their map.
 
@@ -186,10 +196,7 @@ def _zeros(slots: int, capacity: int, width: int, dtype: Any) -> tuple[mmap.mmap
             return None, np.zeros(count, dtype)
         memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, MemoryError, OverflowError, ValueError) as error:
-        raise DFlashError(
-            f"no memory for a cache of {slots} sequences, {capacity} tokens each ({size} bytes): lower "
-            "max_batch_size, or build with a smaller --max-seq-len"
-        ) from error
+        raise _no_memory(slots, capacity, size) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):  # the kernel may lack huge pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)

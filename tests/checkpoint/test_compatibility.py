@@ -127,6 +127,7 @@ def test_the_table_claims_only_what_can_be_read() -> None:
 def test_a_directory_wins(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(pair[0].parent)
     (pair[0].parent / "qwen3-8b").mkdir()
+    (pair[0].parent / "qwen3-8b" / "config.json").write_text("{}")
     assert resolve("qwen3-8b", "target") == Source(Path("qwen3-8b"))
     assert resolve_pair("target", "drafter") == (Source(Path("target")), Source(Path("drafter")))
     with pytest.raises(CheckpointError, match="no drafter is known for it; give one with --drafter"):
@@ -174,9 +175,9 @@ def test_a_shipped_drafter_is_found_by_its_targets_names(
             "nobody",
             "neither a directory, nor a hub repository .*, nor a known pair: tiny, tiny-gpt-oss, smollm2-135m",
         ),
-        ("./a/b", "neither a directory"),
-        ("../x", "neither a directory"),
-        ("a/b/c", "neither a directory"),
+        ("./a/b", "no such file or directory"),
+        ("../x", "no such file or directory"),
+        ("a/b/c", "no such file or directory"),
     ],
 )
 def test_refuses_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:

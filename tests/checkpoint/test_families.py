@@ -248,7 +248,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama-3.1-8b",
         {"quantization_config": {"quant_method": "fp8"}},
-        'quantization_config.quant_method is "fp8", supported is',
+        'quantization_config.quant_method is "fp8": ',
     ),
     ("llama-3.1-8b", {"mlp_bias": "no"}, 'mlp_bias is "no", expected true or false'),
     ("llama-3.1-8b", {"hidden_size": 4064}, "head_dim is 127, but RoPE needs an even one"),
