@@ -359,7 +359,7 @@ def test_the_other_flavour_is_refused(
 ) -> None:
     """TensorRT-RTX is installed, but the bundle is for TensorRT."""
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    with pytest.raises(BundleError, match=r"was built for TensorRT, and .*dflash-trt\[tensorrt\]"):
+    with pytest.raises(BundleError, match=r"was built for TensorRT, and .*tensorrt-cu13"):
         LLM(bundles[1].path)
 
 
