@@ -267,6 +267,7 @@ def test_wrong_types_shapes_and_bodies(served: Served) -> None:
 VALUES = {
     "INT32": st.integers(-(2**31), 2**31 - 1) | st.integers(-1, 40),
     "FP32": st.floats(width=32) | st.floats(0, 2, width=32),
+    "FP16": st.floats(width=16),
     "UINT64": st.integers(0, 2**64 - 1),
     "BOOL": st.booleans(),
     "BYTES": st.text(max_size=30) | st.binary(max_size=30),
