@@ -37,7 +37,7 @@ SKIPPED = {
     r"dflash-trt serve|dflash-trt selftest|bench .*--server": "runs until it is stopped, or needs a server",
     r"~/": "writes into the home directory",
     r"(Qwen|openai|z-lab|meta-llama)/|--target (qwen3|gpt-oss|llama)(?!.*(--weights none|--gpu))": "downloads a model",
-    r"build .*--engine tensorrt": "needs an engine's package",
+    r"build .*--engine tensorrt|bundles/tiny-rtx": "needs an engine's package",
     r"quantize .*(modelopt|--out checkpoints)": "writes a checkpoint of the reader",
     r"dflash-trt train": "trains",
 }
