@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _BLOCKS = (2, 4, 6, 8, 10, 12, 16, 24, 32)
 # Speeds per user, relative to the fastest plain decoding.
 _SPEEDS = (0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 1.0, 1.5, 2.0)
+# Options of the memory plan that the curves vary themselves, with their defaults.
+_FIXED = {"tensor_parallel": 1, "max_seq_len": None, "max_batch_size": 8}
 _ONLY = ("speed", "context", "acceptance", "blocks")
 
 
@@ -56,6 +59,13 @@ def asked(args: argparse.Namespace) -> bool:
     wanted = bool(args.curve or args.speed is not None)
     if given := [f"--{name}" for name in _ONLY if getattr(args, name) is not None and not wanted]:
         args.usage_error(f"{', '.join(given)}: only with --curve or --speed")
+    if wanted and (fixed := [name for name in _FIXED if getattr(args, name) not in (None, _FIXED[name])]):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in fixed).replace(
+            "--tensor-parallel", "--tp"
+        )
+        args.usage_error(
+            f"{flags}: not with --curve or --speed, which compare layouts and batches (--context: length)"
+        )
     if args.speed is not None and not args.speed > 0:
         args.usage_error(f"--speed {args.speed:g} is not above 0")
     return wanted
@@ -67,6 +77,7 @@ def run(args: argparse.Namespace, inventory: Inventory, settings: Settings) -> i
         from dflash_trt.reports.charts import curve_chart
 
         args.svg.write_text(curve_chart(**chart(curves)), encoding="utf-8")
+        print(f"drew {args.svg}", file=sys.stderr)
     if args.speed is not None:
         return _print_speed(curves, args.speed, settings.gpu.gpus_per_node, as_json=args.json)
     if args.json:
@@ -93,11 +104,13 @@ def chart(curves: Curves) -> dict[str, Any]:
 
 
 def _compute(args: argparse.Namespace, inventory: Inventory, settings: Settings) -> Curves:
+    from dflash_trt.checkpoint.catalogue import known_pair
     from dflash_trt.errors import RequestError
     from dflash_trt.planning.acceptance import parse, published
     from dflash_trt.planning.curve import compute_curves
 
-    name = Path(args.target).name
+    pair = known_pair(args.target)
+    name = Path(args.target).name if pair is None else pair.name
     acceptance, chain = published(name)
     if args.acceptance is not None:
         acceptance = parse(args.acceptance)

@@ -45,10 +45,6 @@ class Curves:
     points: Mapping[str, tuple[Point, ...]]
 
     @property
-    def methods(self) -> tuple[str, ...]:
-        return tuple(self.points)
-
-    @property
     def blocks(self) -> tuple[str, ...]:
         return tuple(name for name in self.points if name not in (PLAIN, CHAIN))
 
@@ -111,7 +107,7 @@ def compute_curves(
         made[CHAIN] = []
     count = 1
     while count <= (gpu.gpus_per_node if traits.several_gpus else 1):
-        layout = _with_gpus(settings, count, context)
+        layout = replace(settings, tensor_parallel=count, max_seq_len=context, max_batch_size=1)
         fits = estimate_memory(inventory, layout).largest_batch
         target = work_of(inventory, "target", gpu, gpus=count, precision=settings.precision)
         drafter = work_of(inventory, "drafter", gpu, gpus=count, precision=settings.precision)
@@ -141,10 +137,6 @@ def compute_curves(
         chain=chain,
         points={method: tuple(points) for method, points in made.items()},
     )
-
-
-def _with_gpus(settings: Settings, count: int, context: int) -> Settings:
-    return replace(settings, tensor_parallel=count, max_seq_len=context, max_batch_size=1)
 
 
 def _batches(limit: int) -> list[int]:

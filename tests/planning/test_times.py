@@ -132,7 +132,7 @@ def test_the_published_15x_is_a_slice_near_the_top_speed_of_plain_decoding(publi
 
 
 def test_a_frontier_has_no_point_that_another_one_beats(published: Curves) -> None:
-    for method in published.methods:
+    for method in published.points:
         points = published.frontier(method)
         assert [p.speed for p in points] == sorted(p.speed for p in points)
         assert [p.throughput for p in points] == sorted((p.throughput for p in points), reverse=True)
@@ -223,6 +223,7 @@ def test_the_command_counts_users_at_a_speed(capsys: pytest.CaptureFixture[str])
         (["--blocks", "4"], "only with --curve or --speed"),
         (["--speed", "0"], "not above 0"),
         (["--curve", "--blocks", "11"], "trained for blocks of 10"),
+        (["--curve", "--tp", "4", "--max-seq-len", "99"], "--tp, --max-seq-len: not with --curve"),
     ],
 )
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], options: list[str], said: str) -> None:
@@ -236,3 +237,5 @@ def test_a_pair_without_a_published_acceptance_needs_one(capsys: pytest.CaptureF
     assert main(tiny) != 0
     assert "give --acceptance" in capsys.readouterr().err
     assert main([*tiny, "--acceptance", "8=6.5"]) == 0
+    assert main(["plan", "--curve", "--target", "Qwen/Qwen3-8B", "--gpu", "h100"]) == 0  # by its repository
+    assert "Table 3" in capsys.readouterr().out

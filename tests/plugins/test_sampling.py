@@ -17,7 +17,7 @@ from dflash_plugins.kernels import noise, sampling
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling import philox
 from dflash_trt.decoding.sampling import probability_mass as weights
-from dflash_trt.decoding.sampling.sampler import log_probability, sample
+from dflash_trt.decoding.sampling.sampler import log_probabilities, sample
 from tests.doubles.triton_interpreter import to_numpy
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
@@ -83,7 +83,9 @@ def check(logits: Logits, params: list[SamplingParams], seed: int = 3) -> None:
     for b, r in np.ndindex(*logits.shape[:2]):
         expected = sample(logits[b, r], params[b], seeds[b], int(positions[b, r]))
         assert tokens[b, r] == expected, (b, r, params[b])
-        assert logprobs[b, r].item() == pytest.approx(log_probability(logits[b, r], expected), abs=2e-5)
+        assert logprobs[b, r].item() == pytest.approx(
+            log_probabilities(logits[b, r], expected, 0)[0], abs=2e-5
+        )
 
 
 def gaussian(spread: float, *shape: int) -> Logits:

@@ -74,11 +74,6 @@ def sample(
     return int(tokens[close[0]])
 
 
-def log_probability(logits: Floats, token: int) -> float:
-    """Natural logarithm of the probability of `token` under the softmax of the raw `logits` [V]."""
-    return log_probabilities(logits, token, 0)[0]
-
-
 def log_probabilities(logits: Floats, token: int, top: int) -> tuple[float, list[tuple[int, float]]]:
     """The log-probability of `token`, and those of the `top` most probable tokens, best first.
 

@@ -14,7 +14,7 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling import philox
 from dflash_trt.decoding.sampling import probability_mass as weights
 from dflash_trt.decoding.sampling.history import History
-from dflash_trt.decoding.sampling.sampler import log_probabilities, log_probability, process, sample
+from dflash_trt.decoding.sampling.sampler import log_probabilities, process, sample
 from dflash_trt.errors import RequestError
 
 # The known-answer vectors of Random123 1.14 (kat_vectors): counter, key, result.
@@ -280,9 +280,11 @@ def test_minus_infinity_is_never_drawn() -> None:
     assert {sample(logits, params, 1, position) for position in range(50)} == {1, 3}
 
 
-def test_log_probability() -> None:
+def test_the_log_probability_of_a_token() -> None:
     logits = np.array([1, 2, 3], np.float32)
-    assert log_probability(logits, 2) == pytest.approx(3 - math.log(math.e + math.e**2 + math.e**3), abs=1e-6)
+    assert log_probabilities(logits, 2, 0)[0] == pytest.approx(
+        3 - math.log(math.e + math.e**2 + math.e**3), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
