@@ -179,12 +179,17 @@ def _row(point: Point, figures: dict[str, Any], plain: float | None) -> tuple[st
         point.method,
         f"{figures['tokens_per_second']:.0f}",
         f"{figures['tokens_per_second'] / plain:.2f}x" if plain else "",
-        "/".join(f"{tpot[p]:.3g}" for p in ("p50", "p90", "p99")) if tpot else "",
-        "/".join(f"{ttft[p]:.3g}" for p in ("p50", "p99")),
+        "/".join(_milliseconds(tpot[p]) for p in ("p50", "p90", "p99")) if tpot else "",
+        "/".join(_milliseconds(ttft[p]) for p in ("p50", "p99")),
         f"{figures['mean_acceptance_length']:.2f}" if drafted else "",
         f"{figures['mean_block_length']:.1f}" if drafted else "",
         f"{figures['host_share']:.0%}",
     )
+
+
+def _milliseconds(value: float) -> str:
+    """At most four characters below 10 s, so that the table fits 80 columns."""
+    return next((f"{value:.{d}f}" for d in (2, 1) if len(f"{value:.{d}f}") <= 4), f"{value:.0f}")
 
 
 def _chart(rows: list[dict[str, Any]], bundle: str) -> str:

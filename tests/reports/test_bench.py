@@ -11,6 +11,7 @@ import pytest
 
 from dflash_trt.building.build import build
 from dflash_trt.cli import main
+from dflash_trt.cli.bench import _milliseconds
 from dflash_trt.decoding.metrics import quantile
 from dflash_trt.reports.benchmark import Load, Point, bench
 from dflash_trt.runtime import Runtime
@@ -154,3 +155,11 @@ def test_wrong_usage(bundle: Path, wrong: list[str], capsys: pytest.CaptureFixtu
 def test_a_wrong_block_length_is_one_line(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(bundle), "--block-length", "9"]) == 1
     assert "block_length is 9, expected 1..8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.00993, "0.01"), (2.384, "2.38"), (9.996, "10.0"), (99.96, "100"), (0.0, "0.00"), (1234.5, "1234")],
+)
+def test_milliseconds_take_four_characters(value: float, text: str) -> None:
+    assert _milliseconds(value) == text
