@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from dflash_trt.building.limits import choose_block_size, choose_max_seq_len
+from dflash_trt.building.limits import choose_block_size, choose_max_seq_len, choose_tree_width
 from dflash_trt.building.sources import find_sources
 from dflash_trt.bundle import manifest as bundle
 from dflash_trt.bundle.contents import bring, key_of, read_inputs
@@ -31,6 +31,7 @@ def build(
     *,
     max_seq_len: int | None = None,
     block_size: int | None = None,
+    tree_width: int | None = None,
     engine: str = registry.DEFAULT,
     weights: Weights = "copy",
     precision: Precision | None = None,
@@ -42,6 +43,7 @@ def build(
 
     `target` and `drafter` are names of known pairs, hub repositories or directories; a known pair brings its drafter.
     `max_seq_len` is in tokens, prompt and output together. `block_size` may be smaller than the drafter's.
+    `tree_width` is the number of candidates that the drafter gives for each place: 1 by default, more for draft trees.
     `weights`: "copy" gives the bundle files of its own (which share their blocks with the checkpoints' where the file
     system can), "link" makes hard links: nothing is copied, and who writes to the checkpoint's files breaks the bundle.
     With "none" the full-size graphs are made from the configurations alone (those of known pairs come with the
@@ -71,6 +73,7 @@ def build(
     pair = _read_pair(find_sources(target, drafter, weights), entry, weights)
     settings = BuildSettings(
         block_size=choose_block_size(block_size, pair.drafter.config),
+        tree_width=choose_tree_width(tree_width, pair.drafter.config),
         max_seq_len=choose_max_seq_len(max_seq_len, pair.target.config, pair.drafter.config),
         weights=weights,
         precision=precision or Precision(),
@@ -145,6 +148,7 @@ def _describe(pair: CheckpointPair, settings: BuildSettings, engine: Engine, job
         "target": pair.target.describe(),
         "drafter": pair.drafter.describe(),
         "block_size": settings.block_size,
+        "tree_width": settings.tree_width,
         "mask_token_id": drafter.mask_token_id,
         "target_layer_ids": list(drafter.target_layer_ids),
         "hidden_size": target.hidden_size,

@@ -1,4 +1,4 @@
-"""The block size and the longest sequence of a build: as asked, if the models allow it, or by default."""
+"""The block size, the candidates and the longest sequence of a build: as asked, if the models allow it, or by default."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dflash_trt.errors import BuildError
 
 # The default of --max-seq-len: the models' own limit, but no more than this, because cache memory grows with it.
 DEFAULT_MAX_SEQ_LEN = 8192
+# The most candidates for a place. Trees of the published budgets, up to 128 nodes, use fewer.
+_TREE_WIDTH = 64
 
 
 def choose_block_size(asked: int | None, drafter: DrafterConfig) -> int:
@@ -17,6 +19,18 @@ def choose_block_size(asked: int | None, drafter: DrafterConfig) -> int:
         raise BuildError(
             f"--block-size is {asked}, expected 2..{drafter.block_size}: the drafter was trained for blocks of "
             f"{drafter.block_size} ({drafter.path})"
+        )
+    return asked
+
+
+def choose_tree_width(asked: int | None, drafter: DrafterConfig) -> int:
+    """Candidates for each place, 1 by default. Raises BuildError for more than the drafter has."""
+    if asked is None:
+        return 1
+    most = min(_TREE_WIDTH, drafter.vocab_size)
+    if not 1 <= asked <= most:
+        raise BuildError(
+            f"--tree-width is {asked}, expected 1..{most}: the most candidates that {drafter.path} allows for a place"
         )
     return asked
 

@@ -17,7 +17,7 @@ from dflash_trt.files.disk import clone, copy, own_file, whole_file
 from dflash_trt.files.reading import read_object
 
 FORMAT = "dflash-trt bundle"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 GRAPHS = ("target.onnx", "drafter.onnx")
 # Every load checks the digests of files up to this size. Larger files (weights) are checked only by check="full".
@@ -36,6 +36,7 @@ _FIELDS: Mapping[str, type] = {
     "target": dict,
     "drafter": dict,
     "block_size": int,
+    "tree_width": int,
     "mask_token_id": int,
     "target_layer_ids": list,
     "hidden_size": int,
@@ -46,7 +47,10 @@ _FIELDS: Mapping[str, type] = {
     "files": dict,
 }
 # Facts about the pair in each graph's metadata, which must agree with the manifest.
-_AGREED = ("key", "block_size", "mask_token_id", "target_layer_ids", "hidden_size", "vocab_size")
+_AGREED = (
+    *("key", "block_size", "tree_width", "mask_token_id", "target_layer_ids"),
+    *("hidden_size", "vocab_size"),
+)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of a block, including the anchor (default: as trained)",
     )
     parser.add_argument(
+        "--tree-width",
+        type=int,
+        metavar="W",
+        help="candidates that the drafter gives for each place; draft trees need more than 1 (default: 1)",
+    )
+    parser.add_argument(
         "--engine",
         choices=registry.NAMES,
         default=registry.DEFAULT,
@@ -109,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
             out,
             max_seq_len=args.max_seq_len,
             block_size=args.block_size,
+            tree_width=args.tree_width,
             engine=args.engine,
             weights=args.weights,
             precision=parse_precision(args.precision),

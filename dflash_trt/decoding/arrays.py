@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dflash_trt.decoding.caches import Caches
-from dflash_trt.decoding.draft import Draft, Verified
+from dflash_trt.decoding.draft import Candidates, Draft, Verified
 from dflash_trt.decoding.request import Request
 
 Array = np.ndarray[Any, Any]
@@ -71,7 +71,10 @@ class Arrays(Protocol):
         """Whether all numbers are finite. Waits for them."""
 
     def drafts(self, blocks: Any, tokens: Any, logprobs: Any) -> Draft:
-        """Chains in which the drafted tokens [n, length-1] replace the mask tokens."""
+        """Chains in which the best tokens replace the mask tokens, and their candidates [n, length-1, W], best first.
+
+        `tokens` and `logprobs` are the drafter's outputs.
+        """
 
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
         """Chains from numbers of the host: the nodes [n, N], and the log-probabilities [n, N-1] of their drafts."""
@@ -160,8 +163,9 @@ class HostArrays:
 
     def drafts(self, blocks: Array, tokens: Array, logprobs: Array) -> Draft:
         self.check(logprobs)
-        blocks[:, 1:] = tokens
-        return Draft(blocks, None, logprobs)
+        blocks[:, 1:] = tokens[:, :, 0]
+        candidates = Candidates(tokens, logprobs) if tokens.shape[2] > 1 else None
+        return Draft(blocks, None, logprobs[:, :, 0], candidates)
 
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
         return Draft(tokens, None, logprobs)

@@ -10,6 +10,21 @@ import numpy as np
 
 
 @dataclass(slots=True)
+class Candidates:
+    """The W best tokens of each drafted place, for n requests, best first. A drafter that is built for trees has W > 1.
+
+    tokens: int64 [n, K-1, W]. Those of a place differ. Column 0 is the chain.
+    logprobs: float32 [n, K-1, W], the drafter's log-probabilities of them.
+
+    A drafter whose places depend on each other gives those that follow column 0 of the place before.
+    The arrays may be on a device until their numbers are read.
+    """
+
+    tokens: Any
+    logprobs: Any
+
+
+@dataclass(slots=True)
 class Draft:
     """Trees of N nodes for n requests. Node 0 is the anchor. Every other node comes after its parent.
 
@@ -18,6 +33,7 @@ class Draft:
     tokens: int64 [n, N].
     parents: int [n, N], -1 for the anchor. None: chains, where every node follows the previous one.
     logprobs: float32 [n, N-1], the drafter's log-probabilities of nodes 1 .. N-1.
+    candidates: what a tree can be built from; None if the drafter gives one token for each place.
 
     The arrays may be on a device until their numbers are read.
     """
@@ -25,6 +41,7 @@ class Draft:
     tokens: Any
     parents: Any
     logprobs: Any
+    candidates: Candidates | None = None
 
     @property
     def nodes(self) -> int:
@@ -41,7 +58,7 @@ class Draft:
         if nodes >= self.nodes:
             return self
         parents = None if self.parents is None else self.parents[:, :nodes]
-        return Draft(self.tokens[:, :nodes], parents, self.logprobs[:, : nodes - 1])
+        return Draft(self.tokens[:, :nodes], parents, self.logprobs[:, : nodes - 1], self.candidates)
 
     def tokens_of(self, slot: int) -> list[int]:
         """The tokens of one request's nodes."""

@@ -35,9 +35,13 @@ TRITON_IMAGE, TRITON_TRTLLM_IMAGE = "26.07-py3", "26.07-trtllm-python-py3"
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """The settings of a build. `max_seq_len` and `block_size` are in tokens. `options`: the engine's own, if any."""
+    """The settings of a build. `max_seq_len` and `block_size` are in tokens. `options`: the engine's own, if any.
+
+    `tree_width`: the candidates that the drafter gives for each place.
+    """
 
     block_size: int
+    tree_width: int = 1
     max_seq_len: int
     weights: Weights
     precision: Precision

@@ -44,11 +44,12 @@ class GraphJob(BuildJob):
 
 
 def export(
-    pair: CheckpointPair, dialects: Mapping[str, Dialect], capacity: int | str, progress: Progress
+    pair: CheckpointPair, dialects: Mapping[str, Dialect], capacity: int | str, width: int, progress: Progress
 ) -> dict[str, ir.Model]:
     """Both graphs. Weights are not read; their shapes and dtypes are checked against the configurations.
 
     capacity: cache rows per sequence, or the name of an axis that is fixed at run time.
+    width: the candidates of the drafter for each place.
     """
     progress("export target", 0, 1)
     target = build_target(
@@ -71,6 +72,7 @@ def export(
         target_folder=pair.target.folder,
         capacity=capacity,
         features_dtype=dialects["target"].dtype,
+        width=width,
         head=None if pair.head is None else (pair.head, _HEAD_FOLDER),
     )
     progress("export drafter", 1, 1)

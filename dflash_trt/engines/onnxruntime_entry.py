@@ -51,7 +51,7 @@ class OnnxRuntimeEntry(Engine):
         from dflash_trt.graph.onnxruntime import OnnxRuntime
 
         dialects: dict[str, Dialect] = {"target": OnnxRuntime(), "drafter": OnnxRuntime()}
-        models = export(pair, dialects, "C", progress)
+        models = export(pair, dialects, "C", settings.tree_width, progress)
         return GraphJob(
             manifest=graph_fields(pair, dialects, models),
             files=graph_files(pair),

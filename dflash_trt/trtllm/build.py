@@ -50,6 +50,10 @@ def configuration_job(
 ) -> ConfigurationJob:
     """TensorRT-LLM's part in a build. Raises BuildError for what it cannot load or run, or what does not fit."""
     target, drafter = pair.target.config, pair.drafter.config
+    if settings.tree_width > 1:
+        raise BuildError(
+            f"--tree-width is {settings.tree_width}, but TensorRT-LLM drafts chains; leave the option out"
+        )
     quantization = target_quantization(target)
     configuration = configure(
         _inventory(pair),

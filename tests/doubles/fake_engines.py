@@ -277,7 +277,7 @@ class FakeDrafter(FakeEngine):
         reach = max(starts) + features.shape[1] + width
         for i in np.flatnonzero(self.nan[first_slot : first_slot + n, :reach].any(axis=1)):
             tokens[i], logprobs[i] = 0, np.nan
-        return {"draft_tokens": tokens, "draft_logprobs": logprobs}
+        return {"draft_tokens": tokens[..., None], "draft_logprobs": logprobs[..., None]}
 
 
 class Letters:

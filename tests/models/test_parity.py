@@ -171,8 +171,8 @@ def test_drafter(case: Case, chunks: tuple[int, ...]) -> None:
             name.replace("_cache_out.", "_cache."): x for name, x in out.items() if "_cache_out." in name
         }
         start += count
-    assert out["draft_tokens"][0].tolist() == expected.tokens
-    assert_close(out["draft_logprobs"][0], expected.logprobs)
+    assert out["draft_tokens"][0, :, 0].tolist() == expected.tokens
+    assert_close(out["draft_logprobs"][0, :, 0], expected.logprobs)
     assert_close(out["drafter/norm"], expected.hidden[1:])
 
 
@@ -218,9 +218,9 @@ def test_sequences_of_a_batch_do_not_meet(case: Case) -> None:
     drafts = drafter.run(feeds, first_slot=1)
     for row, anchor, (_, features) in zip(range(3), anchors, references, strict=True):
         expected = case.drafter.propose(case.target, features, anchor)
-        assert drafts["draft_tokens"][row].tolist() == expected.tokens
-        assert_close(drafts["draft_logprobs"][row], expected.logprobs)
-    blocks[:, 1:] = drafts["draft_tokens"]
+        assert drafts["draft_tokens"][row, :, 0].tolist() == expected.tokens
+        assert_close(drafts["draft_logprobs"][row, :, 0], expected.logprobs)
+    blocks[:, 1:] = drafts["draft_tokens"][:, :, 0]
     rows = np.broadcast_to(np.arange(size), (3, size))
     out = target.run({"tokens": blocks, "start": ints(*lengths), "rows": rows}, first_slot=1)
     for row, n in enumerate(lengths):

@@ -43,7 +43,7 @@ def plan_job(engine: str, pair: CheckpointPair, settings: BuildSettings, progres
         formats=_formats(pair),
         expert_formats={"mxfp4"} if moe is not None and moe.quantization else (),
     )
-    models = export(pair, plans.dialects, capacity, progress)
+    models = export(pair, plans.dialects, capacity, settings.tree_width, progress)
     return PlanJob(
         manifest=graph_fields(pair, plans.dialects, models) | {"tensorrt": plans.describe()},
         files=graph_files(pair),

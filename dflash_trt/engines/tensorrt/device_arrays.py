@@ -17,7 +17,7 @@ from dflash_plugins.version import check as check_plugins
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.arrays import chosen
-from dflash_trt.decoding.draft import Draft, Verified
+from dflash_trt.decoding.draft import Candidates, Draft, Verified
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
@@ -86,6 +86,7 @@ class DeviceArrays:
         block_size: int,
         feature_size: int,
         mask_token_id: int,
+        tree_width: int = 1,
     ) -> None:
         self.most_waiting, self._mask_token_id = block_size, mask_token_id
         device, self._stream = target.device, target.stream
@@ -99,7 +100,7 @@ class DeviceArrays:
         self._waiting = torch.zeros((slots, block_size, feature_size), dtype=dtype, device=device)
         drafter.bind(DECODE, "features", self._waiting)
         drafter.bind(PREFILL, "features", target.whole_buffer(PREFILL, "features"))
-        self._round = RoundMemory(target, drafter, slots=slots, block_size=block_size)
+        self._round = RoundMemory(target, drafter, slots=slots, block_size=block_size, tree_width=tree_width)
         self._nodes = torch.arange(block_size, device=device)
         self._rows: tuple[int, int] | None = None  # the shape for which the target's rows are filled
         # Rows of the target's last pass that wait to be copied to the drafter's input: slot, place, nodes.
@@ -107,7 +108,9 @@ class DeviceArrays:
         self._features: torch.Tensor | None = None  # of that pass
         self._whole = False  # whether all of them may be copied: no slot has other rows, and all are finite
         self._drafted = False  # whether the drafter read all waiting rows in this round
-        self._logprobs: DeviceArray | None = None  # of this round's draft
+        # Of this round's draft: all log-probabilities, and those of the chain.
+        self._logprobs: DeviceArray | None = None
+        self._best: DeviceArray | None = None
         # Sampled requests are decided on the GPU if Triton is installed to compile the kernels, else on the host.
         self.samples = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
@@ -164,7 +167,7 @@ class DeviceArrays:
         return self._round.blocks(anchors, length, mask)
 
     def start_round(self, count: int) -> None:
-        self._drafted, self._logprobs = False, None
+        self._drafted, self._logprobs, self._best = False, None, None
         self._round.start()
 
     def check(self, logprobs: torch.Tensor, slot: int | None = None) -> None:
@@ -180,9 +183,11 @@ class DeviceArrays:
     def drafts(self, blocks: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> Draft:
         drafted = self._target.buffer(DECODE, "tokens", *blocks.shape)
         with torch.cuda.stream(self._stream):
-            torch.cat((blocks[:, :1], tokens), dim=1, out=drafted)
+            torch.cat((blocks[:, :1], tokens[:, :, 0]), dim=1, out=drafted)
         self._logprobs = self.readable(logprobs)
-        return Draft(self.readable(drafted), None, self._logprobs)
+        self._best = self.readable(logprobs[:, :, 0])
+        candidates = Candidates(self.readable(tokens), self._logprobs) if tokens.shape[2] > 1 else None
+        return Draft(self.readable(drafted), None, self._best, candidates)
 
     def chains(self, tokens: Array, logprobs: Array) -> Draft:
         drafted = self._target.buffer(DECODE, "tokens", *tokens.shape)
@@ -208,8 +213,9 @@ class DeviceArrays:
             found = self._round.results(n, length, 0 if self._logprobs is None else self._logprobs.shape[1])
         if isinstance(draft.tokens, DeviceArray):
             draft.tokens.read(found.tokens)
-        if self._logprobs is not None:
+        if self._logprobs is not None and self._best is not None:
             self._logprobs.read(found.logprobs)
+            self._best.read(found.logprobs[:, :, 0])
         self._features, self._whole = outputs["features"], self._drafted and bool(found.finite.all())
         return Verified(
             found.accepted,
@@ -322,6 +328,7 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int) -> Pair:
             block_size=manifest["block_size"],
             feature_size=len(manifest["target_layer_ids"]) * manifest["hidden_size"],
             mask_token_id=manifest["mask_token_id"],
+            tree_width=manifest["tree_width"],
         )
     return Pair(
         target,

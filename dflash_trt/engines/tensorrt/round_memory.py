@@ -32,14 +32,14 @@ class Results:
     tokens: Array  # int64 [n, N]
     finite: Array  # bool [n, N]
     drafts_finite: Array  # bool [n]
-    logprobs: Array  # float32 [n, K-1]
+    logprobs: Array  # float32 [n, K-1, W]
 
 
 class RoundMemory:
     """Named parts of one buffer on the device and of one in pinned memory, at the same offsets."""
 
     def __init__(
-        self, target: TensorRTEngine, drafter: TensorRTEngine, *, slots: int, block_size: int
+        self, target: TensorRTEngine, drafter: TensorRTEngine, *, slots: int, block_size: int, tree_width: int
     ) -> None:
         sizes: dict[str, tuple[int, torch.dtype]] = {
             "drafter_start": (slots, torch.int64),
@@ -50,7 +50,7 @@ class RoundMemory:
             "tokens": (slots * block_size, torch.int64),
             "accepted": (slots, torch.int64),
             "next_token": (slots, torch.int64),
-            "logprobs": (slots * block_size, torch.float32),
+            "logprobs": (slots * block_size * tree_width, torch.float32),
             "largest": (slots * block_size, torch.float32),
             "noted": (slots, torch.float32),
         }
@@ -71,7 +71,7 @@ class RoundMemory:
 
         self._there, self._here = parts(self._device), parts(self._host)
         self._numbers = {name: part.numpy() for name, part in self._here.items()}
-        self._stream = target.stream
+        self._stream, self._width = target.stream, tree_width
         drafter.bind(DECODE, "start", self._there["drafter_start"])
         drafter.bind(DECODE, "n_features", self._there["n_features"])
         drafter.bind(DECODE, "block", self._there["block"])
@@ -141,13 +141,13 @@ class RoundMemory:
         def read(name: str, *shape: int) -> Array:
             return self._numbers[name][: int(np.prod(shape))].reshape(shape).copy()
 
-        logprobs = read("logprobs", n, drafted)
+        logprobs = read("logprobs", n, drafted, self._width)
         return Results(
             accepted=read("accepted", n),
             next_token=read("next_token", n),
             tokens=read("tokens", n, length),
             finite=np.isfinite(read("largest", n, length)),
-            drafts_finite=np.isfinite(logprobs).all(axis=1) & np.isfinite(read("noted", n)),
+            drafts_finite=np.isfinite(logprobs).all(axis=(1, 2)) & np.isfinite(read("noted", n)),
             logprobs=logprobs,
         )
 

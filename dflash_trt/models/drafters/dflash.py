@@ -2,7 +2,7 @@
 
 in:  features [B,S,n*D] (the rows the last target pass committed, n_features of them valid), n_features [B],
      start [B] (position of the first feature row), block [B,K] = [anchor, mask, ...], its own caches
-out: draft_tokens [B,K-1], draft_logprobs [B,K-1] float32, updated caches
+out: draft_tokens [B,K-1,W], draft_logprobs [B,K-1,W] float32, updated caches
 
 Context rows enter every layer as key and value only (arXiv 2602.06036, section 4.1): no query, no MLP, no input norm.
 Context and block rows are written together. The block rows follow the valid context rows directly, so slot j holds
@@ -19,9 +19,10 @@ from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import quoted, show
-from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.builder import GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.decoder import embed, gated_mlp
+from dflash_trt.models.drafters.candidates import best_candidates, output_candidates
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.mixers import Pass, PassRows, ints, mixers, positions_from
 from dflash_trt.models.module import Module
@@ -142,12 +143,14 @@ def build_dflash(
     target_folder: str,
     capacity: int | str = "C",
     features_dtype: ir.DataType | None = None,
+    width: int = 1,
     head: tuple[Checkpoint | Outline, str] | None = None,
     metadata: dict[str, str] | None = None,
 ) -> ir.Model:
     """The drafter as an ONNX model. Embedding and head are the target's own tensors, in `target_folder`.
 
     features_dtype: the target's compute dtype; by default the drafter's.
+    width: the candidates for each place, W.
     head: a checkpoint that contains only a quantized LM head, and its folder. It replaces the target's head.
 
     Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
@@ -214,13 +217,7 @@ def build_dflash(
     logits = g.to_float(logits)
     m.check_all_used()
 
-    n_drafts = g.op("Sub", n_block, g.constant([1]), name="n_drafts")
-    shape = g.shape(batch, n_drafts)
-    tokens = g.op("ArgMax", logits, name="best", axis=-1, keepdims=0)
-    logprobs = g.op("LogSoftmax", logits, name="logprobs", axis=-1)
-    best = g.op("ReduceMax", logprobs, g.constant([-1]), name="best_logprob", keepdims=0)
-    g.output(g.op("Reshape", tokens, shape), "draft_tokens", INT64, ["B", "K-1"])
-    g.output(g.op("Reshape", best, shape), "draft_logprobs", FLOAT, ["B", "K-1"])
+    output_candidates(g, *best_candidates(g, logits, width), batch, width)
     return g.model(metadata or {})
 
 

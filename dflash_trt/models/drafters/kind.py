@@ -1,7 +1,7 @@
 """The contract of a kind of drafter: the modules beside this one.
 
 A drafter's graph takes the features that the target committed since the last pass, an anchor and its own caches. It
-returns drafts with their log-probabilities. docs/graphs.md gives the inputs and outputs with their shapes.
+returns W candidates for each place, best first, with their log-probabilities. docs/graphs.md gives the inputs and outputs with their shapes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class BuildDrafter(Protocol):
         target_folder: str,
         capacity: int | str = "C",
         features_dtype: ir.DataType | None = None,
+        width: int = 1,
         head: tuple[Checkpoint | Outline, str] | None = None,
         metadata: dict[str, str] | None = None,
     ) -> ir.Model: ...

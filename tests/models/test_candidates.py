@@ -1,0 +1,82 @@
+"""A drafter built for trees: several candidates for each place, best first, and the same chains as without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.decoding.draft import Draft
+from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.errors import BuildError
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.reference import Drafter, load_target, target_outputs
+
+WIDTH = 5
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A target, its drafter, and their bundle for trees."""
+    directory = tmp_path_factory.mktemp("candidates")
+    target = make_target(directory / "target")
+    drafter = make_drafter(directory / "drafter", target)
+    out = directory / "bundle"
+    build(str(target), str(drafter), out, max_seq_len=96, tree_width=WIDTH)
+    return target, drafter, out
+
+
+def test_the_best_tokens_of_each_place(pair: tuple[Path, Path, Path]) -> None:
+    reference, target = Drafter(pair[1]), load_target(pair[0])
+    features = target_outputs(target, list(range(20, 50)), reference.taps)[1]
+    found = reference.propose(target, features, 7)
+    expected = target.lm_head(found.hidden[1:]).log_softmax(-1).topk(WIDTH)
+    engine = OnnxRuntimeEngine(pair[2] / "drafter.onnx", slots=1, capacity=96, threads=1)
+    out = engine.run(
+        {
+            "features": features.numpy()[None],
+            "n_features": np.array([len(features)]),
+            "start": np.array([0]),
+            "block": np.array([[7] + [reference.mask_token_id] * (reference.block_size - 1)]),
+        }
+    )
+    assert out["draft_tokens"][0].tolist() == expected.indices.tolist()
+    torch.testing.assert_close(torch.tensor(out["draft_logprobs"][0]), expected.values, atol=2e-4, rtol=0)
+
+
+def test_chains_take_the_first_candidates(pair: tuple[Path, Path, Path]) -> None:
+    """The tokens are those of plain decoding, and every draft has its candidates."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
+    with LLM(pair[2]) as llm:
+        plain = llm.generate([[3, 1, 4], [1, 5]], params, speculate=False)
+        seen: list[Draft] = []
+        drafter: Any = llm._runtime.pair.drafter
+        propose = drafter.propose
+
+        def watched(*args: Any) -> Draft:
+            seen.append(propose(*args))
+            return seen[-1]
+
+        drafter.propose = watched
+        found = llm.generate([[3, 1, 4], [1, 5]], params, block_length=4)
+    assert [c.token_ids for c in found] == [c.token_ids for c in plain]
+    assert seen
+    for draft in seen:
+        assert draft.candidates is not None
+        assert draft.candidates.tokens.shape == (*draft.logprobs.shape, WIDTH)
+    # The next pass overwrites the numbers. So only the last draft still has its own.
+    last = seen[-1].candidates
+    assert last is not None
+    assert (last.tokens[:, :, 0] == seen[-1].tokens[:, 1:]).all()
+    assert (np.diff(last.logprobs) <= 0).all()
+
+
+@pytest.mark.parametrize("width", [0, 65])
+def test_a_width_that_no_drafter_has(pair: tuple[Path, Path, Path], tmp_path: Path, width: int) -> None:
+    with pytest.raises(BuildError, match=rf"--tree-width is {width}, expected 1\.\.64"):
+        build(str(pair[0]), str(pair[1]), tmp_path / "out", tree_width=width)
