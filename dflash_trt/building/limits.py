@@ -1,4 +1,4 @@
-"""The block size, the candidates and the longest sequence of a build: as asked, if the models allow it, or by default."""
+"""Block size, candidates and longest sequence of a build: as asked, if the models allow it, or by default."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class DeviceArrays:
         self._features: torch.Tensor | None = None  # of that pass
         self._whole = False  # whether all of them may be copied: no slot has other rows, and all are finite
         self._drafted = False  # whether the drafter read all waiting rows in this round
-        # Of this round's draft: all log-probabilities, and those of the chain.
+        # The log-probabilities of this round's draft: all, and those of the chain.
         self._logprobs: DeviceArray | None = None
         self._best: DeviceArray | None = None
         # Sampled requests are decided on the GPU if Triton is installed to compile the kernels, else on the host.

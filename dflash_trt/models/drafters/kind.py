@@ -1,7 +1,8 @@
 """The contract of a kind of drafter: the modules beside this one.
 
 A drafter's graph takes the features that the target committed since the last pass, an anchor and its own caches. It
-returns W candidates for each place, best first, with their log-probabilities. docs/graphs.md gives the inputs and outputs with their shapes.
+returns W candidates for each place, best first, with their log-probabilities. docs/graphs.md gives the inputs and
+outputs with their shapes.
 """
 
 from __future__ import annotations
