@@ -21,6 +21,7 @@ def output_candidates(
     g: GraphBuilder, tokens: ir.Value, logprobs: ir.Value, batch: ir.Value, width: int
 ) -> None:
     """Make [B*(K-1), W] tokens and log-probabilities the outputs of a drafter's graph."""
-    shape, named = g.shape(batch, -1, width), ["B", "K-1", width]
+    shape = g.shape(batch, -1, width)
+    named: list[int | str] = ["B", "K-1", width]
     g.output(g.op("Reshape", tokens, shape), "draft_tokens", INT64, named)
     g.output(g.op("Reshape", logprobs, shape), "draft_logprobs", FLOAT, named)
