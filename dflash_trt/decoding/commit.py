@@ -97,16 +97,19 @@ def _first_token(request: Request, logits: Array) -> Emission:
 
 def _commit(request: Request, drafted: Sequence[int], verdict: Verdict, logits: Array | None) -> Emission:
     accepted = [drafted[node] for node in verdict.path]
-    request.statistics.record_round(request.own_length(len(drafted)) - 1, len(accepted))
+    drafts = request.own_length(len(drafted)) - 1
+    request.statistics.record_round(drafts, len(accepted))
     if verdict.ok:
-        return _emit(request, [*accepted, verdict.token], logits, len(accepted))
+        return _emit(request, [*accepted, verdict.token], logits, len(accepted), drafts)
     if len(drafted) > 1:  # perhaps because of a draft; the next round decides without drafts
-        return _emit(request, accepted, logits, len(accepted))
+        return _emit(request, accepted, logits, len(accepted), drafts)
     return fail(request, non_finite(request.committed + 1))
 
 
-def _emit(request: Request, tokens: list[int], logits: Array | None, accepted: int = 0) -> Emission:
-    """Emit tokens, the first `accepted` of them drafts.
+def _emit(
+    request: Request, tokens: list[int], logits: Array | None, accepted: int = 0, drafts: int = 0
+) -> Emission:
+    """Emit tokens, the first `accepted` of them drafts, of `drafts` that were verified.
 
     `logits` [n,V], if log-probabilities are requested, has the row that decided each token.
     """
@@ -126,7 +129,9 @@ def _emit(request: Request, tokens: list[int], logits: Array | None, accepted: i
         if most:
             tops = [top for _, top in found]
             request.top_logprobs += tops
-    return Emission(request, tokens[:kept], text, reason, logprobs, tops, accepted=min(accepted, kept))
+    return Emission(
+        request, tokens[:kept], text, reason, logprobs, tops, accepted=min(accepted, kept), drafts=drafts
+    )
 
 
 def read_prompt(request: Request, logits: Array, start: int) -> None:

@@ -127,6 +127,7 @@ class Metrics:
         self._reasons: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         self._block_lengths: list[int] = []
         self._generated = self._running = self._waiting = 0
+        self._used = 0.0
         self._prefixes = PrefixCounts()
         self._times = {name: Distribution(bounds) for name, (_, bounds) in _DISTRIBUTIONS.items()}
 
@@ -136,12 +137,20 @@ class Metrics:
             add_at(self._block_lengths, verified, 1)
 
     def observe_step(
-        self, emissions: Sequence[Emission], running: int, waiting: int, prefixes: PrefixCounts | None = None
+        self,
+        emissions: Sequence[Emission],
+        running: int,
+        waiting: int,
+        prefixes: PrefixCounts | None = None,
+        used: float = 0.0,
     ) -> None:
-        """Count one step: its emissions, the running and waiting requests after it, and the prefix counts so far."""
+        """Count one step: its emissions, the running and waiting requests after it, and the prefix counts so far.
+
+        used: the part of the cache's rows that hold tokens of running requests, 0 to 1.
+        """
         now = perf_counter()
         with self._lock:
-            self._running, self._waiting = running, waiting
+            self._running, self._waiting, self._used = running, waiting, used
             if prefixes is not None and prefixes != self._prefixes:
                 self._prefixes = replace(prefixes)
             for emission in emissions:
@@ -183,6 +192,7 @@ class Metrics:
             return counts | {
                 "num_requests_running": self._running,
                 "num_requests_waiting": self._waiting,
+                "kv_cache_usage_perc": self._used,
                 "generation_tokens": self._generated,
                 "request_success": dict(self._reasons),
                 "spec_decode_num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos,
@@ -207,6 +217,7 @@ class Metrics:
         total, prefixes = self._total, asdict(self._prefixes)
         yield "num_requests_running", "gauge", "requests running", {"": self._running}, ""
         yield "num_requests_waiting", "gauge", "requests waiting", {"": self._waiting}, ""
+        yield "kv_cache_usage_perc", "gauge", "part of the cache rows in use, 0 to 1", {"": self._used}, ""
         yield "request_success_total", "counter", "ended requests", self._reasons, "finished_reason"
         yield "generation_tokens_total", "counter", "tokens given out", {"": self._generated}, ""
         for name, (text, source) in _COUNTERS.items():

@@ -70,7 +70,7 @@ class Emission:
     """A step's result for one request: the kept tokens, the text that is certain now, and the end, if any.
 
     error: the error that ended the request, if finish_reason is "error".
-    accepted: the first so many tokens were drafted.
+    accepted: the first so many tokens were drafted, of `drafts` that were verified.
     """
 
     request: Request
@@ -81,6 +81,7 @@ class Emission:
     top_logprobs: list[TopLogprobs] | None = None
     error: RequestError | None = None
     accepted: int = 0
+    drafts: int = 0
 
 
 def chunk(emissions: Sequence[Emission]) -> Chunk:
@@ -95,7 +96,7 @@ def chunk(emissions: Sequence[Emission]) -> Chunk:
         None if last.finish_reason is None else last.request.statistics,
         [logprob for each in logprobs for logprob in each] if logprobs else None,
         top_logprobs=[top for each in tops for top in each] if tops else None,
-        rounds=[(len(each.token_ids), each.accepted) for each in emissions if each.token_ids],
+        rounds=[(len(each.token_ids), each.accepted, each.drafts) for each in emissions if each.token_ids],
     )
 
 

@@ -119,8 +119,9 @@ class Scheduler:
         budget = self.pair.prefill_chunk
         while budget > 0 and (self.filling or (self.waiting and len(self.active) < self.max_batch_size)):
             budget -= self._prefill(budget, emissions)
-        running = len(self.active) + (self.filling is not None)
-        self.metrics.observe_step(emissions, running, len(self.waiting), self.slots.counts)
+        running = [*self.active, *([self.filling] if self.filling else [])]
+        used = sum(request.committed for request in running) / (self.max_batch_size * self.pair.capacity)
+        self.metrics.observe_step(emissions, len(running), len(self.waiting), self.slots.counts, used)
         return emissions
 
     def _round(self, lengths: Lengths) -> list[Emission]:

@@ -49,10 +49,18 @@ class Answer:
         """The texts of an update's rounds: of the accepted drafts, and of the target's own token."""
         assert self.words is not None
         made, at = [], 0
-        for tokens, accepted in update["rounds"]:
+        for tokens, accepted, verified in update["rounds"]:
             ids = update["token_ids"][at : at + tokens]
             drafted, own = self.words.push(ids[:accepted]), self.words.push(ids[accepted:])
-            made.append({"tokens": tokens, "accepted": accepted, "drafted": drafted, "own": own})
+            made.append(
+                {
+                    "tokens": tokens,
+                    "accepted": accepted,
+                    "verified": verified,
+                    "drafted": drafted,
+                    "own": own,
+                }
+            )
             at += tokens
         return made
 

@@ -344,4 +344,5 @@ def test_rounds_show_the_accepted_drafts(server: Server) -> None:
     assert "".join(each["drafted"] + each["own"] for each in rounds) == text
     assert rounds[0]["accepted"] == 0
     assert sum(each["accepted"] for each in rounds) > 10
+    assert all(each["accepted"] <= each["verified"] < 8 for each in rounds)
     assert sum(each["tokens"] for each in rounds) <= 60

@@ -1,5 +1,7 @@
 "use strict";
 // The page of one server: a chat, a race, and charts. Texts of the model are only ever set as text, never as HTML.
+import { watch } from "./charts.js";
+
 const $ = (id) => document.getElementById(id);
 const history = [];
 let running = null; // the AbortController of what is being decoded
@@ -11,7 +13,7 @@ function headers() {
 
 function settings() {
   const body = { stream: true, stream_options: { include_usage: true }, return_rounds: true };
-  for (const [id, field] of [["temperature", "temperature"], ["tokens", "max_tokens"], ["seed", "seed"]])
+  for (const [id, field] of [["temperature", "temperature"], ["tokens", "max_tokens"], ["seed", "seed"], ["block", "block_length"]])
     if ($(id).value !== "") body[field] = Number($(id).value);
   return body;
 }
@@ -38,79 +40,102 @@ async function stream(body, signal, take) {
   }
 }
 
+function part(parent, kind, name, text = "") {
+  const made = document.createElement(kind);
+  made.className = name; made.textContent = text;
+  parent.append(made);
+  return made;
+}
+
 // A place that shows an answer by rounds, and counts what it sees.
 class Shown {
-  constructor(text, figures) {
-    this.text = text; this.figures = figures;
-    this.tokens = this.rounds = this.drafted = 0; this.content = ""; this.usage = null;
+  constructor(text, figures, strip) {
+    Object.assign(this, { text, figures, strip, tokens: 0, rounds: 0, accepted: 0, verified: 0, content: "" });
     this.begun = performance.now(); this.first = this.last = 0;
   }
   take(chunk) {
-    if (chunk.usage) this.usage = chunk.usage;
     const choice = chunk.choices[0];
     if (!choice) return;
     this.content += choice.delta.content || "";
     for (const round of choice.rounds || []) {
       this.last = performance.now();
       this.first ||= this.last;
-      this.tokens += round.tokens; this.drafted += round.accepted; this.rounds += 1;
-      this.add("drafted", round.drafted); this.add("own", round.own); this.add("bar", "|");
+      this.tokens += round.tokens; this.accepted += round.accepted; this.verified += round.verified; this.rounds += 1;
+      this.round(round);
     }
     this.show();
   }
-  add(kind, text) {
-    if (!text) return;
-    const span = document.createElement("span");
-    span.className = kind; span.textContent = text;
-    this.text.append(span);
+  round({ tokens, accepted, verified, drafted, own }) {
+    const title = `Round ${this.rounds}: ${accepted} of ${verified} drafts accepted, ${tokens - accepted} of the target's own`;
+    if (drafted) part(this.text, "span", "drafted", drafted).title = title;
+    if (own) part(this.text, "span", "own", own).title = title;
+    const column = part(this.strip, "span", "");
+    column.title = title;
+    for (const [name, count] of [["", accepted], ["ends", tokens - accepted], ["missed", verified - accepted]])
+      for (let i = 0; i < count; i += 1) part(column, "i", name);
   }
   get rate() { return this.last > this.first ? (1000 * (this.tokens - 1)) / (this.last - this.first) : 0; }
   show() {
     const length = this.rounds > 1 ? (this.tokens - 1) / (this.rounds - 1) : 1; // the first token has no round
-    this.figures.textContent = `${this.tokens} tokens · ${this.rate.toFixed(0)} tokens/s · ` +
-      `${length.toFixed(2)} tokens per round · first after ${(this.first - this.begun).toFixed(0)} ms`;
+    const said = [
+      [this.rate.toFixed(0), "tokens/s"], [length.toFixed(2), "tokens per round"],
+      ...(this.verified ? [[`${((100 * this.accepted) / this.verified).toFixed(0)} %`, `of ${this.verified} drafts accepted`]] : []),
+      ...(this.first ? [[(this.first - this.begun).toFixed(0), "ms to the first token"]] : []), [this.tokens, "tokens"],
+    ];
+    this.figures.replaceChildren();
+    for (const [number, words] of said) {
+      const box = part(this.figures, "span", "");
+      part(box, "b", "", number); box.append(` ${words}`);
+    }
   }
 }
 
-function message(role) {
-  const box = document.createElement("div"), name = document.createElement("b"), text = document.createElement("div");
-  const figures = document.createElement("p");
-  box.className = `message ${role}`; name.textContent = role; figures.className = "figures";
-  box.append(name, text, figures);
-  $("messages").append(box);
-  return { box, text, figures };
+function message(role, words = "") {
+  $("welcome").hidden = true;
+  const box = part($("messages"), "div", `message ${role}`);
+  return { box, text: part(box, "div", "", words) };
+}
+
+// Keeps the end in sight for a reader who is there.
+function following(place, change) {
+  const there = place.scrollHeight - place.scrollTop - place.clientHeight < 40;
+  change();
+  if (there) place.scrollTop = place.scrollHeight;
 }
 
 async function during(work) {
   running = new AbortController();
-  for (const button of document.querySelectorAll("form button")) button.disabled = button.id !== "stop";
+  for (const button of document.querySelectorAll("#ask button")) button.disabled = button.id !== "stop";
   try {
     await work(running.signal);
   } catch (error) {
-    if (error.name !== "AbortError") {
-      const { text } = message("error");
-      text.className = "error"; text.textContent = error.message;
-    }
+    if (error.name !== "AbortError") following($("messages"), () => message("error", error.message));
   } finally {
     running = null;
-    for (const button of document.querySelectorAll("form button")) button.disabled = button.id === "stop";
-    $("messages").scrollTop = $("messages").scrollHeight;
+    for (const button of document.querySelectorAll("#ask button")) button.disabled = button.id === "stop";
   }
 }
 
 function send() {
   const prompt = $("prompt").value.trim();
   if (!prompt || running) return;
+  const asked = message("user", prompt).box;
   history.push({ role: "user", content: prompt });
-  message("user").text.textContent = prompt;
   $("prompt").value = "";
+  $("messages").scrollTop = $("messages").scrollHeight;
   during(async (signal) => {
-    const { text, figures } = message("assistant"), shown = new Shown(text, figures);
-    const body = { ...settings(), messages: history, speculate: $("speculate").checked };
+    const { box, text } = message("assistant"), drafts = $("speculate").checked;
+    const shown = new Shown(text, part(box, "p", "figures"), part(box, "div", "strip"));
+    if (!drafts) text.className = "plainly";
     try {
-      await stream(body, signal, (chunk) => { shown.take(chunk); $("messages").scrollTop = $("messages").scrollHeight; });
+      await stream({ ...settings(), messages: history, speculate: drafts }, signal, (chunk) => following($("messages"), () => shown.take(chunk)));
     } finally {
-      history.push({ role: "assistant", content: shown.content });
+      if (shown.content) {
+        history.push({ role: "assistant", content: shown.content });
+      } else { // nothing was said, so nothing was asked
+        history.pop(); asked.remove(); box.remove();
+        $("prompt").value ||= prompt;
+      }
     }
   });
 }
@@ -118,98 +143,48 @@ function send() {
 function race() {
   const last = history.findLast((each) => each.role === "user");
   const prompt = $("prompt").value.trim() || (last && last.content);
-  if (!prompt || running) return;
+  if (!prompt) { $("prompt").focus(); return; }
+  if (running) return;
   $("race-section").hidden = false;
   $("verdict").textContent = "";
+  $("race-section").scrollIntoView({ block: "nearest", behavior: "smooth" });
   const most = Number($("tokens").value) || 128;
   const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 32) : Number($("seed").value);
   const lanes = [["plain", false], ["draft", true]].map(([name, speculate]) => {
-    $(`${name}-text`).replaceChildren();
-    return { name, speculate, shown: new Shown($(`${name}-text`), $(`${name}-figures`)) };
+    for (const place of ["text", "strip", "figures", "rate"]) $(`${name}-${place}`).replaceChildren();
+    $(`${name}-bar`).style.width = "0";
+    return { name, speculate, shown: new Shown($(`${name}-text`), $(`${name}-figures`), $(`${name}-strip`)) };
   });
+  $("plain-text").classList.add("plainly");
   during(async (signal) => {
-    await Promise.all(lanes.map(({ name, speculate, shown }) =>
-      stream({ ...settings(), messages: [{ role: "user", content: prompt }], speculate, seed }, signal, (chunk) => {
-        shown.take(chunk);
+    await Promise.all(lanes.map(async ({ name, speculate, shown }) => {
+      await stream({ ...settings(), messages: [{ role: "user", content: prompt }], speculate, seed }, signal, (chunk) => {
+        following($(`${name}-text`), () => shown.take(chunk));
         $(`${name}-bar`).style.width = `${Math.min(100, (100 * shown.tokens) / most)}%`;
-      })));
+        $(`${name}-rate`).textContent = shown.rate.toFixed(0);
+        part($(`${name}-rate`), "small", "", " tokens/s");
+      });
+      $(`${name}-bar`).style.width = "100%";
+    }));
     const [plain, draft] = lanes.map((lane) => lane.shown);
-    for (const { name } of lanes) $(`${name}-bar`).style.width = "100%";
-    const same = plain.content === draft.content ? "The same text" : "DIFFERENT texts";
-    $("verdict").textContent = `${same}, ${((plain.last - plain.begun) / (draft.last - draft.begun)).toFixed(2)} times as fast with drafts.`;
+    const ratio = (plain.last - plain.begun) / (draft.last - draft.begun), same = plain.content === draft.content;
+    $("verdict").textContent = `${ratio.toFixed(2)} times as fast with drafts · ${same ? "the same text" : "DIFFERENT texts"}`;
+    $("verdict").className = same && ratio > 1 ? "" : "other";
   });
-}
-
-// Charts of the last minute: the samples of /metrics, and differences of counters.
-const SAMPLES = 60;
-const CHARTS = [
-  ["Tokens per second", (now, before, seconds) => rate(now, before, "generation_tokens_total") / seconds, (v) => v.toFixed(0)],
-  ["Tokens per round with a draft", (now, before) => {
-    const rounds = rate(now, before, "spec_decode_num_drafts_total");
-    return rounds ? 1 + rate(now, before, "spec_decode_num_accepted_tokens_total") / rounds : 0;
-  }, (v) => (v ? v.toFixed(2) : "–")],
-  ["Requests decoded", (now) => now.num_requests_running || 0, (v) => v.toFixed(0)],
-  ["Requests waiting", (now) => now.num_requests_waiting || 0, (v) => v.toFixed(0)],
-  ["Prefix cache", (now) => (now.prefix_cache_limit_bytes ? (100 * now.prefix_cache_bytes) / now.prefix_cache_limit_bytes : 0), (v) => `${v.toFixed(1)} %`],
-  ["Prompt tokens from the cache", (now, before) => {
-    const all = rate(now, before, "prompt_tokens_total");
-    return all ? (100 * rate(now, before, "prompt_tokens_cached_total")) / all : 0;
-  }, (v) => `${v.toFixed(0)} %`],
-].map(([title, value, show]) => ({ value, show, samples: [], ...chart(title) }));
-
-function rate(now, before, name) { return Math.max(0, (now[name] || 0) - (before[name] || 0)); }
-
-function chart(title) {
-  const box = document.createElement("div"), head = document.createElement("p"), name = document.createElement("span");
-  const figure = document.createElement("b"), svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
-  box.className = "chart"; name.textContent = title;
-  svg.setAttribute("viewBox", `0 0 ${SAMPLES - 1} 40`); svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("role", "img"); svg.setAttribute("aria-label", `${title}, the last minute`);
-  svg.append(line); head.append(name, figure); box.append(head, svg); $("charts").append(box);
-  return { figure, line };
-}
-
-function parse(text) {
-  const found = {};
-  for (const line of text.split("\n")) {
-    const match = /^dflash_(\w+) (\S+)$/.exec(line);
-    if (match) found[match[1]] = Number(match[2]);
-  }
-  return found;
-}
-
-let before = null, at = 0;
-async function watch() {
-  try {
-    const now = parse(await (await fetch("metrics")).text()), time = performance.now();
-    $("state").textContent = now.engine_up ? "The engine serves." : "The engine is being started.";
-    if (before) {
-      for (const each of CHARTS) {
-        const value = each.value(now, before, (time - at) / 1000);
-        each.samples = [...each.samples, value].slice(-SAMPLES);
-        each.figure.textContent = each.show(value);
-        const most = Math.max(...each.samples, 1e-9);
-        each.line.setAttribute("points", each.samples.map((v, i) => `${i + SAMPLES - each.samples.length},${39 - (38 * v) / most}`).join(" "));
-      }
-    }
-    before = now; at = time;
-  } catch {
-    $("state").textContent = "The server does not answer.";
-  }
-  setTimeout(watch, document.hidden ? 5000 : 1000);
 }
 
 async function name() {
   const answer = await fetch("v1/models", { headers: headers() });
-  if (answer.ok) $("model").textContent = (await answer.json()).data[0].id;
-  else $("state").textContent = (await answer.json()).error.message;
+  $("model").textContent = answer.ok ? (await answer.json()).data[0].id : "";
+  if (!answer.ok) message("error", (await answer.json()).error.message);
 }
 
 $("ask").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+$("access").addEventListener("submit", (event) => { event.preventDefault(); $("prompt").focus(); });
 $("prompt").addEventListener("keydown", (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); } });
 $("race").addEventListener("click", race);
 $("stop").addEventListener("click", () => running && running.abort());
-$("clear").addEventListener("click", () => { history.length = 0; $("messages").replaceChildren(); });
+$("clear").addEventListener("click", () => { history.length = 0; $("messages").replaceChildren($("welcome")); $("welcome").hidden = false; });
 $("key").addEventListener("change", name);
-name(); watch();
+name();
+watch($("charts"), (words, good) => { $("state").textContent = words; $("state").className = good ? "up" : "down"; });
