@@ -15,6 +15,7 @@ from dflash_trt.cli.output import colours
 
 if TYPE_CHECKING:
     from dflash_trt.reports.benchmark import Point
+    from dflash_trt.runtime import Runtime
 
 SUMMARY = "measure throughput and latency under load"
 DESCRIPTION = """\
@@ -24,12 +25,15 @@ take turns within each load. The table at the end shows every load. --json print
 
 Compare TPOT: (last token - first token) / (tokens - 1) of each request. The time between two tokens is bursty with
 block drafting, because a round gives several tokens at once.
+
+With --steps, single passes are timed instead, by rows, context and batch. `dflash-trt plan --steps` reads the file.
 """
 EXAMPLES = """\
 examples:
   dflash-trt bench bundles/tiny
   dflash-trt bench bundles/tiny --concurrency 1,8 --requests 64 --svg tiny.svg
   dflash-trt bench bundles/tiny --rate 20,40 --methods plain,draft
+  dflash-trt bench bundles/tiny --steps steps.json
   dflash-trt bench bundles/mine --prompts prompts.jsonl --max-tokens 256 --json
 
 A prompt file is as `dflash-trt verify --help` describes it.
@@ -80,6 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=at_least(1), metavar="N", help="CPU threads per pass (default: all)"
     )
+    parser.add_argument(
+        "--steps",
+        type=Path,
+        metavar="FILE",
+        help="time passes instead, up to the largest --concurrency, and write them for `plan --steps`",
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw throughput and TPOT over the loads")
     parser.add_argument(
         "--json", action="store_true", help="print all figures as one JSON document, and no table"
@@ -104,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
     from dflash_trt.reports.benchmark import Load, bench
     from dflash_trt.runtime import Runtime
 
+    if args.steps and (args.rate or args.svg or args.json):
+        args.usage_error("--steps: not with --rate, --svg or --json, which are of loads")
     closed = args.concurrency or ([] if args.rate else [1, 2, 4, 8, 16])
     most = max(closed, default=16)
     loads = [Load(n) for n in closed] + [Load(most, rate) for rate in args.rate]
@@ -122,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
             else runtime.chat_prompt(p.content)
             for p in read_prompts(args.prompts, 0)
         ]
+        if args.steps:
+            return _steps(args, runtime, prompts, most)
         fixed = args.block_length or runtime.block_size
         lengths = {"plain": (False, 1), "draft": (True, fixed), "adaptive": (True, None)}
         methods = {name: runtime.lengths(*lengths[name]) for name in dict.fromkeys(args.methods)}
@@ -153,6 +167,18 @@ def run(args: argparse.Namespace) -> int:
         )
         _print(found)
     return 0 if same else 1
+
+
+def _steps(args: argparse.Namespace, runtime: Runtime, prompts: Sequence[list[int]], most: int) -> int:
+    from dflash_trt.files.disk import whole_file
+    from dflash_trt.reports.steps import measure_steps
+
+    with progress_display() as progress:
+        found = measure_steps(runtime, prompts, most, progress)
+    with whole_file(args.steps) as file:
+        file.write(json.dumps(found, indent=1).encode() + b"\n")
+    print(f"wrote {args.steps}: {len(found['passes'])} times of passes, up to {most} requests")
+    return 0
 
 
 def _print(found: Sequence[Sequence[Point]]) -> None:

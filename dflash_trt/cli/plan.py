@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a GPU that --gpus lists, or the figures of another: memory=24,bandwidth=1008,sm=89",
     )
-    parser.add_argument("--engine", default="tensorrt", choices=registry.NAMES, help="default: tensorrt")
+    parser.add_argument("--engine", choices=registry.NAMES, help="default: tensorrt")
     several = [engine.name for engine in registry.engines() if engine.memory.several_gpus]
     parser.add_argument(
         "--tp",
@@ -73,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.gpus:
         return _gpus(args)
+    if plan_curve.asked(args) and args.steps is not None:
+        return plan_curve.run_steps(args)
+    args.engine = args.engine or "tensorrt"
     if args.target is None or args.gpu is None:
         args.usage_error("--target and --gpu are required (or --gpus, which lists the GPUs)")
     from dflash_trt.planning.memory import estimate_memory

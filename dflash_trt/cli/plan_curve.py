@@ -12,6 +12,7 @@ from dflash_trt.cli.options import at_least, each
 from dflash_trt.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
+    from dflash_trt.planning.acceptance import Acceptance, Chain
     from dflash_trt.planning.curve import Curves, Point
     from dflash_trt.planning.inventory import Inventory
     from dflash_trt.planning.memory import Settings
@@ -21,7 +22,8 @@ _BLOCKS = (2, 4, 6, 8, 10, 12, 16, 24, 32)
 _SPEEDS = (0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 1.0, 1.5, 2.0)
 # Options of the memory plan that the curves vary themselves, with their defaults.
 _FIXED = {"tensor_parallel": 1, "max_seq_len": None, "max_batch_size": 8}
-_ONLY = ("speed", "context", "acceptance", "blocks")
+_ONLY = ("speed", "context", "acceptance", "blocks", "steps")
+_USUAL_CONTEXT = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K,...",
         help="block lengths (default: up to the trained one)",
     )
+    group.add_argument(
+        "--steps",
+        type=Path,
+        metavar="FILE",
+        help="take the times from a file that `bench --steps` wrote; its pair, engine and machine are planned for",
+    )
 
 
 def asked(args: argparse.Namespace) -> bool:
@@ -72,14 +80,90 @@ def asked(args: argparse.Namespace) -> bool:
 
 
 def run(args: argparse.Namespace, inventory: Inventory, settings: Settings) -> int:
-    curves = _compute(args, inventory, settings)
+    """With the model's times."""
+    from dflash_trt.checkpoint.catalogue import known_pair
+    from dflash_trt.planning import times
+    from dflash_trt.planning.curve import compute_curves
+    from dflash_trt.planning.layouts import model_layouts
+
+    pair = known_pair(args.target)
+    name = Path(args.target).name if pair is None else pair.name
+    acceptance, chain = _acceptance(args, name)
+    context = args.context or _USUAL_CONTEXT
+    curves = compute_curves(
+        model_layouts(inventory, settings, name=name, context=context),
+        acceptance,
+        name=name,
+        place=settings.gpu.name,
+        times=times.SOURCE,
+        context=context,
+        blocks=_blocks(args, inventory.drafter.block_size),
+        chain=chain,
+    )
+    return _show(args, curves, settings.gpu.gpus_per_node)
+
+
+def run_steps(args: argparse.Namespace) -> int:
+    """With the times of a steps file. Its machine is the node."""
+    from dflash_trt.planning.curve import compute_curves
+    from dflash_trt.planning.steps import read_steps
+
+    steps = read_steps(args.steps)
+    if args.target is not None:
+        steps.check_target(args.target)
+    if args.gpu is not None:
+        steps.check_gpu(args.gpu)
+    if args.engine not in (None, steps.bundle["engine"]):
+        args.usage_error(f"--engine {args.engine}: {args.steps} was measured with {steps.bundle['engine']}")
+    given = [f"--{name}" for name in ("drafter", "precision") if getattr(args, name) is not None]
+    if given:
+        args.usage_error(f"{', '.join(given)}: not with --steps, which are of one bundle")
+    context = args.context or min(_USUAL_CONTEXT, steps.contexts[1])
+    acceptance, _ = _acceptance(args, steps.known or steps.name)
+    layout = steps.layout(context)
+    curves = compute_curves(
+        [layout],
+        acceptance,
+        name=steps.known or steps.name,
+        place=steps.place,
+        times=f"passes measured with {steps.bundle['engine']}: {args.steps.name}",
+        unit="GPU" if steps.machine["gpus"] else "machine",
+        context=context,
+        blocks=_blocks(args, steps.block_size) if steps.plain else [steps.block_size],
+    )
+    return _show(args, curves, layout.gpus)
+
+
+def _acceptance(args: argparse.Namespace, name: str) -> tuple[Acceptance, Chain | None]:
+    from dflash_trt.errors import RequestError
+    from dflash_trt.planning.acceptance import parse, published
+
+    acceptance, chain = published(name)
+    if args.acceptance is not None:
+        acceptance = parse(args.acceptance)
+    if acceptance is None:
+        raise RequestError(
+            f"no acceptance length of {name} is published: give --acceptance, such as 4=3.1,8=4.1, or a report "
+            "of `dflash-trt train evaluate --json`"
+        )
+    return acceptance, chain
+
+
+def _blocks(args: argparse.Namespace, trained: int) -> Sequence[int]:
+    blocks: Sequence[int] = args.blocks or [*(k for k in _BLOCKS if k < trained), trained]
+    if longest := [block for block in blocks if block > trained]:
+        args.usage_error(f"--blocks {longest[0]}: the drafter was trained for blocks of {trained}")
+    return blocks
+
+
+def _show(args: argparse.Namespace, curves: Curves, node: int) -> int:
     if args.svg:
         from dflash_trt.reports.charts import curve_chart
 
         args.svg.write_text(curve_chart(**chart(curves)), encoding="utf-8")
         print(f"drew {args.svg}", file=sys.stderr)
     if args.speed is not None:
-        return _print_speed(curves, args.speed, settings.gpu.gpus_per_node, as_json=args.json)
+        return _print_speed(curves, args.speed, node, as_json=args.json)
     if args.json:
         print_json(curves.to_dict())
     else:
@@ -97,65 +181,44 @@ def chart(curves: Curves) -> dict[str, Any]:
     lines = {name: line(name) for name in (PLAIN, CHAIN, *curves.blocks) if name in curves.points}
     return {
         "series": lines,
-        "title": f"{curves.target} on {curves.gpu}, {curves.context} tokens of context (model)",
+        "title": f"{curves.target} on {curves.place}, {curves.context} tokens of context (model)",
         "x": "tokens per second of one user",
-        "y": "tokens per second of one GPU",
+        "y": f"tokens per second of one {curves.unit}",
     }
-
-
-def _compute(args: argparse.Namespace, inventory: Inventory, settings: Settings) -> Curves:
-    from dflash_trt.checkpoint.catalogue import known_pair
-    from dflash_trt.errors import RequestError
-    from dflash_trt.planning.acceptance import parse, published
-    from dflash_trt.planning.curve import compute_curves
-
-    pair = known_pair(args.target)
-    name = Path(args.target).name if pair is None else pair.name
-    acceptance, chain = published(name)
-    if args.acceptance is not None:
-        acceptance = parse(args.acceptance)
-    if acceptance is None:
-        raise RequestError(
-            f"no acceptance length of {args.target} is published: give --acceptance, such as 4=3.1,8=4.1, or a report "
-            "of `dflash-trt train evaluate --json`"
-        )
-    trained = inventory.drafter.block_size
-    blocks: Sequence[int] = args.blocks or [*(k for k in _BLOCKS if k < trained), trained]
-    if longest := [block for block in blocks if block > trained]:
-        args.usage_error(f"--blocks {longest[0]}: the drafter was trained for blocks of {trained}")
-    return compute_curves(
-        inventory, settings, acceptance, name=name, context=args.context or 2048, blocks=blocks, chain=chain
-    )
 
 
 def _print(curves: Curves) -> None:
     from dflash_trt.planning.curve import CHAIN, PLAIN
 
-    fastest = curves.fastest(PLAIN)
     _print_sources(curves)
-    print(
-        f"plain decoding reaches {fastest.speed:.0f} tokens/s per user, at batch {fastest.batch} on {_gpus(fastest)}"
-    )
-    print("\ntokens/s per GPU at the same speed per user:")
+    if PLAIN in curves.points:
+        fastest = curves.fastest(PLAIN)
+        print(
+            f"plain decoding reaches {fastest.speed:.0f} tokens/s per user, at batch {fastest.batch} on "
+            f"{_count(fastest.gpus, curves.unit)}"
+        )
+    print(f"\ntokens/s per {curves.unit} at the same speed per user:")
     rows = [("tokens/s per user", "plain", "", "best block", "", "ratio", *([CHAIN] if curves.chain else []))]
     for share in _SPEEDS:
-        speed = share * fastest.speed
+        speed = share * curves.top_speed
         plain, block = curves.best(PLAIN, speed * 0.999), curves.best_block(speed * 0.999)
         row = [
             f"{speed:.0f} ({share:.0%})",
-            *_cells(plain, with_method=False),
-            *_cells(block),
+            *_cells(plain, curves.unit, with_method=False),
+            *_cells(block, curves.unit),
             _ratio(block, plain),
         ]
         if curves.chain:
             row.append(_ratio(curves.best(CHAIN, speed * 0.999), plain))
         rows.append(tuple(row))
     print_table(rows)
+    if PLAIN not in curves.points:
+        return
     print("\nspeed per user at the same batch, relative to plain decoding:")
-    batches = (1, 8, 32, 128)
+    known = {p.batch for p in curves.points[PLAIN]}
     table = [("batch", *curves.blocks, *([CHAIN] if curves.chain else []))]
-    for batch in batches:
-        nearest = min({p.batch for p in curves.points[PLAIN]}, key=lambda found: abs(found - batch))
+    for batch in dict.fromkeys(min(batch, max(known)) for batch in (1, 8, 32, 128)):
+        nearest = min(known, key=lambda found: abs(found - batch))
         ratios = [curves.same_batch(name, nearest) for name in table[0][1:]]
         table.append((str(nearest), *(f"{r:.2f}x" if r else "-" for r in ratios)))
     print_table(table)
@@ -185,16 +248,16 @@ def _print_speed(curves: Curves, speed: float, node: int, *, as_json: bool) -> i
         length = "" if point.method == PLAIN else f", {point.method}"
         print(
             f"{name}: {_users(point, node)} users at {point.speed:.0f} tokens/s on a node of {node}: groups of "
-            f"{_gpus(point)}, batch {point.batch}{length}"
+            f"{_count(point.gpus, curves.unit)}, batch {point.batch}{length}"
         )
     return 0 if best else 1
 
 
 def _print_sources(curves: Curves) -> None:
-    from dflash_trt.planning import times
-
-    print(f"{curves.target} on {curves.gpu}, {curves.context} tokens of context; a model, not a measurement")
-    print(f"times: {times.SOURCE}")
+    print(
+        f"{curves.target} on {curves.place}, {curves.context} tokens of context; a model, not a measured curve"
+    )
+    print(f"times: {curves.times}")
     print(f"acceptance: {curves.acceptance.source}")
     if curves.chain is not None:
         print(f"EAGLE-3: {curves.chain.length:g} tokens a round, {curves.chain.source}")
@@ -213,15 +276,15 @@ def _users(point: Point, node: int) -> int:
     return point.batch * (node // point.gpus)
 
 
-def _cells(point: Point | None, *, with_method: bool = True) -> tuple[str, str]:
+def _cells(point: Point | None, unit: str, *, with_method: bool = True) -> tuple[str, str]:
     if point is None:
         return "-", ""
     method = f"{point.method}, " if with_method else ""
-    return f"{point.throughput:.0f}", f"{method}batch {point.batch} on {_gpus(point)}"
+    return f"{point.throughput:.0f}", f"{method}batch {point.batch} on {_count(point.gpus, unit)}"
 
 
-def _gpus(point: Point) -> str:
-    return f"{point.gpus} GPU{'s' if point.gpus > 1 else ''}"
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit}{'s' if number > 1 else ''}"
 
 
 def _ratio(point: Point | None, plain: Point | None) -> str:

@@ -160,15 +160,15 @@ class Pair:
         self.target.caches.clear(slot, first, last)
         self.drafter.clear(slot, first, last)
 
-    def rehearse_draft(self, batch: int, length: int) -> None:
+    def rehearse_draft(self, batch: int, length: int, context: int = USUAL_CONTEXT) -> None:
         """Run a drafter pass as `propose` does, without requests. Overwrites rows of slots 0 .. batch-1."""
-        self.drafter.rehearse(batch, length, USUAL_CONTEXT)
+        self.drafter.rehearse(batch, length, context)
 
-    def rehearse_verify(self, batch: int, length: int) -> None:
+    def rehearse_verify(self, batch: int, length: int, context: int = USUAL_CONTEXT) -> None:
         """Run a target pass as `verify` does. Its tokens differ, so that they choose as many experts as real ones."""
         tokens = np.random.default_rng(length).integers(self.vocab_size, size=(batch, length))
         # Attention sinks take one row behind those of the pass.
-        start = np.full(batch, min(USUAL_CONTEXT, self.capacity - length - 1))
+        start = np.full(batch, min(context, self.capacity - length - 1))
         rows = self.arrays.nodes(batch, length)
         self.arrays.decode(self.target, {"tokens": tokens, "start": start, "rows": rows})
         self.arrays.wait()

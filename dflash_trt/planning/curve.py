@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
-from dflash_trt.errors import BuildError
-from dflash_trt.planning import times
 from dflash_trt.planning.acceptance import Acceptance, Chain
-from dflash_trt.planning.gpus import Gpu
-from dflash_trt.planning.inventory import Inventory
-from dflash_trt.planning.memory import Settings, estimate_memory
-from dflash_trt.planning.work import Work, work_of
 
 PLAIN, CHAIN = "plain", "EAGLE-3"
-_MAX_BATCH = 512
-_CHAIN_VOCABULARY = 32_000  # of the drafts of published EAGLE-3 heads
+
+
+class Layout(Protocol):
+    """The times of one layout: `gpus` GPUs that share a model. `most`: the largest batch.
+
+    Each method gives seconds, or None where the source of the times has none.
+    """
+
+    @property
+    def gpus(self) -> int: ...
+    @property
+    def most(self) -> int: ...
+
+    def plain(self, batch: int) -> float | None:
+        """A step of plain decoding: one token for each request."""
+
+    def round(self, batch: int, block: int) -> float | None:
+        """A round with a block of this many rows for each request."""
+
+    def chain(self, batch: int, chain: Chain) -> float | None:
+        """A round of EAGLE-3: its one layer runs `steps` times, then the target verifies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +48,15 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """All points by method: "plain", "block 8" and so on, and "EAGLE-3" where its acceptance is known."""
+    """All points by method: "plain", "block 8" and so on, and "EAGLE-3" where its acceptance is known.
+
+    place: the GPU, or the machine. unit: what a layout counts, "GPU" or "machine". times: the source of the times.
+    """
 
     target: str
-    gpu: str
+    place: str
+    unit: str
+    times: str
     context: int
     acceptance: Acceptance
     chain: Chain | None
@@ -52,9 +70,15 @@ class Curves:
         """The point with the most tokens per second and user."""
         return max(self.points[method], key=lambda point: point.speed)
 
+    @property
+    def top_speed(self) -> float:
+        """Of plain decoding. Of drafts where plain decoding was not measured."""
+        methods = (PLAIN,) if PLAIN in self.points else self.blocks
+        return max(self.fastest(method).speed for method in methods)
+
     def best(self, method: str, speed: float) -> Point | None:
         """The point with the highest throughput per GPU among those with at least this speed per user."""
-        enough = [point for point in self.points[method] if point.speed >= speed]
+        enough = [point for point in self.points.get(method, ()) if point.speed >= speed]
         return max(enough, key=lambda point: point.throughput, default=None)
 
     def best_block(self, speed: float) -> Point | None:
@@ -73,7 +97,7 @@ class Curves:
     def same_batch(self, block: str, batch: int) -> float | None:
         """The speedup of a block length at the same batch, each with its best layout."""
         both = [
-            max((p.speed for p in self.points[name] if p.batch == batch), default=None)
+            max((p.speed for p in self.points.get(name, ()) if p.batch == batch), default=None)
             for name in (PLAIN, block)
         ]
         return None if both[0] is None or both[1] is None else both[1] / both[0]
@@ -83,59 +107,39 @@ class Curves:
 
 
 def compute_curves(
-    inventory: Inventory,
-    settings: Settings,
+    layouts: Sequence[Layout],
     acceptance: Acceptance,
     *,
     name: str,
+    place: str,
+    times: str,
+    unit: str = "GPU",
     context: int,
     blocks: Sequence[int],
     chain: Chain | None = None,
-    constants: times.Constants | None = None,
 ) -> Curves:
-    """Points of every layout that fits on one node of `settings.gpu`, with batches up to what the memory holds.
-
-    A layout is 1, 2, 4, ... GPUs that share a model, repeated over the node. Experts take the same bytes whether they
-    are split or spread. `context`: rows of cache behind each request.
-
-    Raises BuildError if no layout fits.
-    """
-    constants = constants or times.built_in()
-    gpu, traits = settings.gpu, settings.traits
-    made: dict[str, list[Point]] = {PLAIN: [], **{f"block {block}": [] for block in blocks}}
-    if chain is not None:
-        made[CHAIN] = []
-    count = 1
-    while count <= (gpu.gpus_per_node if traits.several_gpus else 1):
-        layout = replace(settings, tensor_parallel=count, max_seq_len=context, max_batch_size=1)
-        fits = estimate_memory(inventory, layout).largest_batch
-        target = work_of(inventory, "target", gpu, gpus=count, precision=settings.precision)
-        drafter = work_of(inventory, "drafter", gpu, gpus=count, precision=settings.precision)
-        for batch in _batches(min(fits, _MAX_BATCH)):
-            plain = times.plain_seconds(target, gpu, constants, requests=batch, context=context)
-            made[PLAIN].append(_point(PLAIN, count, batch, 1.0, plain))
+    """Points of every layout, with batches up to its largest."""
+    made: dict[str, list[Point]] = {}
+    for layout in layouts:
+        for batch in _batches(layout.most):
+            found = {PLAIN: (1.0, layout.plain(batch))}
             for block in blocks:
-                seconds = times.round_seconds(
-                    target, drafter, gpu, constants, requests=batch, width=block, context=context
-                )
-                method = f"block {block}"
-                made[method].append(_point(method, count, batch, acceptance.length(block), seconds))
+                found[f"block {block}"] = acceptance.length(block), layout.round(batch, block)
             if chain is not None:
-                seconds = _chain_seconds(inventory, target, gpu, constants, chain, batch, context)
-                made[CHAIN].append(_point(CHAIN, count, batch, chain.length, seconds))
-        count *= 2
-    if not made[PLAIN]:
-        raise BuildError(
-            f"{name} fits on no layout of one node of {gpu.name} with {context} tokens of context: lower --context, "
-            "or choose GPUs with more memory"
-        )
+                found[CHAIN] = chain.length, layout.chain(batch, chain)
+            for method, (tokens, seconds) in found.items():
+                if seconds is not None:
+                    point = _point(method, layout.gpus, batch, tokens, seconds)
+                    made.setdefault(method, []).append(point)
     return Curves(
         target=name,
-        gpu=gpu.name,
+        place=place,
+        unit=unit,
+        times=times,
         context=context,
         acceptance=acceptance,
-        chain=chain,
-        points={method: tuple(points) for method, points in made.items()},
+        chain=chain if CHAIN in made else None,
+        points={method: tuple(points) for method, points in made.items() if points},
     )
 
 
@@ -157,41 +161,3 @@ def _point(method: str, gpus: int, batch: int, tokens: float, seconds: float) ->
         speed=tokens / seconds,
         throughput=batch * tokens / seconds / gpus,
     )
-
-
-def _chain_seconds(
-    inventory: Inventory,
-    target: Work,
-    gpu: Gpu,
-    constants: times.Constants,
-    chain: Chain,
-    batch: int,
-    context: int,
-) -> float:
-    """A round of EAGLE-3: its one layer runs `steps` times, one row per request, then the target verifies."""
-    c = inventory.target
-    attention = 2 * c.hidden_size * c.head_dim * (c.num_attention_heads + 2 * c.num_key_value_heads)
-    attention += c.hidden_size * c.head_dim * c.num_attention_heads
-    size = attention + 3 * c.hidden_size * (c.intermediate_size + c.hidden_size)
-    size += _CHAIN_VOCABULARY * c.hidden_size
-    layer = Work(
-        layers=1,
-        dense_bytes=2 * size / target.gpus,
-        dense_operations=2 * size / target.gpus,
-        dense_rate=gpu.dense_flops["bf16"],
-        expert_bytes=0.0,
-        expert_operations=0.0,
-        expert_rate=1.0,
-        experts=0,
-        experts_per_token=0,
-        kv_bytes=4 * c.num_key_value_heads * c.head_dim / target.gpus,
-        window_bytes=0.0,
-        window=0,
-        hidden_bytes=2 * c.hidden_size,
-        gpus=target.gpus,
-    )
-    step = times.pass_seconds(layer, gpu, constants, requests=batch, width=1, context=context)
-    verify = times.pass_seconds(
-        target, gpu, constants, requests=batch, width=chain.steps + 1, context=context
-    )
-    return verify + chain.steps * step + constants.round_seconds + constants.request_seconds * batch

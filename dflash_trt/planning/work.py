@@ -52,10 +52,7 @@ def work_of(
 
     Raises BuildError for a GPU without a known peak rate.
     """
-    if "bf16" not in gpu.dense_flops:
-        raise BuildError(
-            f"{gpu.name} has no peak rate for BF16, but times need one: --gpus lists GPUs that have it"
-        )
+    check_rates(gpu)
     precision = precision or Precision()
     config = inventory.config(side)
     compute = precision.compute(side, "bf16")
@@ -94,6 +91,14 @@ def work_of(
         hidden_bytes=round(config.hidden_size * element),
         gpus=gpus,
     )
+
+
+def check_rates(gpu: Gpu) -> None:
+    """Raise BuildError for a GPU without a known peak rate."""
+    if "bf16" not in gpu.dense_flops:
+        raise BuildError(
+            f"{gpu.name} has no peak rate for BF16, but times need one: --gpus lists GPUs that have it"
+        )
 
 
 def _cache_rows(config: DecoderConfig, element: float, gpus: int) -> tuple[float, float, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dflash_trt.planning.acceptance import Acceptance
 from dflash_trt.planning.curve import CHAIN, PLAIN, Curves, compute_curves
 from dflash_trt.planning.gpus import find_gpu
 from dflash_trt.planning.inventory import Inventory, take_inventory
+from dflash_trt.planning.layouts import model_layouts
 from dflash_trt.planning.memory import Settings
 from dflash_trt.planning.work import work_of
 
@@ -32,6 +34,7 @@ def table() -> Table:
     return Table()
 
 
+@cache
 def inventory(pair: str) -> Inventory:
     target, drafter = known_configs(pair)
     return take_inventory(read_target_config(target), read_drafter_config(drafter))
@@ -44,7 +47,14 @@ def curves(pair: str, blocks: tuple[int, ...], given: Acceptance | None = None, 
     base: dict[str, Any] = {"engine": "tensorrt-llm", "gpu": find_gpu("b300"), "max_seq_len": 2048}
     settings = Settings(**base | {"max_batch_size": 1, "block_size": 10} | values)
     return compute_curves(
-        inventory(pair), settings, wanted, name=pair, context=2048, blocks=blocks, chain=chain
+        model_layouts(inventory(pair), settings, name=pair, context=2048),
+        wanted,
+        name=pair,
+        place="b300",
+        times="the model",
+        context=2048,
+        blocks=blocks,
+        chain=chain,
     )
 
 
@@ -198,7 +208,13 @@ def test_the_command_shows_ratios_of_all_three_kinds(
     svg = tmp_path / "curve.svg"
     assert main(["plan", "--curve", *CARD, "--svg", str(svg)]) == 0
     text = capsys.readouterr().out
-    for part in ("a model, not a measurement", "(80%)", "at the same speed", "at the same batch", "EAGLE-3"):
+    for part in (
+        "a model, not a measured curve",
+        "(80%)",
+        "at the same speed",
+        "at the same batch",
+        "EAGLE-3",
+    ):
         assert part in text
     assert "<svg" in svg.read_text()
     assert main(["plan", "--curve", "--json", *CARD, "--blocks", "4,10"]) == 0
