@@ -72,7 +72,7 @@ class Curves:
 
     @property
     def top_speed(self) -> float:
-        """Of plain decoding. Of drafts where plain decoding was not measured."""
+        """The top speed of plain decoding, or of drafts where plain decoding was not measured."""
         methods = (PLAIN,) if PLAIN in self.points else self.blocks
         return max(self.fastest(method).speed for method in methods)
 

@@ -101,6 +101,24 @@ def curve_chart(series: Mapping[str, Sequence[tuple[float, float]]], *, title: s
 
 
 @_styled
+def comparison_chart(loads: Sequence[str], panels: Mapping[str, Series], *, title: str, x: str) -> str:
+    """As load_chart. The entries of a panel come in twos of one colour: measured points, and a predicted line."""
+    figure, axes = _figure(len(panels), title)
+    for axis, (name, series) in zip(axes, panels.items(), strict=True):
+        for number, (label, values) in enumerate(series.items()):
+            style = "-" if number % 2 else "o"
+            colour = COLOURS[number // 2]
+            axis.plot(range(len(values)), _gaps(values), style, label=label, color=colour, markersize=5)
+        axis.set_title(name)
+        axis.set_xticks(range(len(loads)), loads)
+        axis.set_xlabel(x)
+        axis.set_ylim(bottom=0)
+        axis.grid(axis="x", visible=False)
+    _legend(figure, axes[0])
+    return _svg(figure, title)
+
+
+@_styled
 def stack_chart(parts: Mapping[str, float], *, limit: float, limit_name: str, title: str, unit: str) -> str:
     """One bar of all parts after one another, against a limit. A name stands in the legend, so none is cut."""
     figure, (axis,) = _figure(1, title, height=1.9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any
@@ -36,8 +36,7 @@ def optional() -> list[str]:
 
 def describe() -> dict[str, Any]:
     """Everything that a bug report needs, as plain JSON values. Imports nothing heavier than onnxruntime."""
-    distributions = metadata.packages_distributions()
-    versions = {name: _version(name, distributions) for name in ("dflash_trt", *REQUIRED, *optional())}
+    versions = versions_of(("dflash_trt", *REQUIRED, *optional()))
     missing = [name for name in REQUIRED if versions[name] is None]
     return {
         "python": platform.python_version(),
@@ -55,6 +54,12 @@ def describe() -> dict[str, Any]:
     }
 
 
+def versions_of(modules: Iterable[str]) -> dict[str, str | None]:
+    """The installed version of the distribution that provides each module; None if the module is missing."""
+    distributions = metadata.packages_distributions()
+    return {name: _version(name, distributions) for name in modules}
+
+
 def _engines(missing: list[str]) -> list[dict[str, Any]]:
     capabilities = hardware.compute_capabilities()
     found = {engine.name: engine.availability(missing, capabilities) for engine in engines()}
@@ -62,7 +67,6 @@ def _engines(missing: list[str]) -> list[dict[str, Any]]:
 
 
 def _version(module: str, distributions: Mapping[str, list[str]]) -> str | None:
-    """The installed version of the distribution that provides a module; None if the module is missing."""
     if importlib.util.find_spec(module) is None:
         return None
     try:

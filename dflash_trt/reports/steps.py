@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from statistics import mean, median
@@ -17,7 +18,7 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.engines.registry import find
 from dflash_trt.planning.steps import DRAFTER, FORMAT, HOST, ROUND, TARGET, VERSION
-from dflash_trt.reports.environment import describe
+from dflash_trt.reports.environment import versions_of
 from dflash_trt.runtime import Runtime
 
 _CONTEXTS = (128, 512, 2048)
@@ -45,24 +46,17 @@ def measure_steps(
             passes = _passes(runtime.pair, batches, lengths, contexts, progress)
             for slot in range(batch):  # the numbers of these passes may not be finite
                 runtime.pair.clear(slot)
-        rows = {"passes": passes, HOST: list(_host(runtime, prompts, (1, batch), (1, runtime.block_size)))}
+        ends = (1, batch), (1, runtime.block_size)
+        rows = {"passes": passes, HOST: list(_host(runtime, runtime.scheduler, prompts, *ends))}
     else:
         rows = {"passes": list(_rounds(runtime, prompts, batches, progress)), HOST: []}
     manifest = runtime.bundle.manifest
-    found = describe()
+    versions = versions_of(("dflash_trt", *find(manifest["engine"]).modules))
     return {
         "format": FORMAT,
         "version": VERSION,
-        "machine": {"processor": hardware.processor(), "gpus": [gpu["name"] for gpu in found["gpus"]]},
-        "versions": {
-            "python": found["python"],
-            "dflash-trt": found["dflash_trt"],
-            **{
-                name: version
-                for name in find(manifest["engine"]).modules
-                if (version := (found["required"] | found["optional"]).get(name)) is not None
-            },
-        },
+        "machine": {"processor": hardware.processor(), "gpus": [gpu["name"] for gpu in hardware.gpus()]},
+        "versions": {"python": platform.python_version(), **{n: v for n, v in versions.items() if v}},
         "bundle": {
             "name": runtime.bundle.path.name,
             "engine": manifest["engine"],
@@ -130,11 +124,15 @@ def _timed(rehearse: Callable[[int, int, int], None], batch: int, length: int, c
 
 
 def _host(
-    runtime: Runtime, prompts: Sequence[list[int]], batches: Sequence[int], lengths: Sequence[int]
+    runtime: Runtime,
+    scheduler: Scheduler,
+    prompts: Sequence[list[int]],
+    batches: Sequence[int],
+    lengths: Sequence[int],
 ) -> Iterator[dict[str, Any]]:
     """The seconds of a round outside its passes: the median of rounds with so many requests."""
     for batch, length in product(dict.fromkeys(batches), dict.fromkeys(lengths)):
-        scheduler, seconds = runtime.scheduler, list[float]()
+        seconds = list[float]()
         scheduler.forget()
         requests = _requests(runtime, prompts, batch, _PROMPT, (_ROUNDS + 1) * length, draft=length > 1)
         for request in requests:
@@ -146,7 +144,7 @@ def _host(
                 if emission.error is not None:
                     raise emission.error
             if full:
-                pair = runtime.pair
+                pair = scheduler.pair
                 seconds.append(perf_counter() - begin - pair.draft_time - pair.verify_time)
         yield {"batch": batch, "rows": length, "seconds": _rounded(median(seconds))}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -197,6 +198,7 @@ def make_double(answer: Answer, *, version: str | None = None, runs: Sequence[in
     }
     module: Any = types.ModuleType("tensorrt_llm")
     module.__version__ = release.version
+    module.__spec__ = ModuleSpec("tensorrt_llm", None)
     module.LLM = type("LLM", (LLM,), members)
     module.SamplingParams = SamplingParams
     module.made = made

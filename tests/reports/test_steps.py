@@ -19,7 +19,7 @@ from tests.doubles.tensorrt_llm_double import make_double
 
 
 def test_every_pass_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_target(tmp_path / "target", favourites=6, layers=2)
+    target = make_target(tmp_path / "target", favourites=6, layers=3)
     drafter = make_drafter(tmp_path / "drafter", target)
     bundle = build(str(target), str(drafter), tmp_path / "bundle", max_seq_len=512).path
     monkeypatch.setattr(measuring, "_CONTEXTS", (32, 128, 2048))
