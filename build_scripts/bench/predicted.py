@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -22,6 +23,7 @@ from typing import Any
 
 from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.files.disk import whole_file
 from dflash_trt.planning.acceptance import Acceptance
@@ -30,6 +32,15 @@ from dflash_trt.prompts import read_prompts
 from dflash_trt.runtime import Runtime
 
 _WARM_UP = 2  # rounds of each group that do not count
+
+
+@dataclass
+class Part:
+    """What the rounds of one setting made, in how many seconds."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    statistics: Statistics = field(default_factory=lambda: Statistics(num_requests=0))
 
 
 def main() -> None:
@@ -77,24 +88,27 @@ def measure(
     ]
     rows: list[dict[str, Any]] = []
     for load in loads:
-        parts = {length: [0, 0.0, Statistics(num_requests=0)] for length in lengths}
+        parts = {length: Part() for length in lengths}
         groups = [prompts[at : at + load] for at in range(0, len(prompts) - load + 1, load)]
         for number, group in enumerate(groups):
             turn = number % len(lengths)
             for length in [*lengths[turn:], *lengths[:turn]]:
                 _group(runtime, group, length, tokens, parts[length])
-        for length, (made, seconds, total) in parts.items():
+        for length, part in parts.items():
+            total = part.statistics
             rows.append(
                 {
                     "requests": load,
                     "block": length,
-                    "tokens": made,
-                    "seconds": seconds,
+                    "tokens": part.tokens,
+                    "seconds": part.seconds,
                     "drafts": total.num_drafts,
                     "accepted": total.num_accepted_tokens_per_pos,
                 }
             )
-            print(f"{load:>3} requests, block {length}: {made / seconds:.1f} tokens/s", flush=True)
+            print(
+                f"{load:>3} requests, block {length}: {part.tokens / part.seconds:.1f} tokens/s", flush=True
+            )
     runtime.pair.close()
     return rows
 
@@ -102,6 +116,7 @@ def measure(
 def _group(runtime: Runtime, prompts: Sequence[list[int]], length: int, tokens: int, part: list[Any]) -> None:
     """Decode these prompts together until each has about so many tokens, and add up the rounds of all of them."""
     scheduler, policy = runtime.scheduler, FixedLength(length)
+    assert isinstance(scheduler, Scheduler)
     scheduler.forget()
     params = SamplingParams(max_tokens=tokens + (_WARM_UP + 1) * length, ignore_eos=True)
     requests = [runtime.request(prompt, params, draft=length > 1) for prompt in prompts]
@@ -120,9 +135,9 @@ def _group(runtime: Runtime, prompts: Sequence[list[int]], length: int, tokens: 
             continue
         new = sum(len(emission.token_ids) for emission in emissions)
         made += new
-        part[0] += new
-        part[1] += seconds
-    part[2] = Statistics.merge([part[2], *(request.statistics for request in requests)])
+        part.tokens += new
+        part.seconds += seconds
+    part.statistics = Statistics.merge([part.statistics, *(request.statistics for request in requests)])
     scheduler.clear()
 
 
