@@ -36,7 +36,7 @@ _WARM_UP = 2  # rounds of each group that do not count
 
 @dataclass
 class Part:
-    """What the rounds of one setting made, in how many seconds."""
+    """Tokens and seconds of the rounds of one setting."""
 
     tokens: int = 0
     seconds: float = 0.0
