@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dflash_trt.building.first_use import open_bundle
+from dflash_trt.building.progress import progress_display
 from dflash_trt.bundle.manifest import Check
 from dflash_trt.checkpoint.catalogue import known_pair
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
@@ -74,14 +75,16 @@ class Runtime:
         self._structures = Structures(
             self.tokenizer.backend, manifest["vocab_size"], manifest["eos_token_ids"]
         )
-        settings = RunSettings(
-            max_batch_size=max_batch_size,
-            prefill_chunk=prefill_chunk,
-            prefix_cache_bytes=prefix_cache_bytes,
-            threads=threads,
-        )
         try:
-            self.scheduler = engine.open(self.bundle, settings)
+            with progress_display() as progress:
+                settings = RunSettings(
+                    max_batch_size=max_batch_size,
+                    prefill_chunk=prefill_chunk,
+                    prefix_cache_bytes=prefix_cache_bytes,
+                    threads=threads,
+                    progress=progress,
+                )
+                self.scheduler = engine.open(self.bundle, settings)
         except MemoryError as error:
             raise DFlashError(
                 f"{self.bundle.path}: no memory is left for {max_batch_size} sequences of {self.max_seq_len} tokens "

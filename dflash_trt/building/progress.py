@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
+
     from dflash_trt.bundle.workspace import Progress
 
 
@@ -25,17 +28,25 @@ def progress_display() -> Iterator[Progress]:
         yield line
         return
 
-    from rich.console import Console
-    from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True)) as bars:
+    with ExitStack() as shown:
+        bars: Bars | None = None
         tasks: dict[str, TaskID] = {}
 
         def bar(step: str, done: int, total: int) -> None:
+            nonlocal bars
+            if bars is None:  # nothing appears where nothing takes long
+                bars = shown.enter_context(_bars())
             if step not in tasks:
                 tasks[step] = bars.add_task(step)
             bars.update(tasks[step], completed=done, total=total)
 
         yield bar
+
+
+def _bars() -> Bars:
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Bars(*columns, console=Console(stderr=True))

@@ -77,12 +77,13 @@ class BuildJob(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """The limits that a bundle is opened with. `LLM` describes the fields."""
+    """The limits that a bundle is opened with. `LLM` describes the fields. `progress` shows what takes long."""
 
     max_batch_size: int
     prefill_chunk: int
     prefix_cache_bytes: int
     threads: int | None
+    progress: Progress
 
 
 @dataclass(frozen=True)

@@ -304,6 +304,10 @@ class Cuda:
         cls.enqueue(work)
 
     @staticmethod
+    def get_device_name() -> str:
+        return "A GPU (double)"
+
+    @staticmethod
     def is_available() -> bool:
         return True
 

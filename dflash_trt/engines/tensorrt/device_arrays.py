@@ -22,12 +22,16 @@ from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
-from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL
+from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, prefill_length
 from dflash_trt.engines.tensorrt.round_memory import RoundMemory
+from dflash_trt.engines.tensorrt.runtime_config import kernel_cache
+from dflash_trt.engines.tensorrt.warm_up import warm_up
 from dflash_trt.errors import BuildError, BundleError
 
 if TYPE_CHECKING:
     from dflash_plugins.launch import Acceptance, Sampling
+
+    from dflash_trt.bundle.workspace import Progress
 
 Array = np.ndarray[Any, Any]
 DEVICE = "cuda"
@@ -83,12 +87,15 @@ class DeviceArrays:
         drafter: TensorRTEngine,
         *,
         slots: int,
+        capacity: int,
+        prefill_chunk: int,
         block_size: int,
         feature_size: int,
         mask_token_id: int,
         tree_width: int = 1,
     ) -> None:
         self.most_waiting, self._mask_token_id = block_size, mask_token_id
+        self._capacity, self._chunk = capacity, prefill_chunk
         device, self._stream = target.device, target.stream
         self._target, self._drafter = target, drafter
         scratch = torch.empty(
@@ -128,7 +135,30 @@ class DeviceArrays:
     def prefill(
         self, engine: TensorRTEngine, feeds: Mapping[str, Any], slot: int
     ) -> Mapping[str, torch.Tensor]:
-        return engine.run(PREFILL, feeds, first_slot=slot)
+        """A pass of one of a few lengths. Rows behind the prompt's are garbage, as those behind committed ones."""
+        name = "tokens" if engine is self._target else "features"
+        length, start = feeds[name].shape[1], int(feeds["start"][0])
+        filled = prefill_length(length, self._chunk)
+        if start + filled > self._capacity - self.most_waiting - 1:  # at the end of the cache
+            filled = length
+        feeds = {**feeds, name: self._filled(engine, name, feeds[name], filled)}
+        outputs = engine.run(PREFILL, feeds, first_slot=slot)
+        if engine is not self._target:
+            return outputs
+        return {**outputs, "features": outputs["features"][:, :length]}
+
+    def _filled(self, engine: TensorRTEngine, name: str, given: Any, length: int) -> Any:
+        """Tokens [1, n] or features [1, n, F] with further rows. Those must be finite: tokens of the prompt, or 0."""
+        if isinstance(given, np.ndarray):
+            return np.pad(given, ((0, 0), (0, length - given.shape[1])), mode="edge")
+        buffer = engine.buffer(PREFILL, name, 1, length, given.shape[2])
+        if (
+            given.data_ptr() != buffer.data_ptr()
+        ):  # otherwise they are the target's own, with its further rows
+            with torch.cuda.stream(self._stream):
+                buffer[:, : given.shape[1]].copy_(given)
+                buffer[:, given.shape[1] :].zero_()
+        return buffer
 
     def decode(self, engine: TensorRTEngine, feeds: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         tensors = {n: each.tensor if isinstance(each, DeviceArray) else each for n, each in feeds.items()}
@@ -285,8 +315,8 @@ class DeviceArrays:
         )
 
 
-def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int) -> Pair:
-    """The bundle's plans for the GPU of this process, with `slots` cache slots.
+def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progress) -> Pair:
+    """The bundle's plans for the GPU of this process, with `slots` cache slots, ready for the shapes that will come.
 
     Raises BundleError if the package or a GPU is missing, or if no plan fits. A plan does not fit if it is for another
     GPU, or was built with another version of the package or the plugins.
@@ -314,23 +344,32 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int) -> Pair:
             f"{bundle.path}: has plans for compute capability {', '.join(built['plans'])}, but this GPU has "
             f"{major}{minor}; build with --compute-capability {major}{minor}"
         )
-    device, stream = torch.device(DEVICE), torch.cuda.Stream()
+    device, stream, kernels = torch.device(DEVICE), torch.cuda.Stream(), kernel_cache(trt, bundle.path)
+    chunk, block_size = min(prefill_chunk, built["prefill_chunk"]), manifest["block_size"]
     # Only this stream fills memory. torch's default stream is not ordered with it.
     with torch.cuda.stream(stream):
         target, drafter = (
-            TensorRTEngine(trt, bundle.path / plans[role]["plan"], slots=slots, stream=stream, device=device)
+            TensorRTEngine(
+                *(trt, bundle.path / plans[role]["plan"]),
+                slots=slots,
+                stream=stream,
+                device=device,
+                kernels=kernels,
+            )
             for role in ("target", "drafter")
         )
         arrays = DeviceArrays(
             target,
             drafter,
             slots=slots,
-            block_size=manifest["block_size"],
+            capacity=bundle.capacity,
+            prefill_chunk=chunk,
+            block_size=block_size,
             feature_size=len(manifest["target_layer_ids"]) * manifest["hidden_size"],
             mask_token_id=manifest["mask_token_id"],
             tree_width=manifest["tree_width"],
         )
-    return Pair(
+    pair = Pair(
         target,
         drafter,
         arrays,
@@ -338,5 +377,9 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int) -> Pair:
         capacity=bundle.capacity,
         mask_token_id=manifest["mask_token_id"],
         vocab_size=manifest["vocab_size"],
-        prefill_chunk=min(prefill_chunk, built["prefill_chunk"]),
+        prefill_chunk=chunk,
     )
+    warm_up(pair, block_size, progress)
+    if kernels is not None:
+        kernels.save()
+    return pair

@@ -18,6 +18,7 @@ import torch
 
 from dflash_trt.engines.tensorrt.caches import RowCaches
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, QUERY
+from dflash_trt.engines.tensorrt.runtime_config import KernelCache, captures_by_itself, contexts
 from dflash_trt.errors import BundleError
 
 Array = np.ndarray[Any, Any]
@@ -41,13 +42,25 @@ class TensorRTEngine:
     A pass over n sequences uses the slots `first_slot .. first_slot + n - 1` as a view. Cache inputs and outputs are
     bound to the same memory. There is one context per profile. Inputs and outputs are buffers of their largest size,
     and a pass uses the beginning. Contexts are bound to them once; cache bindings change with the slot. Passes of the
-    DECODE profile from slot 0 on are captured as CUDA graphs, one per set of shapes.
+    DECODE profile from slot 0 on are captured as CUDA graphs, one per set of shapes. TensorRT-RTX captures them itself
+    (runtime_config.py).
+
+    kernels: where TensorRT-RTX keeps the kernels that it compiles.
     """
 
     def __init__(
-        self, trt: Any, plan: Path, *, slots: int, stream: Any, device: torch.device, graphs: bool = True
+        self,
+        trt: Any,
+        plan: Path,
+        *,
+        slots: int,
+        stream: Any,
+        device: torch.device,
+        kernels: KernelCache | None = None,
+        graphs: bool = True,
     ) -> None:
         self.plan, self.stream, self.device, self.graphs = plan, stream, device, graphs
+        self._kernels, self._captures = kernels, not captures_by_itself(trt)
         self._messages: deque[str] = deque(maxlen=_MESSAGES)
         self._logger = _logger(trt, self._messages)
         self._runtime = trt.Runtime(self._logger)
@@ -65,8 +78,7 @@ class TensorRTEngine:
         outputs = [name for name in names if name not in inputs and "_cache_out." not in name]
         self.outputs = [name for name in outputs if not name.startswith(QUERY)]
         self._unread = [name for name in outputs if name.startswith(QUERY)]
-        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        self._contexts = [self._engine.create_execution_context(strategy) for _ in (PREFILL, DECODE)]
+        self._contexts = contexts(trt, self._engine, kernels)
         for profile, context in enumerate(self._contexts):
             context.set_optimization_profile_async(profile, stream.cuda_stream)
         self._caches = {name: self._cache(name, slots) for name in inputs if "_cache." in name}
@@ -74,7 +86,7 @@ class TensorRTEngine:
         self._buffers: dict[tuple[int, str], Tensor] = {}
         self._shapes: dict[tuple[int, str], tuple[int, ...]] = {}
         self._views: dict[tuple[Any, ...], dict[str, Tensor]] = {}
-        self._captured: dict[tuple[Any, ...], Any] = {}
+        self._captured: dict[tuple[Any, ...], Any] = {}  # None if TensorRT-RTX has the graph
         self._slot: dict[int, int] = {}
         self._memory: Tensor | None = None
         self._shared: dict[str, Tensor] = {}
@@ -158,8 +170,10 @@ class TensorRTEngine:
         return outputs
 
     def close(self) -> None:
-        """Free contexts, graphs, buffers and caches."""
+        """Free contexts, graphs, buffers and caches. Keep the kernels."""
         self.stream.synchronize()
+        if self._kernels is not None and self._contexts:
+            self._kernels.save()
         self._captured.clear()
         self._contexts.clear()
         self._views.clear()
@@ -181,13 +195,20 @@ class TensorRTEngine:
 
         TensorRT prepares new shapes in a pass that is not captured. Another pass in between would undo this.
         """
-        graph = self._captured.get(key)
-        if graph is not None:
+        if (graph := self._captured.get(key)) is not None:
             graph.replay()
             return
         self._enqueue(context)
-        if self.graphs:
-            self._captured[key] = self._capture(context)
+        if self.graphs and key not in self._captured and self._capturable(context):
+            self._captured[key] = self._capture(context) if self._captures else None
+
+    def _capturable(self, context: Any) -> bool:
+        """Whether this pass can be captured. TensorRT-RTX says so; TensorRT cannot be asked."""
+        ask = getattr(context, "is_stream_capturable", None)
+        if ask is None or ask(self.stream.cuda_stream):
+            return True
+        self._without_graphs(f"TensorRT says that its passes cannot be captured{self._said()}")
+        return False
 
     def _capture(self, context: Any) -> Any:
         """The pass just enqueued as a CUDA graph. If it cannot be captured, passes run without graphs from now on."""
@@ -200,12 +221,13 @@ class TensorRTEngine:
             finally:
                 graph.capture_end()
         except RuntimeError as error:
-            self.graphs = False
-            warnings.warn(
-                f"{self.plan}: runs without CUDA graphs, because a capture failed: {error}", stacklevel=2
-            )
+            self._without_graphs(f"a capture failed: {error}")
             return None
         return graph
+
+    def _without_graphs(self, reason: str) -> None:
+        self.graphs = False
+        warnings.warn(f"{self.plan}: runs without CUDA graphs, because {reason}", stacklevel=2)
 
     def _cache(self, name: str, slots: int) -> Tensor:
         out = name.replace("_cache.", "_cache_out.")

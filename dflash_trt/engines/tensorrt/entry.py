@@ -62,7 +62,7 @@ class TensorRTEntry(Engine):
         from dflash_trt.engines.tensorrt.device_arrays import open_pair
 
         most = min(settings.max_batch_size, bundle.manifest["tensorrt"]["max_batch_size"])
-        pair = open_pair(bundle, slots=most, prefill_chunk=settings.prefill_chunk)
+        pair = open_pair(bundle, slots=most, prefill_chunk=settings.prefill_chunk, progress=settings.progress)
         return Scheduler(pair, most, settings.prefix_cache_bytes)
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:

@@ -37,6 +37,20 @@ class Limits:
             )
 
 
+def prefill_lengths(most: int) -> list[int]:
+    """The lengths of prefill passes, up to `most` tokens. A shorter part of a prompt is filled up to one of them.
+
+    Each length costs TensorRT-RTX a compilation, and any engine a preparation.
+    """
+    lengths = [16, 32, 64, *range(128, most, 128)]
+    return [*(n for n in lengths if n < most), most]
+
+
+def prefill_length(tokens: int, most: int) -> int:
+    """The shortest of `prefill_lengths(most)` that holds this many tokens."""
+    return next(n for n in prefill_lengths(most) if n >= tokens)
+
+
 @dataclass(frozen=True)
 class Profile:
     """Smallest, usual and largest length of each dynamic dimension."""

@@ -19,7 +19,7 @@ import torch
 from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
-from dflash_trt.engines.tensorrt import flavour, plans
+from dflash_trt.engines.tensorrt import flavour, plans, warm_up
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE
 from dflash_trt.errors import BatchError, BuildError, BundleError, NonFiniteError
@@ -42,6 +42,7 @@ def here() -> Any:
         patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
         patch.setattr(plans, "compute_capabilities", lambda: [90])
         patch.setattr(torch, "cuda", Cuda)
+        patch.setattr(warm_up, "SECONDS", 0)  # test_warm_up.py tests it
         with deferred():
             yield patch
 

@@ -1,0 +1,256 @@
+"""What happens at load: warm-up, CUDA graphs and the kept kernels, over stand-ins for TensorRT and TensorRT-RTX."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_trt import LLM, SamplingParams, logs
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines.tensorrt import plans, warm_up
+from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
+from dflash_trt.engines.tensorrt.engine import TensorRTEngine
+from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, prefill_length, prefill_lengths
+from dflash_trt.formats.precision import Precision
+from tests.doubles import fake_tensorrt, fake_tensorrt_rtx
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.cuda_double import Cuda, deferred
+
+BLOCK, CHUNK, SLOTS = 4, 40, 2
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bundle]]:
+    """One pair for ONNX Runtime, TensorRT and TensorRT-RTX."""
+    directory = tmp_path_factory.mktemp("warm_up")
+    target = make_target(directory / "target", layers=2, favourites=6)
+    drafter = make_drafter(directory / "drafter", target, layers=1, taps=(0, 1), block_size=BLOCK)
+    sources = str(target), str(drafter)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tensorrt", fake_tensorrt)
+        patch.setitem(sys.modules, "tensorrt_rtx", fake_tensorrt_rtx)
+        patch.setattr(plans, "compute_capabilities", lambda: [120])
+        patch.setattr(Cuda, "capability", (12, 0))
+        patch.setattr(torch, "cuda", Cuda)
+        patch.setattr(
+            DeviceArrays, "samples", property(lambda self: False, lambda self, value: None), raising=False
+        )
+        with deferred():  # the host samples, because Triton's interpreter is slow
+            found = {"onnxruntime": build(*sources, directory / "onnxruntime", max_seq_len=100)}
+            for engine in ("tensorrt", "tensorrt-rtx"):
+                found[engine] = build(
+                    *sources,
+                    directory / engine,
+                    engine=engine,
+                    max_seq_len=100,
+                    precision=Precision(target="fp32", drafter="fp32"),
+                    options=TensorRTOptions(max_batch_size=SLOTS, prefill_chunk=CHUNK),
+                )
+            yield found
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test starts without kernels, and without warnings that were given."""
+    monkeypatch.setattr(logs, "_warned", set())
+    folder = kept(bundles)
+    if folder.is_dir():
+        folder.chmod(0o755)
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+
+
+def kept(bundles: dict[str, Bundle]) -> Path:
+    path = bundles["tensorrt-rtx"].path
+    return path.with_name(f"{path.name}.kernels")
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 300, n).tolist() for n in (3, 40, 17, 1, 75)]
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    return [completion.token_ids for completion in llm.generate(prompts(), params)]
+
+
+@pytest.mark.parametrize("engine", ["tensorrt", "tensorrt-rtx"])
+def test_no_request_meets_a_shape_that_was_not_prepared(bundles: dict[str, Bundle], engine: str) -> None:
+    """Neither a compilation nor a capture falls on a request, whatever its length and the batch."""
+    with LLM(bundles["onnxruntime"].path) as llm:
+        expected = tokens(llm)
+    with LLM(bundles[engine].path, prefix_cache_bytes=0) as llm:
+        engines: list[TensorRTEngine] = [llm._runtime.pair.target, llm._runtime.pair.drafter.engine]
+        pair: Any = llm._runtime.pair
+        caches = [rows for each in engines for rows in each.caches.arrays.values()]
+        pair.arrays.wait()
+        assert all(not rows.any() for rows in caches)
+        Cuda.counts.clear()
+        captured = [len(each._captured) for each in engines]
+        assert tokens(llm) == expected
+        assert Cuda.counts["compilations"] == Cuda.counts["captures"] == 0
+        assert [len(each._captured) for each in engines] == captured != [0, 0]
+        assert Cuda.counts["graph launches"] > 0
+        lengths = {
+            shape[1] for e in engines for (p, n), shape in e._shapes.items() if p == PREFILL and n in "tokens"
+        }
+        assert lengths <= {16, 32, CHUNK}
+
+
+def test_prefill_has_few_lengths() -> None:
+    assert prefill_lengths(512) == [16, 32, 64, 128, 256, 384, 512]
+    assert prefill_lengths(40) == [16, 32, 40]
+    assert prefill_lengths(8) == [8]
+    assert [prefill_length(n, 512) for n in (1, 16, 17, 129, 512)] == [16, 16, 32, 256, 512]
+
+
+def test_a_prompt_fills_the_cache_to_its_last_row(bundles: dict[str, Bundle]) -> None:
+    """The last part of a prompt is not filled up where the cache ends. Longer than the slot, it would be refused."""
+    prompt = np.random.default_rng(2).integers(0, 300, 97).tolist()
+    found = []
+    for engine in ("onnxruntime", "tensorrt"):
+        with LLM(bundles[engine].path, prefill_chunk=32) as llm:
+            found.append(llm.generate(prompt, SamplingParams(max_tokens=3, ignore_eos=True)).token_ids)
+    assert found[0] == found[1]
+
+
+def test_the_drafter_reads_zeros_behind_the_features_of_a_short_part(bundles: dict[str, Bundle]) -> None:
+    with LLM(bundles["tensorrt"].path) as llm:
+        pair: Any = llm._runtime.pair
+        pair.prefill(prompts()[1], 0, 0, draft=True)
+        features = pair.drafter.engine.whole_buffer(PREFILL, "features")
+        with torch.cuda.stream(pair.target.stream):
+            features.fill_(torch.nan)  # such as those of a request that was not finite
+        assert pair.arrays.finite(pair.drafter.take_in(pair.arrays.waiting_of(0, 0, 2), 40, 0))
+
+
+def test_warm_up_ends_in_time_and_shows_its_progress(
+    bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+    with LLM(bundles["tensorrt"].path) as llm:
+        assert capsys.readouterr().err == "warm up: done\n"
+        clock = iter(range(1000))
+        monkeypatch.setattr(warm_up, "perf_counter", lambda: next(clock))
+        monkeypatch.setattr(warm_up, "SECONDS", 5)
+        done = warm_up.warm_up(llm._runtime.pair, BLOCK, lambda *step: seen.append(step))
+    assert done == 5
+    assert seen[0] == ("warm up", 1, seen[-1][2])
+    assert seen[-1][1] == seen[-1][2] > 5
+
+
+def test_kernels_are_compiled_once_for_a_gpu_and_driver(bundles: dict[str, Bundle]) -> None:
+    path = bundles["tensorrt-rtx"].path
+    counts = []
+    for _ in range(2):
+        Cuda.counts.clear()
+        LLM(path).close()
+        counts.append(Cuda.counts["compilations"])
+    assert counts[0] > 0 == counts[1]
+    (file,) = kept(bundles).iterdir()
+    assert file.name == "A_GPU_double_-1.7.1.116.cache"
+    Bundle.open(path)  # the cache is no file of the bundle
+
+
+def test_a_damaged_cache_costs_a_warning(
+    bundles: dict[str, Bundle], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = bundles["tensorrt-rtx"].path
+    LLM(path, max_batch_size=1).close()
+    (file,) = kept(bundles).iterdir()
+    whole = file.read_bytes()
+    for content in (b"", b"RTXCACHE[", b"\0" * 100):
+        monkeypatch.setattr(logs, "_warned", set())
+        caplog.clear()
+        file.write_bytes(content)
+        LLM(path, max_batch_size=1).close()
+        assert len([r for r in caplog.records if "does not take these kernels" in r.message]) == 1
+        assert file.read_bytes() == whole
+
+
+def test_a_place_that_cannot_be_written_costs_a_warning(
+    bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    LLM(bundles["tensorrt-rtx"].path, max_batch_size=1).close()
+    told = [r.message for r in caplog.records if "cannot be written" in r.message]
+    assert len(told) == 1, caplog.text
+    assert "Read-only file system" in told[0]
+    assert not kept(bundles).exists()
+
+
+def test_an_interrupted_write_leaves_the_former_kernels(
+    bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(bundles["tensorrt-rtx"].path) as llm:
+        cache = llm._runtime.pair.target._kernels
+        before = cache.file.read_bytes()
+        cache._cache.kernels.add("another")
+
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", full)
+            cache.save()
+        assert [file.read_bytes() for file in kept(bundles).iterdir()] == [before]
+
+
+def test_a_plan_that_cannot_be_captured_runs_plainly_and_says_so_once(
+    bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_tensorrt_rtx.IExecutionContext, "capturable", False)
+    with pytest.warns(UserWarning, match="without CUDA graphs, because TensorRT says") as told:
+        llm = LLM(bundles["tensorrt-rtx"].path)
+    assert len(told) == 2  # once for each plan
+    with llm:
+        Cuda.counts.clear()
+        assert len(tokens(llm)) == 5
+    assert Cuda.counts["graph launches"] == 0
+
+
+def test_contexts_are_configured_as_documented(bundles: dict[str, Bundle]) -> None:
+    """Prefill is bound to another slot each time, and would be captured each time."""
+    with LLM(bundles["tensorrt-rtx"].path) as llm:
+        for engine in (llm._runtime.pair.target, llm._runtime.pair.drafter.engine):
+            strategies = [context._config.cuda_graph_strategy for context in engine._contexts]
+            assert strategies[PREFILL] == fake_tensorrt_rtx.CudaGraphStrategy.DISABLED
+            assert strategies[DECODE] == fake_tensorrt_rtx.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+            caches = {id(context._config.get_runtime_cache()) for context in engine._contexts}
+            assert len(caches) == 1
+
+
+def test_the_double_has_the_names_of_tensorrt_rtx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every public name of the double's classes is one of the installed package."""
+    monkeypatch.delitem(sys.modules, "tensorrt_rtx", raising=False)
+    pytest.importorskip("tensorrt_rtx", exc_type=ImportError)
+    real = importlib.import_module("tensorrt_rtx")
+    assert fake_tensorrt_rtx.__version__.split(".")[:2] == real.__version__.split(".")[:2]
+    for name in (
+        "BuilderFlag",
+        "CudaGraphStrategy",
+        "DynamicShapesKernelSpecializationStrategy",
+        "IRuntimeCache",
+        "IRuntimeConfig",
+    ):
+        double: Any = getattr(fake_tensorrt_rtx, name)
+        members = {*vars(double), *(vars(double()) if name.startswith("I") else ())}
+        own = {"kernels"}
+        missing = {m for m in members if not m.startswith("_") and not hasattr(getattr(real, name), m)} - own
+        assert not missing, name
+    assert hasattr(real.ICudaEngine, "create_runtime_config")
+    assert hasattr(real.IExecutionContext, "is_stream_capturable")
