@@ -1,4 +1,4 @@
-"""What happens at load: warm-up, CUDA graphs and the kept kernels, over stand-ins for TensorRT and TensorRT-RTX."""
+"""Loading a bundle: warm-up, CUDA graphs and the kept kernels, over stand-ins for TensorRT and TensorRT-RTX."""
 
 from __future__ import annotations
 
