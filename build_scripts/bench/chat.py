@@ -71,7 +71,8 @@ def row(turn: int, pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     """Figures of one turn: (all tokens read, earlier turns reused) of each chat."""
 
     def first(which: int) -> float:
-        return round(1e3 * median(pair[which].statistics.time_to_first_token for pair in pairs), 1)
+        seconds: float = median(pair[which].statistics.time_to_first_token for pair in pairs)
+        return round(1e3 * seconds, 1)
 
     reused = [pair[1].statistics for pair in pairs]
     return {

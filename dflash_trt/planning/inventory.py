@@ -62,16 +62,19 @@ class Inventory:
         dense: str = "bf16",
         scheme: str | None = None,
         tensor_parallel: int = 1,
+        largest_group: int | None = None,
     ) -> dict[str, dict[str, int]]:
         """Bytes on one GPU, by role and precision.
 
         `dense` is the dtype of floating-point tensors. `scheme` is the format of linear layers, except the head.
-        Tensors that are already quantized stay as they are.
+        At most `largest_group` of their weights share a scale. Tensors that are already quantized stay as they are.
         """
         totals: dict[str, Counter[str]] = {}
         kv_parts = min(tensor_parallel, self.config(side).num_key_value_heads)
         parts = {"whole": 1, "kv": kv_parts, "split": tensor_parallel}
         group = 0 if scheme is None else self.group_size(side, scheme)
+        if largest_group is not None:
+            group = min(group, largest_group)
         for kind, size in self._kinds[side].items():
             precision, count = kind.quantized, size.nbytes
             if precision is None:
@@ -80,6 +83,13 @@ class Inventory:
                 rows = size.rows if quantize else 0
                 count = weight_bytes(precision, size.parameters, rows, group)
             totals.setdefault(kind.role, Counter())[precision] += count // parts[kind.spread]
+        return {role: dict(totals[role]) for role in sorted(totals)}
+
+    def stored(self, side: str) -> dict[str, dict[str, int]]:
+        """Bytes in the checkpoint, by role and storage dtype or format."""
+        totals: dict[str, Counter[str]] = {}
+        for tensor in self.tensors[side]:
+            totals.setdefault(role_of(tensor.name), Counter())[tensor.dtype.lower()] += tensor.nbytes
         return {role: dict(totals[role]) for role in sorted(totals)}
 
     def parameters(self, side: str) -> dict[str, int]:

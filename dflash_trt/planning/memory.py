@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import GIB, MemoryTraits
 from dflash_trt.errors import BuildError
 from dflash_trt.formats import FORMATS, SCHEMES
+from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.dialect import SINK_PADDING
 from dflash_trt.graph.tensorrt_experts import at_a_time
@@ -304,23 +305,41 @@ class _Layout:
 
 
 def _weights(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str, int]]:
-    found = inventory.weights(side, s.compute(side), s.precision.scheme(side), s.tensor_parallel)
-    if (
-        side == "drafter" and s.precision.head is not None
-    ):  # the drafter has its own copy of the target's head
-        rows, columns = inventory.target.vocab_size, inventory.target.hidden_size
-        algorithm = FORMATS[s.precision.head].algorithm(calibrated=False, inputs=[columns])
-        found["head"] = {
-            s.precision.head: weight_bytes(s.precision.head, rows * columns, rows, algorithm.group_size)
-        }
+    scheme = s.precision.scheme(side)
+    in_blocks = registry.find(s.engine).weight_layout == "blocks"
+    largest = BLOCK if in_blocks else None
+    found = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, largest)
+    if in_blocks and side == "target" and _integer(scheme):
+        # The head has the target's format too. The table of a tied embedding stays beside it, as it is on disk.
+        found["head"] = _head(inventory, scheme, largest)
+        found["embedding"] = dict(inventory.stored("target")["embedding"])
+    if side == "drafter" and s.precision.head is not None:  # its own copy of the target's head
+        found["head"] = _head(inventory, s.precision.head, largest)
+    elif in_blocks and side == "drafter":  # the sessions of both models hold the head that they multiply
+        target = s.precision.scheme("target")
+        found["head"] = _head(inventory, target if _integer(target) else s.compute("target"), largest)
     return found
+
+
+def _integer(scheme: str | None) -> TypeGuard[str]:
+    return scheme is not None and FORMATS[scheme].integer_bits is not None
+
+
+def _head(inventory: Inventory, precision: str, largest_group: int | None) -> dict[str, int]:
+    rows, columns = inventory.target.vocab_size, inventory.target.hidden_size
+    form, group = FORMATS.get(precision), 0
+    if form is not None:
+        group = form.algorithm(calibrated=False, inputs=[columns]).group_size
+        group = min(group, largest_group or group)
+    return {precision: weight_bytes(precision, rows * columns, rows, group)}
 
 
 def _bytes_read(inventory: Inventory, s: Settings, weights: dict[str, dict[str, dict[str, int]]]) -> float:
     """Bytes of the target that one GPU reads to verify one block: few embedding rows, at most the chosen experts."""
     moe, total = inventory.target.moe, 0.0
+    tied = inventory.target.tie_word_embeddings and "head" not in weights["target"]
     for role, by_precision in weights["target"].items():
-        share = 0.0 if role == "embedding" and not inventory.target.tie_word_embeddings else 1.0
+        share = 0.0 if role == "embedding" and not tied else 1.0
         if role == "experts" and moe is not None:
             share = min(1.0, s.block_size * moe.experts_per_token / moe.num_experts)
         total += share * sum(by_precision.values())

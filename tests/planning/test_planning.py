@@ -75,6 +75,20 @@ def test_plans_agree_with_what_a_bundle_reports(tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_integer_weights_are_those_of_a_bundle(tmp_path: Path, scheme: str) -> None:
+    precision = Precision(target=scheme)
+    bundle = build("tiny", None, tmp_path / "tiny", max_seq_len=256, precision=precision)
+    target, drafter = known_configs("tiny")
+    inventory = take_inventory(read_target_config(target), read_drafter_config(drafter))
+    found = estimate_memory(inventory, settings(engine="onnxruntime", precision=precision)).weights
+    stored = bundle.manifest["target"]["weight_bytes"]
+    for role in ("attention", "mlp", "head"):
+        assert found["target"][role][scheme] == stored[role]["U8"] + stored[role]["F32"]
+    assert found["target"]["embedding"] == {"bf16": stored["embedding"]["BF16"]}
+    assert found["drafter"]["head"] == found["target"]["head"]  # each session has its own
+
+
 @pytest.mark.parametrize("text", ["target=fp8", "target=nvfp4,drafter=fp8"])
 def test_plans_agree_with_what_quantized_bundles_hold(text: str, tmp_path: Path) -> None:
     precision = parse_precision(text)
