@@ -344,7 +344,8 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
             f"{bundle.path}: has plans for compute capability {', '.join(built['plans'])}, but this GPU has "
             f"{major}{minor}; build with --compute-capability {major}{minor}"
         )
-    device, stream, kernels = torch.device(DEVICE), torch.cuda.Stream(), kernel_cache(trt, bundle.path)
+    device, stream = torch.device(DEVICE), torch.cuda.Stream()
+    kernels = kernel_cache(trt, bundle.path, torch.cuda.get_device_name())
     chunk, block_size = min(prefill_chunk, built["prefill_chunk"]), manifest["block_size"]
     # Only this stream fills memory. torch's default stream is not ordered with it.
     with torch.cuda.stream(stream):

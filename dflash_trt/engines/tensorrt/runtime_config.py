@@ -11,8 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL
 from dflash_trt.errors import BundleError
 from dflash_trt.files.disk import whole_file
@@ -89,12 +87,12 @@ class KernelCache:
             )
 
 
-def kernel_cache(trt: Any, bundle: Path) -> KernelCache | None:
-    """The cache beside a bundle, for this GPU, driver and version. None if plans hold their kernels."""
+def kernel_cache(trt: Any, bundle: Path, gpu: str) -> KernelCache | None:
+    """The cache beside a bundle, for a GPU, its driver and the version. None if plans hold their kernels."""
     if not captures_by_itself(trt):
         return None
-    drivers = {gpu["driver_version"] for gpu in gpus() if "driver_version" in gpu}
-    parts = (torch.cuda.get_device_name(), *sorted(drivers), trt.__version__)
+    drivers = {each["driver_version"] for each in gpus() if "driver_version" in each}
+    parts = (gpu, *sorted(drivers), trt.__version__)
     name = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in parts)
     return KernelCache(bundle.with_name(f"{bundle.name}.kernels") / f"{name}.cache")
 
