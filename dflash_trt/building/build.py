@@ -108,11 +108,13 @@ def _check_options(engine: Engine, options: EngineOptions | None) -> None:
 
 
 def _read_pair(sources: tuple[Source, Source], engine: Engine, weights: Weights) -> CheckpointPair:
-    target, drafter = read_target_config(sources[0].directory), read_drafter_config(sources[1].directory)
+    target = read_target_config(sources[0].directory)
+    drafter = read_drafter_config(sources[1].directory, target)
     engine.check_pair(target, drafter)
     check_pair(target, drafter)
     if weights != "none":
-        check_tokenizers(sources[0].directory, sources[1].directory, drafter.mask_token_id)
+        mask = drafter.mask_token_id if drafter.masks else None
+        check_tokenizers(sources[0].directory, sources[1].directory, mask)
     opened = Outline if weights == "none" else Checkpoint
     return CheckpointPair(
         Side(sources[0], target, opened(sources[0].directory), f"{engine.weights_folder}target"),

@@ -27,7 +27,7 @@ def choose_tree_width(asked: int | None, drafter: DrafterConfig) -> int:
     """Candidates for each place, 1 by default. Raises BuildError for more than the drafter has."""
     if asked is None:
         return 1
-    most = min(_TREE_WIDTH, drafter.vocab_size)
+    most = min(_TREE_WIDTH, drafter.vocab_size, drafter.most_candidates or drafter.vocab_size)
     if not 1 <= asked <= most:
         raise BuildError(
             f"--tree-width is {asked}, expected 1..{most}: the most candidates that {drafter.path} allows for a place"

@@ -30,7 +30,7 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
                 "give the drafter that was trained for this target"
             )
     for index, tap in enumerate(drafter.target_layer_ids):
-        if not 0 <= tap < layers:
+        if not -1 <= tap < layers:
             raise PairError(
                 f"{drafter.path}: dflash_config.target_layer_ids[{index}] is {tap}, "
                 f"but the target has {layers} layers (0..{layers - 1})"
@@ -42,12 +42,13 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
         )
 
 
-def check_tokenizers(target_dir: Path, drafter_dir: Path, mask_token_id: int) -> None:
+def check_tokenizers(target_dir: Path, drafter_dir: Path, mask_token_id: int | None) -> None:
     """Check the token ids that the pair shares.
 
     The target needs a tokenizer.json whose ids its embedding covers. The mask token must not be an ordinary entry of
     the vocabulary: drafters are trained with a special or unused id. A drafter may lack a tokenizer, as most published
-    ones do. If it has one, every token must have the same id in both.
+    ones do. If it has one, every token must have the same id in both. `mask_token_id` is None for a drafter
+    without masks.
 
     Raises:
         CheckpointError: a tokenizer.json is missing, malformed or does not work.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dflash_trt.checkpoint.rope import RopeConfig
 
@@ -87,9 +87,18 @@ class TargetConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(DecoderConfig):
-    """A drafter. Tap i is the residual stream after target layer `target_layer_ids[i]` (0-based)."""
+    """A drafter. Tap i is the residual stream after target layer `target_layer_ids[i]` (0-based; -1: the embedding).
+
+    block_size: tokens of a verification, including the anchor.
+    mask_token_id: fills the block behind the anchor. A drafter without `masks` does not read it.
+    most_candidates: the most candidates that it has for a place; None if it has the whole vocabulary.
+    own: settings that only the module of its kind knows.
+    """
 
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
+    masks: bool = True
+    most_candidates: int | None = None
+    own: Any = None

@@ -25,6 +25,7 @@ ONNX_DTYPES = {
     "F32": ir.DataType.FLOAT,
     "F16": ir.DataType.FLOAT16,
     "BF16": ir.DataType.BFLOAT16,
+    "I64": ir.DataType.INT64,
     "U8": ir.DataType.UINT8,
     "I8": ir.DataType.INT8,
     "F8_E4M3": ir.DataType.FLOAT8E4M3FN,

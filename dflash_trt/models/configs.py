@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dflash_trt.checkpoint.fields import Fields
@@ -25,16 +26,20 @@ def read_target_config(directory: Path) -> TargetConfig:
     return family.read(fields)
 
 
-def read_drafter_config(directory: Path) -> DrafterConfig:
-    """Read a drafter's config.json.
+def read_drafter_config(directory: Path, target: TargetConfig | None = None) -> DrafterConfig:
+    """Read a drafter's config.json. With its `target`, taps that the file does not name follow from the kind.
 
     Raises:
         CheckpointError: as in read_target_config, and for a field that requests something not supported.
     """
     fields = _fields(directory)
     kind = KINDS[architecture_of(fields, "drafter", KINDS)]
-    check_names(fields, kind.architecture, kind.model_type)
-    return kind.read(fields)
+    others = [name for name in kind.also if name == fields.get("model_type")]
+    check_names(fields, kind.architecture, others[0] if others else kind.model_type)
+    config = kind.read(fields)
+    if not config.target_layer_ids and kind.taps is not None and target is not None:
+        config = replace(config, target_layer_ids=kind.taps(target.num_hidden_layers))
+    return config
 
 
 def _fields(directory: Path) -> Fields:

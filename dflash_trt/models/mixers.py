@@ -107,6 +107,7 @@ class Attention:
             for i in layers
         }
         self._capacity = g.dim(self._caches[layers[0]][0], len(self._shapes[0]) - 2, name="capacity")
+        self.updated: dict[int, list[ir.Value]] = {}  # the caches of a layer that was called
         self._masks: dict[tuple[LayerAttention, int | None], tuple[ir.Value, ...]] = {}
 
     def _mask(self, i: int) -> tuple[ir.Value, ...]:
@@ -160,16 +161,20 @@ class Attention:
             return self.g.op("Transpose", x, name="by_head", perm=[0, 2, 1, 3])
         return self.g.op("Reshape", x, rows.shape(n * size), name="by_row")
 
-    def layer(self, m: Module, i: int, x: ir.Value, written: ir.Value) -> ir.Value:
+    def layer(
+        self, m: Module, i: int, x: ir.Value, written: ir.Value, *, width: int | None = None
+    ) -> ir.Value:
+        """`Mixer.layer`; rows have `width` numbers, the hidden size by default."""
         g, c, m = self.g, self.config, m.at("self_attn")
+        width = width or c.hidden_size
         size, bias = c.head_dim, c.attention_bias
         n_q, n_kv = c.num_attention_heads, c.num_key_value_heads
         asking, stored = {"q_proj": n_q * size}, {"k_proj": n_kv * size, "v_proj": n_kv * size}
         if written is x:
-            q, k, v = m.linears(x, asking | stored, c.hidden_size, bias=bias)
+            q, k, v = m.linears(x, asking | stored, width, bias=bias)
         else:
-            (q,) = m.linears(x, asking, c.hidden_size, bias=bias)
-            k, v = m.linears(written, stored, c.hidden_size, bias=bias)
+            (q,) = m.linears(x, asking, width, bias=bias)
+            k, v = m.linears(written, stored, width, bias=bias)
         norms = ("q_norm", "k_norm") if c.qk_norm else (None, None)
         q = self._arranged(m, self.queries, q, n_q, norms[0])
         k = self._arranged(m, self.written, k, n_kv, norms[1])
@@ -189,6 +194,7 @@ class Attention:
             outputs=3,
             name="cached",
         )
+        self.updated[i] = updated
         for side, cache, shape in zip("kv", updated, self._shapes, strict=True):
             g.output(cache, f"{side}_cache_out.{i}", g.dtype, shape)
         if by_head:

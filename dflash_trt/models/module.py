@@ -24,12 +24,31 @@ class Module:
         self.g, self.checkpoint, self.folder, self.dialect = g, checkpoint, folder, dialect
         self.prefix = ""
         self.used: set[str] = set()
+        self._outside = g  # weights are prepared in the graph, also for a subgraph
         self._widened_bytes = widened_bytes(checkpoint)
 
     def at(self, prefix: str) -> Module:
         below = copy(self)
         below.prefix = f"{self.prefix}{prefix}."
         return below
+
+    def inside(self, body: GraphBuilder) -> Module:
+        """The same place, for a subgraph of the graph. Weights stay outside, so that they are prepared once."""
+        there = copy(self)
+        there.g = body
+        return there
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor. An outline has only those that were asked for before."""
+        return self.prefix + name in self.checkpoint.tensors
+
+    def integers(self, name: str, *shape: int) -> ir.Value:
+        """A tensor of int64."""
+        return self.g.raw_weight(self._checked(name, shape, ("I64",)), self.folder)
+
+    def ignore(self, name: str) -> None:
+        """Count a tensor as used, if there is one."""
+        self.used.add(self.prefix + name)
 
     def raw(self, name: str, *shape: int) -> ir.Value:
         """The tensor as stored, in a floating-point type."""
@@ -54,7 +73,7 @@ class Module:
 
     def weight(self, name: str, *shape: int, dtype: ir.DataType | None = None) -> ir.Value:
         """The tensor in `dtype`, by default the graph's. It stays as it is on disk if it already has that dtype."""
-        return self.g.cast(self.raw(name, *shape), dtype or self.g.dtype, name=f"{name}/cast")
+        return self._outside.cast(self.raw(name, *shape), dtype or self.g.dtype, name=f"{name}/cast")
 
     def linear(
         self,
@@ -113,10 +132,10 @@ class Module:
         for kind, columns in shapes.items():
             parts = [self.raw(f"{each}.{kind}", n, *columns) for each, n in outputs.items()]
             if len({part.dtype for part in parts}) > 1:
-                parts = [self.g.cast(part, self.g.dtype) for part in parts]
-            whole = self.g.op("Concat", *parts, name=f"{name}.{kind}", axis=0)
+                parts = [self._outside.cast(part, self.g.dtype) for part in parts]
+            whole = self._outside.op("Concat", *parts, name=f"{name}.{kind}", axis=0)
             parameters.append(
-                self.g.to_dtype(whole, parts[0].dtype or self.g.dtype, name=f"{name}.{kind}/cast")
+                self._outside.to_dtype(whole, parts[0].dtype or self.g.dtype, name=f"{name}.{kind}/cast")
             )
         return self.g.op("Gemm", x, *parameters, name=name, transB=1)
 

@@ -36,7 +36,8 @@ def build_target(
 ) -> ir.Model:
     """The target as an ONNX model. Its weights stay in the safetensors files of `folder`.
 
-    `taps` are 0-based layer indices. Tap i is the residual stream after decoder layer i, before the final norm.
+    `taps` are 0-based layer indices. Tap i is the residual stream after decoder layer i, before the final norm. Tap -1
+    is the embedding.
     Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
     """
     g = GraphBuilder("target", dtype=dialect.dtype)
@@ -50,7 +51,7 @@ def build_target(
     root = Module(g, checkpoint, folder, dialect)
     m = root.at("model")
     x = embed(m, tokens, vocab, hidden)
-    family, tapped = FAMILIES[config.architecture], dict[int, ir.Value]()
+    family, tapped = FAMILIES[config.architecture], {-1: x}
     for i in range(config.num_hidden_layers):
         with g.scope(f"layers.{i}"):
             x = family.layer(m.at(f"layers.{i}"), by_layer[i], config, i, x)

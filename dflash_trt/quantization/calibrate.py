@@ -67,7 +67,7 @@ def activation_amax(
     checkpoints = {"target": Checkpoint(target)}
     taps: Sequence[int] = (0,)
     if drafter is not None:
-        drafter_config = read_drafter_config(drafter)
+        drafter_config = read_drafter_config(drafter, config)
         check_pair(config, drafter_config)
         checkpoints["drafter"], taps = Checkpoint(drafter), drafter_config.target_layer_ids
     for checkpoint in checkpoints.values():

@@ -8,10 +8,11 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import DrafterConfig
-from dflash_trt.models.drafters import dflash
+from dflash_trt.models.drafters import dflash, dflash2, eagle3
 from dflash_trt.models.drafters.kind import DrafterKind
 
-KINDS: Mapping[str, DrafterKind] = {kind.architecture: kind for kind in (dflash.KIND,)}
+_KINDS = (dflash.KIND, dflash2.KIND, *eagle3.KINDS)
+KINDS: Mapping[str, DrafterKind] = {kind.architecture: kind for kind in _KINDS}
 
 
 def build_drafter(config: DrafterConfig, *checkpoints: Any, **options: Any) -> ir.Model:

@@ -42,13 +42,16 @@ class BuildDrafter(Protocol):
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """A kind of drafter, with the `architecture` and `model_type` of config.json.
+    """A kind of drafter, with the `architecture` and `model_type` of config.json. Other model types have `also`.
 
     read: turns the file's fields into a configuration: block size, mask token, and the target's tapped layers.
     build: makes the graph.
+    taps: the tapped layers for a target of this many layers, if the file does not name them.
     """
 
     architecture: str
     model_type: str
     read: Callable[[Fields], DrafterConfig]
     build: BuildDrafter
+    taps: Callable[[int], tuple[int, ...]] | None = None
+    also: tuple[str, ...] = ()

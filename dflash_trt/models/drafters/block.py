@@ -1,0 +1,191 @@
+"""The pass of the drafters that draft a block at once: from tapped states and an anchor to one row for each draft.
+
+in:  features [B,S,n*D] (the rows the last target pass committed, n_features of them valid), n_features [B],
+     start [B] (position of the first feature row), block [B,K] = [anchor, mask, ...], its own caches
+out: draft_tokens [B,K-1,W], draft_logprobs [B,K-1,W] float32, updated caches
+
+Context rows enter every layer as key and value only (arXiv 2602.06036, section 4.1): no query, no MLP, no input norm.
+Context and block rows are written together. The block rows follow the valid context rows directly, so slot j holds
+position j. The next pass starts at the first block row and overwrites the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.graph.builder import GraphBuilder
+from dflash_trt.graph.dialect import Dialect
+from dflash_trt.models.decoder import embed, gated_mlp
+from dflash_trt.models.drafters.candidates import output_candidates
+from dflash_trt.models.mixers import Pass, PassRows, ints, mixers, positions_from
+from dflash_trt.models.module import Module
+from dflash_trt.models.target import lm_head
+
+# Tapped states exceed 2e4, and their sums through fc would exceed 65504. The sums are normalized afterwards. So a
+# power of two before fc, with its square on the norm's epsilon, changes only the range.
+FP16_FEATURE_SCALE = 2.0**-6
+
+# What is done to block rows [B*R, D] around attention or the MLP. `before` is applied to its normed input.
+Rows = Callable[[ir.Value], ir.Value]
+
+
+class BlockPass:
+    """The parts of a kind's graph, in the order of its methods.
+
+    g, m, target_root: the graph, the drafter's checkpoint and the target's.
+    batch, n_rows: sequences, and rows of a block in the pass.
+    every_row: whether the anchor's row predicts too. Then row i predicts the token behind its own position, and K - 1
+        rows are enough. Otherwise row i predicts the token at its position, and the anchor's row nothing.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        checkpoint: Checkpoint | Outline,
+        target: TargetConfig,
+        target_checkpoint: Checkpoint | Outline,
+        dialect: Dialect,
+        *,
+        folder: str,
+        target_folder: str,
+        capacity: int | str = "C",
+        features_dtype: ir.DataType | None = None,
+        head: tuple[Checkpoint | Outline, str] | None = None,
+        every_row: bool = False,
+    ) -> None:
+        self.config, self.target, self.dialect, self.every_row = config, target, dialect, every_row
+        self._head = head
+        g = self.g = GraphBuilder("drafter", dtype=dialect.dtype)
+        taps = len(config.target_layer_ids) * config.hidden_size
+        self.features = features = g.input("features", features_dtype or g.dtype, ["B", "S", taps])
+        n_features, start, block = (
+            ints(g, "n_features", "B"),
+            ints(g, "start", "B"),
+            ints(g, "block", "B", "K"),
+        )
+        self.block = block
+        if every_row:
+            block = g.op("Slice", block, *map(g.constant, ([0], [-1], [1])), name="predicting")
+        self.rows_of_block = block
+        self.batch = batch = g.dim(block, 0, name="batch")
+        self.n_context, self.n_rows = g.dim(features, 1, name="n_context"), g.dim(block, 1, name="n_block")
+        n_written = g.op("Add", self.n_context, self.n_rows, name="n_written")
+        block_start = g.op("Add", start, n_features, name="block_start")
+        asking = PassRows(
+            g, batch, self.n_rows, positions_from(g, block_start, self.n_rows, name="block_positions"), config
+        )
+        written = PassRows(
+            g, batch, n_written, positions_from(g, start, n_written, name="written_positions"), config
+        )
+        lengths = g.op("Add", block_start, self.n_rows, name="lengths")
+        self.by_layer = mixers(Pass(g, dialect, config, capacity, start, asking, written, lengths))
+        self.order = _block_after_valid_context(g, batch, self.n_context, n_written, n_features)
+        self.m = Module(g, checkpoint, folder, dialect)
+        self.target_root = Module(g, target_checkpoint, target_folder, dialect)
+        self.by_sequence = g.shape(batch, -1, config.hidden_size)
+        self._context: ir.Value | None = None
+
+    def context(self) -> ir.Value:
+        """The fused features [B, S, D] that every layer takes its context rows from."""
+        if self._context is None:
+            g, m, config = self.g, self.m, self.config
+            width, hidden = len(config.target_layer_ids) * config.hidden_size, config.hidden_size
+            context = g.op("Reshape", self.features, g.constant([-1, width]), name="flat_features")
+            epsilon = config.rms_norm_eps
+            if g.dtype == ir.DataType.FLOAT16:
+                scale = g.scalar(FP16_FEATURE_SCALE, self.features.dtype)
+                context = g.op("Mul", context, scale, name="into_range")
+                epsilon *= FP16_FEATURE_SCALE**2
+            context = m.linear(g.to_dtype(context, self.features.dtype or g.dtype), "fc", width, hidden)
+            context = m.rms_norm(context, "hidden_norm", hidden, epsilon)
+            self._context = g.op("Reshape", context, self.by_sequence, name="context")
+        return self._context
+
+    def embedded(self, *, own: bool = False) -> ir.Value:
+        """The embedded rows of the block, [B*R, D]: by the target's table, or by the drafter's own."""
+        self.context()
+        root = self.m if own else self.target_root.at("model")
+        return embed(root, self.rows_of_block, self.target.vocab_size, self.config.hidden_size)
+
+    def layer(
+        self,
+        i: int,
+        x: ir.Value,
+        convolve: Callable[[Module, str, ir.Value], tuple[Rows, Rows]] | None = None,
+    ) -> ir.Value:
+        """Layer i on the block rows x [B*R, D].
+
+        `convolve(m, name, u)` gives what is done before and after the sublayer `name`, whose normed input is u.
+        """
+        g, layer, config = self.g, self.m.at(f"layers.{i}"), self.config
+        hidden = config.hidden_size
+        with g.scope(f"layers.{i}"):
+            with g.scope("attention"):
+                h = layer.rms_norm(x, "input_layernorm", hidden, config.rms_norm_eps)
+                after = None
+                if convolve is not None:
+                    before, after = convolve(layer, "attention_conv", h)
+                    h = before(h)
+                rows = g.op("Reshape", h, self.by_sequence, name="block")
+                both = g.op("Concat", self.context(), rows, name="both", axis=1)
+                both = g.op("Reshape", both, g.constant([-1, hidden]), name="flat")
+                both = g.op("Gather", both, self.order, name="packed")
+                h = self.by_layer[i].layer(layer, i, h, both)
+                x = g.op("Add", x, after(h) if after else h, name="residual")
+            with g.scope("mlp"):
+                h = layer.rms_norm(x, "post_attention_layernorm", hidden, config.rms_norm_eps)
+                after = None
+                if convolve is not None:
+                    before, after = convolve(layer, "mlp_conv", h)
+                    h = before(h)
+                h = gated_mlp(layer.at("mlp"), h, hidden, config.intermediate_size)
+                return g.op("Add", x, after(h) if after else h, name="residual")
+
+    def drafted(self, x: ir.Value) -> ir.Value:
+        """The normed rows that predict, [B*(K-1), D]."""
+        g, hidden = self.g, self.config.hidden_size
+        if not self.every_row:  # Row 0 is the anchor, which is known.
+            x = g.op(
+                "Slice",
+                g.op("Reshape", x, self.by_sequence, name="by_row"),
+                *map(g.constant, ([1], [2**31], [1])),
+            )
+            x = g.op("Reshape", x, g.constant([-1, hidden]), name="drafted")
+        return self.m.rms_norm(x, "norm", hidden, self.config.rms_norm_eps)
+
+    def logits(self, rows: ir.Value) -> ir.Value:
+        """Normed rows [rows, D] through the target's head, or through its quantized copy: float32 [rows, V]."""
+        if self._head is None:
+            logits = lm_head(rows, self.target_root, self.target)
+        else:
+            root = Module(self.g, *self._head, self.dialect)
+            logits = root.linear(rows, "lm_head", self.config.hidden_size, self.target.vocab_size)
+        return self.g.to_float(logits)
+
+    def model(
+        self, tokens: ir.Value, logprobs: ir.Value, width: int, metadata: dict[str, str] | None
+    ) -> ir.Model:
+        """The graph, with these candidates [B*(K-1), W] as outputs."""
+        self.m.check_all_used()
+        output_candidates(self.g, tokens, logprobs, self.batch, width)
+        return self.g.model(metadata or {})
+
+
+def _block_after_valid_context(
+    g: GraphBuilder, batch: ir.Value, n_context: ir.Value, n_written: ir.Value, n_features: ir.Value
+) -> ir.Value:
+    """Flat row numbers [B*(S+K)] that move each sequence's block rows directly behind its valid context rows.
+
+    The remaining rows repeat the last row. They land behind the block, where no query looks.
+    """
+    i = g.arange(n_written)
+    valid = g.unsqueeze(n_features, 1)
+    shifted = g.op("Add", i, g.op("Sub", n_context, valid, name="skipped"), name="shifted")
+    source = g.op("Where", g.op("Less", i, valid, name="is_context"), i, shifted, name="source")
+    source = g.op("Min", source, g.op("Sub", n_written, g.constant([1]), name="final"), name="clamped")
+    base = g.op("Mul", g.unsqueeze(g.arange(batch), 1), n_written, name="base")
+    return g.op("Reshape", g.op("Add", base, source, name="order"), g.constant([-1]), name="flat_order")

@@ -1,0 +1,173 @@
+"""DFlash2: DFlash with convolutions along the block, and a selector that walks through the candidates of each place.
+
+A convolution mixes a row with the row before it, in front of and behind each sublayer. Its weights have a fixed part
+and one that follows from the sublayer's input. Context rows have no convolution. The selector takes the `top_k` best
+tokens of each place, and adds to a token's logit how well it follows a candidate of the place before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
+from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.graph.dialect import Dialect
+from dflash_trt.models.drafters.block import BlockPass, Rows
+from dflash_trt.models.drafters.dflash import read_dflash
+from dflash_trt.models.drafters.kind import DrafterKind
+from dflash_trt.models.drafters.walk import PairScores, best_walk
+from dflash_trt.models.module import Module
+
+_TAPS = 2  # rows of a convolution: its own, and the one before
+_SIDES = 2  # before and after the sublayer
+_RANK, _TOP_K = 1 << 14, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash2:
+    """group: channels that share the part of a convolution that depends on the input.
+
+    rank, top_k: of the selector. multiplier, softcap: of the logits, 1 and None without.
+    """
+
+    group: int
+    rank: int
+    top_k: int
+    multiplier: float
+    softcap: float | None
+
+
+_FIELDS = (
+    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    *("output_multiplier", "final_logit_softcapping"),
+)
+
+
+def read_dflash2(fields: Fields) -> DrafterConfig:
+    """The configuration of a DFlash2 drafter: DFlash's, with more fields in `dflash_config`.
+
+    Raises:
+        CheckpointError: as `read_dflash`.
+    """
+    config = read_dflash(fields, _FIELDS)
+    dflash = fields.section("dflash_config")
+    assert dflash is not None
+    if (taps := dflash.integer("conv_kernel_size")) != _TAPS:
+        raise dflash.error("conv_kernel_size", f"is {taps}, only {_TAPS} is supported")
+    group = dflash.integer("conv_group_size", maximum=config.hidden_size)
+    if config.hidden_size % group:
+        raise dflash.error(
+            "conv_group_size", f"is {group}, which does not divide hidden_size, {config.hidden_size}"
+        )
+    top_k = dflash.integer("selector_top_k", maximum=min(_TOP_K, config.vocab_size))
+    capped = dflash.get("final_logit_softcapping") is not None
+    own = DFlash2(
+        group=group,
+        rank=dflash.integer("selector_rank", maximum=_RANK),
+        top_k=top_k,
+        multiplier=dflash.number("output_multiplier", default=1.0),
+        softcap=dflash.number("final_logit_softcapping") if capped else None,
+    )
+    return replace(config, own=own, most_candidates=top_k)
+
+
+def build_dflash2(
+    config: DrafterConfig,
+    checkpoint: Checkpoint | Outline,
+    target: TargetConfig,
+    target_checkpoint: Checkpoint | Outline,
+    dialect: Dialect,
+    *,
+    width: int = 1,
+    metadata: dict[str, str] | None = None,
+    **options: Any,
+) -> ir.Model:
+    """The drafter as an ONNX model. `kind.BuildDrafter` has the arguments.
+
+    Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
+    """
+    block = BlockPass(config, checkpoint, target, target_checkpoint, dialect, **options)
+    x = block.embedded()
+    for i in range(config.num_hidden_layers):
+        x = block.layer(i, x, lambda m, name, u: _convolutions(block, m.at(name), u))
+    rows = block.drafted(x)
+    tokens, logprobs = _select(block, rows, _scaled(block, block.logits(rows)), width)
+    return block.model(tokens, logprobs, width, metadata)
+
+
+def _convolutions(block: BlockPass, m: Module, u: ir.Value) -> tuple[Rows, Rows]:
+    """The convolutions before and after a sublayer with the normed input u [B*R, D]."""
+    g, hidden, group = block.g, block.config.hidden_size, block.config.own.group
+    groups = hidden // group
+    fixed = g.op(
+        "Reshape",
+        m.weight("base_kernel", _SIDES, _TAPS, hidden),
+        g.constant([_SIDES * _TAPS, groups, group]),
+        name="fixed",
+    )
+    fixed_parts = g.multi(
+        "Split", fixed, g.constant([1] * (_SIDES * _TAPS)), outputs=_SIDES * _TAPS, name="fixed_parts", axis=0
+    )
+    varying = m.linear(u, "kernel_projection", hidden, _SIDES * _TAPS * groups)
+    varying = g.op("Reshape", varying, g.shape(block.batch, -1, _SIDES * _TAPS * groups, 1), name="varying")
+    sizes = g.constant([groups] * (_SIDES * _TAPS))
+    parts = g.multi("Split", varying, sizes, outputs=_SIDES * _TAPS, name="parts", axis=2)
+    shape = g.shape(block.batch, -1, groups, group)
+
+    def convolve(side: int, y: ir.Value) -> ir.Value:
+        y = g.op("Reshape", y, shape, name="by_group")
+        start = g.constant([0, 1, 0, 0, 0, 0, 0, 0])  # a row of zeros in front
+        before = g.op("Pad", y, start, name="padded")
+        before = g.op("Slice", before, *map(g.constant, ([0], [-1], [1])), name="row_before")
+        kernels = [
+            g.op("Add", parts[side * _TAPS + tap], fixed_parts[side * _TAPS + tap], name="kernel")
+            for tap in range(_TAPS)
+        ]
+        mixed = [g.op("Mul", k, rows, name="tap") for k, rows in zip(kernels, (y, before), strict=True)]
+        y = g.op("Add", *mixed, name="convolved")
+        return g.op("Reshape", y, g.constant([-1, hidden]), name="flat")
+
+    return (lambda y: convolve(0, y)), (lambda y: convolve(1, y))
+
+
+def _scaled(block: BlockPass, logits: ir.Value) -> ir.Value:
+    g, own = block.g, block.config.own
+    if own.multiplier != 1:
+        logits = g.op("Mul", logits, g.scalar(own.multiplier, ir.DataType.FLOAT), name="multiplied")
+    if own.softcap is not None:
+        cap = g.scalar(own.softcap, ir.DataType.FLOAT)
+        logits = g.op(
+            "Mul", g.op("Tanh", g.op("Div", logits, cap, name="in_cap"), name="capped"), cap, name="soft"
+        )
+    return logits
+
+
+def _select(block: BlockPass, rows: ir.Value, logits: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
+    """The selector's walk over the best tokens of each place."""
+    g, config, own = block.g, block.config, block.config.own
+    m = block.m.at("candidate_selector")
+    scores = PairScores.of_logits(block, logits, own.top_k)
+    with g.scope("selector"):
+        weights = m.linear(rows, "hidden_projection", config.hidden_size, own.rank)
+        weights = g.op("Reshape", weights, g.shape(block.batch, -1, 1, own.rank), name="weights")
+        tables = [
+            g.to_dtype(
+                g.op("Gather", m.raw(name, config.vocab_size, own.rank), tokens, name=name), m.dtype_of(name)
+            )
+            for name, tokens in (
+                ("predecessor_codebook", scores.before),
+                ("successor_codebook", scores.tokens),
+            )
+        ]
+        followers = g.op("Mul", tables[1], weights, name="followers")
+        followers = g.op("Transpose", followers, name="by_rank", perm=[0, 1, 3, 2])
+        fit = g.to_float(g.op("MatMul", tables[0], followers, name="fit"))
+        return best_walk(block, scores, fit, width)
+
+
+# Published DFlash2DraftModels have model_type "qwen3", as DFlash's.
+KIND = DrafterKind("DFlash2DraftModel", "qwen3", read_dflash2, build_dflash2)

@@ -1,0 +1,84 @@
+"""The best chain through a few candidates of each place, where a token's score depends on the token before it.
+
+Every token at a place has one best successor. So a place is a map from the candidates before it to its own. The chain
+is the composition of the maps, which takes log2(K) steps for any length of the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from dflash_trt.graph.builder import GraphBuilder
+from dflash_trt.models.drafters.block import BlockPass
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """P = K - 1 places with k candidates each.
+
+    tokens [B,P,k]: the candidates. logits [B,P,k]: what the head says of them, float32.
+    before [B,P,k]: the candidates of the place before; the anchor, k times, at the first place.
+    """
+
+    tokens: ir.Value
+    logits: ir.Value
+    before: ir.Value
+    count: int
+
+    @classmethod
+    def of_logits(cls, block: BlockPass, logits: ir.Value, count: int) -> PairScores:
+        """The `count` best tokens of each row of logits [B*P, V]."""
+        g = block.g
+        best, tokens = g.multi("TopK", logits, g.constant([count]), outputs=2, name="best", axis=-1)
+        by_place = g.shape(block.batch, -1, count)
+        best = g.op("Reshape", best, by_place, name="best_logits")
+        tokens = g.op("Reshape", tokens, by_place, name="candidates")
+        anchor = g.op("Slice", block.block, *map(g.constant, ([0], [1], [1])), name="anchor")
+        anchors = g.op("Expand", g.unsqueeze(anchor, 2), g.shape(1, 1, count), name="anchors")
+        before = g.op("Concat", anchors, tokens, name="shifted", axis=1)
+        before = g.op("Slice", before, *map(g.constant, ([0], [-1], [1])), name="before")
+        return cls(tokens, best, before, count)
+
+
+def best_walk(block: BlockPass, scores: PairScores, fit: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
+    """The `width` best tokens [B*P, W] of each place behind the walk so far, and their log-probabilities.
+
+    fit [B,P,k,k]: what candidate a before adds to the logit of candidate b. The walk takes the best one at each place.
+    Log-probabilities are of a softmax over the k candidates.
+    """
+    g = block.g
+    pairs = g.op("Add", fit, g.unsqueeze(scores.logits, 2), name="pairs")
+    chosen = _walk(g, pairs, scores.count, block.config.block_size - 1)
+    # Behind which candidate each place stands. At the first place all are the anchor.
+    first = g.op("Slice", chosen, *map(g.constant, ([0], [1], [1])), name="first")
+    none = g.op("Sub", first, first, name="none")
+    behind = g.op("Concat", none, chosen, name="shifted", axis=1)
+    behind = g.op("Slice", behind, *map(g.constant, ([0], [-1], [1])), name="behind")
+    row = g.op("GatherND", pairs, g.unsqueeze(behind, 2), name="row", batch_dims=2)  # [B,P,k]
+    logprobs = g.op("LogSoftmax", row, name="logprobs", axis=-1)
+    best, places = g.multi("TopK", logprobs, g.constant([width]), outputs=2, name="best", axis=-1)
+    tokens = g.op("GatherElements", scores.tokens, places, name="tokens", axis=2)
+    flat = g.constant([-1, width])
+    return g.op("Reshape", tokens, flat, name="flat_tokens"), g.op(
+        "Reshape", best, flat, name="flat_logprobs"
+    )
+
+
+def _walk(g: GraphBuilder, pairs: ir.Value, count: int, places: int) -> ir.Value:
+    """The number of the candidate that the walk takes at each place, [B,P]."""
+    maps = g.op("ArgMax", pairs, name="successors", axis=-1, keepdims=0)  # [B,P,k]
+    itself = g.constant(list(range(count)))
+    batch, reach = g.dim(pairs, 0, name="walks"), 1
+    while reach < places:
+        # A map over the last `reach` places becomes one over twice as many. The beginning has no more places.
+        identity = g.op("Expand", itself, g.shape(batch, reach, count), name="identity")
+        earlier = g.op("Concat", identity, maps, name="earlier", axis=1)
+        earlier = g.op(
+            "Slice", earlier, g.constant([0]), g.constant([-reach]), g.constant([1]), name="aligned"
+        )
+        maps = g.op("GatherElements", maps, earlier, name="composed", axis=2)
+        reach *= 2
+    path = g.op("Slice", maps, g.constant([0]), g.constant([1]), g.constant([2]), name="path")
+    return g.op("Squeeze", path, g.constant([2]), name="chosen")

@@ -1,0 +1,216 @@
+"""Random drafters of every kind, with tensors and fields as they are published."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.doubles.checkpoints import MASK, draw, write_json
+
+HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4, 2, 16, 96
+
+
+def _write(
+    directory: Path,
+    config: dict[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    seed: int,
+    **others: torch.Tensor,
+) -> Path:
+    """`others`: tensors that are not drawn. Names of shapes are in alphabetical order for the generator."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / "config.json", config)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: draw(name, shape, generator) for name, shape in sorted(shapes.items())}
+    save_file({**tensors, **others}, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def target_config(target: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((target / "config.json").read_text())
+    return config
+
+
+def draft_vocabulary(vocab: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """d2t, offsets of `size` tokens, and t2d, the mask of them."""
+    kept = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:size].sort().values
+    mask = torch.zeros(vocab, dtype=torch.bool)
+    mask[kept] = True
+    return kept - torch.arange(size), mask
+
+
+def make_eagle3(
+    directory: Path,
+    target: Path,
+    *,
+    layout: str = "midlayer",
+    vocabulary: int | None = 200,
+    seed: int = 5,
+    fc_norm: bool = False,
+    norm_output: bool = False,
+    embedding: bool = False,
+    aux: tuple[int, ...] | None = None,
+    heads: int = HEADS,
+) -> Path:
+    """An EAGLE-3 head. layout: "midlayer" as SafeAILab's, "layers.0" as Model Optimizer's. vocabulary None: all tokens.
+
+    embedding: a copy of the target's is in the file. aux: eagle_aux_hidden_state_layer_ids.
+    """
+    of_target = target_config(target)
+    hidden, vocab = of_target["hidden_size"], of_target["vocab_size"]
+    size = vocabulary or vocab
+    config = {
+        "architectures": ["LlamaForCausalLM" if layout == "midlayer" else "LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 2048,
+        "vocab_size": vocab,
+        "draft_vocab_size": size,
+        "tie_word_embeddings": False,
+        **({"fc_norm": True} if fc_norm else {}),
+        **({"norm_output": True} if norm_output else {}),
+    }
+    if layout == "layers.0":
+        config["eagle_config"] = {
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            **({"eagle_aux_hidden_state_layer_ids": list(aux)} if aux else {}),
+        }
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, 3 * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (size, hidden),
+        **{f"{layout}.{name}.weight": (hidden,) for name in ("input_layernorm", "hidden_norm")},
+        f"{layout}.post_attention_layernorm.weight": (hidden,),
+        f"{layout}.self_attn.q_proj.weight": (heads * HEAD_DIM, 2 * hidden),
+        f"{layout}.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, 2 * hidden),
+        f"{layout}.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, 2 * hidden),
+        f"{layout}.self_attn.o_proj.weight": (hidden, heads * HEAD_DIM),
+        f"{layout}.mlp.gate_proj.weight": (INTERMEDIATE, hidden),
+        f"{layout}.mlp.up_proj.weight": (INTERMEDIATE, hidden),
+        f"{layout}.mlp.down_proj.weight": (hidden, INTERMEDIATE),
+    }
+    if fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(3)}
+    others: dict[str, torch.Tensor] = {}
+    if vocabulary is not None:
+        others["d2t"], others["t2d"] = draft_vocabulary(vocab, size, seed)
+    if embedding:
+        others["embed_tokens.weight"] = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    return _write(directory, config, shapes, seed, **others)
+
+
+def dflash_shapes(hidden: int, taps: int, layers: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a DFlash drafter."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, taps * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for i in range(layers):
+        layer = f"layers.{i}"
+        shapes |= {
+            f"{layer}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, hidden),
+            f"{layer}.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, hidden),
+            f"{layer}.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, HEADS * HEAD_DIM),
+            f"{layer}.self_attn.q_norm.weight": (HEAD_DIM,),
+            f"{layer}.self_attn.k_norm.weight": (HEAD_DIM,),
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.mlp.gate_proj.weight": (INTERMEDIATE, hidden),
+            f"{layer}.mlp.up_proj.weight": (INTERMEDIATE, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, INTERMEDIATE),
+        }
+    return shapes
+
+
+def dflash_fields(target: Path, architecture: str, layers: int) -> dict[str, Any]:
+    """The fields of config.json that all drafters with DFlash's layers share."""
+    of_target = target_config(target)
+    return {
+        "architectures": [architecture],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": of_target["hidden_size"],
+        "head_dim": HEAD_DIM,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "num_target_layers": of_target["num_hidden_layers"],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 2048,
+        "vocab_size": of_target["vocab_size"],
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+    }
+
+
+def make_dflash2(
+    directory: Path,
+    target: Path,
+    *,
+    block_size: int = 8,
+    window: int | None = None,
+    softcap: float | None = None,
+    multiplier: float | None = None,
+    layers: int = 2,
+    seed: int = 6,
+) -> Path:
+    """A DFlash2 drafter. The selector's share of the scores is about as large as the logits."""
+    config = dflash_fields(target, "DFlash2DraftModel", layers)
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    if window is not None:
+        config |= {
+            "layer_types": ["sliding_attention"] * layers,
+            "use_sliding_window": True,
+            "sliding_window": window,
+        }
+    config |= {
+        "is_causal": False,
+        "dflash_config": {
+            "block_size": block_size,
+            "mask_token_id": MASK,
+            "target_layer_ids": [1, 3],
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+            "selector_rank": 24,
+            "selector_top_k": 6,
+            **({} if softcap is None else {"final_logit_softcapping": softcap}),
+            **({} if multiplier is None else {"output_multiplier": multiplier}),
+        },
+    }
+    shapes = dflash_shapes(hidden, 2, layers)
+    for i in range(layers):
+        for name in ("attention_conv", "mlp_conv"):
+            shapes[f"layers.{i}.{name}.base_kernel"] = (2, 2, hidden)
+            shapes[f"layers.{i}.{name}.kernel_projection.weight"] = (2 * 2 * hidden // 16, hidden)
+    shapes |= {
+        "candidate_selector.predecessor_codebook": (vocab, 24),
+        "candidate_selector.successor_codebook": (vocab, 24),
+        "candidate_selector.hidden_projection.weight": (24, hidden),
+    }
+    return _write(directory, config, shapes, seed)

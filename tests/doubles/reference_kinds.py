@@ -1,0 +1,218 @@
+"""Drafters of other kinds in plain torch, float32, batch 1, without any cache. Every row is computed anew.
+
+They read the published tensors by name. Each function of a class is the rule of its kind's public code.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Qwen3ForCausalLM
+
+from tests.doubles.reference import target_outputs
+
+
+@dataclass
+class Drafts:
+    tokens: list[int]
+    logprobs: Tensor  # [K - 1], of `tokens`
+    scores: list[Tensor]  # of each place: log-probabilities of all candidates, by the target's ids
+
+
+class Reference:
+    """A checkpoint's fields and tensors."""
+
+    def __init__(self, directory: Path) -> None:
+        self.config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+        stored = load_file(directory / "model.safetensors")
+        self.w = {name: t.float() if t.is_floating_point() else t for name, t in stored.items()}
+        self.eps: float = self.config["rms_norm_eps"]
+        self.size: int = self.config["head_dim"]
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.w[f"{name}.weight"]
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
+
+    def mlp(self, x: Tensor, name: str) -> Tensor:
+        gated = F.silu(self.linear(x, f"{name}.gate_proj")) * self.linear(x, f"{name}.up_proj")
+        return self.linear(gated, f"{name}.down_proj")
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[rows, n * size] -> [n, rows, size]."""
+        return x.unflatten(-1, (-1, self.size)).transpose(0, 1)
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """[n, rows, size] by half-split pairs."""
+        half = self.size // 2
+        frequencies = self.config["rope_theta"] ** (-torch.arange(half) / half)
+        angles = positions[:, None].float() * frequencies
+        cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
+        return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        """[n, rows, size] over [n_kv, keys, size]: [rows, n * size]."""
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2) * self.size**-0.5).masked_fill(~visible, -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+
+class Eagle3(Reference):
+    """An EAGLE-3 head. Position j has token j + 1 beside its states; see `EAGLE/eagle/model/cnets.py`."""
+
+    def __init__(self, directory: Path, layers: int) -> None:
+        super().__init__(directory)
+        exported = self.config.get("eagle_config") or {}
+        self.layer = "layers.0" if exported else "midlayer"
+        entered = exported.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
+        self.taps = [each - 1 for each in entered]  # states that enter a layer are behind the one before it
+        self.ids = torch.arange(self.config["draft_vocab_size"])
+        if "d2t" in self.w:
+            self.ids = self.ids + self.w["d2t"]
+
+    def row(self, rows: list[tuple[int, Tensor]], target: Qwen3ForCausalLM) -> Tensor:
+        """The layer's last row, after these tokens with their states."""
+        name = self.layer
+        states = torch.stack([state for _, state in rows])
+        tokens = target.model.embed_tokens(torch.tensor([token for token, _ in rows]))
+        normed = self.norm(tokens, f"{name}.input_layernorm"), self.norm(states, f"{name}.hidden_norm")
+        x = torch.cat(normed, -1)
+        q, k, v = (self.heads(self.linear(x, f"{name}.self_attn.{each}_proj")) for each in "qkv")
+        positions = torch.arange(len(rows))
+        visible = positions[:, None] >= positions
+        y = self.attention(self.rotated(q, positions), self.rotated(k, positions), v, visible)
+        y = states + self.linear(y, f"{name}.self_attn.o_proj")
+        return (y + self.mlp(self.norm(y, f"{name}.post_attention_layernorm"), f"{name}.mlp"))[-1]
+
+    @torch.no_grad()
+    def propose(self, target: Qwen3ForCausalLM, tokens: list[int], anchor: int, length: int) -> Drafts:
+        features = target_outputs(target, tokens, self.taps)[1]
+        if self.config.get("fc_norm"):
+            parts = features.chunk(3, -1)
+            features = torch.cat([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
+        states = self.linear(features, "fc")
+        rows = list(zip([*tokens[1:], anchor], states, strict=True))
+        found = Drafts([], torch.empty(0), [])
+        for _ in range(length - 1):
+            state = self.row(rows, target)
+            normed = self.norm(state, "norm")
+            scores = torch.full((self.config["vocab_size"],), -torch.inf)
+            scores[self.ids] = self.linear(normed, "lm_head").log_softmax(-1)
+            found.scores.append(scores)
+            found.tokens.append(int(scores.argmax()))
+            rows.append((found.tokens[-1], normed if self.config.get("norm_output") else state))
+        found.logprobs = torch.stack([s.max() for s in found.scores])
+        return found
+
+
+class Block(Reference):
+    """A drafter with DFlash's layers: rows [anchor, mask, ...] after the fused states of all earlier tokens."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        own = self.config.get("dflash_config", self.config)
+        self.own, self.taps, self.mask = own, own["target_layer_ids"], own["mask_token_id"]
+        self.layers: int = self.config["num_hidden_layers"]
+
+    def fused(self, features: Tensor, layer: int) -> Tensor:
+        return self.norm(self.linear(features, "fc"), "hidden_norm")
+
+    def keys(self, layer: int, context: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, not yet normed, and values of context and block rows: [rows, n * size]."""
+        rows, name = torch.cat([context, block]), f"layers.{layer}.self_attn"
+        return self.linear(rows, f"{name}.k_proj"), self.linear(rows, f"{name}.v_proj")
+
+    def visible(self, layer: int, query: Tensor, key: Tensor) -> Tensor:
+        distance = query[:, None] - key
+        visible = torch.ones_like(distance, dtype=torch.bool)
+        if self.config.get("is_causal") or self.own.get("causal_head"):
+            visible &= distance >= 0
+        if self.config.get("sliding_window") and self.config["layer_types"][layer] == "sliding_attention":
+            visible &= distance.abs() < self.config["sliding_window"]
+        return visible
+
+    def attend(self, layer: int, context: Tensor, block: Tensor) -> Tensor:
+        name = f"layers.{layer}.self_attn"
+        k, v = map(self.heads, self.keys(layer, context, block))
+        q = self.norm(self.heads(self.linear(block, f"{name}.q_proj")), f"{name}.q_norm")
+        k = self.norm(k, f"{name}.k_norm")
+        positions = torch.arange(len(context) + len(block))
+        asking = positions[len(context) :]
+        visible = self.visible(layer, asking, positions)
+        y = self.attention(self.rotated(q, asking), self.rotated(k, positions), v, visible)
+        return self.linear(y, f"{name}.o_proj")
+
+    def sublayer(self, layer: int, name: str, x: Tensor, run: Any) -> Tensor:
+        """The residual stream after attention or the MLP."""
+        norm = "input_layernorm" if name == "attention" else "post_attention_layernorm"
+        return x + run(self.norm(x, f"layers.{layer}.{norm}"))
+
+    def hidden(self, features: Tensor, block: Tensor) -> Tensor:
+        for i in range(self.layers):
+            context = self.fused(features, i)
+            block = self.sublayer(i, "attention", block, lambda u, i=i, c=context: self.attend(i, c, u))
+            block = self.sublayer(i, "mlp", block, lambda u, i=i: self.mlp(u, f"layers.{i}.mlp"))
+        return self.norm(block, "norm")
+
+    def embed(self, target: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
+        return target.model.embed_tokens(tokens)
+
+    def logits(self, target: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
+        return target.lm_head(rows)
+
+    def rows(self, hidden: Tensor) -> Tensor:
+        """The rows that predict the K - 1 places."""
+        return hidden[1:]
+
+    @torch.no_grad()
+    def propose(self, target: Qwen3ForCausalLM, tokens: list[int], anchor: int, length: int) -> Drafts:
+        features = target_outputs(target, tokens, self.taps)[1]
+        count = length if self.rows(torch.zeros(2)).shape[0] == 1 else length - 1
+        block = torch.tensor([anchor] + [self.mask] * (count - 1))
+        rows = self.rows(self.hidden(features, self.embed(target, block)))
+        scores = self.chain(target, rows, anchor)
+        logprobs = torch.stack([s.max() for s in scores])
+        return Drafts([int(s.argmax()) for s in scores], logprobs, scores)
+
+    def chain(self, target: Qwen3ForCausalLM, rows: Tensor, anchor: int) -> list[Tensor]:
+        return list(self.logits(target, rows).log_softmax(-1))
+
+
+class DFlash2(Block):
+    """Convolutions around each sublayer, and the selector."""
+
+    def convolved(self, name: str, side: int, u: Tensor, y: Tensor) -> Tensor:
+        group = self.own["conv_group_size"]
+        varying = self.linear(u, f"{name}.kernel_projection").view(len(u), 2, 2, -1)
+        kernel = self.w[f"{name}.base_kernel"] + varying.repeat_interleave(group, -1)
+        before = torch.cat([torch.zeros(1, y.shape[1]), y[:-1]])
+        return kernel[:, side, 0] * y + kernel[:, side, 1] * before
+
+    def sublayer(self, layer: int, name: str, x: Tensor, run: Any) -> Tensor:
+        norm = "input_layernorm" if name == "attention" else "post_attention_layernorm"
+        u, conv = self.norm(x, f"layers.{layer}.{norm}"), f"layers.{layer}.{name}_conv"
+        return x + self.convolved(conv, 1, u, run(self.convolved(conv, 0, u, u)))
+
+    def chain(self, target: Qwen3ForCausalLM, rows: Tensor, anchor: int) -> list[Tensor]:
+        logits = self.logits(target, rows) * self.own.get("output_multiplier", 1)
+        if cap := self.own.get("final_logit_softcapping"):
+            logits = (logits / cap).tanh() * cap
+        found, before = list[Tensor](), anchor
+        for row, scores in zip(rows, logits, strict=True):
+            best = scores.topk(self.own["selector_top_k"])
+            weights = self.linear(row, "candidate_selector.hidden_projection")
+            weights = weights * self.w["candidate_selector.predecessor_codebook"][before]
+            fit = self.w["candidate_selector.successor_codebook"][best.indices] @ weights
+            place = torch.full_like(scores, -torch.inf)
+            place[best.indices] = (best.values + fit).log_softmax(-1)
+            found.append(place)
+            before = int(place.argmax())
+        return found

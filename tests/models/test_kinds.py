@@ -1,0 +1,131 @@
+"""Drafters of every kind on ONNX Runtime: their drafts are those of plain torch, and the tokens those without drafts.
+
+The checkpoints are random, with the published names. Logits have order 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.errors import DFlashError
+from tests.doubles.checkpoints import make_target, write_json
+from tests.doubles.kind_checkpoints import make_dflash2, make_eagle3, target_config
+from tests.doubles.reference import load_target, target_outputs
+from tests.doubles.reference_kinds import DFlash2, Eagle3
+
+LAYERS, TOLERANCE, WIDTH = 6, 2e-4, 3
+Make = Callable[[Path, Path], Path]
+
+
+def eagle3(**settings: Any) -> tuple[Make, Callable[[Path], Any]]:
+    return (lambda out, target: make_eagle3(out, target, **settings)), lambda path: Eagle3(path, LAYERS)
+
+
+def dflash2(**settings: Any) -> tuple[Make, Callable[[Path], Any]]:
+    return (lambda out, target: make_dflash2(out, target, **settings)), DFlash2
+
+
+# name: how the checkpoint is made, and its reference
+CASES: dict[str, tuple[Make, Callable[[Path], Any]]] = {
+    "dflash2": dflash2(),
+    "dflash2, windows": dflash2(window=9, softcap=6.0, multiplier=0.5, block_size=5),
+    "eagle3": eagle3(embedding=True),
+    "eagle3, exported": eagle3(layout="layers.0", aux=(1, 3, 5), heads=2),
+    "eagle3.1": eagle3(vocabulary=None, fc_norm=True, norm_output=True),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), layers=LAYERS, dtype="float32", favourites=6)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def drafter(
+    request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
+    make, reference = CASES[request.param]
+    path = make(tmp_path_factory.mktemp("drafter"), target)
+    return path, reference(path)
+
+
+@pytest.fixture(scope="module")
+def bundle(target: Path, drafter: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = tmp_path_factory.mktemp("kinds") / "bundle"
+    return build(str(target), str(drafter[0]), out, max_seq_len=96, tree_width=WIDTH)
+
+
+def test_drafts(target: Path, drafter: tuple[Path, Any], bundle: Any) -> None:
+    """Two sequences side by side: a prompt in chunks, drafts, and drafts again after some were committed."""
+    model, reference = load_target(target), drafter[1]
+    manifest = bundle.manifest
+    engine = OnnxRuntimeEngine(bundle.path / "drafter.onnx", slots=2, capacity=bundle.capacity, threads=1)
+    for i, cache in enumerate(engine.caches.arrays.values()):
+        cache[...] = np.random.default_rng(i).normal(0, 30, cache.shape)
+    vocab, size = manifest["vocab_size"], manifest["block_size"]
+    texts = [np.random.default_rng(seed).integers(0, 300, 40).tolist() for seed in (1, 2)]
+    features = [target_outputs(model, text, manifest["target_layer_ids"])[1].numpy() for text in texts]
+
+    def run(start: list[int], count: list[int], length: int, anchors: list[int], first_slot: int = 0) -> Any:
+        rows = np.full((len(start), max(*count, 1), features[0].shape[1]), 25.0, np.float32)
+        for i, (begin, n) in enumerate(zip(start, count, strict=True)):
+            rows[i, :n] = features[first_slot + i][begin : begin + n]
+        block = np.full((len(start), length), manifest["mask_token_id"])
+        block[:, 0] = anchors
+        feeds = {"features": rows, "n_features": np.array(count), "start": np.array(start), "block": block}
+        return engine.run(feeds, first_slot=first_slot)
+
+    for slot, chunks in enumerate([(1, 16, 4), (12,)]):
+        start = 0
+        for count in chunks:
+            run([start], [count], 2, [9], slot)
+            start += count
+    for start, count, length in (([21, 12], [0, 0], size), ([21, 12], [1, 5], 3), ([22, 17], [6, 2], size)):
+        ends = [a + b for a, b in zip(start, count, strict=True)]
+        anchors = [text[end] for text, end in zip(texts, ends, strict=True)]
+        out = run(start, count, length, anchors)
+        assert out["draft_tokens"].shape == (2, length - 1, WIDTH)
+        for i, end in enumerate(ends):
+            expected = reference.propose(model, texts[i][:end], anchors[i], length)
+            assert out["draft_tokens"][i, :, 0].tolist() == expected.tokens
+            assert np.abs(out["draft_logprobs"][i, :, 0] - expected.logprobs.numpy()).max() <= TOLERANCE
+            best = torch.stack(expected.scores).topk(WIDTH).values.numpy()
+            assert np.abs(out["draft_logprobs"][i] - best).max() <= TOLERANCE
+            assert out["draft_tokens"].max() < vocab
+
+
+def test_tokens_are_those_of_plain_decoding(bundle: Any) -> None:
+    prompts = [[5, 9, 200, 31], [7], [3, 1, 4, 1, 5, 9, 2, 6]]
+    with LLM(bundle.path, prefill_chunk=5) as llm:
+        for temperature in (0.0, 0.9):
+            params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=temperature, seed=4)
+            plain = llm.generate(prompts, params, speculate=False)
+            drafted = llm.generate(prompts, params, block_length=llm.block_size)
+            assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+            assert all(c.statistics.num_draft_tokens for c in drafted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, but EAGLE-3 has 1 layer"),
+        ({"target_hidden_size": 128}, "target_hidden_size is 128, but hidden_size is 64"),
+        ({"parallel_drafting": True}, "parallel_drafting is true, which this version does not support"),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    target: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = make_eagle3(tmp_path / "drafter", target)
+    write_json(path / "config.json", target_config(path) | change)
+    with pytest.raises(DFlashError, match=message):
+        build(str(target), str(path), tmp_path / "out")
