@@ -29,7 +29,7 @@ from dflash_trt.models.target import lm_head
 # power of two before fc, with its square on the norm's epsilon, changes only the range.
 FP16_FEATURE_SCALE = 2.0**-6
 
-# What is done to block rows [B*R, D] around attention or the MLP. `before` is applied to its normed input.
+# A change of block rows [B*R, D], before or after attention or the MLP.
 Rows = Callable[[ir.Value], ir.Value]
 
 

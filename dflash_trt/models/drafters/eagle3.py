@@ -1,8 +1,8 @@
 """EAGLE-3 (arXiv 2503.01840): one layer that drafts token by token, as a chain in one graph.
 
 The row of position j has the tapped states of j and the embedding of token j + 1. Tap -1 is the target's embedding. So
-the features alone hold both, except for the newest token, which is the anchor. What the row of the last committed
-position gets as its token changes with the anchor. A pass therefore begins with that row again. The fused states of all
+the features alone hold both, except for the newest token, which is the anchor. The row of the last
+committed position depends on the anchor. A pass therefore begins with that row again. The fused states of all
 positions are a cache for it, g_cache.
 
 The rows of committed positions enter as keys and values only: the layer is the only one. The row of the anchor gives
@@ -41,7 +41,7 @@ _STATES = 3  # tapped states of a row, beside the embedding
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3:
-    """What differs between published checkpoints.
+    """The settings that differ between published checkpoints.
 
     vocabulary: tokens of the drafter's head. layer: the name of the layer.
     fc_norm: an RMSNorm on each tapped state. norm_output: the next step gets the normed row.
@@ -158,8 +158,8 @@ def build_eagle3(
 ) -> ir.Model:
     """The head as an ONNX model. `kind.BuildDrafter` has the arguments.
 
-    Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives; BuildError if
-    the engine's dialect has caches with the heads apart, to which the chain's steps cannot be appended.
+    Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives. Raises
+    BuildError if the dialect has caches with the heads apart: the chain's steps cannot be appended to them.
     """
     if dialect.by_head:
         raise BuildError(
