@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.building.progress import progress_display
+from dflash_trt.cli import bench_server
 from dflash_trt.cli.options import at_least, each
 from dflash_trt.cli.output import colours
 
@@ -27,6 +28,9 @@ Compare TPOT: (last token - first token) / (tokens - 1) of each request. The tim
 block drafting, because a round gives several tokens at once.
 
 With --steps, single passes are timed instead, by rows, context and batch. `dflash-trt plan --steps` reads the file.
+
+With --server the same loads go to any server of OpenAI's API as streams. The metrics are those of `vllm bench serve`:
+TTFT, TPOT, ITL and E2E, each with mean, median and p99. The variable OPENAI_API_KEY may hold the server's key.
 """
 EXAMPLES = """\
 examples:
@@ -35,6 +39,7 @@ examples:
   dflash-trt bench bundles/tiny --rate 20,40 --methods plain,draft
   dflash-trt bench bundles/tiny --steps steps.json
   dflash-trt bench bundles/mine --prompts prompts.jsonl --max-tokens 256 --json
+  dflash-trt bench --server http://127.0.0.1:8000 --concurrency 1,8,32 --rate 10 --svg load.svg
 
 A prompt file is as `dflash-trt verify --help` describes it.
 """
@@ -47,7 +52,19 @@ HEADINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
+    parser.add_argument(
+        "bundle", type=Path, nargs="?", metavar="BUNDLE", help="a directory made by `dflash-trt build`"
+    )
+    parser.add_argument(
+        "--server", metavar="URL", help="measure this server of OpenAI's API instead of a bundle"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="with --server: the model's name (default: the server's first)"
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true",
+        help="with --server: every answer has --max-tokens tokens, where the server knows this field",
+    )  # fmt: skip
     parser.add_argument(
         "--concurrency",
         type=each(at_least(1)),
@@ -109,6 +126,13 @@ def _method(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.server is not None:
+        bench_server.refuse_options_of_bundles(args, list(METHODS))
+        return bench_server.run(args)
+    if args.bundle is None:
+        args.usage_error("give a BUNDLE, or --server URL")
+    if args.model is not None or args.ignore_eos:
+        args.usage_error("--model and --ignore-eos need --server URL")
     from dflash_trt.hardware import processor
     from dflash_trt.prompts import read_prompts
     from dflash_trt.reports.benchmark import Load, bench
