@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dflash_trt.checkpoint.fields import Fields
-from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
+from dflash_trt.checkpoint.schema import PENDING_ROWS, DrafterConfig, TargetConfig
 from dflash_trt.errors import PairError, show
 from dflash_trt.files.reading import read_object
 from dflash_trt.text.tokenizer import TOKENIZER_BYTES, Tokenizer
@@ -35,6 +35,11 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
                 f"{drafter.path}: dflash_config.target_layer_ids[{index}] is {tap}, "
                 f"but the target has {layers} layers (0..{layers - 1})"
             )
+    if target.delta_layers and drafter.block_size > PENDING_ROWS:
+        raise PairError(
+            f"{drafter.path}: block_size is {drafter.block_size}, but {target.path} has layers with a state, of which "
+            f"at most {PENDING_ROWS} rows can be taken back"
+        )
     if drafter.mask_token_id >= target.vocab_size:
         raise PairError(
             f"{drafter.path}: dflash_config.mask_token_id is {drafter.mask_token_id}, but the target embeds "
@@ -58,7 +63,8 @@ def check_tokenizers(target_dir: Path, drafter_dir: Path, mask_token_id: int | N
     ordinary, added = _vocabulary(path)
     tokens = ordinary | added
     config = target_dir / "config.json"
-    vocab_size = Fields(config, read_object(config)).integer("vocab_size")
+    fields = Fields(config, read_object(config))
+    vocab_size = (fields.section("text_config") or fields).integer("vocab_size")
     token, largest = max(tokens.items(), key=lambda item: item[1], default=("", -1))
     if largest >= vocab_size:
         raise PairError(f"{path}: token {show(token)} has id {largest}, but vocab_size is {vocab_size}")

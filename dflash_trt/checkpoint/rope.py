@@ -34,17 +34,26 @@ _YARN_DEFAULTS = {"beta_fast": 32, "beta_slow": 1}
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """`parameters` holds the checkpoint's scaling values under their names in Transformers."""
+    """`parameters` holds the checkpoint's scaling values under their names in Transformers.
+
+    partial: the share of a head that is rotated, from its first number on.
+    """
 
     rope_type: str
     theta: float
     parameters: Mapping[str, float | int | bool]
+    partial: float = 1.0
 
 
-def read_rope(fields: Fields) -> RopeConfig:
+# Which frequencies follow the height and the width of an image: in a text all positions of a token are the same.
+_IMAGES = ("mrope_section", "mrope_interleaved")
+
+
+def read_rope(fields: Fields, *, partial: float = 1.0, images: bool = False) -> RopeConfig:
     """Read `rope_parameters` (Transformers 5), or `rope_theta` and `rope_scaling` (earlier versions).
 
-    Both may be present if they agree. There is no default for theta.
+    Both may be present if they agree. There is no default for theta. `partial` is the family's default of the share
+    that is rotated; with 1, no other share is read. `images`: whether there may be fields for images.
 
     Raises:
         CheckpointError: an unknown type, a field that does not belong to the type, a value out of range, or two
@@ -52,13 +61,32 @@ def read_rope(fields: Fields) -> RopeConfig:
         that disagree.
     """
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
-    found = [_read_scaling(section, fields) for section in (new, old) if section and section.values]
+    found = [
+        _read_scaling(section, fields, partial, _IMAGES if images else ())
+        for section in (new, old)
+        if section and section.values
+    ]
     if len(found) == 2 and found[0] != found[1]:
         raise fields.error("rope_parameters", f"is {found[0]}, but rope_scaling is {found[1]}")
-    return found[0] if found else RopeConfig("default", fields.number("rope_theta", above=1), {})
+    if found:
+        return found[0]
+    return RopeConfig("default", fields.number("rope_theta", above=1), {}, _partial(fields, None, partial))
 
 
-def _read_scaling(section: Fields, top: Fields) -> RopeConfig:
+def _partial(top: Fields, section: Fields | None, default: float) -> float:
+    """The share of a head that is rotated. Both places of the field must agree."""
+    key = "partial_rotary_factor"
+    places = [place for place in (top, section) if place is not None and place.get(key) is not None]
+    values = [place.number(key) for place in places]
+    if len(set(values)) > 1:
+        raise places[0].error(key, f"is {values[0]:g}, but {places[1].prefix}{key} is {values[1]:g}")
+    for place, value in zip(places, values, strict=True):
+        if value > 1 or (default == 1 and value != 1):
+            raise place.error(key, f"is {value:g}, only {'up to ' if default != 1 else ''}1 is supported")
+    return values[0] if values else default
+
+
+def _read_scaling(section: Fields, top: Fields, partial: float, images: tuple[str, ...]) -> RopeConfig:
     if any(isinstance(value, dict) for value in section.values.values()):
         raise top.error(
             section.prefix.rstrip("."), f"is {show(dict(section.values))}, expected one RoPE for all layers"
@@ -75,14 +103,10 @@ def _read_scaling(section: Fields, top: Fields) -> RopeConfig:
         raise section.error(
             "rope_type", f"is {quoted(rope_type)}, supported are {', '.join(_SCALING_FIELDS)}"
         )
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_FIELDS[rope_type]}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING_FIELDS[rope_type], *images}
     for key, value in section.values.items():
         if key not in known and value is not None:
             raise section.error(key, f"is {show(value)}, but RoPE of type {rope_type!r} has no such field")
-    if section.number("partial_rotary_factor", default=1.0) != 1.0:
-        raise section.error(
-            "partial_rotary_factor", f"is {section.get('partial_rotary_factor')}, only 1 is supported"
-        )
     if section.get("rope_theta") is None:
         theta = top.number("rope_theta", above=1)
     else:
@@ -91,7 +115,9 @@ def _read_scaling(section: Fields, top: Fields) -> RopeConfig:
             raise top.error(
                 "rope_theta", f"is {top.get('rope_theta')}, but {section.prefix}rope_theta is {theta}"
             )
-    return RopeConfig(rope_type, theta, _read_values(section, rope_type, top))
+    return RopeConfig(
+        rope_type, theta, _read_values(section, rope_type, top), _partial(top, section, partial)
+    )
 
 
 def _read_values(section: Fields, rope_type: str, top: Fields) -> dict[str, float | int | bool]:

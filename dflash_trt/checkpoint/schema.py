@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from dflash_trt.checkpoint.rope import RopeConfig
 
+# The most rows of a pass that can be taken back from a state: those of a block. Published drafters have 7 to 16.
+PENDING_ROWS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
@@ -15,6 +18,28 @@ class LayerAttention:
 
     causal: bool
     window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDeltaNet:
+    """A layer of Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464): a state of fixed size, no rows per token.
+
+    Value head h reads key head h // (value_heads / key_heads).
+    kernel: the taps of the causal convolution, including the row itself.
+    fused: in_proj_qkvz and in_proj_ba hold the projections by key head. Otherwise there are four layers.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    fused: bool
+
+    @property
+    def channels(self) -> int:
+        """Columns that pass the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +54,8 @@ class MoEConfig:
 
     intermediate_size: the size of one expert.
     sparse_layers[i]: whether layer i has experts.
+    shared_intermediate_size: the size of an expert that every token passes, times the sigmoid of a gate; 0: none.
+    stacked: a layer's experts may be two tensors, [E, 2I, D] and [E, D, I], instead of three for each expert.
     """
 
     num_experts: int
@@ -42,6 +69,8 @@ class MoEConfig:
     router_bias: bool
     expert_bias: bool
     quantization: Literal["mxfp4"] | None
+    shared_intermediate_size: int = 0
+    stacked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +82,8 @@ class DecoderConfig:
     mlp_bias: gate, up and down projections have a bias.
     qk_norm: RMSNorm over each head of q and k before RoPE.
     attention_sinks: each head has a learned logit that takes part in the softmax and has no value.
+    attention_gate: q_proj also gives a gate for each head. Its sigmoid scales the output of the head.
+    zero_centred_norms: RMSNorm scales by 1 + weight. A norm that has a gate scales by its weight.
     """
 
     path: Path
@@ -72,17 +103,38 @@ class DecoderConfig:
     qk_norm: bool
     attention_sinks: bool
     rope: RopeConfig
-    layers: tuple[LayerAttention, ...]
+    layers: tuple[LayerAttention | LayerDeltaNet, ...]
+    attention_gate: bool = False
+    zero_centred_norms: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """The leading numbers of a head that RoPE rotates."""
+        return round(self.head_dim * self.rope.partial)
+
+    @property
+    def attention_layers(self) -> list[LayerAttention]:
+        return [layer for layer in self.layers if isinstance(layer, LayerAttention)]
+
+    @property
+    def delta_layers(self) -> list[LayerDeltaNet]:
+        return [layer for layer in self.layers if isinstance(layer, LayerDeltaNet)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig(DecoderConfig):
-    """A target. `eos_token_ids` come from generation_config.json if it names any, else from config.json."""
+    """A target. `eos_token_ids` come from generation_config.json if it names any, else from config.json.
+
+    prefix: of the decoder's tensors.
+    skipped: prefixes of tensors that do not belong to the decoder, such as a vision tower's.
+    """
 
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     moe: MoEConfig | None
+    prefix: str = "model"
+    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +147,7 @@ class DrafterConfig(DecoderConfig):
     own: settings that only the module of its kind knows.
     """
 
+    layers: tuple[LayerAttention, ...]
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]

@@ -106,10 +106,10 @@ def chosen(nodes: Sequence[int]) -> Any:
 class HostArrays:
     """NumPy arrays. A pass has ended when its engine returns. `Arrays` documents the methods."""
 
-    most_prompt_rows = 64  # 39 MB at a vocabulary of 151,936
-
-    def __init__(self, *, slots: int, feature_size: int, most_waiting: int) -> None:
-        self.most_waiting = most_waiting
+    def __init__(
+        self, *, slots: int, feature_size: int, most_waiting: int, most_prompt_rows: int = 64
+    ) -> None:  # 64 rows: 39 MB at a vocabulary of 151,936
+        self.most_waiting, self.most_prompt_rows = most_waiting, most_prompt_rows
         self._waiting = np.zeros(
             (slots, 1, feature_size), np.float32
         )  # grows to the largest number of waiting rows

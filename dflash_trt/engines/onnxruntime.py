@@ -10,6 +10,7 @@ import numpy as np
 import onnxruntime as ort
 
 from dflash_trt.engines.onnxruntime_caches import CachePool
+from dflash_trt.engines.onnxruntime_states import HybridCaches
 from dflash_trt.errors import BundleError
 from dflash_trt.hardware import cores
 
@@ -37,7 +38,7 @@ class OnnxRuntimeEngine:
 
     A cache is an input `k_cache.i` [B, C, width] and an output `k_cache_out.i`. A pass over n sequences works on the
     slots `first_slot .. first_slot + n - 1`, as a view of the pool with as many rows C as the pass needs. Inputs and
-    outputs of a cache are bound to the same memory.
+    outputs of a cache are bound to the same memory. So are those of a state, an input `NAME_state.i` [B, ...].
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class OnnxRuntimeEngine:
         self._session: Any = None
         self._inputs: dict[str, Any] = {}
         self._outputs: dict[str, Any] = {}
-        self.caches = CachePool({}, slots, capacity)
+        self._rows = CachePool({}, slots, capacity)
+        self.caches: CachePool | HybridCaches = self._rows
         self._memory: dict[str, Array] = {}
         self._bound: dict[tuple[Any, ...], _Bound] = {}
         if not deferred:
@@ -74,20 +76,32 @@ class OnnxRuntimeEngine:
                 "built this bundle; build it again"
             )
         caches = {n: (i.shape[2], _DTYPES[i.type]) for n, i in self._inputs.items() if "_cache." in n}
-        self.caches.allocate(caches)
+        self._rows.allocate(caches)
+        states = {
+            n: (tuple(i.shape[1:]), _DTYPES[i.type])
+            for n, i in self._inputs.items()
+            if n.partition(".")[0].endswith("_state")
+        }
+        if states:
+            self.caches = HybridCaches(self._rows, states)
         self._written = [
             n for n, i in self._inputs.items() if n not in caches and i.shape[1:2] in (["S"], ["K"])
         ]
+
+    @property
+    def most_pending(self) -> int:
+        """The most rows of a pass that can be taken back; 0: any number."""
+        return self.caches.most_pending if isinstance(self.caches, HybridCaches) else 0
 
     def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]:
         """Run one pass. The outputs are views that the next pass overwrites."""
         if self._session is None:
             self._load()
         place = self._place(feeds, first_slot)
-        key = (place, *[a.shape for a in feeds.values()])
+        key = (place, first_slot, *[a.shape for a in feeds.values()])
         bound = self._bound.get(key)
         if bound is None:
-            bound = self._bind(feeds, place)
+            bound = self._bind(feeds, place, first_slot)
             self._bound[key] = bound
         for name, array in feeds.items():
             bound.inputs[name][...] = array
@@ -96,12 +110,12 @@ class OnnxRuntimeEngine:
 
     def _place(self, feeds: Mapping[str, Array], first_slot: int) -> tuple[int, int]:
         """Where the pass finds its slots, see `CachePool.place`. It writes one row more where there are sinks."""
-        if not self.caches.arrays:
+        if not self._rows.arrays:
             return 0, 0
         count = sum([feeds[name].shape[1] for name in self._written if name in feeds]) + 1
-        return self.caches.place(first_slot, [start + count for start in feeds["start"].tolist()])
+        return self._rows.place(first_slot, [start + count for start in feeds["start"].tolist()])
 
-    def _bind(self, feeds: Mapping[str, Array], place: tuple[int, int]) -> _Bound:
+    def _bind(self, feeds: Mapping[str, Array], place: tuple[int, int], first_slot: int) -> _Bound:
         if len(self._bound) >= _MAX_BINDINGS:
             self._bound.clear()
         if set(feeds) != (takes := set(self._inputs) - set(self.caches.arrays)):
@@ -119,7 +133,7 @@ class OnnxRuntimeEngine:
         outputs = {
             name: self._view(name, tuple(sizes.get(d, d) for d in o.shape), _DTYPES[o.type])
             for name, o in self._outputs.items()
-            if "_cache_out." not in name
+            if "_cache_out." not in name and "_state_out" not in name
         }
         binding = self._session.io_binding()
         for name, array in inputs.items():
@@ -127,9 +141,14 @@ class OnnxRuntimeEngine:
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         begin, rows = place
-        for name, view in self.caches.views(begin, sizes.get("B", 1), rows):
+        batch = sizes.get("B", 1)
+        views = dict(self._rows.views(begin, batch, rows))
+        if isinstance(self.caches, HybridCaches):
+            views |= dict(self.caches.views(first_slot, batch))
+        for name, view in views.items():
             binding.bind_input(name, "cpu", 0, view.dtype.type, view.shape, view.ctypes.data)
-            out = name.replace("_cache.", "_cache_out.")
+            kind, dot, layer = name.partition(".")
+            out = f"{kind}_out{dot}{layer}"
             binding.bind_output(out, "cpu", 0, view.dtype.type, view.shape, view.ctypes.data)
         return _Bound(binding, inputs, outputs)
 

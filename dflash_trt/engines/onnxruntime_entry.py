@@ -81,7 +81,12 @@ class OnnxRuntimeEntry(Engine):
         pair = Pair(
             target,
             drafter,
-            HostArrays(slots=slots, feature_size=features, most_waiting=settings.prefill_chunk),
+            HostArrays(
+                slots=slots,
+                feature_size=features,
+                most_waiting=settings.prefill_chunk,
+                **({"most_prompt_rows": target.most_pending} if target.most_pending else {}),
+            ),
             slots=slots,
             capacity=bundle.capacity,
             mask_token_id=manifest["mask_token_id"],

@@ -1,6 +1,6 @@
 """An engine as models/ see it: a dtype to compute in, and the bodies of the `dflash::` operators.
 
-Signatures are at the top of onnxruntime.py, experts.py, quantized.py and quantized_experts.py.
+Signatures are at the top of onnxruntime.py, delta_net.py, experts.py, quantized.py and quantized_experts.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.delta_net import DeltaKind, causal_conv
 from dflash_trt.graph.experts import Experts, Storage
 from dflash_trt.graph.quantized_experts import Projection, Stack
 
@@ -149,6 +150,12 @@ class Dialect(ABC):
 
         widened_bytes: bytes of all experts of the model in float32.
         """
+
+    @abstractmethod
+    def gated_delta_net(self, kind: DeltaKind) -> ir.Function: ...
+
+    def causal_conv(self, kind: DeltaKind) -> ir.Function:
+        return causal_conv(kind, self.dtype, few=False)
 
     def hidden_state_tap(self, taps: int) -> ir.Function:
         g = GraphBuilder("HiddenStateTap")

@@ -25,6 +25,7 @@ WindowedAttentionMask, WindowedCachedAttention and so on (ONNX Runtime): the sam
 HiddenStateTap(h_0 .. h_n-1 [rows,D]) -> features [rows, n*D]
 BlockAcceptance(tokens [B,S], rows [B,R], logits [B,R,V]) -> accepted [B], next_token [B]
     Greedy: the drafted token at rows[i+1] is accepted while it equals the argmax of logits[i].
+CausalConv, GatedDeltaNet: see delta_net.py.
 MoE: see experts.py. FP8Linear and the like: see quantized.py. QuantizedExperts: see quantized_experts.py.
 """
 
@@ -38,6 +39,7 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.delta_net import DeltaKind, causal_conv, onnxruntime_delta
 from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, Dialect
 from dflash_trt.graph.experts import Storage, onnxruntime_moe
 from dflash_trt.graph.quantized import INPUTS, kind_of, onnxruntime_integers, onnxruntime_linear, tensors
@@ -114,6 +116,12 @@ class OnnxRuntime(Dialect):
         v = g.op("Pad", a.v, g.constant([0, 0, 0, 0, 1, 0]), name="v_with_sink")
         _attend(g, kind, a, q, (k, v), scale=scale)
         return g.function()
+
+    def causal_conv(self, kind: DeltaKind) -> ir.Function:
+        return causal_conv(kind, self.dtype, few=True)
+
+    def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
+        return onnxruntime_delta(kind)
 
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int

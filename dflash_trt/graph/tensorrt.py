@@ -15,6 +15,8 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.formats.bodies import TRT_DOMAIN
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.delta_net import DeltaKind
+from dflash_trt.graph.delta_net_chunks import chunked_delta
 from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, Dialect
 from dflash_trt.graph.experts import Experts, Storage, declared
 from dflash_trt.graph.quantized import tensorrt_linear
@@ -151,6 +153,9 @@ class TensorRT(Dialect):
         y = g.op("ReduceSum", y, g.constant([0]), name="sum", keepdims=0)
         g.output(g.op("Add", total, y, name="total"), "total_out", FLOAT, ["D", "rows"])
         return g.function([a for a in declared() if a.name != "k"])
+
+    def gated_delta_net(self, kind: DeltaKind) -> ir.Function:
+        return chunked_delta(kind)
 
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int

@@ -10,8 +10,8 @@ import math
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import DecoderConfig, TargetConfig
-from dflash_trt.models.mixers import Mixer
 from dflash_trt.models.module import Module
+from dflash_trt.models.passes import Mixer
 
 
 def mixer_block(m: Module, mixer: Mixer, c: DecoderConfig, i: int, x: ir.Value) -> ir.Value:

@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import TargetConfig
-from dflash_trt.models.mixers import Mixer
 from dflash_trt.models.module import Module
+from dflash_trt.models.passes import Mixer
 
 # Adds decoder layer i to the residual stream [B*S, D]. The mixer mixes the tokens.
 Layer = Callable[[Module, Mixer, TargetConfig, int, ir.Value], ir.Value]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear, joined, stored_linear, widened_bytes
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.base import FLOAT_DTYPES
-from dflash_trt.graph.builder import ONNX_DTYPES, GraphBuilder
+from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 
 
@@ -19,10 +21,17 @@ class Module:
     """A place in a checkpoint. It adds its prefix to tensor names and checks shape and dtype of each tensor used."""
 
     def __init__(
-        self, g: GraphBuilder, checkpoint: Checkpoint | Outline, folder: str, dialect: Dialect
+        self,
+        g: GraphBuilder,
+        checkpoint: Checkpoint | Outline,
+        folder: str,
+        dialect: Dialect,
+        *,
+        zero_centred_norms: bool = False,
     ) -> None:
+        """`zero_centred_norms`: RMSNorm scales by 1 + weight."""
         self.g, self.checkpoint, self.folder, self.dialect = g, checkpoint, folder, dialect
-        self.prefix = ""
+        self.prefix, self._zero_centred = "", zero_centred_norms
         self.used: set[str] = set()
         self._outside = g  # weights are prepared in the graph, also for a subgraph
         self._widened_bytes = widened_bytes(checkpoint)
@@ -153,17 +162,25 @@ class Module:
 
     def rms_norm(self, x: ir.Value, name: str, size: int, epsilon: float) -> ir.Value:
         """RMSNorm over the last axis, of length `size`, in float32."""
-        return self.g.op(
-            "RMSNormalization", x, self.weight(f"{name}.weight", size), name=name, epsilon=epsilon, axis=-1
-        )
+        g = self.g
+        attributes: dict[str, Any] = {"name": name, "epsilon": epsilon, "axis": -1}
+        if not self._zero_centred:
+            return g.op("RMSNormalization", x, self.weight(f"{name}.weight", size), **attributes)
+        # The sum of 1 and a small weight has more digits than a dtype of 16 bits.
+        weight = self.weight(f"{name}.weight", size, dtype=FLOAT)
+        scale = g.op("Add", weight, g.constant(1, np.float32), name=f"{name}.scale")
+        return g.to_dtype(g.op("RMSNormalization", g.to_float(x), scale, **attributes), FLOAT)
 
-    def check_all_used(self, ignored: tuple[str, ...] = ()) -> None:
+    def check_all_used(self, ignored: tuple[str, ...] = (), skipped: tuple[str, ...] = ()) -> None:
         """Raise CheckpointError if a tensor is unused: then the checkpoint does not match its config.
+
+        skipped: prefixes of tensors that may stay unused.
 
         The scales of an FP8 cache may stay unused. Caches are in the compute dtype, because TensorRT's KVCacheUpdate
         needs it.
         """
         left = sorted(set(self.checkpoint.tensors) - self.used - set(ignored))
+        left = [name for name in left if not name.startswith(skipped)]
         if self.checkpoint.quantization.kv_cache:
             left = [name for name in left if not name.endswith((".k_scale", ".v_scale"))]
         if left:

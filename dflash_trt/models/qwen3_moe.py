@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.linears import stored_experts
 from dflash_trt.checkpoint.schema import MoEConfig, TargetConfig
+from dflash_trt.checkpoint.tensors import Outline, TensorInfo
 from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES
 from dflash_trt.graph.experts import Experts
 from dflash_trt.graph.quantized_experts import Projection, Stack
-from dflash_trt.models.decoder import dense_layer, mixer_block
+from dflash_trt.models.decoder import dense_layer, gated_mlp, mixer_block
 from dflash_trt.models.experts import experts, weighted, widened_bytes
 from dflash_trt.models.family import Family
-from dflash_trt.models.mixers import Mixer
 from dflash_trt.models.module import Module
+from dflash_trt.models.passes import Mixer
 from dflash_trt.models.reading import (
     LAYERS,
     WIDTH,
@@ -65,7 +67,8 @@ def _read(fields: Fields) -> TargetConfig:
     return target(fields, common, [window_of(fields)] * layers, moe)
 
 
-def _layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:
+def moe_layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:
+    """A pre-norm layer with experts where `sparse_layers` says so, and an MLP elsewhere; x [B*S, D]."""
     g, moe = m.g, c.moe
     if moe is None or not moe.sparse_layers[i]:
         return dense_layer(m, mixer, c, i, x)
@@ -85,10 +88,26 @@ def _layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> ir.
             y = weighted(g, y, logits, moe)
         else:
             y = experts(g, dialect, c.hidden_size, moe, h, logits, _joined(mlp, stacks))
+        if moe.shared_intermediate_size:
+            y = g.op("Add", y, _shared(mlp, c.hidden_size, moe, h), name="with_shared")
         return g.op("Add", x, y, name="residual")
 
 
+def _shared(m: Module, hidden: int, moe: MoEConfig, x: ir.Value) -> ir.Value:
+    """The expert of every token, times the sigmoid of its gate."""
+    g = m.g
+    with g.scope("shared_expert"):
+        y = gated_mlp(m.at("shared_expert"), x, hidden, moe.shared_intermediate_size)
+        gate = m.linear(g.to_float(x), "shared_expert_gate", hidden, 1, dtype=FLOAT)
+        gate = g.to_dtype(g.op("Sigmoid", gate, name="gate"), FLOAT)
+        return g.op("Mul", y, gate, name="gated")
+
+
 def _stacks(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, Stack]:
+    whole = f"{m.prefix}experts.gate_up_proj"
+    if moe.stacked and (isinstance(m.checkpoint, Outline) or whole in m.checkpoint.tensors):
+        return _slices(m, hidden, moe)
+
     def stack(name: Projection, rows: int, columns: int) -> Stack:
         layers = [f"experts.{e}.{name}_proj" for e in range(moe.num_experts)]
         stored = stored_experts(m.checkpoint, [m.prefix + layer for layer in layers], columns, rows)
@@ -103,6 +122,33 @@ def _stacks(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, Stack]:
         "gate": stack("gate", inner, hidden),
         "up": stack("up", inner, hidden),
         "down": stack("down", hidden, inner),
+    }
+
+
+def _slices(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, Stack]:
+    """Each expert's part of the layer's two tensors: gate_up_proj [E, 2I, D], gates first, and down_proj [E, D, I]."""
+    n, inner = moe.num_experts, moe.intermediate_size
+    both = m.stored("experts.gate_up_proj", n, 2 * inner, hidden)
+    down = m.stored("experts.down_proj", n, hidden, inner)
+
+    def stack(whole: TensorInfo, name: Projection, rows: int, columns: int, first: int, parts: int) -> Stack:
+        size = whole.nbytes // n // parts
+        each = [
+            replace(
+                whole,
+                name=f"{whole.name}[{e}].{name}",
+                shape=(rows, columns),
+                offset=whole.offset + (e * parts + first) * size,
+                nbytes=size,
+            )
+            for e in range(n)
+        ]
+        return Stack(rows, columns, plain=tuple(each))
+
+    return {
+        "gate": stack(both, "gate", inner, hidden, 0, 2),
+        "up": stack(both, "up", inner, hidden, 1, 2),
+        "down": stack(down, "down", hidden, inner, 0, 1),
     }
 
 
@@ -128,4 +174,4 @@ def _joined(m: Module, stacks: Mapping[Projection, Stack]) -> Experts:
     return Experts(storage="float", gate_up=gate_up, down=down)
 
 
-FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", _read, _layer)
+FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", _read, moe_layer)

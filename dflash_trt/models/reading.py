@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_trt.checkpoint.fields import LARGEST_INTEGER, Fields
 from dflash_trt.checkpoint.quantization import read_quantization
-from dflash_trt.checkpoint.rope import read_rope
+from dflash_trt.checkpoint.rope import RopeConfig, read_rope
 from dflash_trt.checkpoint.schema import LayerAttention, MoEConfig, TargetConfig
 from dflash_trt.errors import quoted, show
 from dflash_trt.files.reading import read_object
@@ -22,14 +22,11 @@ _EOS_IDS = 1024
 
 
 def check_names(fields: Fields, architecture: str, model_type: str) -> None:
-    """Check that the file's other names agree with its architecture, and that no field requests another model."""
+    """Check that the file's model type agrees with its architecture."""
     if fields.string("model_type") != model_type:
         raise fields.error(
             "model_type", f"is {quoted(fields.get('model_type'))}, but {architecture} has {model_type!r}"
         )
-    refuse(fields, {"partial_rotary_factor": (1,)})
-    if fields.string("hidden_act") != "silu":
-        raise fields.error("hidden_act", f"is {quoted(fields.get('hidden_act'))}, only 'silu' is supported")
 
 
 def architecture_of(fields: Fields, role: str, supported: Mapping[str, object]) -> str:
@@ -73,11 +70,16 @@ def decoder(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     attention_sinks: bool = False,
+    rope: RopeConfig | None = None,
+    architecture: str | None = None,
 ) -> dict[str, Any]:
     """DecoderConfig's fields except `layers`. `head_dim` None: from the file, or hidden_size / num_attention_heads.
 
-    `attention_bias` is the family's default. The file may override it.
+    `attention_bias` is the family's default. The file may override it. `rope` and `architecture` are read here unless
+    they are given.
     """
+    if fields.string("hidden_act") != "silu":
+        raise fields.error("hidden_act", f"is {quoted(fields.get('hidden_act'))}, only 'silu' is supported")
     hidden, heads = (fields.integer(key, maximum=WIDTH) for key in ("hidden_size", "num_attention_heads"))
     kv_heads = fields.integer("num_key_value_heads", maximum=WIDTH)
     if heads % kv_heads:
@@ -90,7 +92,7 @@ def decoder(
     return {
         "path": fields.path,
         "model_type": fields.string("model_type"),
-        "architecture": fields.strings("architectures", most=LAYERS)[0],
+        "architecture": architecture or fields.strings("architectures", most=LAYERS)[0],
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size", maximum=WIDTH),
         "num_hidden_layers": fields.integer("num_hidden_layers", maximum=LAYERS),
@@ -104,7 +106,7 @@ def decoder(
         "mlp_bias": mlp_bias,
         "qk_norm": qk_norm,
         "attention_sinks": attention_sinks,
-        "rope": read_rope(fields),
+        "rope": rope or read_rope(fields),
     }
 
 

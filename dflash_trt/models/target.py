@@ -20,8 +20,9 @@ from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.decoder import embed
 from dflash_trt.models.families import FAMILIES
-from dflash_trt.models.mixers import Pass, PassRows, ints, mixers, positions_from
+from dflash_trt.models.mixers import mixers
 from dflash_trt.models.module import Module
+from dflash_trt.models.passes import Pass, PassRows, ints, positions_from
 
 
 def build_target(
@@ -46,10 +47,14 @@ def build_target(
     batch, count = g.dim(tokens, 0, name="batch"), g.dim(tokens, 1, name="count")
     this_pass = PassRows(g, batch, count, positions_from(g, start, count), config)
     lengths = g.op("Add", start, count, name="lengths")
-    by_layer = mixers(Pass(g, dialect, config, capacity, start, this_pass, this_pass, lengths))
+    # No token before the first row with logits depends on them, so no such row is taken back.
+    certain = None
+    if config.delta_layers:
+        certain = g.op("Squeeze", g.op("Slice", rows, *map(g.constant, ([0], [1], [1]))), g.constant([1]))
+    by_layer = mixers(Pass(g, dialect, config, capacity, start, this_pass, this_pass, lengths, certain))
 
-    root = Module(g, checkpoint, folder, dialect)
-    m = root.at("model")
+    root = Module(g, checkpoint, folder, dialect, zero_centred_norms=config.zero_centred_norms)
+    m = root.at(config.prefix)
     x = embed(m, tokens, vocab, hidden)
     family, tapped = FAMILIES[config.architecture], {-1: x}
     for i in range(config.num_hidden_layers):
@@ -69,7 +74,7 @@ def build_target(
     logits = g.op("Reshape", logits, g.shape(batch, g.dim(rows, 1), vocab), name="logits")
     acceptance = dialect.block_acceptance()
     accepted, next_token = g.call(acceptance, tokens, rows, logits, outputs=2, name="acceptance")
-    root.check_all_used(ignored=_tied_copy(config, checkpoint))
+    root.check_all_used(_tied_copy(config, checkpoint), config.skipped)
 
     g.output(features, "features", g.dtype, ["B", "S", len(taps) * hidden])
     g.output(logits, "logits", FLOAT, ["B", "R", vocab])
@@ -83,11 +88,12 @@ def _tied_copy(config: TargetConfig, checkpoint: Checkpoint | Outline) -> tuple[
     tied = config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors
     if not tied or _quantized_head(checkpoint):
         return ()
-    head, table = (checkpoint.tensors[name] for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    embedding = f"{config.prefix}.embed_tokens.weight"
+    head, table = (checkpoint.tensors[name] for name in ("lm_head.weight", embedding))
     if not same_bytes(head, table):
         raise CheckpointError(
             f"{config.path}: tie_word_embeddings is true, but {head.file.name} has an lm_head.weight that differs from "
-            "model.embed_tokens.weight; set tie_word_embeddings to false to use the head"
+            f"{embedding}; set tie_word_embeddings to false to use the head"
         )
     return ("lm_head.weight",)
 
@@ -105,5 +111,5 @@ def lm_head(x: ir.Value, root: Module, config: TargetConfig) -> ir.Value:
     hidden, vocab = config.hidden_size, config.vocab_size
     if not config.tie_word_embeddings or _quantized_head(root.checkpoint):
         return root.linear(x, "lm_head", hidden, vocab)
-    weight = root.weight("model.embed_tokens.weight", vocab, hidden)
+    weight = root.weight(f"{config.prefix}.embed_tokens.weight", vocab, hidden)
     return root.g.op("Gemm", x, weight, name="lm_head", transB=1)

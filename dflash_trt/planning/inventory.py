@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -109,7 +109,7 @@ class Inventory:
             sizes = found.setdefault(side, {})
             for tensor in tensors:
                 role = role_of(tensor.name)
-                matrix, spread = len(tensor.shape) > 1, _spread(role, tensor.name)
+                matrix, spread = _is_matrix(tensor), _spread(role, tensor.name)
                 kind = _Kind(role, _quantized(tensor, scheme), matrix, spread)
                 more = _Size(
                     parameters_of(tensor), tensor.nbytes, math.prod(tensor.shape[:-1]) if matrix else 0
@@ -120,8 +120,13 @@ class Inventory:
 
     def group_size(self, side: str, scheme: str) -> int:
         """Weights per scale, as `dflash-trt quantize` chooses them."""
-        inputs = {t.shape[-1] for t in self.tensors[side] if len(t.shape) > 1 and role_of(t.name) in _LINEAR}
+        inputs = {t.shape[-1] for t in self.tensors[side] if _is_matrix(t) and role_of(t.name) in _LINEAR}
         return FORMATS[scheme].algorithm(calibrated=False, inputs=sorted(inputs)).group_size
+
+
+def _is_matrix(tensor: TensorInfo) -> bool:
+    """Whether rows are multiplied with the tensor. A convolution's weights are not such a matrix."""
+    return len(tensor.shape) > 1 and not tensor.name.endswith("conv1d.weight")
 
 
 def _quantized(tensor: TensorInfo, scheme: str | None) -> str | None:
@@ -153,6 +158,9 @@ def take_inventory(
     """
     # The graphs determine names and shapes, and are discarded.
     folders = target.path.parent, drafter.path.parent
+    if checkpoints and target.moe is not None and target.moe.stacked:
+        stacked = any(name.endswith("experts.gate_up_proj") for name in checkpoints[0].tensors)
+        target = replace(target, moe=replace(target.moe, stacked=stacked))
     plain = [Outline(folder, Quantization(folder)) for folder in folders]
     taps, dialect = drafter.target_layer_ids, OnnxRuntime()
     build_target(target, plain[0], taps, dialect, folder="target")
@@ -164,14 +172,17 @@ def take_inventory(
         target,
         drafter,
         {
-            "target": _as_stored(plain[0], stored[0], ignored),
+            "target": _as_stored(plain[0], stored[0], ignored, target.skipped),
             "drafter": _as_stored(plain[1], stored[1], ()),
         },
     )
 
 
 def _as_stored(
-    plain: Outline, checkpoint: Checkpoint | Outline, ignored: tuple[str, ...]
+    plain: Outline,
+    checkpoint: Checkpoint | Outline,
+    ignored: tuple[str, ...],
+    skipped: tuple[str, ...] = (),
 ) -> tuple[TensorInfo, ...]:
     """The checkpoint's tensors in place of those of a model in floating point."""
     found: dict[str, TensorInfo] = {}
@@ -191,6 +202,7 @@ def _as_stored(
             found[tensor.name] = checkpoint.expect(tensor.name, tensor.shape, dtypes)
     caches = (".k_scale", ".v_scale")
     left = sorted(set(checkpoint.tensors) - set(found) - set(ignored))
+    left = [name for name in left if not name.startswith(skipped)]
     if unknown := [name for name in left if not name.endswith(caches)]:
         raise CheckpointError(
             f"{checkpoint.directory}: {len(unknown)} tensors are not part of the architecture that config.json "

@@ -19,6 +19,7 @@ from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.dialect import SINK_PADDING
 from dflash_trt.graph.tensorrt_experts import at_a_time
+from dflash_trt.models.delta_net import state_bytes
 from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.inventory import NUMBER_BYTES, Inventory, weight_bytes
 
@@ -68,6 +69,8 @@ class Settings:
 class MemoryEstimate:
     """Bytes on one GPU. `kv_bytes` and `drafter_bytes` are for `max_batch_size` sequences of `max_seq_len` tokens.
 
+    state_bytes_per_sequence: of layers with Gated DeltaNet, with the rows that wait to be replayed. `kv_bytes` holds
+    them.
     kv_fraction: for TensorRT-LLM, the share of free memory for its KV pool.
     kv_pool_bytes: for TensorRT-LLM, the size of that pool.
     longest_context: at batch 1; 0 if nothing fits.
@@ -87,6 +90,7 @@ class MemoryEstimate:
     activation_bytes: int
     kv_bytes_per_token: int
     drafter_bytes_per_token: int
+    state_bytes_per_sequence: int
     kv_bytes: int
     drafter_bytes: int
     total_bytes: int
@@ -110,7 +114,8 @@ class MemoryEstimate:
             "weights": self.weight_bytes,
             "runtime": self.runtime_bytes,
             "activations": self.activation_bytes,
-            f"KV cache of {self.max_batch_size} x {self.max_seq_len} tokens": self.kv_bytes,
+            f"{'states and ' * (self.state_bytes_per_sequence > 0)}KV cache of {self.max_batch_size} x "
+            f"{self.max_seq_len} tokens": self.kv_bytes,
             "drafter context": self.drafter_bytes,
         }
         line = " + ".join(f"{name} {gib(value)}" for name, value in parts.items())
@@ -181,6 +186,7 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
         activation_bytes=layout.activations(s.max_batch_size, s.max_seq_len),
         kv_bytes_per_token=layout.kv_per_token,
         drafter_bytes_per_token=layout.drafter_per_token,
+        state_bytes_per_sequence=layout.state,
         kv_bytes=layout.kv(s.max_batch_size, s.max_seq_len),
         drafter_bytes=layout.drafter(s.max_batch_size, s.max_seq_len),
         total_bytes=total,
@@ -209,6 +215,8 @@ class _Layout:
         cache = settings.cache or settings.compute("target")
         self.kv_per_token = self._per_token("target", NUMBER_BYTES[cache])
         self.drafter_per_token = self._per_token("drafter", NUMBER_BYTES[settings.compute("drafter")])
+        self.state = state_bytes(inventory.target, NUMBER_BYTES[settings.compute("target")])
+        self.state //= settings.tensor_parallel
         self.runtime = self.traits.runtime_bytes
         self.scratch = self.traits.scratch_bytes
         moe = inventory.target.moe
@@ -218,13 +226,13 @@ class _Layout:
     def _per_token(self, side: str, element: float) -> int:
         c = self.inventory.config(side)
         heads = max(1, c.num_key_value_heads // self.s.tensor_parallel)
-        return round(2 * c.num_hidden_layers * heads * c.head_dim * element)
+        return round(2 * len(c.attention_layers) * heads * c.head_dim * element)
 
     def _queries(self, side: str) -> float:
         """Bytes of a row's queries in all layers of a model."""
         c = self.inventory.config(side)
         size = c.head_dim + SINK_PADDING * c.attention_sinks
-        return c.num_hidden_layers * c.num_attention_heads * size * NUMBER_BYTES[self.s.compute(side)]
+        return len(c.attention_layers) * c.num_attention_heads * size * NUMBER_BYTES[self.s.compute(side)]
 
     def _experts(self, moe: MoEConfig, *, packed: bool) -> int:
         """Memory of one product over experts: the rows of a prompt chunk, and widened copies of packed weights."""
@@ -245,9 +253,10 @@ class _Layout:
 
     def kv(self, batch: int, length: int) -> int:
         per_token = self.kv_per_token
+        states = batch * self.state
         if self.s.draft_pool and self.s.arena:
             per_token += self.drafter_per_token
-        return batch * self.rows(length) * per_token
+        return batch * self.rows(length) * per_token + states
 
     def drafter(self, batch: int, length: int) -> int:
         if not self.s.arena:

@@ -105,8 +105,8 @@ def _cache_rows(config: DecoderConfig, element: float, gpus: int) -> tuple[float
     """Bytes per row of context of all full layers, of all windowed layers, and the window."""
     heads = max(1, config.num_key_value_heads // gpus)
     row = 2 * heads * config.head_dim * element
-    windows = [layer.window for layer in config.layers if layer.window is not None]
-    full = config.num_hidden_layers - len(windows)
+    windows = [layer.window for layer in config.attention_layers if layer.window is not None]
+    full = len(config.attention_layers) - len(windows)
     return full * row, len(windows) * row, max(windows, default=0)
 
 

@@ -92,7 +92,7 @@ def _weights(parameters: int, by_dtype: Counter[str]) -> dict[str, Any]:
 
 
 def _describe(config: DecoderConfig) -> dict[str, Any]:
-    windows = [layer.window for layer in config.layers]
+    windows = [layer.window for layer in config.attention_layers]
     found: dict[str, Any] = {
         "architecture": config.architecture,
         "layers": config.num_hidden_layers,
@@ -105,6 +105,8 @@ def _describe(config: DecoderConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
     }
+    if config.delta_layers:
+        found |= {"delta_layers": len(config.delta_layers)}
     if isinstance(config, TargetConfig) and config.moe is not None:
         found |= {"experts": config.moe.num_experts, "experts_per_token": config.moe.experts_per_token}
     if isinstance(config, DrafterConfig):

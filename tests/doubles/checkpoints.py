@@ -187,6 +187,7 @@ def make_drafter(
     old_config: write RoPE and dtype as in the first published checkpoints, else as Transformers 5 does.
     """
     target = json.loads((target_dir / "config.json").read_text())
+    target |= target.get("text_config", {})
     hidden = target["hidden_size"]
     directory.mkdir(parents=True, exist_ok=True)
     dflash: dict[str, Any] = {"mask_token_id": mask_token_id, "target_layer_ids": list(taps)}

@@ -16,8 +16,8 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.models import mixers
 from dflash_trt.models.configs import read_target_config
-from dflash_trt.models.mixers import Pass
 from dflash_trt.models.module import Module
+from dflash_trt.models.passes import Pass
 from dflash_trt.models.target import build_target
 from tests.doubles.checkpoints import make_target
 

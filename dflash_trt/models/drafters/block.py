@@ -21,8 +21,9 @@ from dflash_trt.graph.builder import GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.decoder import embed, gated_mlp
 from dflash_trt.models.drafters.candidates import output_candidates
-from dflash_trt.models.mixers import Pass, PassRows, ints, mixers, positions_from
+from dflash_trt.models.mixers import mixers
 from dflash_trt.models.module import Module
+from dflash_trt.models.passes import Pass, PassRows, ints, positions_from
 from dflash_trt.models.target import lm_head
 
 # Tapped states exceed 2e4, and their sums through fc would exceed 65504. The sums are normalized afterwards. So a
@@ -108,7 +109,7 @@ class BlockPass:
     def embedded(self, *, own: bool = False) -> ir.Value:
         """The embedded rows of the block, [B*R, D]: by the target's table, or by the drafter's own."""
         self.context()
-        root = self.m if own else self.target_root.at("model")
+        root = self.m if own else self.target_root.at(self.target.prefix)
         return embed(root, self.rows_of_block, self.target.vocab_size, self.config.hidden_size)
 
     def layer(

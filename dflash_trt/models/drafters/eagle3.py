@@ -25,12 +25,14 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline, same_bytes
 from dflash_trt.errors import BuildError, CheckpointError, quoted, show
 from dflash_trt.graph.builder import INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
+from dflash_trt.models.attention import Attention
 from dflash_trt.models.decoder import embed, gated_mlp
 from dflash_trt.models.drafters.candidates import best_candidates, output_candidates
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.drafters.vocabulary import DraftVocabulary
-from dflash_trt.models.mixers import Attention, Pass, PassRows, ints, mixers, positions_from
+from dflash_trt.models.mixers import mixers
 from dflash_trt.models.module import Module
+from dflash_trt.models.passes import Pass, PassRows, ints, positions_from
 from dflash_trt.models.reading import LAYERS, check_quantization, decoder, refuse
 from dflash_trt.models.target import lm_head
 
@@ -173,7 +175,7 @@ def build_eagle3(
     batch, one, zero = g.dim(block, 0, name="batch"), g.constant([1]), g.constant([0])
     n_context = g.dim(features, 1, name="n_context")
     m, root = Module(g, checkpoint, folder, dialect), Module(g, target_checkpoint, target_folder, dialect)
-    _check_embedding(checkpoint, target_checkpoint, m)
+    _check_embedding(checkpoint, target_checkpoint, m, target.prefix)
     by_sequence = g.shape(batch, -1, hidden)
 
     # The first row is the last committed position's. At the beginning there is none, and rows begin one place later.
@@ -199,7 +201,7 @@ def build_eagle3(
     fused = g.op("Gather", g.op("Reshape", fused, g.constant([-1, hidden])), order, name="ordered")
 
     anchor = g.op("Slice", block, zero, one, one, name="anchor")
-    anchor_row = embed(root.at("model"), anchor, target.vocab_size, hidden)
+    anchor_row = embed(root.at(target.prefix), anchor, target.vocab_size, hidden)
     anchor_row = g.op("Reshape", anchor_row, by_sequence, name="anchor_row")
     is_newest = g.op("Equal", g.arange(n_written), g.unsqueeze(n_features, 1), name="is_newest")
     tokens = g.op("Concat", embedded, anchor_row, name="tokens_and_one", axis=1)
@@ -242,7 +244,7 @@ def build_eagle3(
 
     with g.scope("first"):
         found, logprobs, state = best(m, state)
-    chain = _Chain(m, config, root.at("model"), mixer.updated[0], position, batch)
+    chain = _Chain(m, config, root.at(target.prefix), mixer.updated[0], position, batch)
     all_tokens, all_logprobs = chain.steps(found, logprobs, state, g.dim(block, 1, name="n_block"), best)
     m.check_all_used()
     output_candidates(g, all_tokens, all_logprobs, batch, width)
@@ -250,12 +252,14 @@ def build_eagle3(
     return g.model(metadata or {})
 
 
-def _check_embedding(checkpoint: Checkpoint | Outline, target: Checkpoint | Outline, m: Module) -> None:
+def _check_embedding(
+    checkpoint: Checkpoint | Outline, target: Checkpoint | Outline, m: Module, prefix: str
+) -> None:
     """A copy of the target's embedding may be there. Features hold the target's, so another one is refused."""
     name = "embed_tokens.weight"
     if isinstance(checkpoint, Checkpoint) and isinstance(target, Checkpoint) and m.has(name):
         m.ignore(name)
-        mine, other = checkpoint[name], target["model.embed_tokens.weight"]
+        mine, other = checkpoint[name], target[f"{prefix}.embed_tokens.weight"]
         if not same_bytes(mine, other):
             raise CheckpointError(
                 f"{mine.file}: {name} differs from the target's model.embed_tokens.weight; an EAGLE-3 head with an "

@@ -1,0 +1,144 @@
+"""Attention as a mixer: masks by kind of layer, and a key and a value cache for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.schema import LayerAttention
+from dflash_trt.graph.dialect import AttentionKind
+from dflash_trt.models.module import Module
+from dflash_trt.models.passes import Pass, PassRows
+
+
+class Attention:
+    """The attention layers of one pass: slots written, masks by kind of layer, a key and a value cache per layer."""
+
+    def __init__(self, shared: Pass, layers: Sequence[int]) -> None:
+        self.g, self.dialect, self.config = shared.g, shared.dialect, shared.config
+        self.start, self.lengths, self.sinks = shared.start, shared.lengths, shared.config.attention_sinks
+        self.queries, self.written = shared.queries, shared.written
+        g, dialect, config, capacity = self.g, self.dialect, self.config, shared.capacity
+        self._shapes = dialect.cache_shapes(
+            config.num_key_value_heads, config.head_dim, capacity, sinks=self.sinks
+        )
+        self._caches = {
+            i: [
+                g.input(f"{side}_cache.{i}", g.dtype, shape)
+                for side, shape in zip("kv", self._shapes, strict=True)
+            ]
+            for i in layers
+        }
+        self._layers = {
+            i: layer for i, layer in enumerate(config.layers) if isinstance(layer, LayerAttention)
+        }
+        self._capacity = g.dim(self._caches[layers[0]][0], len(self._shapes[0]) - 2, name="capacity")
+        self.updated: dict[int, list[ir.Value]] = {}  # the caches of a layer that was called
+        self._masks: dict[tuple[LayerAttention, int | None], tuple[ir.Value, ...]] = {}
+
+    def _mask(self, i: int) -> tuple[ir.Value, ...]:
+        """The mask of a layer, or of its kind.
+
+        Slot j holds position j, so a row sees a range of slots: first .. last.
+        """
+        kind, apart = self._layers[i], self.dialect.masks_by_layer
+        if (kind, i if apart else None) not in self._masks:
+            g, position = self.g, self.queries.positions
+            if kind.causal:
+                last = position
+            else:
+                final = g.op("Sub", g.unsqueeze(self.lengths, 1), g.constant(1), name="final_slot")
+                if kind.window is None:
+                    last = g.op("Expand", final, g.shape(self.queries.batch, self.queries.count), name="last")
+                else:  # a window that is not causal reaches equally far in both directions
+                    last = g.op(
+                        "Min", g.op("Add", position, g.constant(kind.window - 1), name="ahead"), final
+                    )
+            if kind.window is None:
+                first = g.op("Sub", position, position, name="first")
+            else:
+                first = g.op("Sub", position, g.constant(kind.window - 1), name="first")
+            name = f"mask_{'causal' if kind.causal else 'block'}{kind.window or ''}"
+            slots = [first, last]
+            if self.sinks:
+                body = self.dialect.sink_attention_mask(self._kind(kind))
+                slots.append(self.lengths)
+            else:
+                body = self.dialect.attention_mask(self._kind(kind))
+            layer = {"layer": i} if apart else {}
+            mask = g.call(body, *slots, self._capacity, outputs=len(body.outputs), name=name, **layer)
+            self._masks[kind, i if apart else None] = mask
+        return self._masks[kind, i if apart else None]
+
+    def _kind(self, layer: LayerAttention) -> AttentionKind:
+        c = self.config
+        return AttentionKind(
+            c.num_attention_heads, c.num_key_value_heads, c.head_dim, layer.window is not None
+        )
+
+    def _arranged(self, m: Module, rows: PassRows, x: ir.Value, n: int, norm: str | None) -> ir.Value:
+        """x [B*S, n*size] as the dialect has rows, each head normed first where `norm` names its weight."""
+        size = self.config.head_dim
+        if norm is not None or self.dialect.by_head:
+            x = rows.heads(x, n, size)
+        if norm is not None:
+            x = m.rms_norm(x, norm, size, self.config.rms_norm_eps)
+        if self.dialect.by_head:
+            return self.g.op("Transpose", x, name="by_head", perm=[0, 2, 1, 3])
+        return self.g.op("Reshape", x, rows.shape(n * size), name="by_row")
+
+    def _gate(self, q: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """q_proj's columns, [query | gate] by head, as queries and gates [rows, heads*size]."""
+        g, n, size = self.g, self.config.num_attention_heads, self.config.head_dim
+        both = g.op("Reshape", q, g.constant([-1, n, 2 * size]), name="by_head")
+        parts = g.multi("Split", both, outputs=2, name="query_and_gate", axis=-1, num_outputs=2)
+        query, gate = (g.op("Reshape", part, g.constant([-1, n * size]), name="flat") for part in parts)
+        return query, gate
+
+    def layer(
+        self, m: Module, i: int, x: ir.Value, written: ir.Value, *, width: int | None = None
+    ) -> ir.Value:
+        """`Mixer.layer`; rows have `width` numbers, the hidden size by default."""
+        g, c, m = self.g, self.config, m.at("self_attn")
+        width = width or c.hidden_size
+        size, bias = c.head_dim, c.attention_bias
+        n_q, n_kv = c.num_attention_heads, c.num_key_value_heads
+        asked = 2 * n_q * size if c.attention_gate else n_q * size
+        asking, stored = {"q_proj": asked}, {"k_proj": n_kv * size, "v_proj": n_kv * size}
+        if written is x:
+            q, k, v = m.linears(x, asking | stored, width, bias=bias)
+        else:
+            (q,) = m.linears(x, asking, width, bias=bias)
+            k, v = m.linears(written, stored, width, bias=bias)
+        gate = None
+        if c.attention_gate:
+            q, gate = self._gate(q)
+        norms = ("q_norm", "k_norm") if c.qk_norm else (None, None)
+        q = self._arranged(m, self.queries, q, n_q, norms[0])
+        k = self._arranged(m, self.written, k, n_kv, norms[1])
+        v = self._arranged(m, self.written, v, n_kv, None)
+        kind, by_head = self._kind(self._layers[i]), self.dialect.by_head
+        body = self.dialect.sink_attention(kind) if self.sinks else self.dialect.cached_attention(kind)
+        y, *updated = g.call(
+            body,
+            self.queries.rotate(q, None if by_head else n_q),
+            self.written.rotate(k, None if by_head else n_kv),
+            v,
+            *self._caches[i],
+            self.start,
+            *self._mask(i),
+            self.lengths,
+            *([m.weight("sinks", n_q)] if self.sinks else []),
+            outputs=3,
+            name="cached",
+        )
+        self.updated[i] = updated
+        for side, cache, shape in zip("kv", updated, self._shapes, strict=True):
+            g.output(cache, f"{side}_cache_out.{i}", g.dtype, shape)
+        if by_head:
+            y = g.op("Transpose", y, name="by_row", perm=[0, 2, 1, 3])
+        y = g.op("Reshape", y, g.constant([-1, n_q * size]), name="merge")
+        if gate is not None:
+            y = g.op("Mul", y, g.op("Sigmoid", gate, name="gate"), name="gated")
+        return m.linear(y, "o_proj", n_q * size, c.hidden_size, bias=bias)

@@ -1,0 +1,102 @@
+"""What the layers of one pass share: its rows with their positions, and the interface of a mixer.
+
+A mixer is the part of a decoder layer that mixes the tokens of a sequence. It declares the caches of its layers as
+inputs and outputs of the graph. A cache may hold one row per token, or a state of fixed size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.rope import inverse_frequencies
+from dflash_trt.checkpoint.schema import DecoderConfig
+from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.dialect import Dialect
+from dflash_trt.models.module import Module
+
+
+class Mixer(Protocol):
+    """All layers of one kind in one pass."""
+
+    def layer(self, m: Module, i: int, x: ir.Value, written: ir.Value) -> ir.Value:
+        """The mixer's output of layer i, [B*S, D], to be added to the residual stream.
+
+        x [B*S, D]: the query rows.
+        written [B*T, D]: the rows to write into the caches.
+        m: the layer's place in the checkpoint.
+        """
+
+
+class PassRows:
+    """Rows that pass a layer together: B sequences x S rows, with their positions and rotations."""
+
+    def __init__(
+        self, g: GraphBuilder, batch: ir.Value, count: ir.Value, positions: ir.Value, config: DecoderConfig
+    ):
+        self.g, self.batch, self.count, self.positions = g, batch, count, positions
+        self._shapes: dict[tuple[int, ...], ir.Value] = {}
+        frequencies, factor = inverse_frequencies(
+            config.rope, config.rotary_dim, config.max_position_embeddings
+        )
+        # Angles are computed in float32 from the position, as in Transformers. Without a table there is no length
+        # limit.
+        angles = g.op(
+            "Mul",
+            g.op("Cast", g.unsqueeze(positions, 2), name="position", to=int(FLOAT)),
+            g.constant(frequencies, np.float32),
+            name="angles",
+        )
+        rotations = [g.op(kind, angles, name=kind.lower()) for kind in ("Cos", "Sin")]
+        if factor != 1.0:
+            rotations = [g.op("Mul", r, g.constant(factor, np.float32), name="scaled") for r in rotations]
+        self.cos, self.sin = (g.to_dtype(r, FLOAT) for r in rotations)
+        self._partial = (
+            {} if config.rotary_dim == config.head_dim else {"rotary_embedding_dim": config.rotary_dim}
+        )
+
+    def shape(self, *tail: int) -> ir.Value:
+        """The shape [B, S, *tail] as a tensor."""
+        if tail not in self._shapes:
+            self._shapes[tail] = self.g.shape(self.batch, self.count, *tail)
+        return self._shapes[tail]
+
+    def heads(self, x: ir.Value, n: int, size: int) -> ir.Value:
+        """[B*S, n*size] -> [B, S, n, size]."""
+        return self.g.op("Reshape", x, self.shape(n, size), name="heads")
+
+    def rotate(self, x: ir.Value, heads: int | None) -> ir.Value:
+        """[B, n, S, size], or [B, S, heads*size], rotated by position (half-split pairs)."""
+        attributes: dict[str, Any] = self._partial | ({} if heads is None else {"num_heads": heads})
+        return self.g.op("RotaryEmbedding", x, self.cos, self.sin, name="rope", **attributes)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The common values of all layers in one pass. int64 [B]: `start` is the first slot written, `lengths` the slots
+    in use.
+
+    certain: how many of the pass's first rows nobody takes back, int64 [B]; None if no layer keeps a state.
+    """
+
+    g: GraphBuilder
+    dialect: Dialect
+    config: DecoderConfig
+    capacity: int | str
+    start: ir.Value
+    queries: PassRows
+    written: PassRows
+    lengths: ir.Value
+    certain: ir.Value | None = None
+
+
+def positions_from(g: GraphBuilder, start: ir.Value, count: ir.Value, name: str = "positions") -> ir.Value:
+    """[B, count]: start, start+1, ..."""
+    return g.op("Add", g.unsqueeze(start, 1), g.arange(count), name=name)
+
+
+def ints(g: GraphBuilder, name: str, *shape: int | str) -> ir.Value:
+    return g.input(name, INT64, shape)

@@ -1,0 +1,147 @@
+"""Qwen3-Next, and what Qwen3.5 and its successors share with it: three layers of Gated DeltaNet, then one of attention.
+
+Attention has a gate for each head and rotates a part of each head. Norms scale by 1 + weight. The MLP is dense, or has
+experts and an expert that every token passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.rope import read_rope
+from dflash_trt.checkpoint.schema import LayerAttention, LayerDeltaNet, MoEConfig, TargetConfig
+from dflash_trt.errors import quoted
+from dflash_trt.models.family import Family
+from dflash_trt.models.qwen3_moe import moe_layer
+from dflash_trt.models.reading import (
+    HEAD_DIM,
+    LAYERS,
+    WIDTH,
+    check_quantization,
+    decoder,
+    expert_counts,
+    refuse,
+    target,
+)
+
+# Layers of multi-token prediction. DFlash's drafter replaces them.
+PREDICTION = "mtp."
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_INTERVAL, _PARTIAL, _KERNEL = 4, 0.25, 64  # defaults of Transformers; the most taps of a convolution
+
+
+def read_hybrid(
+    top: Fields,
+    text: Fields,
+    *,
+    prefix: str = "model",
+    skipped: tuple[str, ...] = (PREDICTION,),
+    fused: bool,
+    sparse: bool,
+    stacked: bool = False,
+) -> TargetConfig:
+    """The configuration in `text`, of a checkpoint whose config.json is `top`.
+
+    prefix, skipped: see TargetConfig. fused: see LayerDeltaNet. sparse: whether there are experts. stacked: see
+    MoEConfig.
+    """
+    check_quantization(top)
+    refuse(
+        text,
+        {
+            "attn_output_gate": (True,),
+            "mamba_ssm_dtype": ("float32",),
+            "output_gate_type": ("swish",),
+            "use_sliding_window": (False,),
+        },
+    )
+    # Models with experts in every layer may leave out the size of an MLP.
+    values = {"intermediate_size": text.get("shared_expert_intermediate_size"), **text.values}
+    common = decoder(
+        Fields(text.path, values if sparse else text.values, text.prefix),
+        head_dim=text.integer("head_dim", maximum=HEAD_DIM, default=256),
+        qk_norm=True,
+        rope=read_rope(text, partial=_PARTIAL, images=True),
+        architecture=top.strings("architectures", most=LAYERS)[0],
+    )
+    count = common["num_hidden_layers"]
+    found = target(text, common, [None] * count, _moe(text, count, stacked) if sparse else None)
+    if found.rotary_dim % 2 or not found.rotary_dim:
+        raise text.error(
+            "head_dim",
+            f"is {found.head_dim}, of which {found.rotary_dim} are rotated: RoPE needs an even number",
+        )
+    place = top if top.get("tie_word_embeddings") is not None else text
+    return replace(
+        found,
+        layers=_layers(text, count, fused=fused),
+        tie_word_embeddings=place.boolean("tie_word_embeddings", default=False),
+        attention_gate=True,
+        zero_centred_norms=True,
+        prefix=prefix,
+        skipped=skipped,
+    )
+
+
+def _layers(fields: Fields, count: int, *, fused: bool) -> tuple[LayerAttention | LayerDeltaNet, ...]:
+    key_heads, value_heads = (
+        fields.integer(f"linear_num_{kind}_heads", maximum=WIDTH) for kind in ("key", "value")
+    )
+    if value_heads % key_heads:
+        raise fields.error(
+            "linear_num_value_heads", f"is {value_heads}, not a multiple of linear_num_key_heads, {key_heads}"
+        )
+    delta = LayerDeltaNet(
+        key_heads,
+        value_heads,
+        fields.integer("linear_key_head_dim", maximum=HEAD_DIM),
+        fields.integer("linear_value_head_dim", maximum=HEAD_DIM),
+        fields.integer("linear_conv_kernel_dim", minimum=2, maximum=_KERNEL),
+        fused,
+    )
+    if fields.get("layer_types") is None:
+        interval = fields.integer("full_attention_interval", default=_INTERVAL)
+        types = tuple(_FULL if (i + 1) % interval == 0 else _LINEAR for i in range(count))
+    else:
+        types = fields.strings("layer_types", most=LAYERS)
+    if len(types) != count:
+        raise fields.error("layer_types", f"has {len(types)} entries, but num_hidden_layers is {count}")
+    for index, kind in enumerate(types):
+        if kind not in (_LINEAR, _FULL):
+            raise fields.error(
+                f"layer_types[{index}]", f"is {quoted(kind)}, supported are {_LINEAR!r} and {_FULL!r}"
+            )
+    if _FULL not in types:
+        raise fields.error("layer_types", f"has no {_FULL!r}: at least one layer must keep rows")
+    return tuple(delta if kind == _LINEAR else LayerAttention(True, None) for kind in types)
+
+
+def _moe(fields: Fields, layers: int, stacked: bool) -> MoEConfig:
+    experts, chosen = expert_counts(fields, ("num_experts",), ("num_experts_per_tok",))
+    step = fields.integer("decoder_sparse_step", default=1)
+    dense = (
+        fields.integers("mlp_only_layers", most=LAYERS) if fields.get("mlp_only_layers") is not None else ()
+    )
+    return MoEConfig(
+        num_experts=experts,
+        experts_per_token=chosen,
+        intermediate_size=fields.integer("moe_intermediate_size", maximum=WIDTH),
+        normalize_weights=fields.boolean("norm_topk_prob", default=True),
+        sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        activation="silu",
+        alpha=1.0,
+        limit=None,
+        router_bias=False,
+        expert_bias=False,
+        quantization=None,
+        shared_intermediate_size=fields.integer("shared_expert_intermediate_size", maximum=WIDTH),
+        stacked=stacked,
+    )
+
+
+def _read(fields: Fields) -> TargetConfig:
+    return read_hybrid(fields, fields, fused=True, sparse=True)
+
+
+FAMILY = Family("Qwen3NextForCausalLM", "qwen3_next", _read, moe_layer)

@@ -1,0 +1,115 @@
+"""The operators of Gated DeltaNet, each body compared with the recurrence in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from dflash_trt.checkpoint.schema import PENDING_ROWS
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.delta_net import DeltaKind, causal_conv, onnxruntime_delta
+from dflash_trt.graph.delta_net_chunks import chunked_delta
+
+KIND = DeltaKind(key_heads=2, value_heads=6, key_dim=16, value_dim=24, kernel=4)
+CHANNELS = 2 * KIND.key_heads * KIND.key_dim + KIND.value_heads * KIND.value_dim
+RNG = np.random.default_rng(0)
+
+
+def session(body: ir.Function) -> ort.InferenceSession:
+    g = GraphBuilder("one")
+    inputs = [g.input(v.name or "", v.dtype or FLOAT, list(v.shape or ())) for v in body.inputs]
+    outputs = g.call(body, *inputs, outputs=len(body.outputs), name="it")
+    for value, made in zip(body.outputs, outputs, strict=True):
+        g.output(made, value.name or "", value.dtype or FLOAT, list(value.shape or ()))
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    return ort.InferenceSession(
+        ir.to_proto(g.model({})).SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+
+
+def places(batch: int, count: int, certain: int) -> dict[str, np.ndarray]:
+    replayed = RNG.integers(0, PENDING_ROWS + 1, batch)
+    begun = np.ones(batch, np.float32)
+    begun[0], replayed[0] = 0, 0  # a new sequence, over the garbage of an earlier one
+    found = RNG.integers(0, certain + 1, batch)
+    found[-1] = certain
+    return {"replayed": replayed, "certain": found, "begun": begun}
+
+
+@pytest.mark.parametrize(("count", "certain"), [(1, 0), (16, 0), (7, 3), (50, 49), (33, 33)])
+@pytest.mark.parametrize("few", [True, False])
+def test_convolution_of_replayed_and_new_rows(count: int, certain: int, few: bool) -> None:
+    batch, before = 3, KIND.kernel - 1
+    at = places(batch, count, certain)
+    x, history, pending = (
+        RNG.normal(size=(batch, n, CHANNELS)).astype(np.float32) for n in (count, before, PENDING_ROWS)
+    )
+    weight = RNG.normal(size=(CHANNELS, 1, KIND.kernel)).astype(np.float32)
+    feeds = {"x": x, "history": history, "pending": pending, "weight": weight} | at
+    y, new_history, new_pending = session(causal_conv(KIND, FLOAT, few=few)).run(None, feeds)
+    offset = y.shape[1] - count
+    assert offset == (at["replayed"].max() if few else PENDING_ROWS)
+    for b in range(batch):
+        n, m = at["replayed"][b], at["certain"][b]
+        rows = np.concatenate([history[b] * at["begun"][b], pending[b, :n], x[b]]).astype(np.float64)
+        mixed = sum(rows[j : j + n + count] * weight[:, 0, j] for j in range(KIND.kernel))
+        mixed = mixed / (1 + np.exp(-mixed))
+        np.testing.assert_allclose(y[b, :n], mixed[:n], atol=1e-5)
+        np.testing.assert_allclose(y[b, offset:], mixed[n:], atol=1e-5)
+        np.testing.assert_array_equal(new_history[b], rows[n + m : n + m + before])
+        kept = min(count - m, PENDING_ROWS)
+        np.testing.assert_array_equal(new_pending[b, :kept], x[b, m : m + kept])
+
+
+@pytest.mark.parametrize(("count", "certain"), [(1, 0), (16, 0), (7, 3), (50, 49), (33, 33)])
+@pytest.mark.parametrize("body", [onnxruntime_delta, chunked_delta])
+@pytest.mark.parametrize("alike", [0.0, 0.9])
+def test_recurrence_over_replayed_and_new_rows(body: object, count: int, certain: int, alike: float) -> None:
+    """`alike`: how nearly parallel the keys are."""
+    batch, heads, group = 3, KIND.value_heads, KIND.value_heads // KIND.key_heads
+    at = places(batch, count, certain)
+    pending_rows = int(at["replayed"].max()) if body is onnxruntime_delta else PENDING_ROWS
+    total = pending_rows + count
+
+    def unit(*shape: int) -> np.ndarray:
+        x = (1 - alike) * RNG.normal(size=shape) + alike * RNG.normal(size=shape[-1])
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    q, k = (unit(batch, total, KIND.key_heads, KIND.key_dim).astype(np.float32) for _ in "qk")
+    v = RNG.normal(size=(batch, total, heads, KIND.value_dim)).astype(np.float32)
+
+    def gates(n: int) -> np.ndarray:
+        decay, beta = -RNG.exponential(0.2, (batch, n, heads)), RNG.uniform(0, 1, (batch, n, heads))
+        return np.concatenate([decay, beta], -1).astype(np.float32)
+
+    new, pending = gates(count), gates(PENDING_ROWS)
+    state = RNG.normal(size=(batch, heads, KIND.key_dim, KIND.value_dim)).astype(np.float32)
+    feeds = {
+        "q": q.reshape(batch, total, -1),
+        "k": k.reshape(batch, total, -1),
+        "v": v.reshape(batch, total, -1),
+        "gates": new,
+        "state": state,
+        "pending_gates": pending,
+    } | at
+    y, new_state, new_pending = session(body(KIND)).run(None, feeds)  # type: ignore[operator]
+    for b in range(batch):
+        n, m = at["replayed"][b], at["certain"][b]
+        s = state[b].astype(np.float64) * at["begun"][b]
+        rows = [*range(n), *range(pending_rows, total)]
+        all_gates = np.concatenate([pending[b, :n], new[b]])
+        for index, (row, gate) in enumerate(zip(rows, all_gates, strict=True)):
+            key, query = (np.repeat(x[b, row], group, 0).astype(np.float64) for x in (k, q))
+            s = s * np.exp(gate[:heads])[:, None, None]
+            delta = gate[heads:, None] * (v[b, row] - np.einsum("hkv,hk->hv", s, key))
+            s = s + key[:, :, None] * delta[:, None]
+            if n <= index < n + (count if count <= PENDING_ROWS else m + 1):
+                expected = np.einsum("hkv,hk->hv", s, query).reshape(-1)
+                np.testing.assert_allclose(y[b, index - n], expected, atol=2e-5)
+            if index == n + m - 1:
+                np.testing.assert_allclose(new_state[b], s, atol=2e-5)
+        kept = min(count - m, PENDING_ROWS)
+        np.testing.assert_array_equal(new_pending[b, :kept], new[b, m : m + kept])
