@@ -45,7 +45,7 @@ class RopeConfig:
     partial: float = 1.0
 
 
-# Which frequencies follow the height and the width of an image: in a text all positions of a token are the same.
+# They give frequencies to the height and the width of an image. In a text, all positions of a token are the same.
 _IMAGES = ("mrope_section", "mrope_interleaved")
 
 

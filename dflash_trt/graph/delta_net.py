@@ -7,7 +7,7 @@ key heads of size dk, Hv value heads of size dv. P is W, or on ONNX Runtime the 
 - certain [B] int64: the rows of the pass that enter the new state. The W rows behind them become the new pending ones.
 - begun [B] float32: 0 for a sequence that starts with this pass, and 1 otherwise.
 
-A pass of more than W rows is one over a prompt. Of its uncertain rows, only the first has a defined result.
+A pass of more than W rows is one over a prompt. Only the first of its uncertain rows has a defined result.
 
 CausalConv(x [B,S,C], history [B,K-1,C], pending [B,W,C], weight [C,1,K], replayed, certain, begun)
            -> y [B,P+S,C] float32, history', pending'

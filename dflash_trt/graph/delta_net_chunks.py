@@ -80,7 +80,7 @@ def chunked_delta(kind: DeltaKind) -> ir.Function:
     reads = product(inverse, times(times(k, beta, "k_scaled"), decayed, "k_decayed"), "reads")
     asks = times(q, decayed, "q_decayed")
     shares = times(times(product(q, by_column, "scores"), between, "scores_decayed"), lower, "shares")
-    # Of the rows that enter the new state.
+    # The rows that enter the new state.
     row = g.constant(np.arange(CHUNK).reshape(CHUNK, 1))
     entering = g.op("Cast", g.op("Less", row, count, name="enters"), name="entering", to=int(FLOAT))
     end = g.op("ReduceSum", times(decay, entering, "counted"), g.constant([3]), name="end", keepdims=1)

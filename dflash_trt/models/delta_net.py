@@ -26,7 +26,7 @@ from dflash_trt.graph.delta_net import DeltaKind
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Pass
 
-# Of the length of queries and keys, as in Transformers.
+# Added to the squared length of queries and keys, as in Transformers.
 _EPSILON = 1e-6
 # ONNX Runtime computes Softplus for four numbers at a time, and the last ones of a tensor in another way. With rows of
 # a multiple of them, a row's numbers do not depend on the rows beside it.

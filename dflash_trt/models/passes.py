@@ -1,4 +1,4 @@
-"""What the layers of one pass share: its rows with their positions, and the interface of a mixer.
+"""The common parts of the layers in one pass: its rows with their positions, and the interface of a mixer.
 
 A mixer is the part of a decoder layer that mixes the tokens of a sequence. It declares the caches of its layers as
 inputs and outputs of the graph. A cache may hold one row per token, or a state of fixed size.
