@@ -16,7 +16,7 @@ from dflash_trt.extras import install
 
 SUMMARY = "train a drafter for a target, on the target's own answers"
 DESCRIPTION = """\
-Train a DFlash drafter for any target that Transformers runs and this package builds.
+Train a DFlash, DFlash2 or EAGLE-3 drafter for any target that Transformers runs and this package builds.
 `regenerate` lets the target answer prompts, `drafter` trains on the answers, `evaluate` measures a drafter.
 Each continues an interrupted call with the same arguments. `drafter` needs dflash-trt[train].
 """
@@ -25,6 +25,7 @@ examples:
   dflash-trt train regenerate --bundle bundles/tiny --prompts prompts.jsonl --out answers.jsonl
   dflash-trt train regenerate --server URL --model NAME --target PATH --prompts prompts.jsonl --out answers.jsonl
   dflash-trt train drafter --target Qwen/Qwen3-4B --data answers.jsonl --out runs/mine --steps 20000
+  dflash-trt train drafter --target Qwen/Qwen3-4B --kind eagle3 --data answers.jsonl --out runs/eagle --steps 20000
   dflash-trt train drafter --target qwen3-4b --from z-lab/Qwen3-4B-DFlash-b16 --data answers.jsonl --out runs/tuned
   accelerate launch -m dflash_trt train drafter ...            # several GPUs or nodes
   dflash-trt train evaluate --target tiny --drafter runs/mine/best
@@ -174,6 +175,17 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
         metavar="NAME_OR_PATH",
         help="a drafter to continue from (default: a new one)",
     )
+    add(
+        "--kind",
+        choices=["dflash", "dflash2", "eagle3"],
+        help="kind of the drafter (default: dflash, or as --from); dflash2 can begin with a DFlash drafter",
+    )
+    add(
+        "--draft-vocabulary",
+        type=at_least(16),
+        metavar="N",
+        help="tokens of the head of an EAGLE-3 drafter: the most frequent of the answers (default: 8192)",
+    )
     add("--layers", type=at_least(1), metavar="N", help="layers of a new drafter (default: 2)")
     add(
         "--taps",
@@ -317,6 +329,8 @@ def _drafter(args: argparse.Namespace) -> int:
     )
     design = Design(
         checkpoint=resolve(args.checkpoint, "drafter").directory if args.checkpoint else None,
+        kind=args.kind,
+        vocabulary=args.draft_vocabulary,
         layers=args.layers,
         taps=args.taps,
         block_size=args.block_size,

@@ -94,7 +94,7 @@ def weights_of(losses: Tensor, valid: Tensor, weighting: Weighting) -> Tensor:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Weighted cross entropy through the frozen head, one chunk of blocks at a time.
+    """Weighted cross entropy through the head, one chunk of blocks at a time.
 
     The gradient is computed together with the loss. So only the logits of one chunk are held, and none are computed
     twice.
@@ -115,6 +115,7 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         blocks, size, _ = hidden.shape
         gradient = torch.zeros_like(hidden, dtype=head.dtype)
+        of_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         losses = torch.zeros(blocks, size, device=hidden.device)
         total = weight = torch.zeros((), device=hidden.device)
         for first in range(0, blocks, chunk):
@@ -149,16 +150,20 @@ class _HeadLoss(torch.autograd.Function):
                 )
                 logits.mul_(scale[mask][:, None])
                 gradient[part][mask] = logits.to(head.dtype) @ head
+                if of_head is not None:
+                    of_head += (logits.to(head.dtype).T @ rows).float()
         weight = weight.clamp(min=1e-6)
-        ctx.save_for_backward(gradient, weight)
-        ctx.dtype = hidden.dtype
+        ctx.save_for_backward(gradient, weight, of_head)
+        ctx.dtype, ctx.head_dtype = hidden.dtype, head.dtype
         ctx.mark_non_differentiable(losses)
         return total / weight, losses
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, weight = ctx.saved_tensors
-        return (gradient.to(ctx.dtype) * (scale / weight), *[None] * 8)
+        gradient, weight, of_head = ctx.saved_tensors
+        if of_head is not None:
+            of_head = (of_head * (scale / weight)).to(ctx.head_dtype)
+        return (gradient.to(ctx.dtype) * (scale / weight), of_head, *[None] * 7)
 
 
 def head_loss(
@@ -174,7 +179,8 @@ def head_loss(
 ) -> tuple[Tensor, Tensor]:
     """The mean weighted loss, and the cross entropy of every row's label.
 
-    hidden [N, K, D]: normed rows of N blocks. head [V, D]: the target's, frozen; products are in its dtype.
+    hidden [N, K, D]: normed rows of N blocks. head [V, D]: the target's, frozen, or the drafter's own, which
+        gets a gradient; products are in its dtype.
     labels, valid [N, K]. `chunk`: blocks whose logits, [chunk * K, V] in float32, are held at a time.
     bias [V]: float32, added to the logits; for a head that has some of the tokens only (HeadSample).
     teacher [N, K, D]: the target's normed rows that predict the labels. With them, `share` of the wanted distribution

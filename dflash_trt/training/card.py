@@ -5,23 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_trt.models.drafters.eagle3 import BLOCK as EAGLE3_BLOCK
 from dflash_trt.training.loop import Recipe
+
+_KINDS = {"DFlash2DraftModel": "DFlash2", "LlamaForCausalLMEagle3": "EAGLE-3"}
 
 
 def model_card(
     target: str,
     config: Mapping[str, Any],
+    tapped: Sequence[int],
     recipe: Recipe,
     counts: Mapping[str, Any],
     history: Sequence[Mapping[str, Any]],
 ) -> str:
     """README.md of a checkpoint.
 
-    counts: the result of answers.summary, and "steps".
+    tapped: the layers that the drafter taps. counts: the result of answers.summary, and "steps".
     history: evaluations. The last one may be of this checkpoint.
     """
-    size = config["block_size"]
-    taps = ", ".join(str(layer) for layer in config["dflash_config"]["target_layer_ids"])
+    taps = ", ".join(str(layer) for layer in tapped if layer >= 0)
+    name = _KINDS.get(config["architectures"][0], "DFlash")
+    size = config.get("block_size") or config.get("dflash_config", {}).get("block_size", EAGLE3_BLOCK)
+    way = (
+        f"A head of one layer (arXiv 2503.01840), with {config['draft_vocab_size']} tokens. It drafts "
+        f"{size - 1} tokens one by one"
+        if name == "EAGLE-3"
+        else f"A block-diffusion drafter (arXiv 2602.06036) of {config['num_hidden_layers']} layers. It drafts "
+        f"{size - 1} tokens in one pass"
+    )
     categories = ", ".join(f"{count} {name or 'others'}" for name, count in counts["categories"].items())
     lines = [
         "---",
@@ -30,10 +42,9 @@ def model_card(
         "tags: [dflash, speculative-decoding]",
         "---",
         "",
-        f"# DFlash drafter for {target}",
+        f"# {name} drafter for {target}",
         "",
-        f"A block-diffusion drafter (arXiv 2602.06036) of {config['num_hidden_layers']} layers. It drafts "
-        f"{size - 1} tokens in one pass, from hidden states of the target after layers {taps}. It works only with that "
+        f"{way}, from hidden states of the target after layers {taps}. It works only with that "
         "target, and does not change the target's tokens.",
         "",
         f"    dflash-trt build --target {target} --drafter THIS_DIRECTORY",

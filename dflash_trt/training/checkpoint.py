@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,10 +19,17 @@ from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError, DFlashError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.drafters.dflash2 import DFlash2
+from dflash_trt.models.drafters.eagle3 import Eagle3
 from dflash_trt.text.tokenizer import Tokenizer
+from dflash_trt.training.dflash2 import DFlash2Drafter
+from dflash_trt.training.eagle3 import Eagle3Drafter
 from dflash_trt.training.model import Drafter
 
 _DEFAULT_TAPS = 5
+Kind = Literal["dflash", "dflash2", "eagle3"]
+# As in the published DFlash2 drafters; their rank is 256, for vocabularies four times as large.
+_CONV_GROUP, _SELECTOR_RANK, _SELECTOR_TOP_K = 16, 64, 16
 
 
 def default_taps(layers: int, taps: int = _DEFAULT_TAPS) -> list[int]:
@@ -93,15 +102,58 @@ def new_config(
     }
 
 
-def open_drafter(configuration: Path, weights: Path | None, target: Path) -> Drafter:
+def kind_fields(kind: Kind, config: dict[str, Any], *, vocabulary: int, taps: list[int]) -> dict[str, Any]:
+    """config.json of a kind, from that of a DFlash drafter of the same sizes.
+
+    vocabulary: tokens of an EAGLE-3 head. taps: tapped layers of the target.
+    """
+    if kind == "dflash":
+        return config
+    if kind == "dflash2":
+        group = math.gcd(_CONV_GROUP, config["hidden_size"])
+        added = {"conv_kernel_size": 2, "conv_group_size": group, "selector_rank": _SELECTOR_RANK}
+        added["selector_top_k"] = min(_SELECTOR_TOP_K, config["vocab_size"])
+        dflash = {**config["dflash_config"], **added}
+        return {**config, "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": dflash}
+    left_out = ("block_size", "dflash_config", "layer_types", "max_window_layers", "num_target_layers")
+    kept = {key: value for key, value in config.items() if key not in left_out}
+    return {
+        **kept,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": min(vocabulary, config["vocab_size"]),
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps],
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+        },
+    }
+
+
+def open_drafter(configuration: Path, weights: Path | None, target: Path, kept: Tensor | None = None) -> Any:
     """A drafter in float32: config.json from one directory, and weights from another, or new ones.
+
+    kept: the target's ids of the tokens of a new EAGLE-3 head.
 
     Raises CheckpointError or PairError if it cannot be read or does not belong to the target.
     """
-    config = read_drafter_config(configuration)
-    check_pair(read_target_config(target), config)
+    target_config = read_target_config(target)
+    config = read_drafter_config(configuration, target_config)
+    check_pair(target_config, config)
+    made: Any = Drafter
+    if isinstance(config.own, Eagle3):
+        made = partial(Eagle3Drafter, kept=kept)
+    elif isinstance(config.own, DFlash2):
+        made = DFlash2Drafter
+    elif config.own is not None:
+        raise CheckpointError(f"{config.path}: training is for the kinds {', '.join(get_args(Kind))}")
     if weights is None:
-        return Drafter(config)
+        return made(config)
     checkpoint = Checkpoint(weights)
     if checkpoint.quantization.name is not None:
         name = checkpoint.quantization.name
@@ -110,7 +162,7 @@ def open_drafter(configuration: Path, weights: Path | None, target: Path) -> Dra
     for file in checkpoint.files:
         tensors |= load_file(file)
     try:
-        return Drafter(config, tensors)
+        return made(config, tensors)
     except RuntimeError as error:
         raise CheckpointError(f"{weights}: its tensors are not those of config.json: {error}") from None
 
@@ -122,7 +174,10 @@ def write_checkpoint(
     work = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in weights.items()}
+    tensors = {
+        name: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else None).contiguous()
+        for name, value in weights.items()
+    }
     save_file(tensors, work / "model.safetensors", {"format": "pt"})
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (work / "README.md").write_text(card, encoding="utf-8")

@@ -46,7 +46,8 @@ def start_from_target(drafter: Drafter, target: Checkpoint, config: TargetConfig
     return [*taken, "fc.weight"]
 
 
-def _read(target: Checkpoint, name: str) -> Tensor | None:
+def read_matrix(target: Checkpoint, name: str) -> Tensor | None:
+    """A tensor of the target in float32; None if it is missing or quantized."""
     tensor = target.tensors.get(name)
     if tensor is None or tensor.dtype not in ("BF16", "F16", "F32"):
         return None
@@ -54,7 +55,7 @@ def _read(target: Checkpoint, name: str) -> Tensor | None:
 
 
 def _copy(drafter: Drafter, name: str, target: Checkpoint, source: str, taken: list[str]) -> None:
-    value, place = _read(target, source), drafter.get_parameter(name)
+    value, place = read_matrix(target, source), drafter.get_parameter(name)
     if value is not None and value.shape == place.shape:
         with torch.no_grad():
             place.copy_(value)
@@ -65,8 +66,8 @@ def _imitate_scale(
     drafter: Drafter, index: int, side: str, target: Checkpoint, source: str, taken: list[str]
 ) -> None:
     """Set the drafter's norms of q and k from the size of the target's q and k, if the target has no such norms."""
-    matrix = _read(target, f"{source}.self_attn.{side}_proj.weight")
-    gain = _read(target, f"{source}.input_layernorm.weight")
+    matrix = read_matrix(target, f"{source}.self_attn.{side}_proj.weight")
+    gain = read_matrix(target, f"{source}.input_layernorm.weight")
     if matrix is None or gain is None:
         return
     name = f"layers.{index}.self_attn.{side}_norm.weight"

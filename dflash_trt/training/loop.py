@@ -22,6 +22,7 @@ from dflash_trt.errors import DFlashError
 from dflash_trt.files.reading import read_object
 from dflash_trt.training.batches import Batches, features_of
 from dflash_trt.training.blocks import Weighting, draw_blocks, head_loss
+from dflash_trt.training.dflash2 import Selection
 from dflash_trt.training.head_sample import draw_head
 from dflash_trt.training.masks import dense_mask, flex_mask
 from dflash_trt.training.model import Drafter
@@ -147,7 +148,8 @@ def _step(
     cache: FeatureCache | None,
 ) -> tuple[Tensor, int]:
     """The loss of this process's batch, and its number of blocks."""
-    device, config = accelerator.device, accelerator.unwrap_model(module).config
+    drafter = accelerator.unwrap_model(module)
+    device, config = accelerator.device, drafter.config
     number = step * accelerator.num_processes + accelerator.process_index
     batch = batches(number)
     generator = torch.Generator().manual_seed(recipe.seed + (number << 20))
@@ -169,11 +171,10 @@ def _step(
         for kind in set(config.layers)
     }
     positions = torch.arange(width, device=device).expand(len(batch.tokens), -1)
-    with accelerator.autocast():
-        hidden = module(features, positions, target.embed(blocks.tokens), blocks.positions, masks)
-    size = config.block_size
-    head, labels, valid = target.head, blocks.labels.flatten(0, 1), blocks.valid.flatten(0, 1)
-    bias, chunk, teacher = None, _CHUNK, None
+    given = blocks.labels.flatten(1) if drafter.teacher_forced else blocks.tokens
+    size, tokens = config.block_size, blocks.labels.flatten(0, 1)
+    head, labels, valid = drafter.task(target.head, tokens, blocks.valid.flatten(0, 1))
+    bias, chunk, teacher, ids = None, _CHUNK, None, None
     if recipe.distill and final is not None:
         # The row at a position predicts its token. The target's row before it does the same.
         before = (blocks.positions - 1).clamp(0, width - 1)
@@ -181,11 +182,17 @@ def _step(
         teacher = teacher.reshape(-1, size, final.shape[-1])
     if 0 < recipe.head_tokens < len(head):
         sample = draw_head(labels[valid], batches.frequent(len(head)), recipe.head_tokens, generator)
-        chunk = _CHUNK * len(head) // len(sample.ids)
-        head, labels, bias = head[sample.ids], sample.labels(labels), sample.bias
+        chunk, ids = _CHUNK * len(head) // len(sample.ids), sample.ids
+        head, labels, bias = head[ids], sample.labels(labels), sample.bias
+    asked: dict[str, Any] = {}
+    if drafter.selects:
+        asked["selection"] = Selection(labels, valid, tokens, head, ids, target.embedding)
+    with accelerator.autocast():
+        hidden = module(features, positions, target.embed(given), blocks.positions, masks, **asked)
+    hidden, added = hidden if asked else (hidden, None)
     rows = hidden.reshape(-1, size, hidden.shape[-1])
     loss, _ = head_loss(rows, head, labels, valid, recipe.weighting, chunk, bias, teacher, recipe.distill)
-    return loss, int((blocks.anchors >= 0).sum())
+    return loss if added is None else loss + added, int((blocks.anchors >= 0).sum())
 
 
 def make_accelerator() -> Accelerator:

@@ -118,18 +118,30 @@ class Layer(nn.Module):
 class Drafter(nn.Module):
     """The drafter with a checkpoint's `weights`, or freshly initialized (normal, 0.02; less before a residual sum)."""
 
+    layer_type: type[Layer] = Layer
+    teacher_forced = False  # whether block rows are the answer's tokens, not masks
+    selects = False  # whether `forward` takes a selection and gives its loss
+
     def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor] | None = None) -> None:
         super().__init__()
         self.config = config
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_type(config) for _ in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
         if weights is not None:
             self.load_state_dict({name: weight.float() for name, weight in weights.items()})
         else:
             self._initialize()
+
+    def task(self, head: Tensor, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The head that rows go through, the labels as its tokens, and the rows that count."""
+        return head, labels, valid
+
+    def published(self, weights: Mapping[str, Tensor], embedding: Tensor) -> Mapping[str, Tensor]:
+        """The tensors of a checkpoint, from those of a state and the target's embedding."""
+        return weights
 
     def _initialize(self) -> None:
         shrink = float(2 * self.config.num_hidden_layers) ** -0.5

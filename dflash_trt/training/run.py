@@ -21,22 +21,39 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import DFlashError
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_target_config
+from dflash_trt.models.drafters.eagle3 import usual_taps
 from dflash_trt.reports import charts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training import checkpoint as drafters
 from dflash_trt.training.answers import read_answers, summary
 from dflash_trt.training.batches import Batches
 from dflash_trt.training.card import model_card
+from dflash_trt.training.dflash2 import DFlash2Drafter
+from dflash_trt.training.eagle3 import Eagle3Drafter, start_eagle3
 from dflash_trt.training.evaluation import Questions, average, curve, measure, read_history
 from dflash_trt.training.initial import start_from_target
 from dflash_trt.training.loop import Recipe, make_accelerator, train
 from dflash_trt.training.target import FeatureCache, FrozenTarget, matrix_dtype
 
+# Tokens of a new EAGLE-3 head. Published heads have 32,000, for vocabularies of 128,000 and more.
+EAGLE3_VOCABULARY = 8192
+_ARCHITECTURES = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "eagle3": "LlamaForCausalLMEagle3",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """The initial drafter: a checkpoint, or the sizes of a new one. None means the default size."""
+    """The initial drafter: a checkpoint, or the sizes of a new one. None means the default size.
 
+    kind: of the drafter. A DFlash2 drafter may begin with the checkpoint of a DFlash drafter.
+    vocabulary: tokens of the head of an EAGLE-3 drafter, the most frequent ones of the answers.
+    """
+
+    kind: drafters.Kind | None = None
+    vocabulary: int | None = None
     checkpoint: Path | None = None
     layers: int | None = None
     taps: Sequence[int] | None = None
@@ -76,13 +93,16 @@ def run(
         (out / "drafter.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     accelerator.wait_for_everyone()
     torch.manual_seed(recipe.seed)  # for the weights of a new drafter
-    drafter = drafters.open_drafter(begin, design.checkpoint, target)
-    if design.checkpoint is None:
-        start_from_target(drafter, Checkpoint(target), target_config)
+    batches = Batches(answers, recipe.batch_size, recipe.max_length, recipe.seed)
+    own = config.get("draft_vocab_size")
+    kept = None if own is None else batches.frequent(target_config.vocab_size)[:own].sort().values
+    drafter = drafters.open_drafter(begin, design.checkpoint, target, kept)
+    _check_recipe(drafter, recipe)
     taps = drafter.config.target_layer_ids
     # Without autocast, the drafter computes in float32, and takes nothing else.
     dtype = matrix_dtype(accelerator.device) if accelerator.mixed_precision == "bf16" else torch.float32
     frozen = FrozenTarget(target, target_config, taps, accelerator.device, dtype, final=recipe.distill > 0)
+    _begin(drafter, frozen, target, target_config, new=design.checkpoint is None)
     key: dict[str, Any] = {
         "target": target_name,
         "taps": list(taps),
@@ -91,13 +111,13 @@ def run(
     if recipe.distill:
         key["final"] = True
     cache = None if features is None else FeatureCache(features, key)
-    batches = Batches(answers, recipe.batch_size, recipe.max_length, recipe.seed)
 
     def keep(step: int, weights: dict[str, Tensor]) -> None:
         history = read_history(out / "evaluation.jsonl")
         counts = {**summary(batches.answers), "steps": step}
-        card = model_card(target_name, config, recipe, counts, history)
-        drafters.write_checkpoint(weights, config, out / "checkpoint", card)
+        card = model_card(target_name, config, taps, recipe, counts, history)
+        published = drafter.published(weights, frozen.embedding)
+        drafters.write_checkpoint(published, config, out / "checkpoint", card)
         if questions is None or any(entry["step"] == step for entry in history):
             return
         figures = measure(target, out / "checkpoint", questions, out / "work")
@@ -107,7 +127,7 @@ def run(
             file.write(json.dumps(history[-1]) + "\n")
         if charts.available():
             (out / "acceptance.svg").write_text(curve(history), encoding="utf-8")
-        card = model_card(target_name, config, recipe, counts, history)
+        card = model_card(target_name, config, taps, recipe, counts, history)
         (out / "checkpoint" / "README.md").write_text(card, encoding="utf-8")
         if average(figures) > best:
             _replace(out / "checkpoint", out / "best")
@@ -140,11 +160,18 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
                 raise DFlashError(
                     f"--{name} is {asked}, but {design.checkpoint} determines it: leave --{name} out"
                 )
+        config = _of_kind(config, design)
         if design.block_size is not None:
             config = {**config, "block_size": design.block_size}
             config["dflash_config"] = {k: v for k, v in config["dflash_config"].items() if k != "block_size"}
     else:
-        taps = list(design.taps or drafters.default_taps(target_config.num_hidden_layers))
+        kind = design.kind or "dflash"
+        layers = target_config.num_hidden_layers
+        taps = list(
+            design.taps or (usual_taps(layers)[1:] if kind == "eagle3" else drafters.default_taps(layers))
+        )
+        if kind == "eagle3":
+            _check_eagle3(design, taps)
         mask = design.mask_token_id
         if mask is None:
             mask = drafters.default_mask_token(Tokenizer(target), target_config)
@@ -155,6 +182,9 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
             block_size=design.block_size or 8,
             mask_token_id=mask,
         )
+        config = drafters.kind_fields(
+            kind, config, vocabulary=design.vocabulary or EAGLE3_VOCABULARY, taps=taps
+        )
     if file.exists() and (before := read_object(file)) != config:
         differing = next(key for key in config | before if config.get(key) != before.get(key))
         raise DFlashError(
@@ -162,6 +192,53 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
             "the drafter it began with; choose another --out"
         )
     return config
+
+
+def _of_kind(config: dict[str, Any], design: Design) -> dict[str, Any]:
+    """The configuration of the checkpoint, or that of the DFlash2 drafter that begins with it."""
+    architecture = config["architectures"][0]
+    if design.kind == "dflash2" and architecture == "DFlashDraftModel":
+        return drafters.kind_fields("dflash2", config, vocabulary=0, taps=[])
+    if design.kind is not None and architecture != _ARCHITECTURES[design.kind]:
+        raise DFlashError(
+            f"--kind is {design.kind}, but {design.checkpoint} has the architecture {architecture}"
+        )
+    if architecture == _ARCHITECTURES["dflash2"]:
+        raise DFlashError(
+            f"{design.checkpoint}: a DFlash2 drafter has no projections to continue from; begin with a DFlash drafter"
+        )
+    return config
+
+
+def _check_eagle3(design: Design, taps: Sequence[int]) -> None:
+    for option in ("layers", "block_size", "mask_token_id"):
+        if (asked := getattr(design, option)) is not None:
+            name = option.replace("_", "-")
+            raise DFlashError(f"--{name} is {asked}, but --kind eagle3 has none to choose: leave it out")
+    if len(taps) != 3:
+        raise DFlashError(f"--taps has {len(taps)} layers, but --kind eagle3 has 3")
+
+
+def _check_recipe(drafter: Any, recipe: Recipe) -> None:
+    if not drafter.teacher_forced:
+        return
+    for option in ("distill", "head_tokens"):
+        if asked := getattr(recipe, option):
+            name = option.replace("_", "-")
+            raise DFlashError(f"--{name} is {asked}, but is not for --kind eagle3: leave it out")
+
+
+def _begin(drafter: Any, frozen: FrozenTarget, target: Path, config: TargetConfig, *, new: bool) -> None:
+    """The weights that a new drafter has from its target, and the scale of a new selector."""
+    if new and isinstance(drafter, Eagle3Drafter):
+        start_eagle3(drafter, Checkpoint(target), config, frozen.head)
+    elif new:
+        start_from_target(drafter, Checkpoint(target), config)
+    if isinstance(drafter, DFlash2Drafter):
+        sizes = [
+            float(x.detach().float().square().mean().sqrt()) for x in (frozen.embedding, drafter.norm.weight)
+        ]
+        drafter.scale_selector(*sizes)
 
 
 def _check_ids(answers: Sequence[Any], config: TargetConfig, data: Path) -> None:

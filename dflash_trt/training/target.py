@@ -31,7 +31,8 @@ def matrix_dtype(device: torch.device) -> torch.dtype:
 
 
 class FrozenTarget:
-    """A target checkpoint without gradients. Tap i is the residual stream after layer `taps[i]` (0-based).
+    """A target checkpoint without gradients. Tap i is the residual stream after layer `taps[i]` (0-based; -1: the
+    embedding).
 
     With `final`, the features end in one part more: the normed rows that the LM head takes.
 
@@ -67,7 +68,8 @@ class FrozenTarget:
         self._taps: list[Tensor] = [self.embedding] * len(taps)
         self._final = final
         for place, layer in enumerate(taps):
-            layers[layer].register_forward_hook(self._tap(place))
+            tapped = model.get_input_embeddings() if layer == -1 else layers[layer]
+            tapped.register_forward_hook(self._tap(place))
 
     def _tap(self, place: int) -> Any:
         def hook(module: object, inputs: object, output: Any) -> None:

@@ -1,0 +1,170 @@
+"""The DFlash2 drafter in torch for training: DFlash's network with convolutions, and the selector of candidates.
+
+It begins as the DFlash drafter that it has weights of: convolutions pass a row on, and the selector adds nothing. The
+selector's codebooks are projections of the target's embedding here, and are multiplied out in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
+from dflash_trt.models.drafters.dflash2 import DFlash2
+from dflash_trt.training.masks import Mask
+from dflash_trt.training.model import Drafter, Layer
+
+_ROWS = 1024  # rows of a step that the selector learns from
+_CODEBOOKS = ("predecessor", "successor")
+
+
+class _Convolution(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.size, self.group = config.block_size, config.own.group
+        self.base_kernel = nn.Parameter(torch.zeros(2, 2, config.hidden_size))
+        self.kernel_projection = nn.Linear(
+            config.hidden_size, 4 * config.hidden_size // self.group, bias=False
+        )
+        nn.init.zeros_(self.kernel_projection.weight)
+        with torch.no_grad():
+            self.base_kernel[:, 0] = 1
+
+    def kernels(self, u: Tensor) -> Tensor:
+        """[2, 2, B, Q, D], before and after the sublayer with the input u [B, Q, D], for a row and the one before."""
+        varying = self.kernel_projection(u).unflatten(-1, (2, 2, -1)).repeat_interleave(self.group, -1)
+        return varying.permute(2, 3, 0, 1, 4) + self.base_kernel[:, :, None, None]
+
+    def mix(self, kernels: Tensor, y: Tensor) -> Tensor:
+        """Rows y [B, Q, D] of blocks; the first row of a block has none before it."""
+        blocks = y.unflatten(1, (-1, self.size))
+        before = F.pad(blocks[:, :, :-1], (0, 0, 1, 0)).flatten(1, 2)
+        return (kernels[0] * y + kernels[1] * before).to(y.dtype)
+
+
+class _Layer(Layer):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        self.attention_conv = _Convolution(config)
+        self.mlp_conv = _Convolution(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        both_rotary: tuple[Tensor, Tensor],
+        mask: Mask,
+    ) -> Tensor:
+        u = self.input_layernorm(x)
+        kernels = self.attention_conv.kernels(u)
+        u = self.attention_conv.mix(kernels[0], u)
+        y = self.self_attn(u, torch.cat((context, u), 1), rotary, both_rotary, mask)
+        x = x + self.attention_conv.mix(kernels[1], y)
+        u = self.post_attention_layernorm(x)
+        kernels = self.mlp_conv.kernels(u)
+        return x + self.mlp_conv.mix(kernels[1], self.mlp(self.mlp_conv.mix(kernels[0], u)))
+
+
+class _Selector(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        size, rank = config.hidden_size, config.own.rank
+        self.hidden_projection = nn.Linear(size, rank, bias=False)
+        self.predecessor = nn.Linear(size, rank, bias=False)
+        self.successor = nn.Linear(size, rank, bias=False)
+        nn.init.zeros_(self.successor.weight)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The task of the selector in a step: labels, valid [N, K] as in the loss, and the head [V, D] with its tokens.
+
+    labels are places in `ids`; tokens [N, K] are the target's. embedding [V, D]: the target's.
+    """
+
+    labels: Tensor
+    valid: Tensor
+    tokens: Tensor
+    head: Tensor
+    ids: Tensor | None
+    embedding: Tensor
+
+
+class DFlash2Drafter(Drafter):
+    """The drafter with the weights of a DFlash drafter, or with new ones."""
+
+    layer_type = _Layer
+    selects = True
+
+    def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor] | None = None) -> None:
+        assert isinstance(config.own, DFlash2)
+        super().__init__(config, None)
+        self.candidate_selector = _Selector(config)
+        if weights is not None:
+            missing, unknown = self.load_state_dict({n: w.float() for n, w in weights.items()}, strict=False)
+            own = ("_conv.", "candidate_selector.")
+            if unknown or (missing := [name for name in missing if not any(part in name for part in own)]):
+                raise RuntimeError(f"unknown: {unknown[:4]}, missing: {missing[:4]}")
+        self.scale_selector(1.0, 1.0)
+
+    def _initialize(self) -> None:
+        super()._initialize()
+        for layer in self.layers:
+            for conv in (layer.attention_conv, layer.mlp_conv):
+                nn.init.zeros_(conv.kernel_projection.weight)
+
+    def scale_selector(self, embedded: float, hidden: float) -> None:
+        """New projections for inputs of these root mean squares: their products have order 1."""
+        size, selector = self.config.hidden_size, self.candidate_selector
+        nn.init.normal_(selector.predecessor.weight, std=size**-0.5 / embedded)
+        nn.init.normal_(selector.hidden_projection.weight, std=size**-0.5 / hidden)
+
+    def published(self, weights: Mapping[str, Tensor], embedding: Tensor) -> Mapping[str, Tensor]:
+        """The tensors of a checkpoint, from those of a state: codebooks [V, rank] in place of projections."""
+        made, name = dict(weights), "candidate_selector"
+        for book in _CODEBOOKS:
+            projection = made.pop(f"{name}.{book}.weight").float().cpu()
+            made[f"{name}.{book}_codebook"] = embedding.detach().float().cpu() @ projection.T
+        return made
+
+    def forward(  # type: ignore[override]
+        self,
+        features: Tensor,
+        context_positions: Tensor,
+        block: Tensor,
+        positions: Tensor,
+        masks: Mapping[LayerAttention, Mask],
+        selection: Selection | None = None,
+    ) -> Any:
+        """As DFlash's; with a `selection`, the selector's loss too: cross entropy of the true token among candidates.
+
+        The predecessor is the true one. Rows whose true token is not among the candidates are left out.
+        """
+        rows = super().forward(features, context_positions, block, positions, masks)
+        return rows if selection is None else (rows, self._selector_loss(rows, selection))
+
+    def _selector_loss(self, rows: Tensor, s: Selection) -> Tensor:
+        size, selector = self.config.block_size, self.candidate_selector
+        flat = rows.reshape(-1, size, rows.shape[-1])
+        block, place = s.valid.nonzero(as_tuple=True)
+        step = max(1, len(block) // _ROWS)
+        block, place = block[::step], place[::step]
+        hidden = flat[block, place]
+        with torch.no_grad():
+            best = (hidden.to(s.head.dtype) @ s.head.T).float().topk(self.config.own.top_k)
+        found = best.indices == s.labels[block, place][:, None]
+        tokens = best.indices if s.ids is None else s.ids[best.indices]
+        dtype = hidden.dtype
+        before = selector.predecessor(F.embedding(s.tokens[block, place - 1], s.embedding).to(dtype))
+        weights = selector.hidden_projection(hidden) * before
+        query = weights @ selector.successor.weight.to(weights.dtype)  # [N, D]
+        fit = torch.einsum("nd,nkd->nk", query, F.embedding(tokens, s.embedding).to(query.dtype)).float()
+        scores = (best.values + fit).log_softmax(-1)
+        count = found.any(1).sum().clamp(min=1)
+        return -(scores * found).sum() / count

@@ -1,0 +1,167 @@
+"""EAGLE-3 and DFlash2 in training: the networks are those of plain torch, and runs give drafters that are built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_trt.building.build import build
+from dflash_trt.checkpoint.catalogue import SHIPPED
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.errors import DFlashError
+from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.prompts import read_prompts
+from dflash_trt.training.blocks import head_loss, plain_loss
+from dflash_trt.training.checkpoint import Kind, open_drafter
+from dflash_trt.training.dflash2 import DFlash2Drafter, Selection
+from dflash_trt.training.evaluation import ALL, Questions, read_history
+from dflash_trt.training.loop import Recipe
+from dflash_trt.training.masks import dense_mask
+from dflash_trt.training.regenerate import Sampling, regenerate_with_bundle
+from dflash_trt.training.run import Design, run
+from tests.doubles.checkpoints import make_target
+from tests.doubles.kind_checkpoints import make_dflash2, make_eagle3
+from tests.doubles.reference import load_target, target_outputs
+from tests.doubles.reference_kinds import DFlash2, Eagle3
+
+LAYERS, TINY = 6, SHIPPED / "tiny" / "target"
+
+
+@pytest.fixture(autouse=True)
+def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("target"), layers=LAYERS, dtype="float32")
+
+
+def test_the_rows_of_an_eagle3_head(target: Path, tmp_path: Path) -> None:
+    """Two chains of a text: each row is that of plain torch after the same tokens."""
+    path = make_eagle3(tmp_path, target, layout="layers.0")
+    drafter, reference, model = open_drafter(path, path, target), Eagle3(path, LAYERS), load_target(target)
+    size, text = drafter.config.block_size, list(range(40, 70))
+    features = target_outputs(
+        model, text, read_drafter_config(path, read_target_config(target)).target_layer_ids
+    )[1]
+    anchors = [9, 20]
+    places = torch.cat([torch.arange(anchor, anchor + size) for anchor in anchors])[None]
+    embedded = model.model.embed_tokens(torch.tensor(text)[places])
+    rows = drafter(features[None], torch.arange(len(text))[None], embedded, places, {})[0].unflatten(
+        0, (2, size)
+    )
+    for anchor, found in zip(anchors, rows, strict=True):
+        states = reference.linear(target_outputs(model, text, reference.taps)[1], "fc")[:anchor]
+        chain = list(zip(text[1 : anchor + 1], states, strict=True))
+        for step in range(size - 1):
+            state = reference.row(chain, model)
+            torch.testing.assert_close(found[step + 1], reference.norm(state, "norm"), atol=1e-3, rtol=1e-3)
+            chain.append((text[anchor + step + 1], state))
+
+
+def test_the_rows_of_a_dflash2_drafter(target: Path, tmp_path: Path) -> None:
+    path = make_dflash2(tmp_path, target, window=9)
+    weights = {
+        n: w for n, w in load_file(path / "model.safetensors").items() if "candidate_selector" not in n
+    }
+    drafter = DFlash2Drafter(read_drafter_config(path), weights)
+    reference, model, config = DFlash2(path), load_target(target), drafter.config
+    size, text, anchors = config.block_size, list(range(40, 70)), torch.tensor([[9, 20]])
+    features = target_outputs(model, text, config.target_layer_ids)[1]
+    places = (anchors[..., None] + torch.arange(size)).flatten(1)
+    block = torch.full((2, size), reference.mask)
+    block[:, 0] = torch.tensor(text)[anchors[0]]
+    masks = {
+        kind: dense_mask(kind, anchors, torch.full((1, 2), size), len(text), size) for kind in config.layers
+    }
+    embedded = model.model.embed_tokens(block)
+    rows = drafter(features[None], torch.arange(len(text))[None], embedded.flatten(0, 1)[None], places, masks)
+    for i, anchor in enumerate(anchors[0].tolist()):
+        expected = reference.hidden(features[:anchor], embedded[i])
+        torch.testing.assert_close(rows[0].unflatten(0, (2, size))[i], expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_dflash2_drafter_begins_as_dflash_and_its_selector_learns(target: Path, tmp_path: Path) -> None:
+    """A new selector adds nothing. Its loss has a gradient, and counts the rows whose token is a candidate."""
+    config = read_drafter_config(make_dflash2(tmp_path, target))
+    torch.manual_seed(0)
+    drafter, model = DFlash2Drafter(config), load_target(target)
+    hidden = torch.randn(1, config.block_size, config.hidden_size)
+    best = model.lm_head(hidden).topk(config.own.top_k).indices[0]
+    labels = best[:, 2][None].clone()
+    labels[0, 3] = next(i for i in range(config.vocab_size) if i not in best[3])
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    valid[0, 0] = False
+    embedding = model.model.embed_tokens.weight
+    task = Selection(labels, valid, labels, model.lm_head.weight, None, embedding)
+    loss = drafter._selector_loss(hidden, task)
+    counted = [i for i in range(1, config.block_size) if i != 3]
+    scores = model.lm_head(hidden)[0].topk(config.own.top_k).values.log_softmax(-1)
+    assert loss.item() == pytest.approx(-scores[counted, 2].mean().item(), rel=1e-4)
+    loss.backward()
+    gradient = drafter.candidate_selector.successor.weight.grad
+    assert gradient is not None
+    assert gradient.abs().max() > 0
+    published = drafter.published(drafter.state_dict(), embedding)
+    assert set(published) == set(Checkpoint(tmp_path).tensors)
+
+
+def test_a_head_of_its_own_has_a_gradient() -> None:
+    torch.manual_seed(1)
+    hidden, head = torch.randn(3, 4, 8), torch.randn(20, 8, requires_grad=True)
+    labels, valid = torch.randint(0, 20, (3, 4)), torch.rand(3, 4) > 0.3
+    plain_loss(hidden, head, labels, valid, "decay").backward()
+    assert head.grad is not None
+    expected = head.grad.clone()
+    head.grad = None
+    head_loss(hidden.requires_grad_(), head, labels, valid, "decay", chunk=2)[0].backward()
+    torch.testing.assert_close(head.grad, expected)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("answers")
+    bundle = build("tiny", None, directory / "tiny").path
+    regenerate_with_bundle(
+        bundle, read_prompts(None, 0)[8:20], directory / "answers.jsonl", Sampling(24, (0.0,)), threads=1
+    )
+    return directory / "answers.jsonl"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash2"])
+def test_a_run_gives_a_drafter(answers: Path, tmp_path: Path, kind: Kind) -> None:
+    """The loss falls, and the checkpoint is built, measured, and continued after an end."""
+    recipe = Recipe(steps=20, batch_size=2, anchors=6, learning_rate=2e-3, max_length=96)
+    questions = Questions(read_prompts(None, 0)[:2], max_tokens=12)
+    lines: list[dict[str, Any]] = []
+    design = Design(kind=kind, vocabulary=300 if kind == "eagle3" else None)
+    out = tmp_path / "run"
+    assert run(TINY, "tiny", answers, out, design, recipe, questions=questions, report=lines.append) == 20
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[1] < losses[0]
+    figures = read_history(out / "evaluation.jsonl")[-1]["figures"][ALL]
+    assert figures["acceptance_length"] > 1
+    assert kind.upper()[:5] in (out / "checkpoint" / "README.md").read_text().upper().replace("-", "")
+    assert run(TINY, "tiny", answers, out, design, replace(recipe, steps=21), questions=None) == 21
+
+
+def test_options_that_a_kind_lacks(answers: Path, tmp_path: Path) -> None:
+    for design, message in (
+        (Design(kind="eagle3", layers=2), "--layers is 2, but --kind eagle3 has none to choose"),
+        (Design(kind="eagle3", taps=[1]), "--taps has 1 layers, but --kind eagle3 has 3"),
+        (
+            Design(kind="eagle3", checkpoint=SHIPPED / "tiny" / "drafter"),
+            "--kind is eagle3, but .* DFlashDraftModel",
+        ),
+    ):
+        with pytest.raises(DFlashError, match=message):
+            run(TINY, "tiny", answers, tmp_path / "out", design, Recipe(steps=1))
+    recipe = Recipe(steps=1, batch_size=4, distill=0.5)
+    with pytest.raises(DFlashError, match=r"--distill is 0\.5, but is not for --kind eagle3"):
+        run(TINY, "tiny", answers, tmp_path / "other", Design(kind="eagle3"), recipe)
