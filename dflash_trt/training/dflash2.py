@@ -115,9 +115,9 @@ class DFlash2Drafter(Drafter):
 
     def _initialize(self) -> None:
         super()._initialize()
-        for layer in self.layers:
-            for conv in (layer.attention_conv, layer.mlp_conv):
-                nn.init.zeros_(conv.kernel_projection.weight)
+        for name, parameter in self.named_parameters():
+            if "kernel_projection" in name:
+                nn.init.zeros_(parameter)
 
     def scale_selector(self, embedded: float, hidden: float) -> None:
         """New projections for inputs of these root mean squares: their products have order 1."""
@@ -133,7 +133,7 @@ class DFlash2Drafter(Drafter):
             made[f"{name}.{book}_codebook"] = embedding.detach().float().cpu() @ projection.T
         return made
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         features: Tensor,
         context_positions: Tensor,
