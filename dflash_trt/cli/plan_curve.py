@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_trt.cli import plan_slo
 from dflash_trt.cli.options import at_least, each
 from dflash_trt.cli.output import print_json, print_table
 
@@ -22,12 +23,14 @@ _BLOCKS = (2, 4, 6, 8, 10, 12, 16, 24, 32)
 _SPEEDS = (0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 1.0, 1.5, 2.0)
 # Options of the memory plan that the curves vary themselves, with their defaults.
 _FIXED = {"tensor_parallel": 1, "max_seq_len": None, "max_batch_size": 8}
-_ONLY = ("speed", "context", "acceptance", "blocks", "steps")
+_ONLY = ("context", "acceptance", "blocks", "steps")
 _USUAL_CONTEXT = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("times", "with --curve or --speed, from a model of a pass's time")
+    group = parser.add_argument_group(
+        "times", "with --curve, --speed or --slo, from a model of a pass's time"
+    )
     group.add_argument(
         "--curve",
         action="store_true",
@@ -38,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="R",
         help="show how many users one node serves at R tokens per second each, and with which settings",
+    )
+    group.add_argument(
+        "--slo",
+        metavar="tpot=MS",
+        help="choose precision, layout, batch and block lengths for MS milliseconds per output token; --json prints "
+        "the plan that `build --from-plan` takes",
     )
     group.add_argument(
         "--context", type=at_least(1), metavar="N", help="rows of cache behind each request (default: 2048)"
@@ -64,15 +73,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def asked(args: argparse.Namespace) -> bool:
     """Whether times were asked for. Ends the program if their options are used without."""
-    wanted = bool(args.curve or args.speed is not None)
+    wanted = bool(args.curve or args.speed is not None or args.slo is not None)
+    if args.slo is not None and (args.curve or args.speed is not None or args.svg):
+        args.usage_error("--slo: not with --curve, --speed or --svg")
     if given := [f"--{name}" for name in _ONLY if getattr(args, name) is not None and not wanted]:
-        args.usage_error(f"{', '.join(given)}: only with --curve or --speed")
+        args.usage_error(f"{', '.join(given)}: only with --curve, --speed or --slo")
     if wanted and (fixed := [name for name in _FIXED if getattr(args, name) not in (None, _FIXED[name])]):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in fixed).replace(
             "--tensor-parallel", "--tp"
         )
         args.usage_error(
-            f"{flags}: not with --curve or --speed, which compare layouts and batches (--context: length)"
+            f"{flags}: not with --curve, --speed or --slo, which compare layouts and batches (--context: length)"
         )
     if args.speed is not None and not args.speed > 0:
         args.usage_error(f"--speed {args.speed:g} is not above 0")
@@ -89,23 +100,38 @@ def run(args: argparse.Namespace, inventory: Inventory, settings: Settings) -> i
     pair = known_pair(args.target)
     name = Path(args.target).name if pair is None else pair.name
     acceptance, chain = _acceptance(args, name)
-    context = args.context or _USUAL_CONTEXT
+    context, blocks = args.context or _USUAL_CONTEXT, _blocks(args, inventory.drafter.block_size)
+    gpu = settings.gpu
+    if args.slo is not None:
+        found = plan_slo.choices(args, inventory, settings, acceptance, blocks, name=name, context=context)
+        return plan_slo.answer(
+            args,
+            found,
+            target=args.target if pair is None else name,
+            gpu=gpu.name,
+            place=gpu.name,
+            times=times.SOURCE,
+            acceptance=acceptance,
+            context=context,
+            unit="GPU",
+        )
     curves = compute_curves(
         model_layouts(inventory, settings, name=name, context=context),
         acceptance,
         name=name,
-        place=settings.gpu.name,
+        place=gpu.name,
         times=times.SOURCE,
         context=context,
-        blocks=_blocks(args, inventory.drafter.block_size),
+        blocks=blocks,
         chain=chain,
     )
-    return _show(args, curves, settings.gpu.gpus_per_node)
+    return _show(args, curves, gpu.gpus_per_node)
 
 
 def run_steps(args: argparse.Namespace) -> int:
     """With the times of a steps file. Its machine is the node."""
     from dflash_trt.planning.curve import compute_curves
+    from dflash_trt.planning.slo import choose, parse_slo
     from dflash_trt.planning.steps import read_steps
 
     steps = read_steps(args.steps)
@@ -113,23 +139,48 @@ def run_steps(args: argparse.Namespace) -> int:
         steps.check_target(args.target)
     if args.gpu is not None:
         steps.check_gpu(args.gpu)
-    if args.engine not in (None, steps.bundle["engine"]):
-        args.usage_error(f"--engine {args.engine}: {args.steps} was measured with {steps.bundle['engine']}")
+    engine = steps.bundle["engine"]
+    if args.engine not in (None, engine):
+        args.usage_error(f"--engine {args.engine}: {args.steps} was measured with {engine}")
     given = [f"--{name}" for name in ("drafter", "precision") if getattr(args, name) is not None]
     if given:
         args.usage_error(f"{', '.join(given)}: not with --steps, which are of one bundle")
-    context = args.context or min(_USUAL_CONTEXT, steps.contexts[1])
-    acceptance, _ = _acceptance(args, steps.known or steps.name)
+    args.engine = engine
+    name, context = steps.known or steps.name, args.context or min(_USUAL_CONTEXT, steps.contexts[1])
+    acceptance, _ = _acceptance(args, name)
     layout = steps.layout(context)
+    blocks = _blocks(args, steps.block_size) if steps.plain else [steps.block_size]
+    source = f"passes measured with {engine}: {args.steps.name}"
+    unit = "GPU" if steps.machine["gpus"] else "machine"
+    if args.slo is not None:
+        best = choose(
+            [layout],
+            acceptance,
+            blocks=blocks,
+            tpot=parse_slo(args.slo),
+            node=layout.gpus,
+            precision=steps.precision,
+        )
+        return plan_slo.answer(
+            args,
+            [(steps.precision, best)],
+            target=steps.known or args.target or name,
+            gpu=steps.gpu,
+            place=steps.place,
+            times=source,
+            acceptance=acceptance,
+            context=context,
+            unit=unit,
+        )
     curves = compute_curves(
         [layout],
         acceptance,
-        name=steps.known or steps.name,
+        name=name,
         place=steps.place,
-        times=f"passes measured with {steps.bundle['engine']}: {args.steps.name}",
-        unit="GPU" if steps.machine["gpus"] else "machine",
+        times=source,
+        unit=unit,
         context=context,
-        blocks=_blocks(args, steps.block_size) if steps.plain else [steps.block_size],
+        blocks=blocks,
     )
     return _show(args, curves, layout.gpus)
 

@@ -121,7 +121,7 @@ def compute_curves(
     """Points of every layout, with batches up to its largest."""
     made: dict[str, list[Point]] = {}
     for layout in layouts:
-        for batch in _batches(layout.most):
+        for batch in batches(layout.most):
             found = {PLAIN: (1.0, layout.plain(batch))}
             for block in blocks:
                 found[f"block {block}"] = acceptance.length(block), layout.round(batch, block)
@@ -143,7 +143,7 @@ def compute_curves(
     )
 
 
-def _batches(limit: int) -> list[int]:
+def batches(limit: int) -> list[int]:
     """1 to 16, then in steps of an eighth, up to the limit."""
     found: list[int] = []
     batch = 1

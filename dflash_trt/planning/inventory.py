@@ -92,6 +92,10 @@ class Inventory:
             totals.setdefault(role_of(tensor.name), Counter())[tensor.dtype.lower()] += tensor.nbytes
         return {role: dict(totals[role]) for role in sorted(totals)}
 
+    def quantized(self, side: str) -> bool:
+        """Whether the checkpoint has quantized tensors."""
+        return any(kind.quantized is not None for kind in self._kinds[side])
+
     def parameters(self, side: str) -> dict[str, int]:
         """Numbers in the tensors of a model, by role, in any precision."""
         totals: Counter[str] = Counter()

@@ -19,8 +19,9 @@ from dflash_trt.bundle.manifest import digest
 from dflash_trt.checkpoint.catalogue import PAIRS, known_configs, known_pair
 from dflash_trt.errors import RequestError, quoted
 from dflash_trt.files.reading import read_object
+from dflash_trt.formats import ALGORITHMS
 from dflash_trt.planning.acceptance import Chain
-from dflash_trt.planning.gpus import find_gpu
+from dflash_trt.planning.gpus import find_gpu, gpus
 
 FORMAT, VERSION = "dflash-trt steps", 1
 TARGET, DRAFTER, ROUND, HOST = "target", "drafter", "round", "host"
@@ -75,6 +76,21 @@ class Steps:
         recorded = self.bundle["target"].get("config_sha256")
         configs = {pair.name: known_configs(pair.name)[0] / "config.json" for pair in PAIRS}
         return next((name for name, config in configs.items() if digest(config) == recorded), None)
+
+    @property
+    def precision(self) -> str | None:
+        """The formats that the bundle was built in, as for `build --precision`; None: as stored."""
+        stored = self.bundle.get("quantization") or {}
+        roles = {role: ALGORITHMS[name].scheme for role, name in stored.items() if name in ALGORITHMS}
+        return ",".join(f"{role}={scheme}" for role, scheme in roles.items()) or None
+
+    @property
+    def gpu(self) -> str | None:
+        """The name in `plan --gpus` of the machine's GPU. A GPU that is not listed keeps its own name."""
+        if not self.machine["gpus"]:
+            return None
+        reported = str(self.machine["gpus"][0])
+        return next((name for name, gpu in gpus().items() if gpu.is_named(reported)), reported)
 
     def check_target(self, target: str) -> None:
         """Raise RequestError if the steps are not of this target: a known pair, or a checkpoint's directory."""
@@ -214,6 +230,7 @@ def _check_fields(path: Path, values: Mapping[str, Any]) -> None:
         "bundle.name": (values["bundle"].get("name"), str),
         "bundle.engine": (values["bundle"].get("engine"), str),
         "bundle.target": (values["bundle"].get("target"), dict),
+        "bundle.quantization": (values["bundle"].get("quantization"), dict),
         "bundle.block_size": (values["bundle"].get("block_size"), int),
         "bundle.gpus": (values["bundle"].get("gpus"), int),
     }

@@ -61,6 +61,7 @@ def measure_steps(
             "name": runtime.bundle.path.name,
             "engine": manifest["engine"],
             "precision": manifest["precision"],
+            "quantization": manifest.get("quantization", {}),
             "target": {key: manifest["target"][key] for key in ("name", "config_sha256")},
             "drafter": {key: manifest["drafter"][key] for key in ("name", "config_sha256")},
             "block_size": runtime.block_size,

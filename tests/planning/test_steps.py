@@ -38,6 +38,7 @@ def document(**bundle: Any) -> dict[str, Any]:
             "name": "tiny",
             "engine": "onnxruntime",
             "target": {"name": "target"},
+            "quantization": {"target": "W8A16", "head": None},
             "block_size": 8,
             "gpus": 1,
         }
@@ -157,4 +158,4 @@ def test_a_plan_for_something_else_is_refused(
 def test_steps_are_for_curves_only(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--steps", str(file)])
-    assert "--steps: only with --curve or --speed" in capsys.readouterr().err
+    assert "--steps: only with --curve, --speed or --slo" in capsys.readouterr().err

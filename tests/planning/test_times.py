@@ -236,7 +236,7 @@ def test_the_command_counts_users_at_a_speed(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--blocks", "4"], "only with --curve or --speed"),
+        (["--blocks", "4"], "only with --curve, --speed or --slo"),
         (["--speed", "0"], "not above 0"),
         (["--curve", "--blocks", "11"], "trained for blocks of 10"),
         (["--curve", "--tp", "4", "--max-seq-len", "99"], "--tp, --max-seq-len: not with --curve"),
