@@ -113,7 +113,7 @@ def measure(
     return rows
 
 
-def _group(runtime: Runtime, prompts: Sequence[list[int]], length: int, tokens: int, part: list[Any]) -> None:
+def _group(runtime: Runtime, prompts: Sequence[list[int]], length: int, tokens: int, part: Part) -> None:
     """Decode these prompts together until each has about so many tokens, and add up the rounds of all of them."""
     scheduler, policy = runtime.scheduler, FixedLength(length)
     assert isinstance(scheduler, Scheduler)
