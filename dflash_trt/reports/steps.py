@@ -88,30 +88,27 @@ def _powers(first: int, last: int) -> list[int]:
 def _passes(
     pair: Pair, batches: Sequence[int], lengths: Sequence[int], contexts: Sequence[int], progress: Progress
 ) -> list[dict[str, Any]]:
-    """Time each pass several times. The turns go over all of them, so that a slow moment affects all."""
-    settings = list(product(batches, lengths, contexts))
+    """Time each pass several times. The turns go over all of them, so that a slow moment affects all.
+
+    A pass of another size than the one before may copy caches or make buffers. So each pass runs twice, and the
+    second one is timed.
+    """
+    settings = list(product(contexts, batches, lengths))
     found: dict[tuple[str, int, int, int], list[float]] = {}
-
-    def run(keep: bool) -> Iterator[None]:
-        for batch, length, context in settings:
-            # As in a round: a drafter's pass, then the target's.
-            for kind, rehearse in ((DRAFTER, pair.rehearse_draft), (TARGET, pair.rehearse_verify)):
-                if kind == DRAFTER and length == 1:
-                    continue
-                seconds = _timed(rehearse, batch, length, context)
-                if keep:
-                    found.setdefault((kind, batch, length, context), []).append(seconds)
-            yield
-
-    total = len(settings)
-    for number, _ in enumerate(run(keep=False), 1):
-        progress("warm up", number, total)
     begin = perf_counter()
     for turn in range(_MOST):
         if turn >= _LEAST and perf_counter() - begin > _SECONDS:
             break
-        for number, _ in enumerate(run(keep=True), 1):
-            progress(f"turn {turn + 1} of up to {_MOST}", number, total)
+        for number, (context, batch, length) in enumerate(settings, 1):
+            for timed in (False, True):
+                # As in a round: a drafter's pass, then the target's.
+                for kind, rehearse in ((DRAFTER, pair.rehearse_draft), (TARGET, pair.rehearse_verify)):
+                    if kind == DRAFTER and length == 1:
+                        continue
+                    seconds = _timed(rehearse, batch, length, context)
+                    if timed:
+                        found.setdefault((kind, batch, length, context), []).append(seconds)
+            progress(f"turn {turn + 1} of up to {_MOST}", number, len(settings))
     return [
         {"pass": kind, "batch": batch, "rows": length, "context": context, "seconds": _rounded(median(times))}
         for (kind, batch, length, context), times in sorted(found.items())
