@@ -18,8 +18,10 @@ EXAMPLES = """\
 examples:
   dflash-trt selftest bundles/tiny-rtx
   dflash-trt selftest bundles/tiny-rtx --reference bundles/tiny --report selftest.json
+  dflash-trt selftest bundles/tiny-rtx --reference bundles/tiny --localize selftest.zip
 
---reference is a bundle of the same pair for ONNX Runtime. Then the numbers are compared, too.
+--reference is a bundle of the same pair for ONNX Runtime. Then the numbers are compared, too. --localize compares them
+layer by layer, and packs what a bug report needs into one file.
 """
 
 
@@ -32,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--report", type=Path, default=Path("selftest.json"), metavar="FILE", help="default: selftest.json"
     )
     parser.add_argument(
+        "--localize",
+        type=Path,
+        metavar="FILE",
+        help="find the first layer that differs from --reference, and write an archive for a bug report",
+    )
+    parser.add_argument(
         "--timeout",
         type=at_least(1),
         default=300,
@@ -41,8 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from dflash_trt.errors import DFlashError
     from dflash_trt.reports.selftest import Selftest
 
+    if args.localize is not None and args.reference is None:
+        raise DFlashError("--localize compares layers with another bundle's: give --reference")
     test, failed = Selftest(args.bundle, args.reference), False
     try:
         for check in test.run(args.report, args.timeout):
@@ -50,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
             row = (check.state, check.name, check.detail or figures or check.proves)
             print_table([row])
             failed |= check.state == "failed"
+        if args.localize is not None:
+            print(f"layers: {test.localize(args.report, args.localize)}")
+            print(f"archive: {args.localize}")
     finally:
         test.close()
     print(f"report: {args.report}")

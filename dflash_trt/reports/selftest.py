@@ -26,6 +26,7 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.errors import DFlashError
 from dflash_trt.llm import LLM
 from dflash_trt.reports.environment import describe
+from dflash_trt.reports.localize import Localizer, write_archive
 from dflash_trt.reports.verification import verify
 
 Array = np.ndarray[Any, Any]
@@ -77,7 +78,7 @@ class Selftest:
         self.checks: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [
             ("environment", "the versions and the machine that a report is about", self.environment),
             ("integrity", "the engines take and give what the manifest says", self.integrity),
-            ("kernels", "sampling on the device draws the host's tokens", self.kernels),
+            ("kernels", "each kernel gives its reference's numbers, and the host's tokens", self.kernels),
             ("cache writes", "a pass writes its rows, and no others", self.cache_writes),
             (
                 "prefill",
@@ -160,6 +161,9 @@ class Selftest:
         arrays: Any = self.pair.arrays
         if not getattr(arrays, "samples", False):
             raise Skip("the host samples here")
+        found = {name: problem for name, problem in arrays.kernel_problems().items() if problem}
+        if found:
+            raise Failure("; ".join(f"{name}: {problem}" for name, problem in found.items()))
         params = SamplingParams(temperature=0.9, top_p=0.9, top_k=40, max_tokens=12, seed=7, ignore_eos=True)
         there = self._generate(params)
         arrays.samples = False
@@ -294,6 +298,37 @@ class Selftest:
             "weight_bytes": size,
             "bytes_per_second": round(size / middle) if middle > 0 else None,
         }
+
+    def localize(self, report: Path, archive: Path) -> str:
+        """The first layer that differs from the reference, in words. Writes the archive of a bug report."""
+        if self._llm is None or self.reference is None:
+            raise DFlashError(
+                f"{self.bundle.path}: did not load, or has no --reference; layers are compared with "
+                "ONNX Runtime's"
+            )
+        length, block = self.length, self.tokens
+
+        def prefill(pair: Pair) -> Array:
+            return _prefill(pair, self.prompt, 0, 0, draft=True)
+
+        def verify_block(pair: Pair) -> Array:
+            return _verify(pair, [block], length)[0]
+
+        def draft(pair: Pair) -> Array:
+            return self._drafted(pair)[0]
+
+        localizer = Localizer(self.pair, _pair(self.reference), _ROUNDING * 4)
+        localizer.run(
+            [
+                ("prefill", ("target", "drafter"), (0, length), "logits", prefill),
+                ("verification", ("target",), (length, length + len(block)), "logits", verify_block),
+                ("draft", ("drafter",), (0, length), "log-probabilities", draft),
+            ]
+        )
+        tokens = {"prompt": self.prompt, "block": block}
+        written = json.loads(report.read_text(encoding="utf-8"))
+        write_archive(archive, localizer, written, tokens, self.bundle.path)
+        return localizer.describe()
 
     def _prefill(self, tokens: Sequence[int], slot: int = 0) -> Array:
         return _prefill(self.pair, tokens, 0, slot)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from dflash_plugins import launch
 
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
@@ -18,7 +23,7 @@ from dflash_trt.engines.tensorrt import plans, warm_up
 from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.profiles import DECODE
+from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL
 from dflash_trt.formats.precision import Precision
 from dflash_trt.reports.selftest import Check, Selftest
 from tests.doubles import fake_tensorrt
@@ -69,13 +74,15 @@ def first_failure(bundles: Pair, tmp_path: Path) -> Check:
 def test_a_sound_bundle_passes(bundles: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "selftest.json"
     command = ["selftest", str(bundles[1].path), "--reference", str(bundles[0].path), "--report", str(report)]
-    assert main(command) == 0, capsys.readouterr().out
+    assert main([*command, "--localize", str(tmp_path / "selftest.zip")]) == 0, capsys.readouterr().out
     found = json.loads(report.read_text())
     states = {check["name"]: check["state"] for check in found["checks"]}
     assert {name for name, state in states.items() if state != "passed"} == {"kernels"}
     assert states["kernels"] == "skipped"
     assert found["bundle"]["engine"] == "tensorrt"
     lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].startswith("layers: no layer differs; the largest error is 0.0")
+    assert zipfile.is_zipfile(tmp_path / "selftest.zip")
     assert sum(line.startswith(("passed", "skipped")) for line in lines) == len(found["checks"])
 
 
@@ -171,3 +178,60 @@ def test_a_broken_engine_is_named_by_the_first_check_that_fails(
     break_it(monkeypatch)
     first = first_failure(bundles, tmp_path)
     assert (first.name, message in first.detail) == (check, True), first.detail
+
+
+def wrong_layer(patch: pytest.MonkeyPatch) -> None:
+    """The values that the second layer writes in prefill are wrong, as after a fault in the first one."""
+    run = TensorRTEngine.run
+
+    def altered(self: Any, profile: int, feeds: Any, **slot: int) -> Any:
+        out = run(self, profile, feeds, **slot)
+        if profile == PREFILL and "tokens" in feeds:
+            with torch.cuda.stream(self.stream):
+                self.caches.arrays["v_cache.1"][0].mul_(-1)
+        return out
+
+    patch.setattr(TensorRTEngine, "run", altered)
+
+
+def test_the_first_layer_that_differs_is_found_and_packed(
+    bundles: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong_layer(monkeypatch)
+    report, archive = tmp_path / "selftest.json", tmp_path / "selftest.zip"
+    command = ["selftest", str(bundles[1].path), "--report", str(report), "--localize", str(archive)]
+    assert main(command) == 1
+    assert "give --reference" in capsys.readouterr().err
+    test = Selftest(bundles[1].path, bundles[0].path)
+    try:
+        assert [c.state for c in itertools.islice(test.run(report, 600), 2)] == ["passed"] * 2
+        said = test.localize(report, archive)
+    finally:
+        test.close()
+    assert said.startswith("prefill: v_cache.1 of the target differs by")
+    assert said.endswith("k_cache.1 before it is right")
+    with zipfile.ZipFile(archive) as packed:
+        names = set(packed.namelist())
+        assert names >= {"selftest.json", "layers.json", "tokens.json", "first.npz", "plans/sm90/target.log"}
+        layers = json.loads(packed.read("layers.json"))
+        first = np.load(io.BytesIO(packed.read("first.npz")))
+        tokens = json.loads(packed.read("tokens.json"))
+    assert first["ours"].shape == first["reference"].shape == (len(tokens["prompt"]), 32)
+    assert np.allclose(first["ours"], -first["reference"], atol=1e-3)
+    assert next(e["tensor"] for e in layers["compared"] if e["error"] > layers["limit"]) == "v_cache.1"
+
+
+def test_a_wrong_kernel_is_named(bundles: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of the operator runs in Triton's interpreter."""
+    accept = launch.accept_block
+
+    def nothing(*given: Any, **options: Any) -> Any:
+        made = accept(*given, **options)
+        made.accepted.zero_()
+        return made
+
+    monkeypatch.setattr(launch, "accept_block", nothing)
+    monkeypatch.setattr(DeviceArrays, "samples", property(lambda self: True, lambda self, value: None))
+    first = first_failure(bundles, tmp_path)
+    assert first.name == "kernels"
+    assert first.detail.startswith("BlockAcceptance: [0, 0, 0, 0] drafts accepted, expected [")

@@ -90,10 +90,14 @@ class DeviceArrays:
         capacity: int,
         prefill_chunk: int,
         block_size: int,
-        feature_size: int,
+        taps: int,
+        hidden_size: int,
+        vocab_size: int,
         mask_token_id: int,
         tree_width: int = 1,
     ) -> None:
+        feature_size = taps * hidden_size
+        self._taps, self._vocab = taps, vocab_size
         self.most_waiting, self._mask_token_id = block_size, mask_token_id
         self._capacity, self._chunk = capacity, prefill_chunk
         device, self._stream = target.device, target.stream
@@ -131,6 +135,18 @@ class DeviceArrays:
             for role, engine in (("target", self._target), ("drafter", self._drafter))
             for problem in engine.problems(plans[role]["profiles"])
         ]
+
+    def kernel_problems(self) -> dict[str, str]:
+        """What is wrong with the kernels on this GPU, by operator. Needs Triton."""
+        from dflash_plugins.checks import problems
+
+        with torch.cuda.stream(self._stream):
+            return problems(
+                self._target.device,
+                vocab=self._vocab,
+                taps=self._taps,
+                hidden=self._waiting.shape[2] // self._taps,
+            )
 
     def prefill(
         self, engine: TensorRTEngine, feeds: Mapping[str, Any], slot: int
@@ -366,7 +382,9 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
             capacity=bundle.capacity,
             prefill_chunk=chunk,
             block_size=block_size,
-            feature_size=len(manifest["target_layer_ids"]) * manifest["hidden_size"],
+            taps=len(manifest["target_layer_ids"]),
+            hidden_size=manifest["hidden_size"],
+            vocab_size=manifest["vocab_size"],
             mask_token_id=manifest["mask_token_id"],
             tree_width=manifest["tree_width"],
         )

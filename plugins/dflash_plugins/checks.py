@@ -1,0 +1,99 @@
+"""Each kernel on this machine against its reference, on small random inputs: for `dflash-trt selftest`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_plugins import launch, moe, reference
+from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.sampling.sampler import sample
+
+_SAMPLED = (
+    SamplingParams(),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.95),
+    SamplingParams(temperature=1.0, min_p=0.02),
+)
+# Experts, hidden and inner numbers, experts of a row, and rows.
+_EXPERTS, _HIDDEN, _INNER, _CHOSEN, _ROWS = 4, 96, 32, 2, 5
+# The error of a product's result, as a share of its largest number: one rounding to bfloat16.
+_ROUNDING = 2**-8
+
+
+Array = np.ndarray[Any, Any]
+
+
+def problems(device: torch.device | str, *, vocab: int, taps: int, hidden: int) -> dict[str, str]:
+    """What is wrong with each operator, by name. Empty if its numbers are right."""
+    return {
+        "HiddenStateTap": gathered(device, taps, hidden),
+        "SampleRows": sampled(device, vocab),
+        "BlockAcceptance": accepted(device),
+        "MoE": experts(device),
+    }
+
+
+def gathered(device: torch.device | str, taps: int, hidden: int) -> str:
+    rng = np.random.default_rng(0)
+    rows = [torch.from_numpy(rng.standard_normal((6, hidden))).bfloat16() for _ in range(taps)]
+    there = [row.to(device) for row in rows]
+    found = launch.gather_taps(there, torch.bfloat16, torch.tensor([3, 1]).to(device), 3).cpu()
+    expected = torch.cat(rows, dim=1)
+    expected[[4, 5]] = 0
+    return "" if torch.equal(found, expected) else "features are not the tapped rows side by side"
+
+
+def sampled(device: torch.device | str, vocab: int) -> str:
+    rng = np.random.default_rng(0)
+    logits = (2.5 * rng.standard_normal((len(_SAMPLED), 2, vocab))).astype(np.float32)
+    positions = np.array([[5, 6]] * len(_SAMPLED))
+    seeds = [7, 2**63 + 1, 3]
+    tensors = launch.sampling_tensors(_SAMPLED, seeds, device)
+    given = (torch.from_numpy(each).to(device) for each in (logits, positions))
+    found = launch.sample_rows(next(given), tensors, next(given))[0].cpu().tolist()
+    expected = [
+        [sample(logits[i, r], params, seed, int(positions[i, r])) for r in range(2)]
+        for i, (params, seed) in enumerate(zip(_SAMPLED, seeds, strict=True))
+    ]
+    return "" if found == expected else f"tokens {found}, but the host's are {expected}"
+
+
+def accepted(device: torch.device | str) -> str:
+    tokens, chosen = np.random.default_rng(0).integers(0, 2, (2, 4, 7))
+    order, start = np.tile(np.arange(7), (4, 1)), np.zeros(4, np.int64)
+    given = [
+        torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in (tokens, order, chosen, start)
+    ]
+    made = launch.accept_block(*given, block_size=5, mask_token=0)
+    found = made.accepted.cpu().tolist()
+    pairs = zip(tokens.tolist(), chosen.tolist(), strict=True)
+    expected = [len(reference.accept_block(*each)) - 1 for each in pairs]
+    return "" if found == expected else f"{found} drafts accepted, expected {expected}"
+
+
+def experts(device: torch.device | str) -> str:
+    rng = np.random.default_rng(0)
+
+    def matrix(out: int, columns: int) -> tuple[Array, Array, Array]:
+        shape = _EXPERTS, out, columns // 32
+        blocks = rng.integers(0, 256, (*shape, 16), dtype=np.uint8)
+        scales = rng.integers(118, 125, shape, dtype=np.uint8)
+        return blocks, scales, (rng.integers(-8, 8, (_EXPERTS, out)) / 8).astype(np.float32)
+
+    both = matrix(2 * _INNER, _HIDDEN), matrix(_HIDDEN, _INNER)
+    there = [torch.from_numpy(part).to(device) for each in both for part in each]
+    layer = moe.Experts(
+        *(there[0], there[1], there[2].bfloat16(), there[3], there[4], there[5].bfloat16()),
+        k=_CHOSEN,
+        alpha=1.702,
+        beta=1.0,
+        limit=7.0,
+    )
+    x = torch.from_numpy(rng.standard_normal((_ROWS, _HIDDEN)) / 8).bfloat16()
+    router = rng.standard_normal((_ROWS, _EXPERTS)).astype(np.float32)
+    found = moe.moe(x.to(device), torch.from_numpy(router).to(device), layer).cpu().double().numpy()
+    expected = reference.moe(x.double().numpy(), router, *both, k=_CHOSEN, alpha=1.702, beta=1.0, limit=7.0)
+    error = float(np.abs(found - expected).max() / np.abs(expected).max())
+    return "" if error <= 2 * _ROUNDING else f"differs by {error:.3f} of the largest number"
