@@ -2,7 +2,7 @@
 width.
 
     python -m build_scripts.bench.plans [--pair gpt-oss-20b] [--layers 2 4] [--compute-capability 120] \
-        [--precision target=nvfp4] [--dir DIR]
+        [--max-batch-size 2 8] [--max-seq-len 4096 32768] [--precision target=nvfp4] [--dir DIR]
 
 The checkpoint is generated: names, shapes and dtypes of the pair, including MXFP4 experts, filled with noise. It has
 fewer layers, with the taps and windows of the first layers. Needs no GPU. Peak memory is the VmHWM of the build
@@ -47,30 +47,37 @@ def main() -> None:
         "--layers", type=int, nargs="+", default=[2, 4], help="layers of the target, one build each"
     )
     parser.add_argument("--compute-capability", default="120")
+    parser.add_argument("--max-batch-size", type=int, nargs="+", default=[2])
+    parser.add_argument("--max-seq-len", type=int, nargs="+", default=[4096])
     parser.add_argument("--precision", help="as for dflash-trt build (default: as stored, in bf16)")
     parser.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")
     args = parser.parse_args()
     results = []
     for layers in args.layers:
         with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-            results.append(one(Path(folder), args.pair, layers, args.compute_capability, args.precision))
+            sizes = write_pair(Path(folder), args.pair, layers)
+            for batch in args.max_batch_size:
+                for length in args.max_seq_len:
+                    made = measured(Path(folder), args.compute_capability, args.precision, batch, length)
+                    results.append({"layers": layers, "checkpoint_bytes": sizes, **made})
+                    print(json.dumps(results[-1], indent=2), flush=True)
     print(json.dumps({"processor": processor(), "pair": args.pair, "builds": results}))
 
 
-def one(work: Path, pair: str, layers: int, capability: str, precision: str | None) -> dict[str, Any]:
-    sizes = write_pair(work, pair, layers)
+def measured(work: Path, capability: str, precision: str | None, batch: int, length: int) -> dict[str, Any]:
+    """One build of the checkpoints in `work`."""
     command = [sys.executable, "-m", "dflash_trt", "build", "--engine", "tensorrt-rtx"]
     command += ["--target", str(work / "target"), "--drafter", str(work / "drafter")]
-    command += ["--compute-capability", capability, "--out", str(work / "bundle")]
-    command += ["--max-batch-size", "2", "--prefill-chunk", "512", "--max-seq-len", "4096"]
+    command += ["--compute-capability", capability, "--out", str(work / "bundle"), "--force"]
+    command += ["--max-batch-size", str(batch), "--prefill-chunk", "512", "--max-seq-len", str(length)]
     command += ["--precision", precision] if precision else []
     seconds, peak = measure(command)
     found = inspect(work / "bundle")
     largest = max(entry["size"] for entry in found["plans"].values())
-    result = {
-        "layers": layers,
+    return {
         "precision": precision,
-        "checkpoint_bytes": sizes,
+        "max_batch_size": batch,
+        "max_seq_len": length,
         "seconds": round(seconds, 1),
         "peak_rss_bytes": peak,
         "peak_rss_over_largest_plan": round(peak / largest, 2),
@@ -80,8 +87,6 @@ def one(work: Path, pair: str, layers: int, capability: str, precision: str | No
             for name, entry in found["plans"].items()
         },
     }
-    print(json.dumps(result, indent=2))
-    return result
 
 
 def write_pair(work: Path, pair: str, layers: int) -> dict[str, int]:

@@ -312,7 +312,8 @@ class Selftest:
             return _prefill(pair, self.prompt, 0, 0, draft=True)
 
         def verify_block(pair: Pair) -> Array:
-            return _verify(pair, [block], length)[0]
+            logits: Array = _verify(pair, [block], length)[0]
+            return logits
 
         def draft(pair: Pair) -> Array:
             return self._drafted(pair)[0]

@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 
 def problems(device: torch.device | str, *, vocab: int, taps: int, hidden: int) -> dict[str, str]:
-    """What is wrong with each operator, by name. Empty if its numbers are right."""
+    """Run each operator. Returns a problem for each name, empty if its numbers are right."""
     return {
         "HiddenStateTap": gathered(device, taps, hidden),
         "SampleRows": sampled(device, vocab),

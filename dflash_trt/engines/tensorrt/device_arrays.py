@@ -137,7 +137,7 @@ class DeviceArrays:
         ]
 
     def kernel_problems(self) -> dict[str, str]:
-        """What is wrong with the kernels on this GPU, by operator. Needs Triton."""
+        """The kernels against their references on this GPU: a problem for each operator, or none. Needs Triton."""
         from dflash_plugins.checks import problems
 
         with torch.cuda.stream(self._stream):
