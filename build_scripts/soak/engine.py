@@ -121,7 +121,12 @@ async def soak(args: argparse.Namespace, asked: Any, whole: list[list[int]]) -> 
 
 def resident() -> float:
     """Resident memory of this process, in MB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident_of(os.getpid())
+
+
+def resident_of(pid: int) -> float:
+    """Resident memory of a process, in MB."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 

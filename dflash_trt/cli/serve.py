@@ -80,6 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     openai.add_argument(
         "--log-format", default="text", choices=("text", "json"), help="a line per request (default: text)"
     )
+    openai.add_argument(
+        "--otlp-endpoint", metavar="URL",
+        help="send traces to this OpenTelemetry collector, as http://127.0.0.1:4318 (default: none are made)",
+    )  # fmt: skip
     triton = parser.add_argument_group("with --api triton")
     for name, port in _PORTS.items():
         option = f"--{name.replace('_', '-')}"
@@ -126,6 +130,7 @@ def _openai(args: argparse.Namespace) -> int:
         max_seconds=args.max_deadline,
         grace=args.grace,
         json_logs=args.log_format == "json",
+        traces=args.otlp_endpoint,
         engine={name: str(value) for name, value in engine_settings(args).items() if value is not None},
         limit=args.max_batch_size + args.max_queue,
     )

@@ -62,7 +62,7 @@ def make_app(
         return JSONResponse(ApiError(error.status_code, text).body(), error.status_code)
 
     async def answer(request: Request, answering: Answering) -> Response:
-        FACTS.get()["id"] = answering.id
+        FACTS.get()["id"], FACTS.get()["model"] = answering.id, model.name
         FACTS.get()["prompt_tokens"] = sum(map(len, answering.prepared.prompts))
         if not answering.body.stream:
             whole = await answering.whole(engine)

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from time import perf_counter
 from typing import Any
 
+from dflash_trt.serving.openai import tracing
 from dflash_trt.serving.openai.errors import ApiError
 
 Scope = MutableMapping[str, Any]
@@ -98,6 +99,8 @@ class _Visit:
             FACTS.reset(token)
             if path not in OPEN and not path.startswith("/page/"):
                 observe(path, self._status)
+                if not self._done:
+                    tracing.describe(self.id, facts)
                 self._log(path, facts)
 
     def _log(self, path: str, facts: dict[str, Any]) -> None:
@@ -173,6 +176,7 @@ class _Visit:
             message["headers"] = [*message.get("headers", []), (b"x-request-id", self.id.encode("latin-1"))]
         elif not message.get("more_body", False):
             self._done = True
+            tracing.describe(self.id, FACTS.get())  # sending this ends the span
         try:
             async with asyncio.timeout(_WRITE_SECONDS):
                 await self._send(message)

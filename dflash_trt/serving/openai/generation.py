@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_trt.errors import DFlashError, quoted
+from dflash_trt.serving.openai import tracing
 from dflash_trt.serving.openai.engine import Engine, EngineDownError, QueueFullError, Update
 from dflash_trt.serving.openai.errors import ApiError, from_engine, refused
 from dflash_trt.serving.openai.model import Model
@@ -122,6 +123,7 @@ async def _one(engine: Engine, message: dict[str, Any]) -> AsyncGenerator[Update
                 if update.get("finish_reason") == "timeout" and not (begun or update["token_ids"]):
                     raise ApiError(504, "the deadline passed before the first token", code="deadline")
                 begun = begun or bool(update["token_ids"])
+                tracing.engine_parts(update)
                 yield update
     except QueueFullError as error:
         raise ApiError(429, str(error), code="queue_full") from None

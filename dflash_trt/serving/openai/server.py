@@ -13,10 +13,13 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
+
+if TYPE_CHECKING:
+    from dflash_trt.serving.openai.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,8 @@ class ServerSettings:
 
     name: the model's name for clients; None takes the directory's. keys: API keys; none lets everyone in.
     max_body: bytes of a request. max_seconds: the longest deadline. grace: seconds for requests to finish after a
-    signal to stop. engine: `AsyncLLM`'s arguments as texts. limit: requests in flight at most.
+    signal to stop. traces: URL of an OpenTelemetry collector.
+    engine: `AsyncLLM`'s arguments as texts. limit: requests in flight at most.
     """
 
     bundle: Path
@@ -40,6 +44,7 @@ class ServerSettings:
     max_seconds: float | None = None
     grace: float = 30.0
     json_logs: bool = False
+    traces: str | None = None
     engine: dict[str, str] = field(default_factory=dict)
     limit: int = 264
 
@@ -74,10 +79,8 @@ def _run(main: Coroutine[Any, Any, int]) -> int:
         return runner.run(main)
 
 
-async def _serve(
-    settings: ServerSettings, listening: socket.socket, ready: Callable[[], None], say: Callable[[str], None]
-) -> int:
-    import uvicorn
+def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[Any, Engine]:
+    """The routes behind the gate, for ASGI, and the engine, which has to be started."""
     from starlette.middleware.cors import CORSMiddleware
 
     from dflash_trt.serving.openai.app import make_app
@@ -97,7 +100,20 @@ async def _serve(
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
     most = settings.max_body or max_request_bytes(model.max_seq_len)
-    gate = Gate(app, keys=settings.keys, most=most, observe=metrics.observe)
+    return Gate(app, keys=settings.keys, most=most, observe=metrics.observe), engine
+
+
+async def _serve(
+    settings: ServerSettings, listening: socket.socket, ready: Callable[[], None], say: Callable[[str], None]
+) -> int:
+    import uvicorn
+
+    from dflash_trt.serving.openai import tracing
+
+    provider = tracing.exporting(settings.traces) if settings.traces else None
+    gate, engine = application(settings, say)
+    if provider is not None:
+        gate = tracing.start(gate, provider)
     config = uvicorn.Config(
         gate,
         http="auto",
@@ -123,6 +139,8 @@ async def _serve(
         told.cancel()
     finally:
         await engine.close()
+        if provider is not None:
+            await asyncio.to_thread(provider.shutdown)  # sends the last spans
     return 0
 
 
