@@ -21,6 +21,7 @@ from dflash_trt.errors import BuildError
 from dflash_trt.formats.base import WeightLayout
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.quantization.convert import HEAD
 from dflash_trt.quantization.for_build import in_precision
 
 
@@ -71,12 +72,17 @@ def build(
 
     progress("read checkpoints", 0, 1)
     pair = _read_pair(find_sources(target, drafter, weights), entry, weights)
+    quantized = (
+        pair.target.checkpoint.quantization.algorithm(HEAD) or pair.drafter.checkpoint.quantization.algorithms
+    )
     settings = BuildSettings(
         block_size=choose_block_size(block_size, pair.drafter.config),
         tree_width=choose_tree_width(tree_width, pair.drafter.config),
         max_seq_len=choose_max_seq_len(max_seq_len, pair.target.config, pair.drafter.config),
         weights=weights,
-        precision=precision or Precision(),
+        precision=entry.choose_precision(
+            precision or Precision(), pair.target.config, pair.drafter.config, quantized=bool(quantized)
+        ),
         options=options,
     )
     progress("read checkpoints", 1, 1)

@@ -83,8 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision",
         metavar="ROLE=TYPE,...",
-        help="compute dtype, or quantization of the weights, of target, drafter and the drafter's own LM head, such as "
-        "target=nvfp4,drafter=bf16,head=fp8 (default: as stored, computed in bf16 on TensorRT)",
+        help="Compute dtype, or quantization of the weights, of target, drafter and the drafter's own LM head, such as "
+        "target=nvfp4,drafter=bf16,head=fp8. Default: as stored. TensorRT then computes in bf16, and ONNX Runtime has "
+        "a drafter beside a large head in INT8.",
     )
     parser.add_argument(
         "--max-batch-size",

@@ -99,11 +99,13 @@ def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     from dflash_trt.building.limits import choose_block_size, choose_max_seq_len
     from dflash_trt.building.sources import find_sources
     from dflash_trt.checkpoint.compatibility import check_pair
+    from dflash_trt.checkpoint.quantization import Quantization
     from dflash_trt.formats.precision import parse_precision
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.planning.gpus import find_gpu
     from dflash_trt.planning.inventory import take_inventory
     from dflash_trt.planning.memory import Settings
+    from dflash_trt.quantization.convert import HEAD
 
     engine, options = registry.find(args.engine), engine_options.from_arguments(args, plan=True)
     precision = parse_precision(args.precision)
@@ -114,6 +116,8 @@ def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     engine.check_pair(target, drafter)
     check_pair(target, drafter)
     inventory = take_inventory(target, drafter)
+    stored = [Quantization(source.directory) for source in sources]
+    quantized = stored[0].algorithm(HEAD) or stored[1].algorithms
     settings = Settings(
         engine=args.engine,
         gpu=find_gpu(args.gpu),
@@ -121,7 +125,7 @@ def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
         max_batch_size=args.max_batch_size,
         block_size=choose_block_size(args.block_size, drafter),
         tensor_parallel=args.tensor_parallel,
-        precision=precision,
+        precision=engine.choose_precision(precision, target, drafter, quantized=bool(quantized)),
     )
     return inventory, replace(settings, **engine.memory_settings(inventory, options))
 

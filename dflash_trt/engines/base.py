@@ -179,6 +179,15 @@ class Engine(ABC):
     def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:  # noqa: B027 - most take any
         """Raise CheckpointError for a pair that this engine does not support."""
 
+    def choose_precision(
+        self, asked: Precision, target: TargetConfig, drafter: DrafterConfig, *, quantized: bool
+    ) -> Precision:
+        """The precision of a build of a pair: what was asked, and the engine's own choice for the rest.
+
+        `quantized`: whether the drafter or the target's head has a number format of its own already.
+        """
+        return asked
+
     @abstractmethod
     def job(
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dflash_trt.engines.base import (
@@ -23,10 +24,15 @@ if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.bundle.workspace import Progress, Workspace
     from dflash_trt.checkpoint.pair import CheckpointPair
+    from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
     from dflash_trt.decoding.scheduler import Scheduler
     from dflash_trt.engines.graph_job import GraphJob
     from dflash_trt.formats.precision import Precision
     from dflash_trt.graph.dialect import Dialect
+
+# From this size in float32 on, a drafter and its copy of the head are in INT8 by default. At 113 MB (SmolLM2-135M) a
+# drafter's pass of 8 rows took 9.2 ms instead of 13.8. A head of a few MB lies in the processor's caches.
+LARGE_HEAD_BYTES = 64 << 20
 
 
 class OnnxRuntimeEntry(Engine):
@@ -43,6 +49,19 @@ class OnnxRuntimeEntry(Engine):
                 raise BuildError(
                     f"--precision is {role}={compute}, but --engine {self.name} computes in fp32"
                 )
+
+    def choose_precision(
+        self, asked: Precision, target: TargetConfig, drafter: DrafterConfig, *, quantized: bool
+    ) -> Precision:
+        """A drafter beside a large head is in INT8, with its copy of the head. No token depends on it."""
+        from dflash_trt.formats.int8 import GROUP, INT8
+
+        free = asked.drafter is None and asked.head is None and not quantized
+        head = 4 * target.vocab_size * target.hidden_size
+        in_groups = all(size % GROUP == 0 for size in (drafter.hidden_size, drafter.intermediate_size))
+        if not (free and drafter.masks and head >= LARGE_HEAD_BYTES and in_groups):
+            return asked
+        return replace(asked, drafter=INT8.name, head=INT8.name)
 
     def job(
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
