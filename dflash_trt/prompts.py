@@ -43,6 +43,16 @@ def read_prompts(file: Path | None, limit: int) -> list[Prompt]:
     return [prompt for _, prompt in ranked][: limit or None]
 
 
+def natural_prompts(file: Path | None, limit: int) -> list[Prompt]:
+    """The first `limit` prompts of a file, taking the categories in turn (0: all). By default the shipped natural
+    prompts.
+    """
+    if file is not None:
+        return read_prompts(file, limit)
+    several = [read_prompts(each, 0) for each in sorted((SHIPPED_PROMPTS / "natural").glob("*.jsonl"))]
+    return [prompt for row in zip(*several, strict=True) for prompt in row][: limit or None]
+
+
 def _read_file(file: Path) -> Iterator[Prompt]:
     for number, line in enumerate(read_text(file, _PROMPTS_BYTES, RequestError).split("\n"), start=1):
         if not line.strip():

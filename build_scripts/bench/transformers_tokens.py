@@ -20,7 +20,7 @@ import torch
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.building.sources import resolve
-from dflash_trt.training.evaluation import held_out_prompts
+from dflash_trt.prompts import natural_prompts
 
 
 def differences(model: Any, prompt: list[int], answer: list[int]) -> list[tuple[int, float]]:
@@ -46,7 +46,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from transformers import AutoModelForCausalLM
 
-    asked = held_out_prompts(None, arguments.prompts)
+    asked = natural_prompts(None, arguments.prompts)
     params = SamplingParams(max_tokens=arguments.tokens)
     with TemporaryDirectory(prefix="dflash-trt-") as work:
         bundle = build(arguments.target, arguments.drafter, Path(work) / "bundle", max_seq_len=2048)

@@ -301,9 +301,10 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
 
 
 def _questions(args: argparse.Namespace, temperature: float = 0.0) -> Any:
-    from dflash_trt.training.evaluation import Questions, held_out_prompts
+    from dflash_trt.prompts import natural_prompts
+    from dflash_trt.training.evaluation import Questions
 
-    return Questions(held_out_prompts(args.held_out, args.limit), args.eval_tokens, temperature)
+    return Questions(natural_prompts(args.held_out, args.limit), args.eval_tokens, temperature)
 
 
 def _drafter(args: argparse.Namespace) -> int:

@@ -42,6 +42,13 @@ def read_drafter_config(directory: Path, target: TargetConfig | None = None) -> 
     return config
 
 
+def is_drafter(fields: Fields) -> bool:
+    """Whether config.json is a drafter's. Some kinds have the architecture of a target, and a vocabulary of drafts."""
+    names = fields.get("architectures")
+    own = isinstance(names, list) and any(name in KINDS and name not in FAMILIES for name in names)
+    return own or any(fields.get(key) is not None for key in ("dflash_config", "draft_vocab_size"))
+
+
 def _fields(directory: Path) -> Fields:
     path = directory / "config.json"
     return Fields(path, read_object(path))

@@ -156,6 +156,25 @@ def bar_chart(groups: Mapping[str, Mapping[str, float]], *, title: str, y: str, 
     return _svg(figure, title)
 
 
+@_styled
+def bars_chart(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, title: str) -> str:
+    """Panels of groups of bars, each with its height above it. The same names have the same colours in all panels."""
+    names = list(dict.fromkeys(n for groups in panels.values() for group in groups.values() for n in group))
+    figure, axes = _figure(len(panels), title)
+    width = 0.8 / len(names)
+    for axis, (heading, groups) in zip(axes, panels.items(), strict=True):
+        for number, name in enumerate(names):
+            places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(groups))]
+            heights = [group.get(name, 0.0) for group in groups.values()]
+            bars = axis.bar(places, heights, width * 0.94, label=name, color=COLOURS[number % len(COLOURS)])
+            axis.bar_label(bars, [f"{height:.3g}" for height in heights], padding=2, fontsize=7)
+        axis.set_title(heading)
+        axis.set_xticks(range(len(groups)), list(groups))
+        axis.grid(axis="x", visible=False)
+    _legend(figure, axes[0])
+    return _svg(figure, title)
+
+
 def _figure(panels: int, title: str, height: float = 3.6) -> tuple[Figure, Sequence[Axes]]:
     from matplotlib.figure import Figure as Made
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from dflash_trt.building.first_use import check_path
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.roles import parameters_of
 from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import CheckpointError
 from dflash_trt.files.reading import read_object
-from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.configs import is_drafter, read_drafter_config, read_target_config
 
 # Fields of the manifest that are shown unchanged. Files are shown by name and size.
 _SHOWN = (
@@ -48,7 +49,7 @@ def inspect(path: Path) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
-    drafter = "dflash_config" in read_object(path / "config.json")
+    drafter = is_drafter(Fields(path / "config.json", read_object(path / "config.json")))
     config = read_drafter_config(path) if drafter else read_target_config(path)
     checkpoint = Checkpoint(path)
     by_dtype = Counter[str]()

@@ -11,11 +11,10 @@ from typing import Any
 
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.prompts import SHIPPED_PROMPTS, Prompt, read_prompts
+from dflash_trt.prompts import Prompt
 from dflash_trt.reports.charts import curve_chart
 
 ALL = "all"
-HELD_OUT = SHIPPED_PROMPTS / "natural"
 
 
 @dataclass(frozen=True)
@@ -31,17 +30,6 @@ class Questions:
     def max_seq_len(self) -> int:
         """A length that fits any shipped prompt and its answer."""
         return 2048 + self.max_tokens
-
-
-def held_out_prompts(file: Path | None, limit: int) -> list[Prompt]:
-    """The first `limit` prompts of a file, taking the categories in turn (0: all). By default the shipped natural
-    prompts.
-    """
-    if file is not None:
-        return read_prompts(file, limit)
-    files = sorted(HELD_OUT.glob("*.jsonl"))
-    several = [read_prompts(each, 0) for each in files]
-    return [prompt for row in zip(*several, strict=True) for prompt in row][: limit or None]
 
 
 def measure(target: Path, drafter: Path, questions: Questions, work: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from build_scripts.corpus.natural import MOST_ALIKE, Index, alike, held_out, prompts, shingles
 from build_scripts.corpus.natural_forms import MAKERS
-from dflash_trt.training.evaluation import held_out_prompts
+from dflash_trt.prompts import natural_prompts
 
 HELD_OUT: list[Any] = list(held_out())
 
@@ -16,7 +16,7 @@ def test_every_category_holds_out_enough_prompts() -> None:
     counts = Counter(prompt["category"] for prompt in HELD_OUT)
     assert counts == dict.fromkeys(MAKERS, 32)
     assert len({prompt["id"] for prompt in HELD_OUT}) == len(HELD_OUT)
-    assert [prompt.category for prompt in held_out_prompts(None, 16)] == sorted(MAKERS) * 2
+    assert [prompt.category for prompt in natural_prompts(None, 16)] == sorted(MAKERS) * 2
 
 
 def test_held_out_prompts_differ_from_each_other() -> None:
