@@ -162,6 +162,11 @@ def _print(found: MemoryEstimate) -> None:
     print(f"longest context at batch 1: {found.longest_context} tokens")
     print(f"largest batch at {length} tokens: {found.largest_batch}")
     print(f"a verification pass at batch 1 reads its weights in {found.pass_seconds * 1e3:.2f} ms at best")
+    if found.experts_moved > found.experts_chosen:
+        print(
+            f"{found.engine} computes all experts: {found.experts_moved / 1e9:.1f} GB a pass; its rows choose "
+            f"{found.experts_chosen / 1e9:.1f} GB at most"
+        )
     if not found.fits:
         print(found.refuse())
 

@@ -24,6 +24,8 @@ from dflash_trt.planning.gpus import Gpu
 from dflash_trt.planning.inventory import NUMBER_BYTES, Inventory, weight_bytes
 
 PREFILL_CHUNK = 512
+# Formats that TensorRT's operators multiply as they are. Experts in the others are widened first (docs/tensorrt.md).
+MULTIPLIED = frozenset({"fp8", "nvfp4", "int4"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,10 @@ class MemoryEstimate:
     kv_pool_bytes: for TensorRT-LLM, the size of that pool.
     longest_context: at batch 1; 0 if nothing fits.
     largest_batch: at `max_seq_len`; 0 if nothing fits.
-    pass_seconds: a lower bound of a verification pass at batch 1: reading all its data once at the GPU's bandwidth.
+    pass_seconds: a lower bound of a verification pass at batch 1: moving all its data once at the GPU's bandwidth.
+    experts_moved: bytes of experts that such a pass moves. An engine without kernels for experts computes all of them,
+        and may write them widened and read them again.
+    experts_chosen: bytes of the experts that its rows choose, at most.
     """
 
     engine: str
@@ -100,6 +105,8 @@ class MemoryEstimate:
     longest_context: int
     largest_batch: int
     pass_seconds: float
+    experts_moved: int
+    experts_chosen: int
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -173,6 +180,7 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
     total = layout.total(s.max_batch_size, s.max_seq_len)
     limit = min(inventory.target.max_position_embeddings, inventory.drafter.max_position_embeddings)
     fraction, pool = layout.pool(s.max_batch_size, s.max_seq_len)
+    moved, chosen = _experts_moved(inventory, s, weights["target"].get("experts", {}))
     return MemoryEstimate(
         engine=s.engine,
         gpu=s.gpu.name,
@@ -195,7 +203,9 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
         kv_pool_bytes=pool,
         longest_context=_largest(lambda n: layout.fits(1, n), limit),
         largest_batch=_largest(lambda n: layout.fits(n, s.max_seq_len), 4096),
-        pass_seconds=_bytes_read(inventory, s, weights) / s.gpu.bandwidth,
+        pass_seconds=(_bytes_read(inventory, s, weights) + moved) / s.gpu.bandwidth,
+        experts_moved=round(moved),
+        experts_chosen=round(chosen),
     )
 
 
@@ -344,15 +354,32 @@ def _head(inventory: Inventory, precision: str, largest_group: int | None) -> di
 
 
 def _bytes_read(inventory: Inventory, s: Settings, weights: dict[str, dict[str, dict[str, int]]]) -> float:
-    """Bytes of the target that one GPU reads to verify one block: few embedding rows, at most the chosen experts."""
-    moe, total = inventory.target.moe, 0.0
-    tied = inventory.target.tie_word_embeddings and "head" not in weights["target"]
+    """Bytes of the target, except experts, that one GPU reads to verify one block: of the embedding, few rows."""
+    total = 0.0
     for role, by_precision in weights["target"].items():
-        share = 0.0 if role == "embedding" and not tied else 1.0
-        if role == "experts" and moe is not None:
-            share = min(1.0, s.block_size * moe.experts_per_token / moe.num_experts)
-        total += share * sum(by_precision.values())
+        if role == "experts" or (role == "embedding" and not inventory.target.tie_word_embeddings):
+            continue
+        total += sum(by_precision.values())
     return total
+
+
+def _experts_moved(inventory: Inventory, s: Settings, stored: dict[str, int]) -> tuple[float, float]:
+    """Bytes of experts that a verification of one block moves, and those of the experts that it chooses, at most."""
+    moe, size = inventory.target.moe, sum(stored.values())
+    if moe is None:
+        return 0.0, 0.0
+    chosen = min(1.0, s.block_size * moe.experts_per_token / moe.num_experts) * size
+    if not s.traits.scratch_bytes or moe.quantization in s.traits.expert_kernels:
+        return chosen, chosen
+    moved = 0.0
+    for precision, count in stored.items():
+        moved += count
+        if precision in SCHEMES and precision not in MULTIPLIED:  # widened: written once, read once
+            share = count / size
+            weights = sum(moe.sparse_layers) * moe.num_experts * 3 * moe.intermediate_size
+            numbers = weights * inventory.target.hidden_size / s.tensor_parallel
+            moved += 2 * share * numbers * NUMBER_BYTES[s.compute("target")]
+    return moved, chosen
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int:

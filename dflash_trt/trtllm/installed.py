@@ -13,6 +13,7 @@ import yaml
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
 from dflash_trt.logs import warn_once
+from dflash_trt.trtllm.attention import usable_backend
 
 _log = logging.getLogger(__name__)
 
@@ -81,8 +82,9 @@ def read_llm_args(bundle: Bundle) -> dict[str, Any]:
 def load(bundle: Bundle) -> tuple[Any, Any]:
     """The package, and its LLM for this bundle.
 
-    Raises DFlashError, before anything is loaded, if the package is missing or would refuse the configuration. Warns
-    if the package is another release than the bundle's, but accepts the configuration.
+    Raises DFlashError, before anything is loaded, if the package is missing or would refuse the configuration, or if
+    the drafter's attention lacks a package. Warns if another backend replaces it, and if the package is another release
+    than the bundle's, but accepts the configuration.
     """
     version = bundle.manifest["tensorrt_llm"]["version"]
     module = import_tensorrt_llm(version)
@@ -98,6 +100,9 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
             _log,
             f"{bundle.path}: made for TensorRT-LLM {version}, {module.__version__} is installed; it knows every field",
         )
+    drafter = args["speculative_config"]
+    if "attention_backend" in drafter:
+        drafter["attention_backend"] = usable_backend(drafter["attention_backend"], bundle.path)
     args["speculative_config"]["speculative_model"] = str((bundle.path / "drafter").resolve())
     for section, name in _SECTIONS.items():
         if args.get(section) is not None:

@@ -264,6 +264,20 @@ def test_a_pass_reads_the_experts_it_uses(inventories: dict[str, Inventory]) -> 
     assert found.pass_seconds == pytest.approx(read / 8e12)
 
 
+def test_an_engine_without_kernels_moves_all_experts(inventories: dict[str, Inventory]) -> None:
+    """gpt-oss-20b on TensorRT-RTX: 10 GB read, 38 GB written widened, 38 GB read."""
+    s = settings("rtx-5090", engine="tensorrt-rtx", max_batch_size=1, max_seq_len=4096)
+    found = estimate_memory(inventories["gpt-oss-20b"], s)
+    packed, widened = 24 * 32 * 3 * 2880**2 * 17 / 32, 24 * 32 * 3 * 2880**2 * 2
+    assert found.experts_moved == pytest.approx(packed + 2 * widened, rel=0.01)
+    with_plugins = estimate_memory(inventories["gpt-oss-20b"], replace(s, engine="tensorrt"))
+    assert with_plugins.experts_moved == with_plugins.experts_chosen == found.experts_chosen
+    assert found.pass_seconds > 6 * with_plugins.pass_seconds
+    quantized = replace(s, precision=parse_precision("target=nvfp4"))
+    coder = estimate_memory(inventories["qwen3-coder-30b-a3b"], quantized)
+    assert coder.experts_moved == sum(coder.weights["target"]["experts"].values()) > coder.experts_chosen
+
+
 def test_what_does_not_fit_says_so_with_the_sum(inventories: dict[str, Inventory]) -> None:
     inventory = inventories["gpt-oss-120b"]
     found = estimate_memory(inventory, settings("h100", max_seq_len=131_072))

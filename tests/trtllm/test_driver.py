@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from dflash_trt.errors import BundleError, DFlashError, RequestError
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.tensorrt_llm_double import make_double
 
+# What the drafter's attention imports.
+ATTENTION = ("flash_attn", "flash_attn.cute", "flashinfer")
 PROMPTS = ["What is 17 + 25?", "def add(a, b):", "Say hello."]
 
 
@@ -43,6 +46,8 @@ def reference(bundles: Path) -> dict[tuple[int, ...], list[int]]:
 def double(reference: dict[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch) -> Any:
     module = make_double(lambda prompt: reference[tuple(prompt)])
     monkeypatch.setitem(sys.modules, "tensorrt_llm", module)
+    for package in ATTENTION:
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
     return module
 
 
@@ -270,6 +275,22 @@ def test_an_installed_release_that_lacks_a_value_is_reported(bundles: Path, doub
     field.annotation = make_annotation()
     with pytest.raises(DFlashError, match=r"attention_backend is 'FA4', it takes TRTLLM, VANILLA"):
         LLM(bundles / "trtllm")
+
+
+def test_attention_that_cannot_be_imported_is_replaced_or_reported_before_loading(
+    bundles: Path, double: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    LLM(bundles / "trtllm").close()
+    assert "runs with VANILLA instead of FA4: flashinfer cannot be imported" in caplog.text
+    assert "flashinfer-python: not installed" in caplog.text
+    assert double.made[0].kwargs["speculative_config"].values["attention_backend"] == "VANILLA"
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(
+        DFlashError, match=r"is FA4, but .*pip install flash-attn flashinfer-python, or build"
+    ):
+        LLM(bundles / "trtllm")
+    assert len(double.made) == 1
 
 
 def make_annotation() -> Any:
