@@ -16,7 +16,7 @@ from dflash_trt.errors import BundleError, DFlashError, RequestError
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.tensorrt_llm_double import make_double
 
-# What the drafter's attention imports.
+# The packages that the drafter's attention imports.
 ATTENTION = ("flash_attn", "flash_attn.cute", "flashinfer")
 PROMPTS = ["What is 17 + 25?", "def add(a, b):", "Say hello."]
 
