@@ -77,7 +77,7 @@ def build(
     )
     settings = BuildSettings(
         block_size=choose_block_size(block_size, pair.drafter.config),
-        tree_width=choose_tree_width(tree_width, pair.drafter.config),
+        tree_width=choose_tree_width(tree_width, pair.target.config, pair.drafter.config),
         max_seq_len=choose_max_seq_len(max_seq_len, pair.target.config, pair.drafter.config),
         weights=weights,
         precision=entry.choose_precision(

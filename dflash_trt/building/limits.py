@@ -23,14 +23,21 @@ def choose_block_size(asked: int | None, drafter: DrafterConfig) -> int:
     return asked
 
 
-def choose_tree_width(asked: int | None, drafter: DrafterConfig) -> int:
-    """Candidates for each place, 1 by default. Raises BuildError for more than the drafter has."""
+def choose_tree_width(asked: int | None, target: TargetConfig, drafter: DrafterConfig) -> int:
+    """Candidates for each place, 1 by default. Raises BuildError for more than the drafter has, or a target without
+    trees.
+    """
     if asked is None:
         return 1
     most = min(_TREE_WIDTH, drafter.vocab_size, drafter.most_candidates or drafter.vocab_size)
     if not 1 <= asked <= most:
         raise BuildError(
             f"--tree-width is {asked}, expected 1..{most}: the most candidates that {drafter.path} allows for a place"
+        )
+    if asked > 1 and target.delta_layers:
+        raise BuildError(
+            f"--tree-width is {asked}, but {target.path} has layers that keep a state, which verify chains only: leave it "
+            "out"
         )
     return asked
 

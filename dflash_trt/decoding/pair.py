@@ -17,6 +17,7 @@ from dflash_trt.decoding.caches import Caches, Kept
 from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.drafter import Drafter
 from dflash_trt.decoding.request import Request
+from dflash_trt.decoding.visibility import ChainRows, tree_rows
 
 # Tokens in the caches during rehearsed passes.
 USUAL_CONTEXT = 128
@@ -41,7 +42,10 @@ class Pair:
         mask_token_id: int,
         vocab_size: int,
         prefill_chunk: int,
+        trees: bool = False,
     ) -> None:
+        """trees: whether the target's graph takes the visibility among the rows of a pass."""
+        self.trees, self._chain_rows = trees, ChainRows()
         self.target, self.arrays, self.slots, self.capacity = target, arrays, slots, capacity
         self.vocab_size, self.prefill_chunk = vocab_size, prefill_chunk
         self.drafter = Drafter(
@@ -77,7 +81,7 @@ class Pair:
         self.drafter.behind[slot] = 0  # from the slot's previous request
         chunk = np.array(tokens, np.int64)[None]
         rows = np.arange(0 if every_row else len(tokens) - 1, len(tokens))[None]
-        feeds = {"tokens": chunk, "start": np.array([start]), "rows": rows}
+        feeds = {"tokens": chunk, "start": np.array([start]), "rows": rows} | self._rows(1, len(tokens))
         out = self.arrays.prefill(self.target, feeds, slot)
         sound = True
         if draft:
@@ -89,14 +93,13 @@ class Pair:
         return self.drafter.propose(active, length)
 
     def verify(self, active: Sequence[Request], draft: Draft) -> Verified:
-        """Run one target pass over the nodes of slots 0 .. n-1. Trees need an engine that accepts their `parents`."""
+        """Run one target pass over the nodes of slots 0 .. n-1. Only a pair for `trees` takes trees."""
         feeds = {
             "tokens": draft.tokens,
             "start": np.array([request.committed for request in active]),
             "rows": self.arrays.nodes(len(active), draft.nodes),
         }
-        if draft.parents is not None:
-            feeds["parents"] = draft.parents
+        feeds |= self._rows(len(active), draft.nodes, draft.parents)
         begin = self.arrays.now()
         out = self.arrays.decode(self.target, feeds)
         self._verified = begin, self.arrays.now()
@@ -170,12 +173,21 @@ class Pair:
         # Attention sinks take one row behind those of the pass.
         start = np.full(batch, min(context, self.capacity - length - 1))
         rows = self.arrays.nodes(batch, length)
-        self.arrays.decode(self.target, {"tokens": tokens, "start": start, "rows": rows})
+        feeds = {"tokens": tokens, "start": start, "rows": rows} | self._rows(batch, length)
+        self.arrays.decode(self.target, feeds)
         self.arrays.wait()
 
     def close(self) -> None:
         self.target.close()
         self.drafter.engine.close()
+
+    def _rows(self, count: int, nodes: int, parents: Any = None) -> dict[str, Any]:
+        """What the target's graph asks about the rows of a pass, if it takes trees."""
+        if not self.trees:
+            if parents is not None:
+                raise ValueError("the target's graph takes chains only, not trees")
+            return {}
+        return self._chain_rows(count, nodes) if parents is None else tree_rows(np.asarray(parents))
 
     def _caches(self, draft: bool) -> list[Caches]:
         return [self.target.caches, self.drafter.caches] if draft else [self.target.caches]

@@ -49,7 +49,7 @@ def export(
     """Both graphs. Weights are not read; their shapes and dtypes are checked against the configurations.
 
     capacity: cache rows per sequence, or the name of an axis that is fixed at run time.
-    width: the candidates of the drafter for each place.
+    width: the candidates of the drafter for each place. With more than one, the target takes trees.
     """
     progress("export target", 0, 1)
     target = build_target(
@@ -59,6 +59,7 @@ def export(
         dialects["target"],
         folder=pair.target.folder,
         capacity=capacity,
+        trees=width > 1,
     )
     progress("export target", 1, 1)
     progress("export drafter", 0, 1)

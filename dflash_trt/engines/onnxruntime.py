@@ -22,6 +22,8 @@ _DTYPES = {
     "tensor(int64)": np.int64,
     "tensor(bool)": np.bool_,
 }
+# Inputs by row that are not rows to write.
+_NO_ROWS = ("depths", "visible")
 # A decode round alternates between two shapes, and prompts add a few more. Beyond this number, all are dropped.
 _MAX_BINDINGS = 64
 
@@ -85,7 +87,7 @@ class OnnxRuntimeEngine:
         if states:
             self.caches = HybridCaches(self._rows, states)
         self._written = [
-            n for n, i in self._inputs.items() if n not in caches and i.shape[1:2] in (["S"], ["K"])
+            n for n, i in self._inputs.items() if n not in _NO_ROWS and i.shape[1:2] in (["S"], ["K"])
         ]
 
     @property

@@ -111,6 +111,7 @@ class OnnxRuntimeEntry(Engine):
             mask_token_id=manifest["mask_token_id"],
             vocab_size=manifest["vocab_size"],
             prefill_chunk=settings.prefill_chunk,
+            trees=manifest["tree_width"] > 1,
         )
         return Scheduler(pair, slots, settings.prefix_cache_bytes)
 

@@ -27,12 +27,14 @@ class AttentionKind:
     """The traits that decide the body of an attention layer.
 
     `windowed`: whether rows see less than all slots before them.
+    `trees`: whether the rows of a pass may be a tree.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     windowed: bool
+    trees: bool = False
 
     @property
     def group(self) -> int:
@@ -184,6 +186,40 @@ class Dialect(ABC):
         g.output(g.op("Squeeze", accepted, g.constant([1])), "accepted", INT64, ["B"])
         g.output(g.op("Squeeze", next_token, g.constant([1])), "next", INT64, ["B"])
         return g.function()
+
+
+def mask_name(operator: str, kind: AttentionKind) -> str:
+    """The name of a mask's operator. Bodies for trees have more inputs."""
+    return f"Tree{operator}" if kind.trees else operator
+
+
+class TreeRows:
+    """The inputs of a mask's body that tell which rows of its own pass a row sees, declared as inputs of `g`.
+
+    start: int64 [B], the slot of the pass's first row.
+    visible: bool [B,S,S]. Row i sees row j.
+    """
+
+    def __init__(self, g: GraphBuilder) -> None:
+        self.g = g
+        self.start, self.visible = g.input("start", INT64, ["B"]), g.input("visible", BOOL, ["B", "S", "S"])
+        self.batch = g.dim(self.start, 0, name="batch")
+        self._final_row = g.op("Sub", g.dim(self.visible, 1), g.constant([1]), name="final_row")
+
+    @property
+    def final(self) -> ir.Value:
+        """int64 [B]: the slot of the pass's last row."""
+        return self.g.op("Add", self.start, self._final_row, name="final_slot")
+
+    def seen(self, slots: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """For slots [L]: whether this pass writes them, bool [B,1,L], and then whether row i sees them, [B,S,L]."""
+        g = self.g
+        row = g.op("Sub", slots, g.unsqueeze(self.start, 1), name="row_of_slot")
+        known = g.op("Min", g.op("Max", row, g.constant([0]), name="from_0"), self._final_row, name="a_row")
+        inside = g.unsqueeze(g.op("Equal", row, known, name="inside"), 1)
+        rows = g.shape(self.batch, g.dim(self.visible, 1), g.dim(slots, 0))
+        index = g.op("Expand", g.unsqueeze(known, 1), rows, name="for_each_row")
+        return inside, g.op("GatherElements", self.visible, index, name="seen", axis=2)
 
 
 class AttentionInputs:

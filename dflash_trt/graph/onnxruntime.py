@@ -12,6 +12,8 @@ AttentionMask(first [B,S], last [B,S], capacity [1]) -> mask, origin [1] (, few 
     it is bool [B,1,S,C].
 SinkAttentionMask(first, last, sink [B], capacity) -> mask, origin
     The same, and every row sees the slot `sink` too.
+TreeAttentionMask(first, last, start [B], visible [B,S,S], capacity), TreeSinkAttentionMask -> the same
+    Of the slots that this pass writes, start .. start+S-1, row i sees those that visible[i] marks, whatever the range.
 CachedAttention(q, k [T rows], v [T rows], k_cache, v_cache, start [B], mask, origin (, few), lengths [B])
                 -> y, k_cache', v_cache'
     Writes the new rows at slot `start`, then attends with scale d**-0.5 to what the mask shows. `lengths` is the number
@@ -40,7 +42,14 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind, causal_conv, onnxruntime_delta
-from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, Dialect
+from dflash_trt.graph.dialect import (
+    SINK_PADDING,
+    AttentionInputs,
+    AttentionKind,
+    Dialect,
+    TreeRows,
+    mask_name,
+)
 from dflash_trt.graph.experts import Storage, onnxruntime_moe
 from dflash_trt.graph.quantized import INPUTS, kind_of, onnxruntime_integers, onnxruntime_linear, tensors
 from dflash_trt.graph.quantized_experts import Projection, Stack, onnxruntime_experts, onnxruntime_inputs
@@ -68,13 +77,13 @@ class OnnxRuntime(Dialect):
     joins_quantized = True
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
-        g = GraphBuilder(_name("AttentionMask", kind))
+        g = GraphBuilder(_name(mask_name("AttentionMask", kind), kind))
         rows = [g.input(name, INT64, ["B", "S"]) for name in ("first", "last")]
         _visible(g, kind, rows, None)
         return g.function()
 
     def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
-        g = GraphBuilder(_name("SinkAttentionMask", kind))
+        g = GraphBuilder(_name(mask_name("SinkAttentionMask", kind), kind))
         rows = [g.input(name, INT64, ["B", "S"]) for name in ("first", "last")]
         _visible(g, kind, rows, g.input("sink", INT64, ["B"]))
         return g.function()
@@ -173,13 +182,16 @@ def _name(operator: str, kind: AttentionKind) -> str:
 
 def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: ir.Value | None) -> None:
     """Each row of `first` and `last` [B,S], as often as `_attend` has it."""
+    tree = TreeRows(g) if kind.trees else None
     capacity = g.input("capacity", INT64, [1])
     origin, end = g.constant(0), g.op("Squeeze", capacity, name="end")
     if kind.windowed:
         lowest = g.op("ReduceMin", rows[0], name="lowest", keepdims=0)
         origin = g.op("Max", lowest, origin, name="origin_slot")
-        furthest = g.op("ReduceMax", rows[1] if sink is None else sink, name="furthest", keepdims=0)
-        end = g.op("Add", furthest, g.constant(1), name="end")
+        furthest = rows[1] if sink is None else sink
+        if sink is None and tree is not None:
+            furthest = tree.final
+        end = g.op("Add", g.op("ReduceMax", furthest, name="furthest", keepdims=0), g.constant(1), name="end")
     few = g.op("LessOrEqual", g.dim(rows[1], 1, name="count"), g.constant([GROUPED_ROWS]))
     if kind.group > 1:
         times = g.op("Where", few, g.constant([kind.group]), g.constant([1]), name="times")
@@ -196,6 +208,14 @@ def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: i
     if kind.windowed:
         not_before = g.op("GreaterOrEqual", slots, by_query(rows[0]), name="not_before")
         mask = g.op("And", mask, not_before, name="in_range")
+    if tree is not None:
+        inside, seen = tree.seen(slots)
+        if kind.group > 1:
+            seen = g.op("Expand", g.unsqueeze(seen, 2), g.shape(1, 1, times, 1), name="seen_repeated")
+            seen = g.op("Reshape", seen, g.shape(tree.batch, -1, g.dim(slots, 0)), name="seen_by_query")
+        inside, seen = g.unsqueeze(inside, 1), g.unsqueeze(seen, 1)  # ONNX Runtime has no Where of booleans
+        outside = g.op("And", g.op("Not", inside, name="outside"), mask, name="in_range_before")
+        mask = g.op("Or", outside, g.op("And", inside, seen, name="in_tree"), name="or_tree")
     if sink is not None:
         is_sink = g.op("Equal", slots, g.unsqueeze(sink, 1, 2, 3), name="is_sink")
         mask = g.op("Or", mask, is_sink, name="or_sink")

@@ -17,7 +17,14 @@ from dflash_trt.formats.bodies import TRT_DOMAIN
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind
 from dflash_trt.graph.delta_net_chunks import chunked_delta
-from dflash_trt.graph.dialect import SINK_PADDING, AttentionInputs, AttentionKind, Dialect
+from dflash_trt.graph.dialect import (
+    SINK_PADDING,
+    AttentionInputs,
+    AttentionKind,
+    Dialect,
+    TreeRows,
+    mask_name,
+)
 from dflash_trt.graph.experts import Experts, Storage, declared
 from dflash_trt.graph.quantized import tensorrt_linear
 from dflash_trt.graph.quantized_experts import Projection, Stack, tensorrt_experts
@@ -50,10 +57,10 @@ class TensorRT(Dialect):
         return size, size
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
-        return _mask("AttentionMask", sinks=False)
+        return _mask("AttentionMask", kind, sinks=False)
 
     def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
-        return _mask("SinkAttentionMask", sinks=True)
+        return _mask("SinkAttentionMask", kind, sinks=True)
 
     def cached_attention(self, kind: AttentionKind) -> ir.Function:
         g = self._builder("CachedAttention")
@@ -246,23 +253,31 @@ class TensorRT(Dialect):
         return g.to_dtype(g.op("Mul", g.op("Mul", gate, share, name="activated"), up, name="gated"), FLOAT)
 
 
-def _mask(name: str, *, sinks: bool) -> ir.Function:
+def _mask(name: str, kind: AttentionKind, *, sinks: bool) -> ir.Function:
     """[B,1,S,C], from slot 0 on. Both sides are shifted by the layer's number, so that no compiler joins the masks of
     several layers.
     """
-    g = GraphBuilder(name)
+    g = GraphBuilder(mask_name(name, kind))
     ranges = [g.input(n, INT64, ["B", "S"]) for n in ("first", "last")]
     sink = g.input("sink", INT64, ["B"]) if sinks else None
+    tree = TreeRows(g) if kind.trees else None
     layer = g.op("Constant", name="layer", value_int=ir.RefAttr("value_int", "layer", ir.AttributeType.INT))
 
     def shifted(value: ir.Value) -> ir.Value:
         return g.op("Add", value, layer, name="shifted")
 
     first, last = (g.unsqueeze(shifted(each), 1, 3) for each in ranges)
-    slots = shifted(g.arange(g.input("capacity", INT64, [1])))
+    unshifted = g.arange(g.input("capacity", INT64, [1]))
+    slots = shifted(unshifted)
     # A slot's distance from what the row sees, 0 or less within. TensorRT-RTX finds no hidden tiles in `Or`.
     after, before = g.op("Sub", slots, last, name="after"), g.op("Sub", first, slots, name="before")
     distance = g.op("Max", after, before, name="outside")
+    if tree is not None:
+        inside, seen = (g.unsqueeze(each, 1) for each in tree.seen(unshifted))
+        hidden = g.op(
+            "Sub", g.constant(1), g.op("Cast", seen, name="as_number", to=int(INT64)), name="hidden"
+        )
+        distance = g.op("Where", inside, hidden, distance, name="outside_tree")
     if sink is not None:
         from_sink = g.op("Sub", slots, g.unsqueeze(shifted(sink), 1, 2, 3), name="from_sink")
         distance = g.op("Min", distance, g.op("Abs", from_sink, name="off_sink"), name="outside_both")

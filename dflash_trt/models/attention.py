@@ -9,7 +9,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.schema import LayerAttention
 from dflash_trt.graph.dialect import AttentionKind
 from dflash_trt.models.module import Module
-from dflash_trt.models.passes import Pass, PassRows
+from dflash_trt.models.passes import Pass, PassRows, Tree
 
 
 class Attention:
@@ -18,7 +18,7 @@ class Attention:
     def __init__(self, shared: Pass, layers: Sequence[int]) -> None:
         self.g, self.dialect, self.config = shared.g, shared.dialect, shared.config
         self.start, self.lengths, self.sinks = shared.start, shared.lengths, shared.config.attention_sinks
-        self.queries, self.written = shared.queries, shared.written
+        self.queries, self.written, self.tree = shared.queries, shared.written, shared.tree
         g, dialect, config, capacity = self.g, self.dialect, self.config, shared.capacity
         self._shapes = dialect.cache_shapes(
             config.num_key_value_heads, config.head_dim, capacity, sinks=self.sinks
@@ -66,15 +66,30 @@ class Attention:
                 slots.append(self.lengths)
             else:
                 body = self.dialect.attention_mask(self._kind(kind))
+            if self.tree is not None:
+                slots += [self.start, self._seen(self.tree, kind.window)]
             layer = {"layer": i} if apart else {}
             mask = g.call(body, *slots, self._capacity, outputs=len(body.outputs), name=name, **layer)
             self._masks[kind, i if apart else None] = mask
         return self._masks[kind, i if apart else None]
 
+    def _seen(self, tree: Tree, window: int | None) -> ir.Value:
+        """The visible rows of the pass, no further up than a window reaches."""
+        if window is None:
+            return tree.visible
+        g = self.g
+        up = g.op("Sub", g.unsqueeze(tree.depths, 2), g.unsqueeze(tree.depths, 1), name="depths_up")
+        near = g.op("Less", up, g.constant(window), name="near")
+        return g.op("And", tree.visible, near, name="visible_in_window")
+
     def _kind(self, layer: LayerAttention) -> AttentionKind:
         c = self.config
         return AttentionKind(
-            c.num_attention_heads, c.num_key_value_heads, c.head_dim, layer.window is not None
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+            layer.window is not None,
+            trees=self.tree is not None,
         )
 
     def _arranged(self, m: Module, rows: PassRows, x: ir.Value, n: int, norm: str | None) -> ir.Value:

@@ -75,11 +75,20 @@ class PassRows:
 
 
 @dataclass(frozen=True)
+class Tree:
+    """The rows of a pass as nodes: int64 depths [B,S], and bool visible [B,S,S]. Row i sees row j."""
+
+    depths: ir.Value
+    visible: ir.Value
+
+
+@dataclass(frozen=True)
 class Pass:
     """The common values of all layers in one pass. int64 [B]: `start` is the first slot written, `lengths` the slots
     in use.
 
     certain: how many of the pass's first rows nobody takes back, int64 [B]; None if no layer keeps a state.
+    tree: the rows that queries see among those of this pass; None if these are all before them.
     """
 
     g: GraphBuilder
@@ -91,6 +100,7 @@ class Pass:
     written: PassRows
     lengths: ir.Value
     certain: ir.Value | None = None
+    tree: Tree | None = None
 
 
 def positions_from(g: GraphBuilder, start: ir.Value, count: ir.Value, name: str = "positions") -> ir.Value:

@@ -1,9 +1,11 @@
 """The target's graph: embedding, the family's layers, taps, head, block acceptance.
 
-in:  tokens [B,S], start [B] (rows already committed), rows [B,R] (the rows of S that get logits), caches
+in:  tokens [B,S], start [B] (rows already committed), rows [B,R] (the rows of S that get logits), caches;
+     with trees also depths [B,S] (of the rows below the first) and visible [B,S,S] (row i sees row j)
 out: features [B,S,n*D], logits [B,R,V] float32, accepted [B], next_token [B], updated caches
 
 Prefill is a pass with S = one chunk and R = 1. Verification is a pass over [anchor, drafts ...] with R = S.
+A row of a tree has the position start + depth, and lies in the slot start + row until it is accepted.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, same_bytes
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.base import FLOAT_DTYPES
-from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.decoder import embed
 from dflash_trt.models.families import FAMILIES
 from dflash_trt.models.mixers import mixers
 from dflash_trt.models.module import Module
-from dflash_trt.models.passes import Pass, PassRows, ints, positions_from
+from dflash_trt.models.passes import Pass, PassRows, Tree, ints, positions_from
 
 
 def build_target(
@@ -33,25 +35,33 @@ def build_target(
     *,
     folder: str,
     capacity: int | str = "C",
+    trees: bool = False,
     metadata: dict[str, str] | None = None,
 ) -> ir.Model:
     """The target as an ONNX model. Its weights stay in the safetensors files of `folder`.
 
     `taps` are 0-based layer indices. Tap i is the residual stream after decoder layer i, before the final norm. Tap -1
     is the embedding.
+    `trees`: whether the graph takes the depths of a pass's rows, and which of them a row sees.
     Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
     """
     g = GraphBuilder("target", dtype=dialect.dtype)
     hidden, vocab = config.hidden_size, config.vocab_size
     tokens, start, rows = ints(g, "tokens", "B", "S"), ints(g, "start", "B"), ints(g, "rows", "B", "R")
     batch, count = g.dim(tokens, 0, name="batch"), g.dim(tokens, 1, name="count")
-    this_pass = PassRows(g, batch, count, positions_from(g, start, count), config)
+    tree = None
+    if trees:
+        tree = Tree(ints(g, "depths", "B", "S"), g.input("visible", BOOL, ["B", "S", "S"]))
+        positions = g.op("Add", g.unsqueeze(start, 1), tree.depths, name="positions")
+    else:
+        positions = positions_from(g, start, count)
+    this_pass = PassRows(g, batch, count, positions, config)
     lengths = g.op("Add", start, count, name="lengths")
     # No token before the first row with logits depends on them, so no such row is taken back.
     certain = None
     if config.delta_layers:
         certain = g.op("Squeeze", g.op("Slice", rows, *map(g.constant, ([0], [1], [1]))), g.constant([1]))
-    by_layer = mixers(Pass(g, dialect, config, capacity, start, this_pass, this_pass, lengths, certain))
+    by_layer = mixers(Pass(g, dialect, config, capacity, start, this_pass, this_pass, lengths, certain, tree))
 
     root = Module(g, checkpoint, folder, dialect, zero_centred_norms=config.zero_centred_norms)
     m = root.at(config.prefix)

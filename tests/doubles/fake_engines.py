@@ -156,18 +156,17 @@ class FakeTarget(FakeEngine):
     def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]:
         tokens, starts = feeds["tokens"], feeds["start"]
         n, width = tokens.shape
-        parents = feeds.get("parents", np.tile(np.arange(-1, width - 1), (n, 1)))
+        depths, visible = feeds["depths"], feeds["visible"]
         self.room(first_slot, starts, width)
         features = np.zeros((n, width, 1), np.float32)
         for i, start in enumerate(starts):
             slot = first_slot + i
-            # Before the anchor, and after each node.
-            totals, depths = [self.total(slot, int(start))], [int(start)]
+            before = self.total(slot, int(start))
             for j in range(width):
-                total, depth = totals[parents[i, j] + 1], depths[parents[i, j] + 1]
-                features[i, j, 0] = row(total, int(tokens[i, j]), depth)
-                totals.append(total + int(features[i, j, 0]))
-                depths.append(depth + 1)
+                assert visible[i, j, j]
+                assert not visible[i, j, j + 1 :].any()
+                total = before + int(features[i, :j, 0][visible[i, j, :j]].sum(dtype=np.int64))
+                features[i, j, 0] = row(total, int(tokens[i, j]), int(start + depths[i, j]))
             self.write(slot, int(start), features[i, :, 0].astype(int).tolist())
         logits = TABLE[features[..., 0].astype(int) % len(TABLE)]
         chosen = logits.argmax(-1)
@@ -339,6 +338,7 @@ class Pool:
             mask_token_id=MASK,
             vocab_size=VOCAB,
             prefill_chunk=chunk,
+            trees=True,
         )
         kept = (slots - batch) * capacity if kept is None else kept
         self.scheduler = Scheduler(self.pair, batch)

@@ -397,6 +397,7 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
         mask_token_id=manifest["mask_token_id"],
         vocab_size=manifest["vocab_size"],
         prefill_chunk=chunk,
+        trees=manifest["tree_width"] > 1,
     )
     warm_up(pair, block_size, progress)
     if kernels is not None:
