@@ -43,6 +43,8 @@ class AsyncLLM:
     max_queue: requests that may wait beyond the `max_batch_size` being decoded. Further ones get BusyError at once.
     block_length: tokens verified per round, 1..block_size (default: the number expected to be fastest, see
         `AdaptiveLength`).
+    tree_nodes: nodes of the tree that a round verifies, of a bundle built with `--tree-width`; 0: chains (default: the
+        number expected to be fastest).
     stream_interval: the least number of seconds between chunks of a stream. Tokens in between are held back and
     delivered as
         one chunk, in the first round after the interval. The end is never held back (default 0: a chunk per round).
@@ -58,6 +60,7 @@ class AsyncLLM:
         max_batch_size: int = 8,
         max_queue: int = 256,
         block_length: int | None = None,
+        tree_nodes: int | None = None,
         stream_interval: float = 0.0,
         prefill_chunk: int = 512,
         prefix_cache_bytes: int = 256 << 20,
@@ -78,7 +81,7 @@ class AsyncLLM:
         )
         self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
         self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
-        self._lengths = self._runtime.lengths(True, block_length)
+        self._lengths = self._runtime.lengths(True, block_length, tree_nodes)
         self._limit = max_batch_size + max_queue
         self._stream_interval = stream_interval
         self._streams: dict[Request, _Stream] = {}

@@ -76,6 +76,7 @@ class LLM:
         *,
         speculate: bool = True,
         block_length: int | None = None,
+        tree_nodes: int | None = None,
     ) -> Completion: ...
 
     @overload
@@ -86,6 +87,7 @@ class LLM:
         *,
         speculate: bool = True,
         block_length: int | None = None,
+        tree_nodes: int | None = None,
     ) -> list[Completion]: ...
 
     @overload
@@ -96,6 +98,7 @@ class LLM:
         *,
         speculate: bool = True,
         block_length: int | None = None,
+        tree_nodes: int | None = None,
     ) -> list[Completion]: ...
 
     def generate(
@@ -105,15 +108,20 @@ class LLM:
         *,
         speculate: bool = True,
         block_length: int | None = None,
+        tree_nodes: int | None = None,
     ) -> Completion | list[Completion]:
         """Complete one prompt (text or token ids), or a list of them, in the given order.
 
         One prompt with a list of parameters gives a list of completions, one for each. So
         `generate(prompt, params.samples(4))` gives four samples.
 
-        The tokens are the same with and without `speculate`, for every `block_length` and in every batch. Only the
-        speed differs. `block_length` is the number of tokens verified per round. By default each round drafts and
-        verifies the number that is expected to be fastest, or none (`AdaptiveLength`).
+        The tokens are the same with and without `speculate`, for every `block_length` and `tree_nodes`, and in every
+        batch. Only the speed differs. `block_length` is the number of tokens verified per round. By default each round
+        drafts and verifies the number that is expected to be fastest, or none (`AdaptiveLength`).
+
+        `tree_nodes` is for bundles built with `--tree-width`: the tokens of the tree that each round verifies,
+        including the newest token. 0 verifies chains. By default a round verifies a tree where that is expected to be
+        faster.
 
         If a request of a list fails during decoding, the others are finished, and BatchError has their completions.
 
@@ -139,7 +147,7 @@ class LLM:
         texts: dict[Request, list[str]] = {request: [] for request in requests}
         tokens: dict[Request, list[int]] = {request: [] for request in requests}
         errors: dict[Request, RequestError] = {}
-        for emission in self._decode(requests, speculate, block_length):
+        for emission in self._decode(requests, speculate, block_length, tree_nodes):
             tokens[emission.request] += emission.token_ids
             texts[emission.request].append(emission.text)
             if emission.error is not None:
@@ -158,10 +166,11 @@ class LLM:
         *,
         speculate: bool = True,
         block_length: int | None = None,
+        tree_nodes: int | None = None,
     ) -> Iterator[Chunk]:
         """Complete one prompt in chunks: the tokens that each round commits. See `generate`."""
         request = self._runtime.request(prompt, sampling_params or SamplingParams(), draft=speculate)
-        return _chunks(self._decode([request], speculate, block_length))
+        return _chunks(self._decode([request], speculate, block_length, tree_nodes))
 
     def chat(
         self,
@@ -170,11 +179,14 @@ class LLM:
         *,
         speculate: bool = True,
         block_length: int | None = None,
+        tree_nodes: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Completion:
         """The assistant's answer to `messages` ({"role": ..., "content": ...}), by the model's chat template."""
         prompt = self.chat_prompt(messages, chat_template_kwargs)
-        return self.generate(prompt, sampling_params, speculate=speculate, block_length=block_length)
+        return self.generate(
+            prompt, sampling_params, speculate=speculate, block_length=block_length, tree_nodes=tree_nodes
+        )
 
     def stream_chat(
         self,
@@ -183,11 +195,14 @@ class LLM:
         *,
         speculate: bool = True,
         block_length: int | None = None,
+        tree_nodes: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Chunk]:
         """`chat`, in chunks."""
         prompt = self.chat_prompt(messages, chat_template_kwargs)
-        return self.stream(prompt, sampling_params, speculate=speculate, block_length=block_length)
+        return self.stream(
+            prompt, sampling_params, speculate=speculate, block_length=block_length, tree_nodes=tree_nodes
+        )
 
     def chat_prompt(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -232,18 +247,23 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _decode(self, requests: list[Request], speculate: bool, length: int | None) -> Generator[Emission]:
+    def _decode(
+        self, requests: list[Request], speculate: bool, length: int | None, nodes: int | None
+    ) -> Generator[Emission]:
         self._runtime.check_block_length(length)
-        return self._run(requests, speculate, length)
+        self._runtime.check_tree_nodes(nodes)
+        return self._run(requests, speculate, length, nodes)
 
-    def _run(self, requests: list[Request], speculate: bool, length: int | None) -> Generator[Emission]:
+    def _run(
+        self, requests: list[Request], speculate: bool, length: int | None, nodes: int | None
+    ) -> Generator[Emission]:
         scheduler, turn = self._runtime.scheduler, _Turn()
         try:
             with self._engines:
                 self._take_turn(turn)
                 with _engine_errors():
                     scheduler.clear()  # an interruption may have left some
-                    lengths = self._runtime.lengths(speculate, length)
+                    lengths = self._runtime.lengths(speculate, length, nodes)
                 for request in requests:
                     request.arrived = perf_counter()
                     scheduler.submit(request)

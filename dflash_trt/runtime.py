@@ -18,6 +18,7 @@ from dflash_trt.checkpoint.catalogue import known_pair
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.pass_times import measure
 from dflash_trt.decoding.length.policy import FixedLength, Lengths
+from dflash_trt.decoding.length.trees import MOST_NODES, TreeLengths
 from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.decoding.pair import USUAL_CONTEXT, Pair
@@ -70,6 +71,7 @@ class Runtime:
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
         self._adaptive: AdaptiveLength | None = None
+        self._trees: TreeLengths | None = None
         engine = engine_of(self.bundle)
         self.tokenizer = self._tokenizer(engine.tokenizer_folder)
         self._structures = Structures(
@@ -116,14 +118,17 @@ class Runtime:
             files = {name.removeprefix(f"{folder}/") for name in files if name.startswith(f"{folder}/")}
         return Tokenizer(self.bundle.path / folder, files)
 
-    def lengths(self, speculate: bool, block_length: int | None) -> Lengths:
-        """The policy for a block length. None selects the adaptive one.
+    def lengths(self, speculate: bool, block_length: int | None, tree_nodes: int | None = None) -> Lengths:
+        """The policy for a block length and a number of tree nodes. None selects the adaptive one.
 
         The adaptive policy times some passes when it is first requested. Nothing may run then.
         """
         self.check_block_length(block_length)
+        self.check_tree_nodes(tree_nodes)
         if not speculate:
             return FixedLength(1)
+        if tree_nodes:
+            return TreeLengths(FixedLength(block_length or self.block_size), self.block_size - 1, tree_nodes)
         if block_length is not None or self.driver is not None:
             return FixedLength(block_length or self.block_size)
         if not (isinstance(self.pair, Pair) and isinstance(self.scheduler, Scheduler)):
@@ -131,12 +136,36 @@ class Runtime:
         if self._adaptive is None:
             self.scheduler.slots.overwritten()
             with self.scheduler.whole():
-                self._adaptive = new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size)
+                most = self._most_nodes(MOST_NODES)
+                self._adaptive = new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size, most)
                 for slot in range(
                     self.scheduler.max_batch_size
                 ):  # the numbers of these passes may not be finite
-                    self.pair.clear(slot, last=USUAL_CONTEXT + 2 * self.block_size)
-        return self._adaptive
+                    self.pair.clear(slot, last=USUAL_CONTEXT + 2 * max(most, self.block_size))
+            if self.pair.trees:
+                self._trees = TreeLengths(self._adaptive, self.block_size - 1)
+        return self._adaptive if self._trees is None or tree_nodes == 0 else self._trees
+
+    def _most_nodes(self, wanted: int) -> int:
+        """The nodes that a pass of this bundle verifies, at most `wanted`; 0 if it takes chains only."""
+        if not (isinstance(self.pair, Pair) and self.pair.trees):
+            return 0
+        return min(wanted, self.pair.arrays.most_nodes, self.pair.capacity // 2)
+
+    def check_tree_nodes(self, tree_nodes: int | None) -> None:
+        """Raise RequestError if this bundle does not support trees of so many nodes."""
+        if tree_nodes is None or (type(tree_nodes) is int and tree_nodes == 0):
+            return
+        most = self._most_nodes(10**9)
+        if not most:
+            raise RequestError(
+                f"tree_nodes is {quoted(tree_nodes)}, but this bundle drafts chains: build it with --tree-width 2 or "
+                "more"
+            )
+        if type(tree_nodes) is not int or not 2 <= tree_nodes <= most:
+            raise RequestError(
+                f"tree_nodes is {quoted(tree_nodes)}, expected 2..{most}, or 0 for chains; leave it out for the default"
+            )
 
     def check_block_length(self, block_length: int | None) -> None:
         """Raise RequestError if this bundle does not support a block length."""
@@ -281,12 +310,16 @@ def _characters(value: object, most: int) -> int:
     return size
 
 
-def new_adaptive(block_size: int, pair: Pair, max_batch_size: int) -> AdaptiveLength:
-    """The adaptive length of a pair. Times the pair's passes, which overwrites rows of slots 0 .. max_batch_size-1."""
+def new_adaptive(block_size: int, pair: Pair, max_batch_size: int, most_nodes: int = 0) -> AdaptiveLength:
+    """The adaptive length of a pair. Times the pair's passes, which overwrites rows of slots 0 .. max_batch_size-1.
+
+    most_nodes: the most nodes of a tree, whose times are followed too.
+    """
     batches = [*(2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size), max_batch_size]
     lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
+    nodes = sorted({n for n in (16, most_nodes) if block_size < n <= most_nodes})
     return AdaptiveLength(
         block_size,
         measure(pair.rehearse_draft, batches, lengths[1:]),
-        measure(pair.rehearse_verify, batches, lengths),
+        measure(pair.rehearse_verify, batches, lengths + nodes),
     )

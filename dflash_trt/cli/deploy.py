@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.cli.options import at_least, block_length
+from dflash_trt.cli.options import add_tree_nodes, at_least, block_length
 
 SUMMARY = "write a Triton model repository that serves a bundle"
 DESCRIPTION = """\
@@ -52,6 +52,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-length", type=block_length, metavar="auto|N",
         help="tokens verified per round (default: auto, the length that is expected to be fastest in each round)",
     )  # fmt: skip
+    add_tree_nodes(engine)
     engine.add_argument(
         "--stream-interval", type=at_least(0), default=50, metavar="MS",
         help="least time between responses of a stream; tokens in between are sent as one response; 0: a response per "
@@ -63,7 +64,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("max_batch_size", "max_queue", "block_length", "threads")
+    names = ("max_batch_size", "max_queue", "block_length", "tree_nodes", "threads")
     return {name: getattr(args, name) for name in names} | {"stream_interval_ms": args.stream_interval}
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_trt.cli.options import block_length
+from dflash_trt.cli.options import add_tree_nodes, block_length
 from dflash_trt.cli.output import print_json
 from dflash_trt.errors import DFlashError, RequestError
 
@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="auto|N",
         help="tokens verified per pass (default: auto, the length that is expected to be fastest in each round)",
     )
+    add_tree_nodes(drafting)
     sampling = add_sampling_arguments(parser)
     sampling.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
@@ -152,7 +153,11 @@ def run(args: argparse.Namespace) -> int:
     from dflash_trt import LLM
 
     params = sampling_params(args, stop=tuple(args.stop or ()), structured_outputs=_form(args))
-    drafting: dict[str, Any] = {"speculate": not args.no_draft, "block_length": args.block_length}
+    drafting: dict[str, Any] = {
+        "speculate": not args.no_draft,
+        "block_length": args.block_length,
+        "tree_nodes": args.tree_nodes,
+    }
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
     with LLM(args.bundle, max_batch_size=1) as llm:
         if args.chat:

@@ -32,6 +32,19 @@ def block_length(text: str) -> int | None:
     return None if text == "auto" else at_least(1)(text)
 
 
+def tree_nodes(text: str) -> int | None:
+    """The nodes of a tree, 0 for chains, or None for `auto`."""
+    return None if text == "auto" else at_least(0)(text)
+
+
+def add_tree_nodes(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--tree-nodes", type=tree_nodes, metavar="auto|N",
+        help="nodes of the tree that a round verifies, of a bundle built with --tree-width; 0: chains "
+        "(default: auto, the number that is expected to be fastest)",
+    )  # fmt: skip
+
+
 def each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Values separated by commas."""
 

@@ -38,7 +38,7 @@ def commit(request: Request, draft: Draft, found: Verified, slot: int) -> tuple[
         tokens = draft.tokens_of(slot)
         verdict = judge(request, tokens, draft, found, slot)
         rows = found.logits[slot][[0, *verdict.path]] if request.params.logprobs else None
-        return verdict, _commit(request, tokens, verdict, rows)
+        return verdict, _commit(request, tokens, verdict, rows, tree=draft.parents is not None)
     except INTERRUPTIONS:
         raise
     except BaseException as error:
@@ -95,10 +95,12 @@ def _first_token(request: Request, logits: Array) -> Emission:
     return _emit(request, [token], logits[None])
 
 
-def _commit(request: Request, drafted: Sequence[int], verdict: Verdict, logits: Array | None) -> Emission:
+def _commit(
+    request: Request, drafted: Sequence[int], verdict: Verdict, logits: Array | None, *, tree: bool
+) -> Emission:
     accepted = [drafted[node] for node in verdict.path]
     drafts = request.own_length(len(drafted)) - 1
-    request.statistics.record_round(drafts, len(accepted))
+    request.statistics.record_round(drafts, len(accepted), tree=tree)
     if verdict.ok:
         return _emit(request, [*accepted, verdict.token], logits, len(accepted), drafts)
     if len(drafted) > 1:  # perhaps because of a draft; the next round decides without drafts

@@ -7,7 +7,7 @@ requests, in the order of their priority and arrival. So a long prompt delays th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from dflash_trt.decoding.acceptance import Verdict
 from dflash_trt.decoding.commit import commit, fail, first_token, leave, non_finite, read_prompt
-from dflash_trt.decoding.draft import Verified
+from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.fitting import fit
 from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.length.policy import Lengths
@@ -136,12 +136,15 @@ class Scheduler:
         own = dict[int, int]()  # of requests with a structure: leading drafts that are the drafter's own
         if any(request.structured for request in active):
             draft, own = fit(active, proposed, min(lengths.most, room), pair.arrays)
+        elif proposed.candidates is not None:
+            draft = lengths.grow(proposed, drafting, self._most_nodes)
         draft = draft.first(lengths.verify(draft, drafting)) if draft.nodes > 1 else draft
         found, verified = pair.verify(active, draft), draft.nodes
         draft_time, verify_time = pair.draft_time, pair.verify_time
         emissions = list[Emission]()
         # The policy learns from the drafts that were judged.
         judged, accepted, offered = list[int](), list[int](), list[int]()
+        decided = list[list[int]]()
         for slot, request in enumerate(active):
             drafts = request.draft
             verdict, emission = commit(request, draft, found, slot)
@@ -152,6 +155,9 @@ class Scheduler:
                 most = min(request.block_length or drafted, drafted, verified) - 1
                 offered.append(min(most, own.get(slot, most)))
                 accepted.append(min(len(verdict.path), offered[-1]))
+                decided.append(request.output[-len(verdict.path) - 1 :])
+                if draft.parents is not None and proposed.parents is None:
+                    accepted[-1], offered[-1] = _of_chain(proposed, slot, decided[-1])
             if emission.finish_reason is not None:
                 self._retire(request)
             if emission.token_ids or emission.finish_reason is not None:
@@ -165,6 +171,8 @@ class Scheduler:
             logprobs=proposed.logprobs_of(judged) if drafted > 1 else None,
             draft_seconds=draft_time,
             verify_seconds=verify_time,
+            judged=judged,
+            decided=decided,
         )
         self.metrics.observe_round(verified)
         host = perf_counter() - begin - draft_time - verify_time
@@ -174,6 +182,11 @@ class Scheduler:
             statistics.verify_time += verify_time
             statistics.host_time += host
         return emissions
+
+    @property
+    def _most_nodes(self) -> int:
+        """The most nodes that a round can verify: rows for them follow the committed ones, and one for a sink."""
+        return self.pair.capacity - 1 - max(request.committed for request in self.active)
 
     def _settle(self, request: Request, verdict: Verdict, emission: Emission, found: Verified) -> None:
         """Make a request's slot hold the tokens of its decision, and only finite numbers behind them."""
@@ -290,3 +303,11 @@ class Scheduler:
 def _finite(logits: Any) -> bool:
     """Whether the largest value of every row is finite and there is no NaN."""
     return bool(np.isfinite(np.asarray(logits).max(axis=-1)).all())
+
+
+def _of_chain(proposed: Draft, slot: int, decided: Sequence[int]) -> tuple[int, int]:
+    """How many of a request's proposed drafts are the decided tokens, and of how many this is known."""
+    drafts = proposed.tokens_of(slot)[1:]
+    right = [a == b for a, b in zip(drafts, decided, strict=False)]
+    accepted = right.index(False) if False in right else len(right)
+    return accepted, min(accepted + 1, len(right))

@@ -14,6 +14,7 @@ class Statistics:
     num_drafts: verification passes with at least one drafted token (as in vLLM).
     acceptance_histogram[k]: the number of them that accepted exactly k drafted tokens.
     block_length_histogram[n]: rounds that verified n tokens, including the anchor; 1 is a round without a draft.
+    num_trees: rounds that verified a tree instead of a chain. Every node of it counts as a drafted token.
     prefill_time, draft_time, verify_time, host_time: time in passes that served this request, and in host code
     between them.
         A batched pass counts in full for each of its requests.
@@ -28,6 +29,7 @@ class Statistics:
     num_generation_tokens: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
+    num_trees: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     block_length_histogram: list[int] = field(default_factory=list)
     queue_time: float = 0.0
@@ -50,9 +52,13 @@ class Statistics:
         )
         return ", ".join(parts)
 
-    def record_round(self, drafted: int, accepted: int) -> None:
-        """Record one verification of the anchor and `drafted` tokens, which accepted the first `accepted` of them."""
+    def record_round(self, drafted: int, accepted: int, *, tree: bool = False) -> None:
+        """Record one verification of the anchor and `drafted` tokens, which accepted `accepted` of them.
+
+        In a chain these are the first ones.
+        """
         add_at(self.block_length_histogram, drafted + 1, 1)
+        self.num_trees += tree and drafted > 0
         if drafted:
             add_at(self.acceptance_histogram, drafted, 0)  # as long as the longest block
             add_at(self.acceptance_histogram, accepted, 1)

@@ -28,6 +28,7 @@ def deploy(
     max_batch_size: int = 8,
     max_queue: int = 256,
     block_length: int | None = None,
+    tree_nodes: int | None = None,
     stream_interval_ms: int = 50,
     threads: int | None = None,
 ) -> Path:
@@ -55,6 +56,10 @@ def deploy(
         raise RequestError(
             f"block_length is {block_length}, expected 1..{block_size} (this bundle's block size)"
         )
+    if tree_nodes and opened.manifest["tree_width"] < 2:
+        raise RequestError(
+            f"tree_nodes is {tree_nodes}, but this bundle drafts chains: build it with --tree-width 2 or more"
+        )
     settings = {
         "name": name or MODEL,
         "bundle": "bundle",
@@ -62,6 +67,7 @@ def deploy(
         "max_batch_size": max_batch_size,
         "max_queue": max_queue,
         "block_length": block_length or "auto",
+        "tree_nodes": "auto" if tree_nodes is None else tree_nodes,
         "stream_interval_ms": stream_interval_ms,
         "threads": threads or "",
     }

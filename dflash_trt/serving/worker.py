@@ -54,14 +54,18 @@ def main(arguments: Sequence[str]) -> int:
     return asyncio.run(Worker(llm).serve(connection))
 
 
+# Parameters that may be auto.
+_AUTO = ("block_length", "tree_nodes")
+
+
 def _options(settings: dict[str, str]) -> dict[str, Any]:
     """`AsyncLLM`'s arguments, from the parameters in config.pbtxt."""
     options: dict[str, Any] = {}
     for name, value in settings.items():
-        if value == "" or (name, value) == ("block_length", "auto"):
+        if value == "" or (name in _AUTO and value == "auto"):
             continue
         if not value.isdecimal():
-            expected = "a whole number" + (" or auto" if name == "block_length" else "")
+            expected = "a whole number" + (" or auto" if name in _AUTO else "")
             raise DFlashError(f"config.pbtxt: parameter {name} is {value!r}, expected {expected}")
         options[name] = int(value)
     if "stream_interval_ms" in options:

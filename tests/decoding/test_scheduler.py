@@ -34,6 +34,9 @@ class Lengths:
     def draft(self, batch: int) -> int:
         return self.lengths.pop(0) if len(self.lengths) > 1 else self.lengths[0]
 
+    def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+        return draft
+
     def verify(self, draft: Draft, slots: Sequence[int]) -> int:
         return min(self.most or BLOCK, draft.nodes)
 

@@ -252,6 +252,8 @@ class StateTarget(FakeTarget):
 
 
 class FakeDrafter(FakeEngine):
+    width = 1  # candidates for each place
+
     def run(self, feeds: Mapping[str, Array], *, first_slot: int = 0) -> dict[str, Array]:
         features, valid, starts, block = (feeds[k] for k in ("features", "n_features", "start", "block"))
         n, width = block.shape
@@ -272,11 +274,14 @@ class FakeDrafter(FakeEngine):
                 if newest % 5 == 0:
                     token = (token + 1) % VOCAB
                 tokens[i, j] = token
-        logprobs = np.full(tokens.shape, -0.2, np.float32)
+        # The second candidate is right where the first is wrong.
+        candidates = np.stack([(tokens - shift) % VOCAB for shift in range(self.width)], axis=2)
+        said = np.array([-0.2, -2.0, -4.0], np.float32)[: self.width]
+        logprobs = np.broadcast_to(said, candidates.shape).copy()
         reach = max(starts) + features.shape[1] + width
         for i in np.flatnonzero(self.nan[first_slot : first_slot + n, :reach].any(axis=1)):
-            tokens[i], logprobs[i] = 0, np.nan
-        return {"draft_tokens": tokens[..., None], "draft_logprobs": logprobs[..., None]}
+            candidates[i], logprobs[i] = 0, np.nan
+        return {"draft_tokens": candidates, "draft_logprobs": logprobs}
 
 
 class Letters:

@@ -12,8 +12,9 @@ import torch
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, RequestError
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.reference import Drafter, load_target, target_outputs
 
@@ -81,3 +82,47 @@ def test_chains_take_the_first_candidates(pair: tuple[Path, Path, Path]) -> None
 def test_a_width_that_no_drafter_has(pair: tuple[Path, Path, Path], tmp_path: Path, width: int) -> None:
     with pytest.raises(BuildError, match=rf"--tree-width is {width}, expected 1\.\.64"):
         build(str(pair[0]), str(pair[1]), tmp_path / "out", tree_width=width)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_change_no_token(pair: tuple[Path, Path, Path], tmp_path: Path, temperature: float) -> None:
+    """Requests with penalties, limits and prompts of their own, in three slots; trees of several sizes."""
+    asked = [list(range(3 + i, 9 + 3 * i)) for i in range(5)]
+    params = [
+        SamplingParams(
+            max_tokens=30 - 3 * i,
+            ignore_eos=True,
+            temperature=temperature,
+            seed=i,
+            presence_penalty=0.4 * (i % 2),
+            stop_token_ids=(7,) if i == 4 else (),
+        )
+        for i in range(5)
+    ]
+    with LLM(pair[2], max_batch_size=3, threads=1) as llm:
+        plain = llm.generate(asked, params, speculate=False)
+        for nodes in (5, 20, None):
+            found = llm.generate(asked, params, tree_nodes=nodes)
+            assert [c.token_ids for c in found] == [c.token_ids for c in plain]
+            if nodes:
+                statistics = Statistics.merge(c.statistics for c in found)
+                assert statistics.num_trees > 10
+                assert len(statistics.block_length_histogram) == nodes + 1
+        whole = llm.generate(asked[0], params[0], tree_nodes=12, block_length=4)
+        assert whole.token_ids == plain[0].token_ids
+
+
+def test_wrong_numbers_of_nodes(pair: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    with LLM(pair[2], threads=1) as llm:
+        for nodes in (1, -1, 10_000, True):
+            with pytest.raises(
+                RequestError, match=rf"tree_nodes is {nodes}, expected 2\.\.\d+, or 0 for chains"
+            ):
+                llm.generate([1, 2], SamplingParams(max_tokens=3), tree_nodes=nodes)
+    build(str(pair[0]), str(pair[1]), tmp_path / "chains", max_seq_len=96)
+    with LLM(tmp_path / "chains", threads=1) as llm:
+        assert llm.generate([1, 2], SamplingParams(max_tokens=3), tree_nodes=0).token_ids
+        with pytest.raises(
+            RequestError, match=r"tree_nodes is 8, but this bundle drafts chains: .*--tree-width"
+        ):
+            llm.generate([1, 2], SamplingParams(max_tokens=3), tree_nodes=8)

@@ -83,6 +83,19 @@ class AdaptiveLength:
         values = [gain - price for gain, price in zip(gains, self._plan(self._batch).prices, strict=False)]
         return values.index(max(values)) + 1
 
+    def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+        return draft
+
+    def prices(self, batch: int, nodes: int) -> tuple[float, Array]:
+        """The best tokens per second of chains, and the seconds of verifying 1, 2 .. nodes of each request."""
+        plan, seconds = self._plan(max(1, batch)), self._verify_times(max(1, batch))[:nodes]
+        return plan.tokens / plan.seconds, seconds
+
+    @property
+    def in_trial(self) -> bool:
+        """Whether this round tries a length."""
+        return self._trial
+
     def observe(
         self,
         *,
@@ -94,6 +107,7 @@ class AdaptiveLength:
         logprobs: Array | None,
         draft_seconds: float,
         verify_seconds: float,
+        **_more: object,
     ) -> None:
         batch = max(1, batch)
         plan = self._plan(batch)
@@ -138,7 +152,8 @@ class AdaptiveLength:
 
     def _make_plan(self, batch: int) -> _Plan:
         """Make a plan from the recent drafts, grouped into rounds of `batch`."""
-        verify, draft = self._verify_times(batch), self._draft_times(batch)
+        # Times of verifying more than a block are those of trees.
+        verify, draft = self._verify_times(batch)[: self.block_size], self._draft_times(batch)
         draft[0] = 0.0
         recent = self._calibration.survival(np.array(self._recent))
         rounds = max(1, len(recent) // batch)
@@ -160,7 +175,7 @@ class AdaptiveLength:
             if better <= rate * (1 + 1e-9):
                 break
             best, rate = candidate, better
-        doubtful = self._verify_times.doubtful(batch)
+        doubtful = self._verify_times.doubtful(batch)[: self.block_size]
         doubtful[1:] |= self._draft_times.doubtful(batch)[1:]
         doubtful[best] = False
         gains = gain.mean(axis=0)

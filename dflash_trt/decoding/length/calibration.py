@@ -12,9 +12,9 @@ Array = np.ndarray[Any, Any]
 
 # The prior trusts the drafter. Standard deviations of its error in log-odds: a common offset for all positions, as
 # much again for each position, and the weight of the drafter's estimate.
-_OFFSET, _WEIGHT = 1.5, 0.3
+OFFSET, WEIGHT = 1.5, 0.3
 # The share of a drafting round's evidence that remains after the next one.
-_MEMORY = 0.99
+MEMORY = 0.99
 # The drafter's log-odds are clipped at 6; the same holds for its log-probabilities.
 _CERTAIN = 6.0
 _LEAST, _MOST = -float(np.log1p(np.exp(_CERTAIN))), -float(np.log1p(np.exp(-_CERTAIN)))
@@ -41,8 +41,8 @@ class Calibration:
 
     def __init__(self, drafts: int) -> None:
         covariance = np.zeros((drafts + 1, drafts + 1))
-        covariance[:drafts, :drafts] = _OFFSET**2 * (1 + np.eye(drafts))
-        covariance[drafts, drafts] = _WEIGHT**2
+        covariance[:drafts, :drafts] = OFFSET**2 * (1 + np.eye(drafts))
+        covariance[drafts, drafts] = WEIGHT**2
         self._prior_precision: Array = np.linalg.inv(covariance)
         self._prior: Array = np.append(np.zeros(drafts), 1.0)
         self._precision, self._mean = self._prior_precision, self._prior
@@ -50,7 +50,7 @@ class Calibration:
     def survival(self, x: Array) -> Array:
         """P(the first j+1 drafts are all right), for log-odds [..., drafts]."""
         drafts = x.shape[-1]
-        survival: Array = np.cumprod(_logistic(self._mean[:drafts] + self._mean[-1] * x), axis=-1)
+        survival: Array = np.cumprod(logistic(self._mean[:drafts] + self._mean[-1] * x), axis=-1)
         return survival
 
     def gains(self, logprobs: Array) -> list[float]:
@@ -77,11 +77,11 @@ class Calibration:
         outcome = (places < accepted[rows]).astype(np.float64)
         said = x[rows, places]
 
-        kept = _MEMORY**rounds
+        kept = MEMORY**rounds
         precision = kept * self._precision + (1 - kept) * self._prior_precision
         toward = kept * self._precision @ self._mean + (1 - kept) * self._prior_precision @ self._prior
         mean = np.linalg.solve(precision, toward)
-        p = _logistic(mean[places] + mean[-1] * said)
+        p = logistic(mean[places] + mean[-1] * said)
         spread = p * (1 - p)
         precision[-1] += _features_times(spread * said, places, said, len(mean))
         precision[:-1, -1] = precision[-1, :-1]
@@ -100,5 +100,5 @@ def _features_times(weights: Array, places: Array, said: Array, size: int) -> Ar
     return total
 
 
-def _logistic(z: Array) -> Array:
+def logistic(z: Array) -> Array:
     return 1 / (1 + np.exp(-z))

@@ -99,6 +99,7 @@ class DeviceArrays:
         feature_size = taps * hidden_size
         self._taps, self._vocab = taps, vocab_size
         self.most_waiting, self._mask_token_id = block_size, mask_token_id
+        self.most_nodes = block_size
         self._capacity, self._chunk = capacity, prefill_chunk
         device, self._stream = target.device, target.stream
         self._target, self._drafter = target, drafter

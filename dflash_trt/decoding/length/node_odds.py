@@ -1,0 +1,83 @@
+"""The probability that a node of a tree is right, from its candidate's log-probability and earlier results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.decoding.length.calibration import MEMORY, OFFSET, WEIGHT, log_odds, logistic
+
+Array = np.ndarray[Any, Any]
+
+# Ranks from here on share an offset.
+_RANKS = 4
+
+
+class NodeOdds:
+    """Online logistic regression: P(a node is right | its parent is) = s(place + rank + off + weight x).
+
+    x are the log-odds of the candidate's log-probability. `place` and `rank` are offsets of the candidate. `off` counts
+    where an ancestor is not the best candidate of its place: the drafter gave later places for the best ones.
+    """
+
+    def __init__(self, drafts: int) -> None:
+        self._drafts = drafts
+        size = drafts + _RANKS + 1
+        covariance = OFFSET**2 * np.eye(size)
+        covariance[:drafts, :drafts] += OFFSET**2  # a common offset of all places
+        covariance[-1, -1] = WEIGHT**2
+        self._prior_precision: Array = np.linalg.inv(covariance)
+        self._prior: Array = np.append(np.zeros(size - 1), 1.0)
+        self._precision, self._mean = self._prior_precision, self._prior
+
+    def __call__(self, logprobs: Array) -> tuple[Array, Array]:
+        """Of candidates [.., drafts, W]: the probability of each behind the best ones, and behind any others.
+
+        A worse rank is never more probable than a better one.
+        """
+        places, width = logprobs.shape[-2:]
+        known = min(places, self._drafts)
+        offset = np.append(self._mean[:known], np.repeat(self._mean[known - 1], places - known))
+        on = offset[:, None] + self._by_rank(width) + self._mean[-1] * log_odds(logprobs)
+        found = [np.minimum.accumulate(logistic(z), axis=-1) for z in (on, on + self._mean[-2])]
+        return found[0], found[1]
+
+    def observe(self, logprobs: Array, ranks: Sequence[int], rounds: float = 1.0) -> None:
+        """Learn from one request's candidates [drafts, W].
+
+        ranks: the ranks of the tokens that were decided for the first places; W or more for a token that is not a
+        candidate. Places behind such a token were computed for another history, and count no more.
+        rounds: how many rounds this is; the evidence of earlier ones fades.
+        """
+        width = logprobs.shape[1]
+        taken = min(width, _RANKS)  # the first ranks say enough
+        kept = MEMORY**rounds
+        precision = kept * self._precision + (1 - kept) * self._prior_precision
+        toward = kept * self._precision @ self._mean + (1 - kept) * self._prior_precision @ self._prior
+        if ranks:
+            x = log_odds(logprobs[: len(ranks), :taken])
+            off = np.concatenate(([False], np.cumsum(np.array(ranks)) > 0))[:-1]
+            features = np.zeros((*x.shape, len(self._mean)))
+            place = np.arange(len(ranks))
+            features[place, :, np.minimum(place, self._drafts - 1)] = 1
+            for rank in range(1, taken):
+                features[:, rank, self._drafts + rank - 1] = 1
+            features[..., -2] = off[:, None]
+            features[..., -1] = x
+            flat = features.reshape(-1, len(self._mean))
+            outcome = (np.array(ranks)[:, None] == np.arange(taken)).ravel()
+            mean = np.linalg.solve(precision, toward)
+            p = logistic(flat @ mean)
+            precision = precision + (flat * (p * (1 - p))[:, None]).T @ flat
+            mean = mean + np.linalg.solve(precision, flat.T @ (outcome - p))
+        else:
+            mean = np.linalg.solve(precision, toward)
+        self._precision, self._mean = precision, mean
+
+    def _by_rank(self, width: int) -> Array:
+        offsets = np.zeros(width)
+        known = self._mean[self._drafts : self._drafts + _RANKS - 1]
+        offsets[1:] = known[np.minimum(np.arange(width - 1), len(known) - 1)]
+        return offsets

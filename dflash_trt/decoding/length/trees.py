@@ -1,0 +1,157 @@
+"""Draft trees: which candidates a round verifies beside the chain of the best ones.
+
+A tree takes its nodes best first (arXiv 2604.12989): each time the node whose path is most probably right. So it is the
+tree of its size with the most expected tokens, and its first n nodes are the best tree of n nodes. The probabilities
+are the drafter's, calibrated by place and rank (`NodeOdds`).
+
+The width follows the rule of the adaptive length: the number of nodes with the largest gain - rate * seconds. Where
+more rows do not pay, that is a chain, and the chain's own policy decides its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.length.adaptive import AdaptiveLength
+from dflash_trt.decoding.length.node_odds import NodeOdds
+from dflash_trt.decoding.length.policy import Lengths
+
+Array = np.ndarray[Any, Any]
+
+# The most nodes that the policy itself chooses. Beyond, the measured gains are small (docs/trees.md).
+MOST_NODES = 32
+# The share of the evidence on tokens per second that remains after a round.
+_MEMORY = 0.98
+
+
+def best_first(on: Sequence[Sequence[float]], off: Sequence[Sequence[float]], nodes: int) -> tuple[Any, ...]:
+    """The best tree of `nodes` nodes, including the anchor: parents, places, ranks, and P(the node is right) of each.
+
+    on, off [drafts][W]: the probability of each candidate if its parent is right; `off` behind a path that left the
+    best candidates. They fall from rank to rank. Fewer nodes if there are no more.
+    """
+    parents, places, ranks, chances = [-1], [-1], [0], [1.0]
+    heap: list[tuple[float, int, int, int, bool]] = []
+
+    def push(parent: int, place: int, rank: int, left: bool) -> None:
+        chance = chances[parent] * (off if left else on)[place][rank]
+        heappush(heap, (-chance, place, parent, rank, left))
+
+    if on:
+        push(0, 0, 0, False)
+    while heap and len(parents) < nodes:
+        chance, place, parent, rank, left = heappop(heap)
+        parents.append(parent)
+        places.append(place)
+        ranks.append(rank)
+        chances.append(-chance)
+        if rank + 1 < len(on[place]):
+            push(parent, place, rank + 1, left)
+        if place + 1 < len(on):
+            push(len(parents) - 1, place + 1, 0, left or rank > 0)
+    return parents, places, ranks, chances
+
+
+class TreeLengths:
+    """A `Lengths` that adds trees to one for chains.
+
+    nodes: the nodes of every tree, including the anchor. None: as many as are expected to be fastest, which needs the
+    adaptive length.
+    """
+
+    def __init__(self, chains: Lengths, drafts: int, nodes: int | None = None) -> None:
+        if nodes is None and not isinstance(chains, AdaptiveLength):
+            raise ValueError("only the adaptive length knows how many nodes are fastest")
+        self.chains, self._nodes = chains, nodes
+        self._odds = NodeOdds(drafts)
+        self._batch = 1
+        self._tokens = self._seconds = 0.0  # of recent rounds
+        self._seen: tuple[Array, Array] | None = (
+            None  # the candidates of the round: tokens and log-probabilities
+        )
+
+    @property
+    def most(self) -> int:
+        return self.chains.most
+
+    def draft(self, batch: int) -> int:
+        self._batch, self._seen = batch, None
+        return self.chains.draft(batch)
+
+    def verify(self, draft: Draft, slots: Sequence[int]) -> int:
+        return self.chains.verify(draft, slots) if draft.parents is None else draft.nodes
+
+    def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
+        if draft.candidates is None or not slots:
+            return draft
+        if self._nodes is None and (self._trial or not draft.at_hand):
+            return draft  # on a device, waiting for the numbers costs more than it saves
+        tokens, said = (np.asarray(x) for x in (draft.candidates.tokens, draft.candidates.logprobs))
+        self._seen = tokens, said
+        wanted = min(most, MOST_NODES if self._nodes is None else self._nodes)
+        on, off = self._odds(said)
+        trees = {slot: best_first(on[slot].tolist(), off[slot].tolist(), wanted) for slot in slots}
+        nodes = len(next(iter(trees.values()))[0])
+        if self._nodes is None:
+            nodes = self._fastest(np.array([tree[3] for tree in trees.values()]))
+        parents = np.zeros((len(tokens), nodes), np.int64)
+        parents[:, 0] = -1
+        drafted = np.repeat(
+            np.asarray(draft.tokens)[:, :1], nodes, axis=1
+        )  # of those without drafts: anything
+        logprobs = np.zeros((len(tokens), nodes - 1), np.float32)
+        for slot, (above, places, ranks, _) in trees.items():
+            parents[slot] = above[:nodes]
+            chosen = places[1:nodes], ranks[1:nodes]
+            drafted[slot, 1:] = tokens[slot][chosen]
+            logprobs[slot] = said[slot][chosen]
+        if (parents[list(slots)] == np.arange(-1, nodes - 1)).all():
+            return draft if self._nodes is None else draft.first(nodes)
+        return Draft(drafted, parents, logprobs, draft.candidates)
+
+    def observe(
+        self, *, decided: Sequence[Sequence[int]] = (), judged: Sequence[int] = (), **seen: Any
+    ) -> None:
+        seconds = seen["draft_seconds"] + seen["verify_seconds"]
+        if seen["drafted"] > 1 and 0 < seconds < 1e9:
+            self._tokens = _MEMORY * self._tokens + sum(map(len, decided))
+            self._seconds = _MEMORY * self._seconds + seconds
+        if self._seen is not None:
+            tokens, said = self._seen
+            for slot, taken in zip(judged, decided, strict=True):
+                ranks = ranks_of(tokens[slot], taken)
+                self._odds.observe(said[slot], ranks, 1 / max(1, len(judged)))
+        self.chains.observe(decided=decided, judged=judged, **seen)
+
+    @property
+    def _trial(self) -> bool:
+        return isinstance(self.chains, AdaptiveLength) and self.chains.in_trial
+
+    def _fastest(self, chances: Array) -> int:
+        """The best number of nodes, from P(right) of each [requests, nodes], best first."""
+        assert isinstance(self.chains, AdaptiveLength)
+        rate, seconds = self.chains.prices(self._batch, chances.shape[1])
+        if self._seconds > 0:
+            rate = max(rate, self._tokens / self._seconds)
+        gains = np.cumsum(chances.sum(axis=0))[: len(seconds)]
+        return int(np.argmax(gains - rate * seconds[: len(gains)])) + 1
+
+
+def ranks_of(candidates: Array, taken: Sequence[int]) -> list[int]:
+    """The rank of each decided token among the candidates [drafts, W] of its place.
+
+    The first token that is not a candidate has rank W, and ends the list.
+    """
+    ranks = list[int]()
+    width = candidates.shape[1]
+    for place, token in enumerate(taken[: len(candidates)]):
+        found = np.flatnonzero(candidates[place] == token)
+        ranks.append(int(found[0]) if len(found) else width)
+        if not len(found):
+            break
+    return ranks
