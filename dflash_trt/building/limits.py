@@ -36,8 +36,8 @@ def choose_tree_width(asked: int | None, target: TargetConfig, drafter: DrafterC
         )
     if asked > 1 and target.delta_layers:
         raise BuildError(
-            f"--tree-width is {asked}, but {target.path} has layers that keep a state, which verify chains only: leave it "
-            "out"
+            f"--tree-width is {asked}, but {target.path} has layers that keep a state and verify chains only: "
+            "leave it out"
         )
     return asked
 

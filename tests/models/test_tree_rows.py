@@ -30,7 +30,7 @@ def trees(draw: st.DrawFn) -> list[int]:
 
 
 @given(st.lists(trees(), min_size=1, max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_node_sees_itself_and_its_ancestors(forest: list[list[int]]) -> None:
     nodes = min(len(tree) for tree in forest)
     rows = tree_rows(np.array([tree[:nodes] for tree in forest]))
