@@ -4,12 +4,13 @@
 #   .venv-test    torch, pytest, linters (test, lint, bench)
 #   .venv-docs    the documentation site (docs)
 #   .venv-wheel   the package as a wheel installs it (docs-commands)
+#   .venv-deploy  linters of the container and Kubernetes files (lint-deploy)
 #   .venv-server  tritonserver from `dflash-trt[triton-local]`, which needs an older numpy (test)
 #   .venv-floors, .venv-newest  the core alone, in the oldest versions that pyproject.toml allows, and in the newest
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo docs docs-commands test test-floors test-newest lint lock bench fuzz clean
+.PHONY: help demo docs docs-commands test test-floors test-newest lint lint-deploy lock bench fuzz clean
 
 # The first interpreter that runs (a pyenv shim may exist and fail), is new enough and can create a venv.
 RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
@@ -25,6 +26,8 @@ help:
 	@echo 'make demo    SmolLM2 and the pair tiny answer with and without drafts, side by side'
 	@echo 'make test    run the tests (installs torch into .venv-test)'
 	@echo 'make lint    ruff, mypy, and the direction of imports between the rooms'
+	@echo 'make lint-deploy'
+	@echo '             check the Dockerfiles, compose and Kubernetes files'
 	@echo 'make docs    build the documentation site into site/'
 	@echo 'make docs-commands'
 	@echo '             run the commands of the pages from a wheel, and compare what they print; ALL=1 runs the slow ones'
@@ -67,6 +70,11 @@ lint: .venv-test/installed
 	@.venv-test/bin/mypy
 	@.venv-test/bin/lint-imports --no-cache --no-logo
 
+lint-deploy: .venv-deploy/installed
+	@.venv-deploy/bin/hadolint Dockerfile Dockerfile.openai
+	@.venv-deploy/bin/check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml compose.openai.yaml
+	@.venv-deploy/bin/kubernetes-validate --quiet --strict $(filter-out %/kustomization.yaml %/adapter-values.yaml,$(wildcard kubernetes/*.yaml))
+
 # The site reads the modules without importing them, so it needs no dependency of the package.
 docs: .venv-docs/installed
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
@@ -86,7 +94,7 @@ fuzz: .venv-test/installed
 	@.venv-test/bin/python -m tests.fuzz.run --minutes $(or $(MINUTES),0)
 
 clean:
-	rm -rf .venv .venv-docs site .venv-test .venv-wheel .venv-server .venv-floors .venv-newest build dist
+	rm -rf .venv .venv-docs .venv-deploy site .venv-test .venv-wheel .venv-server .venv-floors .venv-newest build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(wildcard dflash_trt plugins build_scripts tests) -name __pycache__ -prune -exec rm -rf {} +
 
@@ -106,6 +114,11 @@ clean:
 .venv-server/installed: pyproject.toml requirements/server.txt
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) --constraint requirements/server.txt --editable '.[test-server]'
+	@touch $@
+
+.venv-deploy/installed: requirements/deploy.txt
+	$(call venv,$(@D))
+	@$(@D)/bin/python $(PIP) --requirement requirements/deploy.txt
 	@touch $@
 
 .venv-docs/installed: requirements/docs.txt

@@ -21,6 +21,10 @@ from dflash_trt.extras import install
 if TYPE_CHECKING:
     from dflash_trt.serving.openai.engine import Engine
 
+# Longer than clients and load balancers keep idle connections: 5 s for the openai client, 60 s for most balancers. A
+# connection that both ends close at once loses a request.
+_IDLE_SECONDS = 75
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -123,6 +127,7 @@ async def _serve(
         log_level="warning",
         access_log=False,
         server_header=False,
+        timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=max(1, round(settings.grace)),
         ssl_certfile=settings.certificate,
         ssl_keyfile=settings.certificate_key,

@@ -1,0 +1,130 @@
+"""The container, compose and Kubernetes files of OpenAI's API agree with the package and with each other.
+
+`make lint-deploy` checks them with hadolint and with the schemas of compose and Kubernetes. Nothing is started here.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dflash_trt.cli import _parser
+from dflash_trt.decoding.metrics import Metrics
+from dflash_trt.serving.openai.gate import OPEN
+
+ROOT = Path(__file__).parent.parent
+DOCKERFILE = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile.openai").read_text(), flags=re.M).replace("\\\n", " ")
+COMPOSE = yaml.safe_load((ROOT / "compose.openai.yaml").read_text())["services"]
+LABELS = {"app.kubernetes.io/name": "dflash-trt"}
+
+
+def instruction(name: str) -> str:
+    return re.findall(rf"^{name} (.*)$", DOCKERFILE, re.M)[-1]
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((ROOT / "kubernetes" / name).read_text())
+
+
+def served(words: list[str]) -> dict[str, Any]:
+    """The arguments of the command that a container runs."""
+    program, *entry = json.loads(instruction("ENTRYPOINT"))
+    assert program == "dflash-trt"
+    plain = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in words]
+    return vars(_parser().parse_args([*entry, *plain]))
+
+
+def test_the_image_has_what_the_server_needs() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (wanted,) = re.findall(r"^ARG EXTRA=([\w,]+)$", DOCKERFILE, re.M)
+    assert set(wanted.split(",")) <= set(extras)
+    assert instruction("EXPOSE") == str(served([])["http_port"])
+    assert not instruction("USER").startswith(("0", "root"))
+    (path,) = re.findall(r"127\.0\.0\.1:8000(/\w+)", DOCKERFILE)
+    assert path in OPEN
+    sources = {
+        word for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.M) for word in line.split()[:-1]
+    }
+    named = [line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line.startswith("!")]
+    assert all(any(fnmatch.fnmatch(source, name) for name in named) for source in sources - {"."})
+
+
+def test_compose_starts_it_with_prometheus_and_grafana() -> None:
+    server = COMPOSE["dflash-trt"]
+    arguments = served(server["command"])
+    assert server["build"]["dockerfile"] == "Dockerfile.openai"
+    assert server["volumes"][0].endswith(f":{arguments['bundle']}:ro")
+    assert int(server["stop_grace_period"].removesuffix("s")) > arguments["grace"]
+    assert all(port.startswith("127.0.0.1:") for service in COMPOSE.values() for port in service["ports"])
+    for name in ("prometheus", "grafana"):
+        for volume in COMPOSE[name]["volumes"]:
+            assert (ROOT / volume.split(":")[0]).is_file(), volume
+    prometheus = yaml.safe_load((ROOT / "monitoring/prometheus.yaml").read_text())
+    assert prometheus["scrape_configs"][0]["static_configs"][0]["targets"] == [
+        f"dflash-trt:{arguments['http_port']}"
+    ]
+    inside = {volume.split(":")[1] for volume in COMPOSE["prometheus"]["volumes"]}
+    assert set(prometheus["rule_files"]) <= inside
+    source = yaml.safe_load((ROOT / "monitoring/grafana/datasource.yaml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"
+    folder = yaml.safe_load((ROOT / "monitoring/grafana/provider.yaml").read_text())["providers"][0][
+        "options"
+    ]["path"]
+    assert any(volume.split(":")[1].startswith(f"{folder}/") for volume in COMPOSE["grafana"]["volumes"])
+
+
+def test_the_pod_runs_the_image_and_is_probed_where_no_key_is_needed() -> None:
+    pod = read("deployment.yaml")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    arguments = served(container["args"])
+    assert container["ports"] == [{"name": "http", "containerPort": arguments["http_port"]}]
+    probes = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("liveness", "readiness", "startup")}
+    assert {kind: probe["path"] for kind, probe in probes.items()} == {
+        "liveness": "/health", "readiness": "/ready", "startup": "/ready",
+    }  # fmt: skip
+    assert {probe["path"] for probe in probes.values()} <= set(OPEN)
+    assert pod["terminationGracePeriodSeconds"] > arguments["grace"]
+    assert (
+        instruction("USER") == f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"
+    )
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert mounts[str(arguments["bundle"])]["readOnly"]
+    assert re.search(r"^ENV HOME=(.*)$", DOCKERFILE, re.M)[1] in mounts  # type: ignore[index]
+    assert {mount["name"] for mount in mounts.values()} == {volume["name"] for volume in pod["volumes"]}
+    (key,) = container["env"]
+    assert key["name"] == "DFLASH_TRT_API_KEY"
+
+
+def test_the_objects_belong_together() -> None:
+    deployment, service = read("deployment.yaml"), read("service.yaml")
+    labels = [
+        deployment["spec"]["selector"]["matchLabels"],
+        deployment["spec"]["template"]["metadata"]["labels"],
+        service["spec"]["selector"],
+        read("disruption.yaml")["spec"]["selector"]["matchLabels"],
+    ]
+    assert labels == [LABELS] * 4
+    assert service["spec"]["ports"][0]["targetPort"] == "http"
+    target = read("autoscaler.yaml")["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])
+    kustomization = read("kustomization.yaml")
+    files = {path.name for path in (ROOT / "kubernetes").glob("*.yaml")}
+    assert set(kustomization["resources"]) == files - {"kustomization.yaml", "adapter-values.yaml"}
+    assert (
+        kustomization["images"][0]["name"] == deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+    )
+
+
+def test_the_autoscaler_reads_a_metric_that_the_server_and_the_adapter_have() -> None:
+    (metric,) = read("autoscaler.yaml")["spec"]["metrics"]
+    name = metric["pods"]["metric"]["name"]
+    assert f"\n{name} 0\n" in Metrics().prometheus()
+    (rule,) = read("adapter-values.yaml")["rules"]["custom"]
+    assert rule["name"]["as"] == name
+    assert rule["seriesQuery"].startswith(f"{name}{{")
