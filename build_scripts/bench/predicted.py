@@ -1,12 +1,12 @@
-"""Tokens per second as `plan --steps` predicts them, compared with measured ones.
+"""Tokens per second as a steps file predicts them, compared with measured ones.
 
-    dflash-trt bench bundles/tiny --steps tiny.json
-    python -m build_scripts.bench.predicted bundles/tiny --steps tiny.json --records all.jsonl
+    python -m build_scripts.bench.predicted bundles/tiny --records all.jsonl
     python -m build_scripts.bench.predicted --records all.jsonl --svg docs/planning_cpu.svg
 
 Groups of so many requests decode together, plainly and with each block length. Only rounds count in which all of
-them are active, so no prefill and no waiting. The groups take turns. Every setting gets the same prompts.
-Acceptance by place comes from the rounds of whole blocks. Predictions are made from it and from the steps file alone.
+them are active, so no prefill and no waiting. Between the groups, single passes of that many requests are timed as
+`bench --steps` does, so that a slow moment affects both. Every setting gets the same prompts. Tokens per round are
+counted for each block length, over all loads. Predictions are made from them and from the passes.
 Without a bundle, the records are compared and drawn. A later record of a setting replaces an earlier one.
 """
 
@@ -14,33 +14,37 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from dflash_trt.decoding.length.policy import FixedLength
+from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.scheduler import Scheduler
-from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.files.disk import whole_file
 from dflash_trt.planning.acceptance import Acceptance
 from dflash_trt.planning.steps import Steps, read_steps
 from dflash_trt.prompts import read_prompts
+from dflash_trt.reports.steps import PassTimes, document, host_times
 from dflash_trt.runtime import Runtime
 
 _WARM_UP = 2  # rounds of each group that do not count
+_CONTEXT = 128  # rows behind each request of a timed pass
+_LEAST = 4  # turns
 
 
 @dataclass
 class Part:
-    """Tokens and seconds of the rounds of one setting."""
+    """Tokens, rounds of single requests, and seconds of one setting."""
 
     tokens: int = 0
+    rounds: int = 0
     seconds: float = 0.0
-    statistics: Statistics = field(default_factory=lambda: Statistics(num_requests=0))
 
 
 def main() -> None:
@@ -48,7 +52,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("bundle", type=Path, nargs="?")
-    parser.add_argument("--steps", type=Path)
     parser.add_argument("--records", type=Path, required=True, help="JSON lines; new ones are added")
     parser.add_argument("--concurrency", default="1,2,4,8,16")
     parser.add_argument("--block-lengths", default="2,4,8")
@@ -61,19 +64,16 @@ def main() -> None:
         return
     lengths = [1, *map(int, args.block_lengths.split(","))]
     loads = list(map(int, args.concurrency.split(",")))
-    steps = read_steps(args.steps)
-    found = measure(args.bundle, loads, lengths, args.prompts, args.tokens)
-    document = {"pair": steps.known or steps.name, "steps": json.loads(args.steps.read_text())}
     with args.records.open("a") as records:
-        for row in found:
-            records.write(json.dumps(document | row) + "\n")
-    print(f"added {len(found)} records to {args.records}")
+        for row in measure(args.bundle, loads, lengths, args.prompts, args.tokens):
+            records.write(json.dumps(row) + "\n")
+            records.flush()
 
 
 def measure(
     bundle: Path, loads: Sequence[int], lengths: Sequence[int], count: int, tokens: int
-) -> list[dict[str, Any]]:
-    """A row for every load and length: tokens, seconds, and acceptance by place."""
+) -> Iterator[dict[str, Any]]:
+    """A row for every load: the steps file of that load alone, and what each length made of the prompts."""
     runtime = Runtime(
         bundle,
         max_batch_size=max(loads),
@@ -82,35 +82,38 @@ def measure(
         threads=None,
         check="size",
     )
+    assert isinstance(runtime.pair, Pair)
     prompts = [
         runtime.tokenizer.encode(p.content) if isinstance(p.content, str) else runtime.chat_prompt(p.content)
         for p in read_prompts(None, count)
     ]
-    rows: list[dict[str, Any]] = []
     for load in loads:
+        passes = PassTimes(runtime.pair, [load], lengths, [_CONTEXT])
+        host: list[dict[str, Any]] = []
         parts = {length: Part() for length in lengths}
         groups = [prompts[at : at + load] for at in range(0, len(prompts) - load + 1, load)]
-        for number, group in enumerate(groups):
-            turn = number % len(lengths)
-            for length in [*lengths[turn:], *lengths[:turn]]:
-                _group(runtime, group, length, tokens, parts[length])
-        for length, part in parts.items():
-            total = part.statistics
-            rows.append(
-                {
-                    "requests": load,
-                    "block": length,
-                    "tokens": part.tokens,
-                    "seconds": part.seconds,
-                    "drafts": total.num_drafts,
-                    "accepted": total.num_accepted_tokens_per_pos,
-                }
-            )
-            print(
-                f"{load:>3} requests, block {length}: {part.tokens / part.seconds:.1f} tokens/s", flush=True
-            )
+        turns = max(len(groups), _LEAST)
+        for turn in range(turns):
+            passes.turn()
+            if turn in (0, turns - 1):
+                host += host_times(runtime, prompts, [load], [1, runtime.block_size])
+            at = turn % len(lengths)
+            for length in [*lengths[at:], *lengths[:at]]:
+                _group(runtime, groups[turn % len(groups)], length, tokens, parts[length])
+        half = len(host) // 2
+        means = [
+            one | {"seconds": (one["seconds"] + other["seconds"]) / 2}
+            for one, other in zip(host[:half], host[half:], strict=True)
+        ]
+        found = document(runtime, {"passes": passes.rows(), "host": means})
+        speeds = ", ".join(f"{length}: {part.tokens / part.seconds:.1f}" for length, part in parts.items())
+        print(f"{load} requests; tokens/s by block length {speeds}", flush=True)
+        yield {
+            "steps": found,
+            "requests": load,
+            "made": {str(length): asdict(part) for length, part in parts.items()},
+        }
     runtime.pair.close()
-    return rows
 
 
 def _group(runtime: Runtime, prompts: Sequence[list[int]], length: int, tokens: int, part: Part) -> None:
@@ -136,17 +139,9 @@ def _group(runtime: Runtime, prompts: Sequence[list[int]], length: int, tokens: 
         new = sum(len(emission.token_ids) for emission in emissions)
         made += new
         part.tokens += new
+        part.rounds += len(prompts)
         part.seconds += seconds
-    part.statistics = Statistics.merge([part.statistics, *(request.statistics for request in requests)])
     scheduler.clear()
-
-
-def predict(steps: Steps, acceptance: Acceptance, requests: int, block: int) -> float:
-    """Tokens per second of so many requests."""
-    layout = steps.layout(steps.contexts[0])
-    seconds = layout.plain(requests) if block == 1 else layout.round(requests, block)
-    assert seconds is not None
-    return requests * (1.0 if block == 1 else acceptance.length(block)) / seconds
 
 
 def compare(records: Sequence[dict[str, Any]], svg: Path | None) -> None:
@@ -154,28 +149,32 @@ def compare(records: Sequence[dict[str, Any]], svg: Path | None) -> None:
     errors: list[float] = []
     panels: dict[str, dict[str, list[float | None]]] = {}
     loads = sorted({row["requests"] for row in records})
-    for pair in dict.fromkeys(row["pair"] for row in records):
-        rows = {(r["block"], r["requests"]): r for r in records if r["pair"] == pair}
-        steps = _read(next(reversed(rows.values()))["steps"])
-        acceptance = _acceptance([row for (block, _), row in rows.items() if block == steps.block_size])
-        print(f"\n{pair}: {steps.place}; tokens a round {_shown(acceptance)}")
+    for pair in dict.fromkeys(row["steps"]["bundle"]["name"] for row in records):
+        rows = {r["requests"]: r for r in records if r["steps"]["bundle"]["name"] == pair}
+        steps = _merged([row["steps"] for row in rows.values()])
+        blocks = sorted({int(block) for row in rows.values() for block in row["made"]})
+        acceptance = _acceptance([row["made"] for row in rows.values()])
+        layout = steps.layout(_CONTEXT)
+        shown = ", ".join(f"{block}: {length:.2f}" for block, length in acceptance.lengths.items())
+        print(f"\n{pair}: {steps.place}; tokens per round {shown}")
         own: list[float] = []
         lines: dict[str, list[float | None]] = {}
-        for block in sorted({block for block, _ in rows}):
+        for block in blocks:
             name = "plain" if block == 1 else f"block {block}"
-            measured: list[float | None] = []
-            predicted: list[float | None] = []
-            for load in loads:
-                row = rows.get((block, load))
-                measured.append(None if row is None else row["tokens"] / row["seconds"])
-                predicted.append(None if row is None else predict(steps, acceptance, load, block))
-                if row is not None:
-                    own.append((predicted[-1] or 0) / (measured[-1] or 1) - 1)
-                    print(
-                        f"{name:<9}{load:>3} requests: predicted {predicted[-1]:7.1f}, measured {measured[-1]:7.1f}, "
-                        f"{own[-1]:+.0%}"
-                    )
-            lines[f"{name}, measured"], lines[f"{name}, predicted"] = measured, predicted
+            measured, predicted = dict[int, float](), dict[int, float]()
+            for load, row in rows.items():
+                made = row["made"][str(block)]
+                measured[load] = made["tokens"] / made["seconds"]
+                seconds = layout.plain(load) if block == 1 else layout.round(load, block)
+                assert seconds is not None
+                predicted[load] = load * (1.0 if block == 1 else acceptance.length(block)) / seconds
+                own.append(predicted[load] / measured[load] - 1)
+                print(
+                    f"{name:<9}{load:>3} requests: predicted {predicted[load]:7.1f}, measured "
+                    f"{measured[load]:7.1f}, {own[-1]:+.0%}"
+                )
+            lines[f"{name}, measured"] = [measured.get(load) for load in loads]
+            lines[f"{name}, predicted"] = [predicted.get(load) for load in loads]
         panels[pair] = lines
         print(_errors(own))
         errors += own
@@ -187,31 +186,30 @@ def compare(records: Sequence[dict[str, Any]], svg: Path | None) -> None:
             chart = comparison_chart(
                 [str(load) for load in loads],
                 panels,
-                title="Tokens per second: predicted from measured passes (lines), and measured (points)",
+                title="Tokens per second: predicted from pass times (lines), and measured (points)",
                 x="requests at a time",
             )
             file.write(chart.encode())
 
 
-def _read(steps: dict[str, Any]) -> Steps:
-    import tempfile
-
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(steps, file)
-        file.flush()
-        return read_steps(Path(file.name))
-
-
-def _acceptance(rows: Sequence[dict[str, Any]]) -> Acceptance:
-    drafts = sum(row["drafts"] for row in rows)
-    places = [sum(each) / drafts for each in zip(*(row["accepted"] for row in rows), strict=True)]
-    return Acceptance(
-        {block: 1 + sum(places[: block - 1]) for block in range(2, len(places) + 2)}, "measured"
-    )
+def _merged(documents: Sequence[dict[str, Any]]) -> Steps:
+    """One steps file of all loads."""
+    rows = {name: [row for each in documents for row in each[name]] for name in ("passes", "host")}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "steps.json"
+        file.write_text(json.dumps(documents[0] | rows))
+        return read_steps(file)
 
 
-def _shown(acceptance: Acceptance) -> str:
-    return ", ".join(f"{block}: {length:.2f}" for block, length in acceptance.lengths.items())
+def _acceptance(made: Sequence[dict[str, Any]]) -> Acceptance:
+    """Tokens per round by block length, over all loads."""
+    blocks = sorted({int(block) for each in made for block in each} - {1})
+    parts = {block: [each[str(block)] for each in made] for block in blocks}
+    lengths = {
+        block: sum(part["tokens"] for part in of) / sum(part["rounds"] for part in of)
+        for block, of in parts.items()
+    }
+    return Acceptance(lengths, "measured")
 
 
 def _errors(errors: Sequence[float]) -> str:

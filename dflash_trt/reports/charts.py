@@ -81,8 +81,19 @@ def load_chart(loads: Sequence[str], panels: Mapping[str, Series], *, title: str
 
 
 @_styled
-def curve_chart(series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x: str, y: str) -> str:
-    """One line for each entry of `series`, through its points. The last one is drawn in bold."""
+def curve_chart(
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    band: tuple[float, float] | None = None,
+    log: bool = False,
+) -> str:
+    """One line for each entry of `series`, through its points. The last one is drawn in bold.
+
+    `band`: a marked range of x. `log`: a logarithmic y axis.
+    """
     figure, (axis,) = _figure(1, title)
     for number, (label, points) in enumerate(series.items()):
         last = number == len(series) - 1
@@ -95,7 +106,12 @@ def curve_chart(series: Mapping[str, Sequence[tuple[float, float]]], *, title: s
         )
     axis.set_xlabel(x)
     axis.set_ylabel(y)
-    axis.set_ylim(bottom=0)
+    if band is not None:
+        axis.axvspan(*band, color=COLOURS[5], alpha=0.25, linewidth=0)
+    if log:
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
     _legend(figure, axis)
     return _svg(figure, title)
 

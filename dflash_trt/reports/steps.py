@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from statistics import mean, median
 from time import perf_counter
@@ -43,13 +43,23 @@ def measure_steps(
         contexts = [context for context in _CONTEXTS if context <= room] or [room]
         with runtime.scheduler.whole():
             runtime.scheduler.slots.overwritten()
-            passes = _passes(runtime.pair, batches, lengths, contexts, progress)
+            passes = PassTimes(runtime.pair, batches, lengths, contexts)
+            begin = perf_counter()
+            for turn in range(_MOST):
+                if turn >= _LEAST and perf_counter() - begin > _SECONDS:
+                    break
+                passes.turn(f"turn {turn + 1} of up to {_MOST}", progress)
             for slot in range(batch):  # the numbers of these passes may not be finite
                 runtime.pair.clear(slot)
         ends = (1, batch), (1, runtime.block_size)
-        rows = {"passes": passes, HOST: list(_host(runtime, runtime.scheduler, prompts, *ends))}
+        rows = {"passes": passes.rows(), HOST: list(host_times(runtime, prompts, *ends))}
     else:
         rows = {"passes": list(_rounds(runtime, prompts, batches, progress)), HOST: []}
+    return document(runtime, rows)
+
+
+def document(runtime: Runtime, rows: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a steps file with these `passes` and `host`."""
     manifest = runtime.bundle.manifest
     versions = versions_of(("dflash_trt", *find(manifest["engine"]).modules))
     return {
@@ -85,21 +95,26 @@ def _powers(first: int, last: int) -> list[int]:
     return sorted({*(1 << n for n in range(last.bit_length()) if first <= 1 << n < last), last})
 
 
-def _passes(
-    pair: Pair, batches: Sequence[int], lengths: Sequence[int], contexts: Sequence[int], progress: Progress
-) -> list[dict[str, Any]]:
-    """Time each pass several times. The turns go over all of them, so that a slow moment affects all.
+class PassTimes:
+    """Times of a pair's passes. The turns go over all of them, so that a slow moment affects all.
 
     A pass of another size than the one before may copy caches or make buffers. So each pass runs twice, and the
     second one is timed.
     """
-    settings = list(product(contexts, batches, lengths))
-    found: dict[tuple[str, int, int, int], list[float]] = {}
-    begin = perf_counter()
-    for turn in range(_MOST):
-        if turn >= _LEAST and perf_counter() - begin > _SECONDS:
-            break
-        for number, (context, batch, length) in enumerate(settings, 1):
+
+    def __init__(
+        self, pair: Pair, batches: Sequence[int], lengths: Sequence[int], contexts: Sequence[int]
+    ) -> None:
+        self._pair, self._settings = pair, list(product(batches, contexts, lengths))
+        self._longest = pair.capacity - 2 * lengths[-1] - 1
+        self._found: dict[tuple[str, int, int, int], list[float]] = {}
+
+    def turn(self, step: str = "", progress: Progress = silent) -> None:
+        """Time every pass once."""
+        pair, found = self._pair, self._found
+        for rehearse in (pair.rehearse_draft, pair.rehearse_verify):
+            rehearse(1, 2, self._longest)  # ONNX Runtime's caches of single slots lie apart from then on
+        for number, (batch, context, length) in enumerate(self._settings, 1):
             for timed in (False, True):
                 # As in a round: a drafter's pass, then the target's.
                 for kind, rehearse in ((DRAFTER, pair.rehearse_draft), (TARGET, pair.rehearse_verify)):
@@ -108,11 +123,14 @@ def _passes(
                     seconds = _timed(rehearse, batch, length, context)
                     if timed:
                         found.setdefault((kind, batch, length, context), []).append(seconds)
-            progress(f"turn {turn + 1} of up to {_MOST}", number, len(settings))
-    return [
-        {"pass": kind, "batch": batch, "rows": length, "context": context, "seconds": _rounded(median(times))}
-        for (kind, batch, length, context), times in sorted(found.items())
-    ]
+            progress(step, number, len(self._settings))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The `passes` of a steps file: medians over the turns."""
+        return [
+            {"pass": kind, "batch": b, "rows": n, "context": c, "seconds": _rounded(median(times))}
+            for (kind, b, n, c), times in sorted(self._found.items())
+        ]
 
 
 def _timed(rehearse: Callable[[int, int, int], None], batch: int, length: int, context: int) -> float:
@@ -121,16 +139,13 @@ def _timed(rehearse: Callable[[int, int, int], None], batch: int, length: int, c
     return perf_counter() - begin
 
 
-def _host(
-    runtime: Runtime,
-    scheduler: Scheduler,
-    prompts: Sequence[list[int]],
-    batches: Sequence[int],
-    lengths: Sequence[int],
+def host_times(
+    runtime: Runtime, prompts: Sequence[list[int]], batches: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """The seconds of a round outside its passes: the median of rounds with so many requests."""
+    """The `host` of a steps file: the seconds of a round outside its passes. They are medians over some rounds."""
     for batch, length in product(dict.fromkeys(batches), dict.fromkeys(lengths)):
-        seconds = list[float]()
+        scheduler, seconds = runtime.scheduler, list[float]()
+        assert isinstance(scheduler, Scheduler)
         scheduler.forget()
         requests = _requests(runtime, prompts, batch, _PROMPT, (_ROUNDS + 1) * length, draft=length > 1)
         for request in requests:
