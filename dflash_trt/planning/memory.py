@@ -78,6 +78,7 @@ class MemoryEstimate:
     longest_context: at batch 1; 0 if nothing fits.
     largest_batch: at `max_seq_len`; 0 if nothing fits.
     pass_seconds: a lower bound of a verification pass at batch 1: moving all its data once at the GPU's bandwidth.
+    scratch_bytes: of `activation_bytes`, what passes write and read again, where an engine lends it to its plans.
     experts_moved: bytes of experts that such a pass moves. An engine without kernels for experts computes all of them,
         and may write them widened and read them again.
     experts_chosen: bytes of the experts that its rows choose, at most.
@@ -105,6 +106,7 @@ class MemoryEstimate:
     longest_context: int
     largest_batch: int
     pass_seconds: float
+    scratch_bytes: int
     experts_moved: int
     experts_chosen: int
 
@@ -204,6 +206,7 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
         longest_context=_largest(lambda n: layout.fits(1, n), limit),
         largest_batch=_largest(lambda n: layout.fits(n, s.max_seq_len), 4096),
         pass_seconds=(_bytes_read(inventory, s, weights) + moved) / s.gpu.bandwidth,
+        scratch_bytes=layout.scratch(s.max_batch_size, s.max_seq_len),
         experts_moved=round(moved),
         experts_chosen=round(chosen),
     )
@@ -228,10 +231,10 @@ class _Layout:
         self.state = state_bytes(inventory.target, NUMBER_BYTES[settings.compute("target")])
         self.state //= settings.tensor_parallel
         self.runtime = self.traits.runtime_bytes
-        self.scratch = self.traits.scratch_bytes
+        self.fixed_scratch = self.traits.scratch_bytes
         moe = inventory.target.moe
-        if self.scratch and moe is not None:
-            self.scratch += self._experts(moe, packed=packed_experts)
+        if self.fixed_scratch and moe is not None:
+            self.fixed_scratch += self._experts(moe, packed=packed_experts)
 
     def _per_token(self, side: str, element: float) -> int:
         c = self.inventory.config(side)
@@ -283,15 +286,36 @@ class _Layout:
         """Taps, logits, the widest rows of two passes, and queries of all layers where they are kept."""
         s, c = self.s, self.inventory.target
         verified = batch * s.block_size
-        rows = s.max_num_tokens or max(verified, min(length, PREFILL_CHUNK) if self.pages is None else length)
-        element = NUMBER_BYTES[s.compute("target")]
-        widest = max(c.intermediate_size // s.tensor_parallel, c.num_attention_heads * c.head_dim)
-        working = rows * (4 * c.hidden_size + 2 * widest) * element
-        taps = rows * len(self.inventory.drafter.target_layer_ids) * c.hidden_size * element
-        estimate = round(working + taps + verified * c.vocab_size * 4)
+        rows = self._pass_rows(batch, length)
+        taps = rows * len(self.inventory.drafter.target_layer_ids) * c.hidden_size
+        estimate = round(taps * NUMBER_BYTES[s.compute("target")] + verified * c.vocab_size * 4)
         if self.traits.keeps_queries:
             estimate += sum(round(rows * self._queries(side)) for side in ("target", "drafter"))
-        return estimate + self.scratch if self.pages is None else max(estimate, self.pages.activation_bytes)
+        estimate += self.scratch(batch, length) if self.fixed_scratch else self._working(rows)
+        return estimate if self.pages is None else max(estimate, self.pages.activation_bytes)
+
+    def scratch(self, batch: int, length: int) -> int:
+        """Memory that both plans of an engine take in turns. 0 for engines that lend none.
+
+        Measured (docs/planning.md): the drafter keeps its logits twice, and 8 bytes for each slot that a row of a
+        verification may see. The target keeps the widest rows of a prompt chunk, and 4 bytes for each slot.
+        """
+        if not self.fixed_scratch:
+            return 0
+        verified, slots = batch * self.s.block_size, self.rows(length)
+        drafter = verified * (2 * 4 * self.inventory.target.vocab_size + 8 * slots)
+        chunk = max(verified, min(length, PREFILL_CHUNK))
+        return max(drafter, self._working(chunk) + 4 * chunk * slots) + self.fixed_scratch
+
+    def _pass_rows(self, batch: int, length: int) -> int:
+        prompt = min(length, PREFILL_CHUNK) if self.pages is None else length
+        return self.s.max_num_tokens or max(batch * self.s.block_size, prompt)
+
+    def _working(self, rows: int) -> int:
+        """The residual stream and the widest rows of two passes."""
+        c = self.inventory.target
+        widest = max(c.intermediate_size // self.s.tensor_parallel, c.num_attention_heads * c.head_dim)
+        return round(rows * (4 * c.hidden_size + 2 * widest) * NUMBER_BYTES[self.s.compute("target")])
 
     def total(self, batch: int, length: int) -> int:
         fixed = self.weight_bytes + self.runtime + self.activations(batch, length)

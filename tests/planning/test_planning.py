@@ -237,6 +237,28 @@ def test_what_tensorrt_rtx_widens_is_counted(inventories: dict[str, Inventory]) 
         assert (less > 1 << 28) if name.startswith("gpt-oss") else (less == 0), name
 
 
+@pytest.mark.parametrize(
+    ("pair", "batch", "length", "measured"),
+    [
+        ("qwen3-4b", 2, 4096, 45.8e6),
+        ("qwen3-4b", 2, 32_768, 91.0e6),
+        ("qwen3-4b", 8, 4096, 156.2e6),
+        ("qwen3-4b", 8, 32_768, 186.0e6),
+        ("gpt-oss-20b", 2, 4096, 370.0e6),
+    ],
+)
+def test_scratch_memory_follows_batch_and_capacity(
+    inventories: dict[str, Inventory], pair: str, batch: int, length: int, measured: float
+) -> None:
+    """The larger of both plans, with two layers of the target (docs/planning.md)."""
+    block = 16 if pair == "qwen3-4b" else 8
+    s = settings(engine="tensorrt-rtx", max_seq_len=length, max_batch_size=batch, block_size=block)
+    found = estimate_memory(inventories[pair], s)
+    assert measured < found.scratch_bytes < measured + 80e6
+    assert found.scratch_bytes < found.activation_bytes
+    assert estimate_memory(inventories[pair], replace(s, engine="onnxruntime")).scratch_bytes == 0
+
+
 def test_precision_changes_the_weights_it_names(inventories: dict[str, Inventory]) -> None:
     inventory = inventories["qwen3-8b"]
 

@@ -39,10 +39,10 @@ class TensorRTEntry(Engine):
         self.name = name
         self.flavour = FLAVOURS[name]
         self.modules = (self.flavour.module, "torch", "triton")
-        # Both plans of TensorRT-RTX together ask for so much scratch memory beside the estimate from shapes
-        # (docs/tensorrt.md). Taken for TensorRT too. Its plugins widen no experts, and compute none that nobody chose.
+        # TensorRT-RTX's plans ask for up to so much scratch memory beside the estimate from shapes (docs/planning.md).
+        # Taken for TensorRT too. Its plugins widen no experts, and compute none that nobody chose.
         kernels = frozenset({"mxfp4"} if self.flavour.plugins else ())
-        self.memory = MemoryTraits(scratch_bytes=GIB // 4, expert_kernels=kernels, keeps_queries=True)
+        self.memory = MemoryTraits(scratch_bytes=GIB // 16, expert_kernels=kernels, keeps_queries=True)
 
     def check(self, precision: Precision | None, weights: Weights, options: TensorRTOptions | None) -> None:
         if weights != "copy":
