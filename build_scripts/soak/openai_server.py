@@ -6,9 +6,9 @@ Needs the extra `serve` and the openai client. Clients send random requests: com
 answers, with and without drafts, JSON objects, several samples, deadlines, cancellations, and wrong requests. The
 engine process is killed after a third of the time and after two thirds.
 
-Every request must be answered or refused within a minute. A whole greedy answer must equal the engine's own, or begin
-it if a deadline ends the answer. The last line is one JSON document. Exit code 1 if a request hung, was cut off, or had
-a wrong text.
+Every request must be answered or refused within three minutes: the machine may be busy. A whole greedy answer must
+equal the engine's own, or begin it if a deadline ends the answer. The last line is one JSON document. Exit code 1 if a
+request hung, was cut off, or had a wrong text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from build_scripts.soak.engine import resident_of
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.serving.processes import descendants
 
-PROMPTS, LONGEST, HANGING_SECONDS = 32, 40, 60
+PROMPTS, LONGEST, HANGING_SECONDS = 32, 40, 180
 WORDS = [
     "def add(a, b):",
     "\n    return",
