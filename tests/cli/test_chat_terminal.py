@@ -1,0 +1,107 @@
+"""`dflash-trt chat` in a terminal of its own: prompt, colours, Ctrl-C within an answer, and Ctrl-D."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pty = pytest.importorskip("pty")
+ROOT = Path(__file__).parent.parent.parent
+# The terminal becomes the controlling one of the new session, so Ctrl-C reaches the program.
+START = """import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "dflash_trt", *sys.argv[1:]])"""
+CYAN = "\x1b[36m"  # of accepted drafts
+
+
+class Terminal:
+    """A program in a pseudo-terminal of 80 columns, and everything that it has written."""
+
+    def __init__(self, *words: str) -> None:
+        import fcntl
+        import struct
+        import termios
+
+        self.shown = ""
+        self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        environment = {
+            **os.environ,
+            "TERM": "xterm-256color",
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "plugins"))),
+        }
+        environment.pop("NO_COLOR", None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", START, *words],
+            stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+
+    def type(self, text: str) -> None:
+        os.write(self.ours, text.encode())
+
+    def until(self, pattern: str, start: int = 0) -> str:
+        """Read until the pattern is shown behind `start`; what is shown there."""
+        end = time.monotonic() + 40
+        while not re.search(pattern, self.shown[start:]):
+            assert time.monotonic() < end, self.shown
+            if not select.select([self.ours], [], [], 1)[0]:
+                continue
+            try:
+                self.shown += os.read(self.ours, 65536).decode(errors="replace")
+            except OSError:  # the program has ended
+                assert re.search(pattern, self.shown[start:]), self.shown
+        return self.shown[start:]
+
+
+def test_a_conversation_in_a_terminal(bundle: Path) -> None:
+    terminal = Terminal("chat", str(bundle), "--max-tokens", "12", "--ignore-eos", "--block-length", "4")
+    try:
+        terminal.until(r"Ctrl-D ends\.")
+        terminal.until("> $")
+        at = len(terminal.shown)
+        terminal.type("Add 1.\r")
+        answer = terminal.until(r"acceptance length \d+\.\d+", at)
+        accepted = re.search(r"acceptance length (\d+\.\d+)", answer)
+        assert accepted is not None
+        assert (CYAN in answer) == (float(accepted[1]) > 1)
+        at = len(terminal.shown)
+        terminal.type("/draft off\r/stats\r")
+        assert "drafts off" in terminal.until(r"drafts off[\s\S]*tokens/s", at)
+        at = len(terminal.shown)
+        terminal.type("\x03")  # at the prompt it only begins a new line
+        terminal.until(r"\n\S*> $", at)
+        terminal.type("/reset\r")
+        terminal.until("new conversation", at)
+        terminal.type("\x04")
+        assert terminal.process.wait(60) == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.ours)
+
+
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(bundle: Path) -> None:
+    terminal = Terminal("chat", str(bundle), "--max-tokens", "200", "--ignore-eos", "--no-draft")
+    try:
+        terminal.until("> $")
+        at = len(terminal.shown)
+        terminal.type("Go on.\r")
+        terminal.until(r"Go on\.\r\n[\s\S]+", at)
+        terminal.type("\x03")
+        terminal.until(r"\[stopped\]|tokens/s", at)
+        at = len(terminal.shown)
+        terminal.type("/quit\r")
+        assert terminal.process.wait(60) == 0
+        assert "Traceback" not in terminal.shown
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.ours)
