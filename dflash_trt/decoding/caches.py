@@ -19,12 +19,14 @@ class Kept:
     lengths: the lengths from start + 1 to stop, ascending, that a slot can get when this copy is restored behind the
     copies of the earlier positions.
     data: the content. Only the caches read it.
+    size: bytes of the copy.
     """
 
     start: int
     stop: int
     lengths: Sequence[int]
     data: Any
+    size: int
 
 
 class Caches(Protocol):
@@ -34,7 +36,7 @@ class Caches(Protocol):
         """The lengths to which a slot of this length can be cut, including its own, without 0; ascending."""
 
     def kept_bytes(self, length: int) -> int:
-        """Bytes of a copy of this many positions."""
+        """The most bytes of a copy of this many positions."""
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give a slot the first `length` positions of another one."""

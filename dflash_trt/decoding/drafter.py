@@ -6,7 +6,7 @@ are features of committed tokens and a block. Outputs are drafted tokens and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,13 +118,23 @@ class Drafter:
             self.behind[slot] = 0
             self.arrays.clear_waiting(slot)
 
+    def catch_up(self, slot: int, committed: int) -> bool:
+        """Read the waiting features of a slot, between rounds. Whether its numbers are finite."""
+        sound = [self.arrays.finite(logprobs) for logprobs in self._read_waiting(slot, committed)]
+        return all(sound)
+
     def _catch_up(self, committed: Sequence[int], most: int) -> None:
         """Read the waiting features of slots that are behind by more than `most`."""
         for slot, end in enumerate(committed):
-            if (behind := self.behind[slot]) > most:
+            if self.behind[slot] > most:
                 begin = self.arrays.now()
-                for at in range(0, behind, self.prefill_chunk):
-                    part = self.arrays.waiting_of(slot, at, min(at + self.prefill_chunk, behind))
-                    self.arrays.check(self.take_in(part, end - behind + at, slot), slot)
+                for logprobs in self._read_waiting(slot, end):
+                    self.arrays.check(logprobs, slot)
                 self._passes.append((begin, self.arrays.now()))
-                self.behind[slot] = 0
+
+    def _read_waiting(self, slot: int, committed: int) -> Iterator[Any]:
+        """Read the waiting features of a slot in chunks. Yields log-probabilities to check."""
+        behind, self.behind[slot] = self.behind[slot], 0
+        for at in range(0, behind, self.prefill_chunk):
+            part = self.arrays.waiting_of(slot, at, min(at + self.prefill_chunk, behind))
+            yield self.take_in(part, committed - behind + at, slot)

@@ -139,7 +139,7 @@ class Pair:
             caches.copy(source, target, length)
 
     def kept_bytes(self, length: int, *, draft: bool) -> int:
-        """Bytes of a copy of this many tokens; with `draft`, including the drafter's."""
+        """The most bytes of a copy of this many tokens; with `draft`, including the drafter's."""
         return sum(caches.kept_bytes(length) for caches in self._caches(draft))
 
     def keep(self, slot: int, start: int, stop: int, *, draft: bool) -> Kept:
@@ -148,7 +148,7 @@ class Pair:
         lengths = copies[0].lengths
         if any(each.lengths != lengths for each in copies):
             lengths = [n for n in lengths if all(n in each.lengths for each in copies)]
-        return Kept(start, stop, lengths, copies)
+        return Kept(start, stop, lengths, copies, sum(each.size for each in copies))
 
     def restore(self, slot: int, kept: Sequence[Kept], length: int, *, draft: bool) -> None:
         """Give a slot the first `length` tokens of adjacent copies from position 0 on.

@@ -102,7 +102,7 @@ class Prefixes:
         self._touch(path)
         self.pair.restore(slot, [page.kept for page in path], length, draft=draft)
         self.counts.reused_tokens += length
-        self.counts.reused_bytes += self.pair.kept_bytes(length, draft=draft)
+        self.counts.reused_bytes += sum(page.kept.size for page in path)
 
     def keep(self, slot: int, tokens: Sequence[int], *, draft: bool) -> None:
         """Keep a copy of the tokens that are not kept yet: from the first on, as many as fit.
@@ -120,8 +120,7 @@ class Prefixes:
             if page is None:
                 page = self._copy(slot, start, part, children, path, draft=draft)
             elif start + len(part) == len(tokens):  # its slot could not be cut there
-                with suppress(MemoryError):
-                    page.kept = self.pair.keep(slot, start, len(tokens), draft=draft)
+                self._renew(slot, page, path, draft=draft)
             if page is None:
                 self.counts.refused_tokens += len(tokens) - start
                 self.counts.refused_bytes += self.pair.kept_bytes(len(tokens) - start, draft=draft)
@@ -157,8 +156,7 @@ class Prefixes:
         *,
         draft: bool,
     ) -> Page | None:
-        size = self.pair.kept_bytes(len(part), draft=draft)
-        if not self._make_room(size, path):
+        if not self._make_room(self.pair.kept_bytes(len(part), draft=draft), path):
             return None
         try:
             kept = self.pair.keep(slot, start, start + len(part), draft=draft)
@@ -171,10 +169,20 @@ class Prefixes:
         siblings[part] = page
         self._used[page] = draft
         self.counts.tokens += len(part)
-        self.counts.bytes += size
+        self.counts.bytes += kept.size
         self.counts.kept_tokens += len(part)
-        self.counts.kept_bytes += size
+        self.counts.kept_bytes += kept.size
         return page
+
+    def _renew(self, slot: int, page: Page, path: Sequence[Page], *, draft: bool) -> None:
+        """Copy a page again, from a slot that can be cut to its end."""
+        most = self.pair.kept_bytes(len(page.tokens), draft=draft)
+        if not self._make_room(most - page.kept.size, [*path, page]):
+            return
+        with suppress(MemoryError):
+            kept = self.pair.keep(slot, page.start, page.start + len(page.tokens), draft=draft)
+            self.counts.bytes += kept.size - page.kept.size
+            page.kept = kept
 
     def _make_room(self, size: int, path: Sequence[Page]) -> bool:
         """Drop the oldest pages until `size` bytes fit, except those of `path`."""
@@ -189,10 +197,10 @@ class Prefixes:
     def _remove(self, page: Page) -> int:
         """Remove a page. Returns its bytes."""
         del page.siblings[page.tokens]
-        size = self.pair.kept_bytes(len(page.tokens), draft=self._used.pop(page))
+        del self._used[page]
         self.counts.tokens -= len(page.tokens)
-        self.counts.bytes -= size
-        return size
+        self.counts.bytes -= page.kept.size
+        return page.kept.size
 
     def _touch(self, path: Sequence[Page]) -> None:
         """Mark these pages as used, each behind its parent. The last one counts as the oldest of them."""

@@ -225,6 +225,8 @@ class Scheduler:
             read_prompt(request, np.asarray(logits), start)
         if not drafts_finite:
             self._stop_drafting(request)
+        if request.sound:
+            self.slots.keep_boundary(request)
         if not request.sound or request.committed == len(request.prompt):
             self.filling = None
             emission = (

@@ -85,9 +85,25 @@ class Slots:
         if self.prefixes is None or not ended.committed:
             return
         contents = self.lying[ended.slot] = self.contents(ended)
-        both = contents.longest(ended.committed, draft=True)
-        length = both or contents.longest(ended.committed, draft=False)
-        self.prefixes.keep(ended.slot, contents.tokens[:length], draft=both > 0)
+        self._keep(ended, contents)
+
+    def keep_boundary(self, request: Request) -> None:
+        """Keep a copy of a prompt's beginning, if its slot could not be cut back to this length later."""
+        if self.prefixes is None:
+            return
+        contents = self.contents(request)
+        if contents.target[0] > 1:
+            self._keep(request, contents)
+
+    def _keep(self, request: Request, contents: Contents) -> None:
+        both = contents.longest(request.committed, draft=True)
+        # A drafter that is behind may have none of the lengths of a state.
+        if not both and request.draft and self.pair.drafter.catch_up(request.slot, request.committed):
+            contents = self.contents(request)
+            both = contents.longest(request.committed, draft=True)
+        length = both or contents.longest(request.committed, draft=False)
+        assert self.prefixes is not None
+        self.prefixes.keep(request.slot, contents.tokens[:length], draft=both > 0)
 
     def move(self, request: Request, slot: int) -> None:
         """Move a request in flight to a free slot, over the rows there."""

@@ -108,7 +108,7 @@ class CachePool:
 
     def keep(self, slot: int, start: int, stop: int) -> Kept:
         copies = [rows.copy() for rows in self.read(slot, start, stop)]
-        return Kept(start, stop, range(start + 1, stop + 1), copies)
+        return Kept(start, stop, range(start + 1, stop + 1), copies, self.kept_bytes(stop - start))
 
     def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
         for each in kept:

@@ -44,7 +44,7 @@ class HybridCaches:
             raise DFlashError(
                 f"no memory for the states of {rows.slots} sequences ({size} bytes each): lower max_batch_size"
             ) from error
-        self.state_bytes = size
+        self.state_bytes: int = size
 
     @property
     def arrays(self) -> dict[str, Array]:
@@ -62,8 +62,8 @@ class HybridCaches:
     def lengths(self, slot: int, length: int) -> Sequence[int]:
         return range(max(1, self.position(slot)), length + 1)
 
-    def kept_bytes(self, length: int, *, whole: bool = True) -> int:
-        return self.rows.kept_bytes(length) + (self.state_bytes if whole else 0)
+    def kept_bytes(self, length: int) -> int:
+        return self.rows.kept_bytes(length) + self.state_bytes
 
     def copy(self, source: int, target: int, length: int) -> None:
         self.rows.copy(source, target, length)
@@ -74,9 +74,10 @@ class HybridCaches:
         position = self.position(slot)
         rows, reach = self.rows.keep(slot, start, stop), position + self.most_pending
         if not position <= stop <= reach:
-            return Kept(start, stop, (), _Copy(rows, None))
+            return Kept(start, stop, (), _Copy(rows, None), rows.size)
         states = {name: memory[slot].copy() for name, memory in self.states.items()}
-        return Kept(start, stop, range(max(start + 1, position), stop + 1), _Copy(rows, states))
+        lengths = range(max(start + 1, position), stop + 1)
+        return Kept(start, stop, lengths, _Copy(rows, states), rows.size + self.state_bytes)
 
     def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
         self.rows.restore(slot, [each.data.rows for each in kept], length)

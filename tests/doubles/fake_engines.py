@@ -107,7 +107,13 @@ class FakeEngine:
     def keep(self, slot: int, start: int, stop: int) -> Kept:
         assert POISON not in self.cache[slot, start:stop]
         assert not self.nan[slot, start:stop].any()
-        return Kept(start, stop, range(start + 1, stop + 1), self.cache[slot, start:stop].copy())
+        return Kept(
+            start,
+            stop,
+            range(start + 1, stop + 1),
+            self.cache[slot, start:stop].copy(),
+            ROW_BYTES * (stop - start),
+        )
 
     def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
         assert [each.start for each in kept] == [0, *(each.stop for each in kept[:-1])]
@@ -224,8 +230,8 @@ class StateTarget(FakeTarget):
     def keep(self, slot: int, start: int, stop: int) -> Kept:
         known = self.state[slot][0]
         if known <= stop <= known + len(self.last[slot]):
-            return Kept(start, stop, (stop,), self.at(slot, stop))
-        return Kept(start, stop, (), None)
+            return Kept(start, stop, (stop,), self.at(slot, stop), 4 * ROW_BYTES)
+        return Kept(start, stop, (), None, 0)
 
     def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
         assert (length,) == kept[-1].lengths
@@ -402,7 +408,7 @@ class Pool:
                 assert len(before) % prefixes.page == 0
                 assert not page.children or len(page.tokens) == prefixes.page
                 tokens += len(page.tokens)
-                memory += self.pair.kept_bytes(len(page.tokens), draft=draft)
+                memory += page.kept.size
                 seen.append(page)
                 todo += [(whole, child) for child in page.children.values()]
         assert set(seen) == set(prefixes._used)

@@ -40,7 +40,7 @@ class RowCaches:
                 copies = [rows[slot, :, start:stop].clone() for rows in self.arrays.values()]
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
-        return Kept(start, stop, range(start + 1, stop + 1), copies)
+        return Kept(start, stop, range(start + 1, stop + 1), copies, self.kept_bytes(stop - start))
 
     def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
         with torch.cuda.stream(self._stream):

@@ -1,0 +1,151 @@
+"""Decoding with hybrid targets: the same tokens with and without drafts, in batches, and behind reused prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.request import Request
+from tests.doubles.checkpoints import VOCAB, make_drafter
+from tests.doubles.hybrid_checkpoints import DENSE, SPARSE_IMAGES, load_hybrid, make_hybrid
+from tests.doubles.reference import Drafter, decode, decode_drafting
+from tests.models.test_parity import Case
+
+LONG = 520
+BLOCK_LENGTHS = (2, 16)  # all from 1 to 16 were run once
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hybrid")
+
+
+def make_case(directory: Path, architecture: str, **settings: Any) -> Case:
+    """A target with favourite tokens, so that some drafts are right."""
+    target = make_hybrid(directory / "target", architecture, favourites=6, **settings)
+    drafter = make_drafter(directory / "drafter", target, block_size=16, layers=1, taps=(0, 1))
+    bundle = build(str(target), str(drafter), directory / "bundle", max_seq_len=LONG + 120)
+    return Case(bundle, load_hybrid(target), Drafter(drafter), VOCAB)
+
+
+@pytest.fixture(scope="module")
+def case(directory: Path) -> Case:
+    """Attention between layers with states, so that states depend on rows of attention."""
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    return make_case(directory / "dense", DENSE, num_hidden_layers=3, layer_types=layers)
+
+
+@pytest.fixture(scope="module")
+def llm(case: Case) -> Iterator[LLM]:
+    with LLM(case.bundle.path, max_batch_size=3, prefill_chunk=32, threads=1) as llm:
+        yield llm
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True)
+
+
+def test_drafts_change_no_token_of_a_long_answer(
+    case: Case, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are right up to a random place, so that states are taken back by every number of rows."""
+    prompt, rng = case.tokens(50), np.random.default_rng(0)
+    plain = llm.generate(prompt, greedy(LONG), speculate=False).token_ids
+    assert len(plain) == LONG
+    drafter = llm._runtime.pair.drafter
+    real = drafter.propose
+
+    def propose(active: Sequence[Request], length: int) -> Draft:
+        draft = real(active, length)
+        right = plain[len(active[0].output) :][: rng.integers(draft.nodes)]
+        draft.tokens[0, 1 : 1 + len(right)] = right
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", propose)
+    for block_length in BLOCK_LENGTHS:
+        found = llm.generate(prompt, greedy(LONG), block_length=block_length)
+        assert found.token_ids == plain, block_length
+        assert min(found.statistics.acceptance_histogram[:block_length]) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_batches_change_no_token(case: Case, llm: LLM, temperature: float) -> None:
+    """Five requests in three slots join and leave. Each is compared with itself alone, without drafts."""
+    prompts = [case.tokens(n, seed=n) for n in (3, 17, 90, 1, 40)]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=budget, seed=seed, ignore_eos=True)
+        for seed, budget in enumerate((30, 5, 40, 18, 11))
+    ]
+    plain = [llm.generate(t, p, speculate=False).token_ids for t, p in zip(prompts, params, strict=True)]
+    for options in ({"block_length": 5}, {"block_length": 16}, {}):
+        found = llm.generate(prompts, params, **options)
+        assert [each.token_ids for each in found] == plain
+
+
+def test_the_tokens_are_those_of_the_plain_loop(case: Case, llm: LLM) -> None:
+    """The loop in plain torch recomputes every row in every round, without a cache. It accepts the same drafts."""
+    prompt = case.tokens(25)
+    expected = decode_drafting(case.target, case.drafter, prompt, 24, block_length=8)
+    assert expected.tokens == decode(case.target, prompt, 24).tokens
+    found = llm.generate(prompt, greedy(24), block_length=8)
+    assert found.token_ids == expected.tokens
+    assert found.statistics.num_accepted_tokens == sum(expected.accepted)
+
+
+def test_prefixes_are_reused_at_boundaries(case: Case) -> None:
+    """A state is kept where a chunk of a prompt ends, and where a request ends. Tokens are those without reuse."""
+    shared, params = case.tokens(150), greedy(20)
+    prompts = [shared + case.tokens(9, seed=seed) for seed in (1, 2)] + [shared]
+    with LLM(case.bundle.path, prefix_cache_bytes=0, threads=1, prefill_chunk=64) as alone:
+        expected = [alone.generate(prompt, params, speculate=False).token_ids for prompt in prompts]
+    with LLM(case.bundle.path, prefix_cache_bytes=1 << 24, threads=1, prefill_chunk=64) as llm:
+        first = llm.generate(prompts[0], params)
+        assert first.statistics.num_cached_tokens == 0
+        second = llm.generate(prompts[1], params)
+        assert second.statistics.num_cached_tokens == 128  # two chunks
+        again = llm.generate(prompts[0], params)
+        assert again.statistics.num_cached_tokens == len(prompts[0]) - 1
+        talk = prompts[0] + first.token_ids
+        onward = llm.generate(talk + case.tokens(5), params)
+        assert onward.statistics.num_cached_tokens >= len(talk) - 1
+        third = llm.generate(prompts[2], params)
+        assert third.statistics.num_cached_tokens == 128
+        counts = llm._runtime.scheduler.slots.counts
+        assert 0 < counts.bytes <= counts.limit_bytes
+    assert [first.token_ids, second.token_ids, third.token_ids] == expected
+    assert again.token_ids == expected[0]
+
+
+def test_a_small_memory_keeps_few_boundaries(case: Case) -> None:
+    with LLM(case.bundle.path, prefix_cache_bytes=160_000, threads=1, prefill_chunk=64) as llm:
+        for seed in range(4):
+            llm.generate(case.tokens(200, seed=seed), greedy(3))
+        counts = llm._runtime.scheduler.slots.counts
+    assert counts.dropped_tokens > 0
+    assert counts.bytes <= 160_000
+
+
+def test_log_probabilities_of_a_prompt(case: Case, llm: LLM) -> None:
+    """Their passes give logits for every row, so no row is certain: they have at most 16 rows."""
+    prompt = case.tokens(60)
+    params = SamplingParams(max_tokens=8, ignore_eos=True, prompt_logprobs=True)
+    found = llm.generate(prompt, params, speculate=False)
+    assert found.token_ids == llm.generate(prompt, greedy(8), speculate=False).token_ids
+
+
+def test_experts(directory: Path) -> None:
+    case = make_case(
+        directory / "sparse", SPARSE_IMAGES, stacked=True, num_hidden_layers=2, full_attention_interval=2
+    )
+    prompt = case.tokens(30)
+    with LLM(case.bundle.path, max_batch_size=2, threads=1) as llm:
+        plain = llm.generate(prompt, greedy(120), speculate=False).token_ids
+        for block_length in (3, 16):
+            assert llm.generate(prompt, greedy(120), block_length=block_length).token_ids == plain
