@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
-from dflash_trt.errors import DFlashError
+from dflash_trt.errors import BuildError, DFlashError
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -225,6 +225,15 @@ class Engine(ABC):
         """Become a server of this engine's own, in place of this process. Raises DFlashError where it cannot."""
         raise DFlashError(
             f"{bundle.path}: is a bundle for {self.name}, which {server} does not serve; serve it with Triton"
+        )
+
+
+def refuse_states(engine: str, target: TargetConfig) -> None:
+    """Raise BuildError for a target with layers that keep a state, for an engine that holds rows only."""
+    if target.delta_layers:
+        raise BuildError(
+            f"{target.path}: {len(target.delta_layers)} layers are Gated DeltaNet, and --engine {engine} holds no "
+            "states yet; use --engine onnxruntime"
         )
 
 

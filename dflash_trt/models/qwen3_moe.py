@@ -77,9 +77,11 @@ def moe_layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> 
         mlp = m.at("mlp")
         h = m.rms_norm(x, "post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
         logits = mlp.linear(g.to_float(h), "gate", c.hidden_size, moe.num_experts, dtype=FLOAT)
-        stacks = _stacks(mlp, c.hidden_size, moe)
-        dialect = m.dialect
-        if dialect.experts_apart or any(stack.stored for stack in stacks.values()):
+        dialect, whole = m.dialect, _is_stacked(mlp, moe)
+        stacks = {} if whole and not dialect.experts_apart else _stacks(mlp, c.hidden_size, moe)
+        if not stacks:
+            y = experts(g, dialect, c.hidden_size, moe, h, logits, _paired(mlp, c.hidden_size, moe))
+        elif dialect.experts_apart or any(stack.stored for stack in stacks.values()):
             y = dialect.quantized_experts(
                 *(g, h, logits, stacks, m.folder),
                 k=moe.experts_per_token,
@@ -104,8 +106,7 @@ def _shared(m: Module, hidden: int, moe: MoEConfig, x: ir.Value) -> ir.Value:
 
 
 def _stacks(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, Stack]:
-    whole = f"{m.prefix}experts.gate_up_proj"
-    if moe.stacked and (isinstance(m.checkpoint, Outline) or whole in m.checkpoint.tensors):
+    if _is_stacked(m, moe):
         return _slices(m, hidden, moe)
 
     def stack(name: Projection, rows: int, columns: int) -> Stack:
@@ -123,6 +124,23 @@ def _stacks(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, Stack]:
         "up": stack("up", inner, hidden),
         "down": stack("down", hidden, inner),
     }
+
+
+def _is_stacked(m: Module, moe: MoEConfig) -> bool:
+    """Whether the layer's experts are two tensors."""
+    whole = f"{m.prefix}experts.gate_up_proj"
+    return moe.stacked and (isinstance(m.checkpoint, Outline) or whole in m.checkpoint.tensors)
+
+
+def _paired(m: Module, hidden: int, moe: MoEConfig) -> Experts:
+    """The layer's two tensors, with gates and ups interleaved: [E, 2, I, D] becomes [E, I, 2, D]."""
+    g, n, inner = m.g, moe.num_experts, moe.intermediate_size
+    both = m.raw("experts.gate_up_proj", n, 2 * inner, hidden)
+    halves = g.op("Reshape", both, g.constant([n, 2, inner, hidden]), name="gate_up/halves")
+    pairs = g.op("Transpose", halves, name="gate_up/paired", perm=[0, 2, 1, 3])
+    gate_up = g.op("Reshape", pairs, g.constant([n, 2 * inner, hidden]), name="gate_up")
+    gate_up.type = ir.TensorType(m.dtype_of("experts.gate_up_proj"))
+    return Experts(storage="float", gate_up=gate_up, down=m.raw("experts.down_proj", n, hidden, inner))
 
 
 def _slices(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, Stack]:

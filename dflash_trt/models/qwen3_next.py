@@ -141,7 +141,7 @@ def _moe(fields: Fields, layers: int, stacked: bool) -> MoEConfig:
 
 
 def _read(fields: Fields) -> TargetConfig:
-    return read_hybrid(fields, fields, fused=True, sparse=True)
+    return read_hybrid(fields, fields, fused=True, sparse=True, stacked=True)
 
 
 FAMILY = Family("Qwen3NextForCausalLM", "qwen3_next", _read, moe_layer)

@@ -14,6 +14,7 @@ from dflash_trt.engines.base import (
     Engine,
     RunSettings,
     Weights,
+    refuse_states,
 )
 from dflash_trt.errors import BuildError
 from dflash_trt.trtllm.memory import MEMORY
@@ -65,6 +66,7 @@ class TensorRTLLMEntry(Engine):
     ) -> ConfigurationJob:
         from dflash_trt.trtllm.build import configuration_job
 
+        refuse_states(self.name, pair.target.config)
         return configuration_job(pair, settings, place, progress)
 
     def open(self, bundle: Bundle, settings: RunSettings) -> Driver:

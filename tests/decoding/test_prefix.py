@@ -244,15 +244,15 @@ def test_forgotten_rows_are_not_reused() -> None:
 
 
 def test_the_longest_length_that_a_state_was_kept_at_is_reused() -> None:
-    """The last pass over a prompt begins at 40: the state is there then, and the rows of the pass lead to its end."""
+    """States are kept where a pass over a prompt ends: at multiples of 8, and at the end of a prompt."""
     pool, base = Pool(1, 1, kept=400, target=StateTarget), prompt(60)
     assert hits(pool, base[:44], max_tokens=1).statistics.num_cached_tokens == 0
-    for length, cached in ((60, 44), (44, 40), (40, 0), (31, 0)):
+    for length, cached in ((60, 44), (44, 40), (40, 32), (31, 24)):
         again = Pool(1, 1, kept=400, target=StateTarget)
         hits(again, base[:44], max_tokens=1)
         again.scheduler.slots.overwritten()
         assert hits(again, base[:length], max_tokens=1).statistics.num_cached_tokens == cached
-    for length, cached in ((17, 0), (16, 0), (30, 17), (17, 16)):  # kept at 17 and at 16 from here on
+    for length, cached in ((17, 16), (16, 8), (30, 24), (17, 16)):
         pool.scheduler.slots.overwritten()
         assert hits(pool, base[:length], max_tokens=1).statistics.num_cached_tokens == cached
 

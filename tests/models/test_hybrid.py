@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dflash_trt.building.build import build
+from dflash_trt.engines import registry
+from dflash_trt.errors import BuildError
+from dflash_trt.models.configs import read_target_config
 from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.hybrid_checkpoints import (
     DENSE,
@@ -115,3 +119,10 @@ def test_what_is_computed_does_not_depend_on_the_passes(case: Case) -> None:
     for name, state in alone.caches.states.items():
         if not name.startswith("pending"):
             np.testing.assert_array_equal(state[0], beside.caches.states[name][1], err_msg=name)
+
+
+@pytest.mark.parametrize("engine", ["tensorrt", "tensorrt-rtx", "tensorrt-llm"])
+def test_engines_without_states_refuse_to_build(tmp_path: Path, engine: str) -> None:
+    target = SimpleNamespace(config=read_target_config(make_hybrid(tmp_path)))
+    with pytest.raises(BuildError, match="3 layers are Gated DeltaNet, and --engine"):
+        registry.find(engine).job(SimpleNamespace(target=target), None, None, None)  # type: ignore[arg-type]

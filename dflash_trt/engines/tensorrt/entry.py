@@ -15,6 +15,7 @@ from dflash_trt.engines.base import (
     MemoryTraits,
     RunSettings,
     Weights,
+    refuse_states,
 )
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
@@ -55,6 +56,7 @@ class TensorRTEntry(Engine):
     ) -> PlanJob:
         from dflash_trt.engines.tensorrt.build import plan_job
 
+        refuse_states(self.name, pair.target.config)
         return plan_job(self.name, pair, settings, progress)
 
     def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler:
