@@ -4,8 +4,8 @@
 
 Both targets are random, in float32 on ONNX Runtime: 8 layers of 1,024 numbers. The hybrid has 6 layers of Gated
 DeltaNet with states of 8 x 128 x 128, and 2 of attention. A pass of it first replays half of its rows, as after a block
-of which half was accepted. Passes of both targets take turns. Times are in milliseconds, the least of all rounds. Tokens
-are random. The last line is one JSON document.
+of which half was accepted. Passes of both targets take turns. Times are in milliseconds, the least of all rounds.
+Tokens are random. The last line is one JSON document.
 """
 
 from __future__ import annotations
