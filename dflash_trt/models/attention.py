@@ -112,20 +112,33 @@ class Attention:
         return query, gate
 
     def layer(
-        self, m: Module, i: int, x: ir.Value, written: ir.Value, *, width: int | None = None
+        self,
+        m: Module,
+        i: int,
+        x: ir.Value,
+        written: ir.Value,
+        *,
+        width: int | None = None,
+        stored: tuple[ir.Value, ir.Value] | None = None,
     ) -> ir.Value:
-        """`Mixer.layer`; rows have `width` numbers, the hidden size by default."""
+        """`Mixer.layer`; rows have `width` numbers, the hidden size by default.
+
+        `stored`: keys, not yet normed, and values [B*T, N*d] in place of those of `written`.
+        """
         g, c, m = self.g, self.config, m.at("self_attn")
         width = width or c.hidden_size
         size, bias = c.head_dim, c.attention_bias
         n_q, n_kv = c.num_attention_heads, c.num_key_value_heads
         asked = 2 * n_q * size if c.attention_gate else n_q * size
-        asking, stored = {"q_proj": asked}, {"k_proj": n_kv * size, "v_proj": n_kv * size}
-        if written is x:
-            q, k, v = m.linears(x, asking | stored, width, bias=bias)
+        asking, others = {"q_proj": asked}, {"k_proj": n_kv * size, "v_proj": n_kv * size}
+        if stored is not None:
+            q = m.linear(x, "q_proj", width, asked, bias=bias)
+            k, v = stored
+        elif written is x:
+            q, k, v = m.linears(x, asking | others, width, bias=bias)
         else:
             (q,) = m.linears(x, asking, width, bias=bias)
-            k, v = m.linears(written, stored, width, bias=bias)
+            k, v = m.linears(written, others, width, bias=bias)
         gate = None
         if c.attention_gate:
             q, gate = self._gate(q)

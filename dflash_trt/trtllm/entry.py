@@ -16,7 +16,7 @@ from dflash_trt.engines.base import (
     Weights,
     refuse_states,
 )
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.trtllm.memory import MEMORY
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 
@@ -58,6 +58,11 @@ class TensorRTLLMEntry(Engine):
     def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:
         from dflash_trt.trtllm.quantization import check_drafter, target_quantization
 
+        if drafter.architecture != "DFlashDraftModel":
+            raise CheckpointError(
+                f"{drafter.path}: the architecture is {drafter.architecture}, but TensorRT-LLM gets DFlashDraftModel "
+                "only; build with another engine"
+            )
         target_quantization(target)
         check_drafter(drafter.path.parent)
 

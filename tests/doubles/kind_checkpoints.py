@@ -214,3 +214,60 @@ def make_dflash2(
         "candidate_selector.hidden_projection.weight": (24, hidden),
     }
     return _write(directory, config, shapes, seed)
+
+
+def make_dspark(
+    directory: Path,
+    target: Path,
+    *,
+    head: str = "vanilla",
+    rank: int = 24,
+    confidence: bool = False,
+    seed: int = 7,
+) -> Path:
+    """A DSpark drafter; rank 0: DeepSpec's DFlash. Its fields are at the top level, and its rows all predict."""
+    config = dflash_fields(target, "Qwen3DSparkModel", 2)
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    config |= {
+        "block_size": 7,
+        "mask_token_id": MASK,
+        "target_layer_ids": [-1, 2],
+        "markov_rank": rank,
+        "markov_head_type": head,
+        "enable_confidence_head": confidence,
+        "confidence_head_with_markov": confidence and rank > 0,
+    }
+    shapes = dflash_shapes(hidden, 2, 2)
+    shapes |= {"embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
+    if rank:
+        shapes |= {f"markov_head.markov_w{i}.weight": (vocab, rank) for i in (1, 2)}
+        if head == "gated":
+            shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
+            shapes["markov_head.gate_proj.bias"] = (rank,)
+    if confidence:
+        shapes["confidence_head.proj.weight"] = (1, hidden + rank)
+        shapes["confidence_head.proj.bias"] = (1,)
+    return _write(directory, config, shapes, seed)
+
+
+def make_dflare(directory: Path, target: Path, *, seed: int = 8) -> Path:
+    """A DFlare drafter: no fc, shares for each layer, and projections for the context."""
+    config = dflash_fields(target, "QwenDFlareDraftModel", 2)
+    hidden = config["hidden_size"]
+    config["dflash_config"] = {"block_size": 8, "mask_token_id": MASK, "target_layer_ids": [1, 2, 4]}
+    shapes = dflash_shapes(hidden, 3, 2)
+    del shapes["fc.weight"]
+    shapes["layer_fusion_weights"] = (2, 3)
+    for i in range(2):
+        for side in "kv":
+            shapes[f"layers.{i}.self_attn.{side}_proj_target.weight"] = (KV_HEADS * HEAD_DIM, hidden)
+    return _write(directory, config, shapes, seed)
+
+
+def make_jetspec(directory: Path, target: Path, *, seed: int = 9) -> Path:
+    """A JetSpec head: DFlash's tensors, and a causal block."""
+    config = dflash_fields(target, "DFlashDraftModel", 2)
+    dflash = {"block_size": 8, "mask_token_id": MASK, "target_layer_ids": [1, 4], "causal_head": True}
+    return _write(
+        directory, {**config, "dflash_config": dflash}, dflash_shapes(config["hidden_size"], 2, 2), seed
+    )

@@ -216,3 +216,73 @@ class DFlash2(Block):
             found.append(place)
             before = int(place.argmax())
         return found
+
+
+class DFlare(Block):
+    """Each layer mixes the tapped states with shares of its own, and projects them with matrices of its own."""
+
+    def fused(self, features: Tensor, layer: int) -> Tensor:
+        states = features.unflatten(-1, (len(self.taps), -1))
+        shares = self.w["layer_fusion_weights"][layer].softmax(-1)
+        return self.norm((states * shares[:, None]).sum(1), "hidden_norm")
+
+    def keys(self, layer: int, context: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+        name = f"layers.{layer}.self_attn"
+        k, v = (
+            torch.cat(
+                [
+                    self.linear(context, f"{name}.{side}_proj_target"),
+                    self.linear(block, f"{name}.{side}_proj"),
+                ]
+            )
+            for side in "kv"
+        )
+        return k, v
+
+
+class DSpark(Block):
+    """Every row predicts the next token. The Markov head corrects the best `candidates` of a place."""
+
+    candidates = 64
+
+    def rows(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    @torch.no_grad()
+    def propose(self, target: Qwen3ForCausalLM, tokens: list[int], anchor: int, length: int) -> Drafts:
+        features = target_outputs(target, tokens, self.taps)[1]
+        block = torch.tensor([anchor] + [self.mask] * (length - 2))
+        rows = self.hidden(features, self.w["embed_tokens.weight"][block])
+        scores, logprobs, before = list[Tensor](), list[float](), anchor
+        for row in rows:
+            logits, w = self.linear(row, "lm_head"), torch.empty(0)
+            if self.own["markov_rank"]:
+                w = gated = self.w["markov_head.markov_w1.weight"][before]
+                if self.own["markov_head_type"] == "gated":
+                    gated = self.linear(torch.cat([row, w]), "markov_head.gate_proj").sigmoid() * w
+                best = logits.topk(self.candidates).indices
+                corrected = logits + self.w["markov_head.markov_w2.weight"] @ gated
+                logits = torch.full_like(logits, -torch.inf)
+                logits[best] = corrected[best]
+            place = logits.log_softmax(-1)
+            if self.own["enable_confidence_head"]:
+                confidence = self.linear(torch.cat([row, w]), "confidence_head.proj").sigmoid()
+                order = place.topk(3).indices  # the test has three candidates
+                rest = place[order[1:]].log_softmax(-1) + (1 - confidence).log()
+                before = int(order[0])
+                place = torch.full_like(place, -torch.inf)
+                place[order] = torch.cat([confidence.log(), rest])
+                scores.append(place)
+                logprobs.append(float(confidence.log()))
+                continue
+            before = int(place.argmax())
+            scores.append(place)
+            logprobs.append(float(place.max()))
+        return Drafts(
+            [self.best(s, i, logprobs) for i, s in enumerate(scores)], torch.tensor(logprobs), scores
+        )
+
+    @staticmethod
+    def best(scores: Tensor, place: int, logprobs: list[float]) -> int:
+        """The token of the chain: the one with the place's own log-probability."""
+        return int((scores - logprobs[place]).abs().argmin())

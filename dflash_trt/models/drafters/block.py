@@ -19,6 +19,7 @@ from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.graph.builder import GraphBuilder
 from dflash_trt.graph.dialect import Dialect
+from dflash_trt.models.attention import Attention
 from dflash_trt.models.decoder import embed, gated_mlp
 from dflash_trt.models.drafters.candidates import output_candidates
 from dflash_trt.models.mixers import mixers
@@ -106,9 +107,13 @@ class BlockPass:
             self._context = g.op("Reshape", context, self.by_sequence, name="context")
         return self._context
 
-    def embedded(self, *, own: bool = False) -> ir.Value:
-        """The embedded rows of the block, [B*R, D]: by the target's table, or by the drafter's own."""
-        self.context()
+    def embedded(self, *, own: bool = False, fuse: bool = True) -> ir.Value:
+        """The embedded rows of the block, [B*R, D]: by the target's table, or by the drafter's own.
+
+        fuse: whether all layers share one context.
+        """
+        if fuse:
+            self.context()
         root = self.m if own else self.target_root.at(self.target.prefix)
         return embed(root, self.rows_of_block, self.target.vocab_size, self.config.hidden_size)
 
@@ -117,10 +122,12 @@ class BlockPass:
         i: int,
         x: ir.Value,
         convolve: Callable[[Module, str, ir.Value], tuple[Rows, Rows]] | None = None,
+        context: ir.Value | None = None,
     ) -> ir.Value:
         """Layer i on the block rows x [B*R, D].
 
         `convolve(m, name, u)` gives what is done before and after the sublayer `name`, whose normed input is u.
+        `context` [B*S, D]: the layer's own, with projections for keys and values of its own.
         """
         g, layer, config = self.g, self.m.at(f"layers.{i}"), self.config
         hidden = config.hidden_size
@@ -131,11 +138,11 @@ class BlockPass:
                 if convolve is not None:
                     before, after = convolve(layer, "attention_conv", h)
                     h = before(h)
-                rows = g.op("Reshape", h, self.by_sequence, name="block")
-                both = g.op("Concat", self.context(), rows, name="both", axis=1)
-                both = g.op("Reshape", both, g.constant([-1, hidden]), name="flat")
-                both = g.op("Gather", both, self.order, name="packed")
-                h = self.by_layer[i].layer(layer, i, h, both)
+                if context is None:
+                    both = self._behind_context(self.context(), h, hidden)
+                    h = self.by_layer[i].layer(layer, i, h, both)
+                else:
+                    h = self._with_own_context(i, layer, h, context)
                 x = g.op("Add", x, after(h) if after else h, name="residual")
             with g.scope("mlp"):
                 h = layer.rms_norm(x, "post_attention_layernorm", hidden, config.rms_norm_eps)
@@ -145,6 +152,26 @@ class BlockPass:
                     h = before(h)
                 h = gated_mlp(layer.at("mlp"), h, hidden, config.intermediate_size)
                 return g.op("Add", x, after(h) if after else h, name="residual")
+
+    def _behind_context(self, context: ir.Value, rows: ir.Value, width: int) -> ir.Value:
+        """Context rows and block rows as they are written, [B*(S+R), width]. Both have any shape of such rows."""
+        g = self.g
+        by_sequence = g.shape(self.batch, -1, width)
+        parts = [g.op("Reshape", each, by_sequence, name="rows") for each in (context, rows)]
+        both = g.op("Concat", *parts, name="both", axis=1)
+        both = g.op("Reshape", both, g.constant([-1, width]), name="flat")
+        return g.op("Gather", both, self.order, name="packed")
+
+    def _with_own_context(self, i: int, layer: Module, h: ir.Value, context: ir.Value) -> ir.Value:
+        config, m, mixer = self.config, layer.at("self_attn"), self.by_layer[i]
+        assert isinstance(mixer, Attention)
+        width, hidden = config.num_key_value_heads * config.head_dim, config.hidden_size
+        stored = []
+        for side in "kv":
+            of_context = m.linear(context, f"{side}_proj_target", hidden, width, bias=config.attention_bias)
+            of_block = m.linear(h, f"{side}_proj", hidden, width, bias=config.attention_bias)
+            stored.append(self._behind_context(of_context, of_block, width))
+        return mixer.layer(layer, i, h, h, stored=(stored[0], stored[1]))
 
     def drafted(self, x: ir.Value) -> ir.Value:
         """The normed rows that predict, [B*(K-1), D]."""

@@ -27,7 +27,8 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
     """The configuration of a DFlash drafter, as z-lab publishes them. `known`: fields that another kind reads itself.
 
     `block_size` may be in `dflash_config` or at the top level. Causality per layer is `is_causal`, else
-    `dflash_config.causal`. Without both, exactly the sliding layers are causal (vLLM's rule for these checkpoints).
+    `dflash_config.causal`, else JetSpec's `dflash_config.causal_head`. Without them, exactly the sliding layers are
+    causal (vLLM's rule for these checkpoints).
 
     Raises:
         CheckpointError: a field is missing, out of range, or requests something not supported.
@@ -74,7 +75,7 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
 
 
 def _causal_places(fields: Fields, dflash: Fields) -> list[tuple[Fields, str]]:
-    places = [(fields, "is_causal"), (dflash, "causal")]
+    places = [(fields, "is_causal"), (dflash, "causal"), (dflash, "causal_head")]
     return [(place, key) for place, key in places if place.get(key) is not None]
 
 
@@ -84,6 +85,7 @@ _DFLASH_FIELDS = {
     "target_layer_ids",
     "num_target_layers",
     "causal",
+    "causal_head",
     "draft_vocab_size",
     "target_hidden_size",
 }

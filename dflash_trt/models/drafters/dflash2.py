@@ -166,7 +166,7 @@ def _select(block: BlockPass, rows: ir.Value, logits: ir.Value, width: int) -> t
         followers = g.op("Mul", tables[1], weights, name="followers")
         followers = g.op("Transpose", followers, name="by_rank", perm=[0, 1, 3, 2])
         fit = g.to_float(g.op("MatMul", tables[0], followers, name="fit"))
-        return best_walk(block, scores, fit, width)
+        return best_walk(block, scores, fit, width)[:2]
 
 
 # Published DFlash2DraftModels have model_type "qwen3", as DFlash's.

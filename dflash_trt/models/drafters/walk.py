@@ -42,8 +42,12 @@ class PairScores:
         return cls(tokens, best, before, count)
 
 
-def best_walk(block: BlockPass, scores: PairScores, fit: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
+def best_walk(
+    block: BlockPass, scores: PairScores, fit: ir.Value, width: int
+) -> tuple[ir.Value, ir.Value, ir.Value]:
     """The `width` best tokens [B*P, W] of each place behind the walk so far, and their log-probabilities.
+
+    The third result is the number of the candidate before each place that the walk took, [B,P].
 
     fit [B,P,k,k]: what candidate a before adds to the logit of candidate b. The walk takes the best one at each place.
     Log-probabilities are of a softmax over the k candidates.
@@ -56,14 +60,18 @@ def best_walk(block: BlockPass, scores: PairScores, fit: ir.Value, width: int) -
     none = g.op("Sub", first, first, name="none")
     behind = g.op("Concat", none, chosen, name="shifted", axis=1)
     behind = g.op("Slice", behind, *map(g.constant, ([0], [-1], [1])), name="behind")
-    row = g.op("GatherND", pairs, g.unsqueeze(behind, 2), name="row", batch_dims=2)  # [B,P,k]
+    row = followed(g, pairs, behind)
     logprobs = g.op("LogSoftmax", row, name="logprobs", axis=-1)
     best, places = g.multi("TopK", logprobs, g.constant([width]), outputs=2, name="best", axis=-1)
     tokens = g.op("GatherElements", scores.tokens, places, name="tokens", axis=2)
     flat = g.constant([-1, width])
-    return g.op("Reshape", tokens, flat, name="flat_tokens"), g.op(
-        "Reshape", best, flat, name="flat_logprobs"
-    )
+    tokens = g.op("Reshape", tokens, flat, name="flat_tokens")
+    return tokens, g.op("Reshape", best, flat, name="flat_logprobs"), behind
+
+
+def followed(g: GraphBuilder, table: ir.Value, behind: ir.Value) -> ir.Value:
+    """The rows [B,P,n] of a table [B,P,k,n] for the candidates that the walk took before each place."""
+    return g.op("GatherND", table, g.unsqueeze(behind, 2), name="followed", batch_dims=2)
 
 
 def _walk(g: GraphBuilder, pairs: ir.Value, count: int, places: int) -> ir.Value:
