@@ -138,7 +138,7 @@ def build_dspark(
 
 
 def _markov(block: BlockPass, rows: ir.Value, scores: PairScores) -> tuple[ir.Value, ir.Value]:
-    """What each candidate before adds to each candidate, [B,P,k,k], and the former's rows of W1, [B,P,k,r]."""
+    """The pair scores of candidates, [B,P,k,k], and the rows of W1 of those before, [B,P,k,r]."""
     g, m, config, rank = block.g, block.m.at("markov_head"), block.config, block.config.own.rank
     vocab, hidden = config.vocab_size, config.hidden_size
     tables = [
