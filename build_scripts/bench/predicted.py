@@ -5,8 +5,8 @@
 
 Groups of so many requests decode together, plainly and with each block length. Only rounds count in which all of
 them are active, so no prefill and no waiting. Between the groups, single passes of that many requests are timed as
-`bench --steps` does, so that a slow moment affects both. Every setting gets the same prompts. Tokens per round are
-counted for each block length, over all loads. Predictions are made from them and from the passes.
+`bench --steps` does, so that a slow moment affects both. Both are medians. Every load gets the same prompts, and tokens
+per round are counted for each block length, over all loads. Predictions are made from them and from the passes.
 Without a bundle, the records are compared and drawn. A later record of a setting replaces an earlier one.
 """
 
@@ -16,7 +16,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -40,11 +40,11 @@ _LEAST = 4  # turns
 
 @dataclass
 class Part:
-    """Tokens, rounds of single requests, and seconds of one setting."""
+    """Tokens, rounds of single requests, and the seconds of each round of one setting."""
 
     tokens: int = 0
     rounds: int = 0
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def measure(
             for one, other in zip(host[:half], host[half:], strict=True)
         ]
         found = document(runtime, {"passes": passes.rows(), "host": means})
-        speeds = ", ".join(f"{length}: {part.tokens / part.seconds:.1f}" for length, part in parts.items())
+        speeds = ", ".join(f"{length}: {_speed(asdict(part), load):.1f}" for length, part in parts.items())
         print(f"{load} requests; tokens/s by block length {speeds}", flush=True)
         yield {
             "steps": found,
@@ -140,7 +140,7 @@ def _group(runtime: Runtime, prompts: Sequence[list[int]], length: int, tokens: 
         made += new
         part.tokens += new
         part.rounds += len(prompts)
-        part.seconds += seconds
+        part.seconds.append(seconds)
     scheduler.clear()
 
 
@@ -164,7 +164,7 @@ def compare(records: Sequence[dict[str, Any]], svg: Path | None) -> None:
             measured, predicted = dict[int, float](), dict[int, float]()
             for load, row in rows.items():
                 made = row["made"][str(block)]
-                measured[load] = made["tokens"] / made["seconds"]
+                measured[load] = _speed(made, load)
                 seconds = layout.plain(load) if block == 1 else layout.round(load, block)
                 assert seconds is not None
                 predicted[load] = load * (1.0 if block == 1 else acceptance.length(block)) / seconds
@@ -190,6 +190,11 @@ def compare(records: Sequence[dict[str, Any]], svg: Path | None) -> None:
                 x="requests at a time",
             )
             file.write(chart.encode())
+
+
+def _speed(made: dict[str, Any], load: int) -> float:
+    """Tokens per second: the mean tokens of a round, over the median of its seconds."""
+    return float(load * made["tokens"] / made["rounds"] / median(made["seconds"]))
 
 
 def _merged(documents: Sequence[dict[str, Any]]) -> Steps:

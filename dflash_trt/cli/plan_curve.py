@@ -96,6 +96,7 @@ def run(args: argparse.Namespace, inventory: Inventory, settings: Settings) -> i
     from dflash_trt.planning import times
     from dflash_trt.planning.curve import compute_curves
     from dflash_trt.planning.layouts import model_layouts
+    from dflash_trt.planning.operators import operator_layouts
 
     pair = known_pair(args.target)
     name = Path(args.target).name if pair is None else pair.name
@@ -115,12 +116,15 @@ def run(args: argparse.Namespace, inventory: Inventory, settings: Settings) -> i
             context=context,
             unit="GPU",
         )
+    models = model_layouts(inventory, settings, name=name, context=context)
+    stored = args.precision is None
+    measured, source = operator_layouts(models, args.engine, name) if stored else ([], "")
     curves = compute_curves(
-        model_layouts(inventory, settings, name=name, context=context),
+        measured or models,
         acceptance,
         name=name,
         place=gpu.name,
-        times=times.SOURCE,
+        times=source or times.SOURCE,
         context=context,
         blocks=blocks,
         chain=chain,

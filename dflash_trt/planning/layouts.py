@@ -48,14 +48,20 @@ class ModelLayout:
         )
 
     def chain(self, batch: int, chain: Chain) -> float:
-        constants, context = self.constants, self.context
-        layer = _chain_work(self.config, self.gpu, self.gpus)
-        step = times.pass_seconds(layer, self.gpu, constants, requests=batch, width=1, context=context)
-        width = chain.steps + 1
+        constants, width = self.constants, chain.steps + 1
         verify = times.pass_seconds(
-            self.target, self.gpu, constants, requests=batch, width=width, context=context
+            self.target, self.gpu, constants, requests=batch, width=width, context=self.context
         )
-        return verify + chain.steps * step + constants.round_seconds + constants.request_seconds * batch
+        host = constants.round_seconds + constants.request_seconds * batch
+        return verify + self.chain_seconds(batch, chain) + host
+
+    def chain_seconds(self, batch: int, chain: Chain) -> float:
+        """The passes of EAGLE-3's own layer in a round."""
+        layer = _chain_work(self.config, self.gpu, self.gpus)
+        step = times.pass_seconds(
+            layer, self.gpu, self.constants, requests=batch, width=1, context=self.context
+        )
+        return chain.steps * step
 
 
 def model_layouts(
