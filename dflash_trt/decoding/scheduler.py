@@ -16,6 +16,7 @@ import numpy as np
 
 from dflash_trt.decoding.acceptance import Verdict
 from dflash_trt.decoding.commit import commit, fail, first_token, leave, non_finite, read_prompt
+from dflash_trt.decoding.coupling import couple
 from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.fitting import fit
 from dflash_trt.decoding.leaving import Leaving
@@ -132,6 +133,7 @@ class Scheduler:
             room = 1
         drafting = [slot for slot, request in enumerate(active) if request.draft]
         proposed = pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
+        proposed = couple(proposed, active)
         drafted, draft = proposed.nodes, proposed
         own = dict[int, int]()  # of requests with a structure: leading drafts that are the drafter's own
         if any(request.structured for request in active):

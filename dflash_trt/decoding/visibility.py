@@ -26,7 +26,7 @@ def tree_rows(parents: Array) -> dict[str, Array]:
 
 
 class ChainRows:
-    """The same inputs for chains of any length: views of one triangle, which grows."""
+    """The same inputs for chains of any length: copies from one triangle, which grows."""
 
     def __init__(self) -> None:
         self._triangle: Array = np.ones((1, 1), bool)
@@ -35,6 +35,6 @@ class ChainRows:
         if nodes > len(self._triangle):
             self._triangle = np.tri(nodes, dtype=bool)
         return {
-            "depths": np.broadcast_to(np.arange(nodes), (count, nodes)),
-            "visible": np.broadcast_to(self._triangle[:nodes, :nodes], (count, nodes, nodes)),
+            "depths": np.tile(np.arange(nodes), (count, 1)),
+            "visible": np.tile(self._triangle[:nodes, :nodes], (count, 1, 1)),
         }

@@ -26,6 +26,7 @@ NUMPY = {
     onnx.TensorProto.FLOAT: np.float32,
     onnx.TensorProto.INT64: np.int64,
     onnx.TensorProto.FLOAT16: np.float16,
+    onnx.TensorProto.BOOL: np.bool_,
 }
 
 
@@ -74,7 +75,7 @@ class TensorIOMode:
 
 
 class DataType:
-    FLOAT, HALF, BF16, INT64 = np.float32, np.float16, "bf16", np.int64
+    FLOAT, HALF, BF16, INT64, BOOL = np.float32, np.float16, "bf16", np.int64, np.bool_
 
 
 class LayerType:

@@ -246,14 +246,14 @@ class DeviceArrays:
 
     def verified(self, active: Sequence[Request], draft: Draft, outputs: Mapping[str, Any]) -> Verified:
         """The graph decides for greedy requests. If the kernels sample, they decide for all requests except adjusted
-        ones.
+        ones. The host decides over trees.
 
         Also reads the tokens of the draft and its log-probabilities.
         """
         n, length = draft.tokens.shape
         logits = outputs["logits"]
         with torch.cuda.stream(self._stream):
-            made = self._decide(active, outputs)
+            made = self._decide(active, outputs) if draft.parents is None else None
             for name in ("accepted", "next_token") if made is not None else ():
                 self._target.buffer(DECODE, name, n).copy_(getattr(made, name))
             self._round.largest(logits)
@@ -267,7 +267,10 @@ class DeviceArrays:
         return Verified(
             found.accepted,
             found.next_token,
-            decided=[r.params.greedy if made is None else r.history is None for r in active],
+            decided=[
+                draft.parents is None and (r.params.greedy if made is None else r.history is None)
+                for r in active
+            ],
             finite=None if found.finite.all() else found.finite,
             logits=self.readable(logits),
             drafts_finite=found.drafts_finite.tolist(),

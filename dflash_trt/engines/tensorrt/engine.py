@@ -28,6 +28,8 @@ _DIMENSIONS = {
     "tokens": "BS",
     "start": "B",
     "rows": "BR",
+    "depths": "BS",
+    "visible": "BSS",
     "features": "BS",
     "n_features": "B",
     "block": "BK",
@@ -300,5 +302,6 @@ def _torch_dtype(trt: Any, dtype: Any) -> torch.dtype:
         trt.DataType.HALF: torch.float16,
         trt.DataType.BF16: torch.bfloat16,
         trt.DataType.INT64: torch.int64,
+        trt.DataType.BOOL: torch.bool,
     }
     return names[dtype]
