@@ -182,7 +182,7 @@ class Pair:
         self.drafter.engine.close()
 
     def _rows(self, count: int, nodes: int, parents: Any = None) -> dict[str, Any]:
-        """What the target's graph asks about the rows of a pass, if it takes trees."""
+        """The target's inputs about the rows of a pass, if its graph takes trees."""
         if not self.trees:
             if parents is not None:
                 raise ValueError("the target's graph takes chains only, not trees")

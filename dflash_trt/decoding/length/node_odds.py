@@ -33,7 +33,7 @@ class NodeOdds:
         self._precision, self._mean = self._prior_precision, self._prior
 
     def __call__(self, logprobs: Array) -> tuple[Array, Array]:
-        """Of candidates [.., drafts, W]: the probability of each behind the best ones, and behind any others.
+        """The probability of each candidate [.., drafts, W] behind the best ones, and behind any others.
 
         A worse rank is never more probable than a better one.
         """

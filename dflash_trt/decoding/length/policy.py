@@ -20,8 +20,8 @@ class Lengths(Protocol):
 
     `observe` reports the result of each round, so that a policy can learn. `logprobs` [n, drafted-1], `accepted` and
     `offered` (the drafts that could be accepted) belong to the n requests that take drafts. `judged` are their slots,
-    and `decided` the tokens that the round decided for each. Of a tree, `accepted` and `offered` count the chain of the
-    best candidates. The choice never changes
+    and `decided` the tokens that the round decided for each. `accepted` and `offered` count the chain of the best
+    candidates, in a tree too. The choice never changes
     the committed tokens, only their time (see `acceptance.accept`).
 
     most: the largest number of nodes that `verify` may get.

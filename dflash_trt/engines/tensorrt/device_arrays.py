@@ -20,6 +20,7 @@ from dflash_trt.decoding.arrays import chosen
 from dflash_trt.decoding.draft import Candidates, Draft, Verified
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.request import Request
+from dflash_trt.decoding.visibility import ChainRows
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, prefill_length
@@ -99,7 +100,7 @@ class DeviceArrays:
         feature_size = taps * hidden_size
         self._taps, self._vocab = taps, vocab_size
         self.most_waiting, self._mask_token_id = block_size, mask_token_id
-        self.most_nodes = block_size
+        self.most_nodes, self._chain_rows = block_size, ChainRows()
         self._capacity, self._chunk = capacity, prefill_chunk
         device, self._stream = target.device, target.stream
         self._target, self._drafter = target, drafter
@@ -159,6 +160,8 @@ class DeviceArrays:
         if start + filled > self._capacity - self.most_waiting - 1:  # at the end of the cache
             filled = length
         feeds = {**feeds, name: self._filled(engine, name, feeds[name], filled)}
+        if "depths" in feeds:
+            feeds |= self._chain_rows(1, filled)
         outputs = engine.run(PREFILL, feeds, first_slot=slot)
         if engine is not self._target:
             return outputs
