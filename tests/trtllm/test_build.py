@@ -28,6 +28,7 @@ from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_qwen3_moe
 
 H200 = TensorRTLLMOptions(gpu="h200")
+HYBRIDS = ("qwen3_next", "qwen3_5")  # refused
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def built(pair: Path) -> Bundle:
     return build_pair(pair, pair / "bundle")
 
 
-@pytest.mark.parametrize("name", [pair.name for pair in PAIRS])
+@pytest.mark.parametrize("name", [pair.name for pair in PAIRS if not pair.family.startswith(HYBRIDS)])
 def test_every_known_pair_builds_without_weights(name: str, tmp_path: Path) -> None:
     where = TensorRTLLMOptions(gpu="b200", tensor_parallel=8)
     if name in ("tiny", "tiny-gpt-oss", "smollm2-135m", "qwen3-coder-30b-a3b"):
