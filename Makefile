@@ -45,7 +45,7 @@ demo: .venv/installed
 	@.venv/bin/python -m build_scripts.demo
 
 test: .venv-test/installed .venv-server/installed
-	@.venv-test/bin/python -m pytest
+	@.venv-test/bin/python -m pytest --numprocesses 2 --dist loadfile
 	@.venv-server/bin/python -m pytest server_tests
 
 test-floors: .venv-floors/installed
