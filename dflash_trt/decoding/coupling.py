@@ -29,7 +29,7 @@ def couple(draft: Draft, active: Sequence[Request], weight: float = WEIGHT) -> D
     """
     if draft.candidates is None or not draft.at_hand:
         return draft
-    sampled = [slot for slot, each in enumerate(active) if each.draft and not each.params.greedy]
+    sampled = [slot for slot, each in enumerate(active) if each.draft and each.params.temperature > 0]
     if not sampled:
         return draft
     tokens, said = np.array(draft.candidates.tokens), np.array(draft.candidates.logprobs)
