@@ -35,8 +35,8 @@ _THINKING = (
     "the drafter was trained on answers without thinking: switch it off with "
     'chat_template_kwargs={"enable_thinking": False}, or far fewer drafts are accepted'
 )
-# The configurations of hybrid pairs follow from descriptions of the models. Their sizes are published, their files were
-# not read.
+# The configurations of hybrid pairs follow from descriptions of the models, those of the targets too. No published file
+# was read. A checkpoint brings its own.
 _HYBRID = (
     "dflash_config.mask_token_id",
     "dflash_config.target_layer_ids",
@@ -130,7 +130,7 @@ PAIRS = (
         "z-lab/Qwen3-Coder-Next-DFlash",
         "qwen3_next",
         16,
-        "code; a hybrid with experts",
+        "code; a hybrid with experts, from descriptions",
         unverified=_HYBRID,
     ),
     KnownPair(
@@ -139,7 +139,7 @@ PAIRS = (
         "z-lab/Qwen3.5-4B-DFlash",
         "qwen3_5_text",
         16,
-        "a hybrid",
+        "a hybrid, from descriptions",
         unverified=_HYBRID,
     ),
     KnownPair(
@@ -148,7 +148,7 @@ PAIRS = (
         "z-lab/Qwen3.5-9B-DFlash",
         "qwen3_5_text",
         16,
-        "a hybrid",
+        "a hybrid, from descriptions",
         unverified=_HYBRID,
     ),
     KnownPair(
@@ -157,7 +157,7 @@ PAIRS = (
         "z-lab/Qwen3.5-27B-DFlash",
         "qwen3_5_text",
         16,
-        "a hybrid",
+        "a hybrid, from descriptions",
         unverified=_HYBRID,
     ),
     KnownPair(
@@ -166,7 +166,7 @@ PAIRS = (
         "z-lab/Qwen3.5-35B-A3B-DFlash",
         "qwen3_5_moe_text",
         16,
-        "a hybrid with experts",
+        "a hybrid with experts, from descriptions",
         unverified=_HYBRID,
     ),
     KnownPair(
@@ -175,7 +175,7 @@ PAIRS = (
         "z-lab/Qwen3.5-122B-A10B-DFlash",
         "qwen3_5_moe_text",
         16,
-        "a hybrid with experts; the drafter slides",
+        "a hybrid with experts, from descriptions; the drafter slides",
         unverified=_HYBRID,
     ),
     KnownPair(
@@ -184,7 +184,7 @@ PAIRS = (
         "z-lab/Qwen3.6-27B-DFlash",
         "qwen3_5_text",
         16,
-        "a hybrid; the drafter slides",
+        "a hybrid, from descriptions; the drafter slides",
         unverified=_HYBRID,
     ),
     KnownPair(
@@ -193,7 +193,7 @@ PAIRS = (
         "z-lab/Qwen3.6-35B-A3B-DFlash",
         "qwen3_5_moe_text",
         16,
-        "a hybrid with experts",
+        "a hybrid with experts, from descriptions",
         unverified=_HYBRID,
     ),
 )
