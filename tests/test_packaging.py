@@ -30,7 +30,7 @@ print(len(names))
 NOT_CORE = (
     *("torch", "transformers", "safetensors", "modelopt", "jsonschema", "triton", "gguf", "accelerate"),
     *("tensorrt", "tensorrt_rtx", "tensorrt_llm", "aiohttp", "grpc", "hypothesis", "pytest"),
-    *("fastapi", "starlette", "uvicorn", "pydantic", "openai"),
+    *("fastapi", "starlette", "uvicorn", "pydantic", "openai", "opentelemetry", "aiconfigurator_core"),
 )
 
 
@@ -53,7 +53,9 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
         "protocol",
     )
     routes = [f"dflash_trt.serving.openai.{name}" for name in (*names, "responses", "structure")]
-    with_torch = "batches blocks card checkpoint head_sample initial loop masks model run state target"
+    with_torch = (
+        "batches blocks card checkpoint dflash2 eagle3 head_sample initial loop masks model run state target"
+    )
     training = [f"dflash_trt.training.{name}" for name in with_torch.split()]
     code = IMPORT_ALL.format(blocked=NOT_CORE, skipped=(*plugins, *engines, *proxy, *routes, *training))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "plugins")))}
