@@ -30,6 +30,10 @@ module.LLM.delay = 0.03  # seconds between responses, so that a stream has sever
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, Tokenizer]]:
     root = tmp_path_factory.mktemp("trtllm")
     (root / "tensorrt_llm.py").write_text(PACKAGE)
+    for package in ("flash_attn/cute", "flashinfer"):  # the drafter's attention on H200
+        (root / package).mkdir(parents=True)
+        (root / package / "__init__.py").touch()
+    (root / "flash_attn" / "__init__.py").touch()
     options = TensorRTLLMOptions(gpu="h200")
     bundle = build("tiny", None, root / "bundle", engine="tensorrt-llm", options=options)
     with pytest.MonkeyPatch.context() as patch:

@@ -164,7 +164,7 @@ def onnxruntime_delta(kind: DeltaKind) -> ir.Function:
         decay, beta = g.multi(
             "Split", cut(gates, first, end), outputs=2, name="gates", axis=-1, num_outputs=2
         )
-        return g.multi(
+        results = g.multi(
             "LinearAttention",
             *(cut(x, first, end) for x in (a.q, a.k, a.v)),
             *(state, decay, beta),
@@ -176,6 +176,8 @@ def onnxruntime_delta(kind: DeltaKind) -> ir.Function:
             update_rule="gated_delta",
             scale=1.0,
         )
+        # ONNX knows no type of this operator's results, so its checker needs a cast. ONNX Runtime drops the cast.
+        return tuple(g.op("Cast", result, name="typed", to=int(FLOAT)) for result in results)
 
     end = g.dim(a.q, 1, name="end")
     behind = g.op("Add", a.replayed, most, name="behind_certain")

@@ -91,7 +91,8 @@ def moe_layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> 
         else:
             y = experts(g, dialect, c.hidden_size, moe, h, logits, _joined(mlp, stacks))
         if moe.shared_intermediate_size:
-            y = g.op("Add", y, _shared(mlp, c.hidden_size, moe, h), name="with_shared")
+            # ONNX's checker asks for the type of the first term. It knows none of the experts' operator.
+            y = g.op("Add", _shared(mlp, c.hidden_size, moe, h), y, name="with_shared")
         return g.op("Add", x, y, name="residual")
 
 

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from dflash_trt.checkpoint.catalogue import known_pair
+from dflash_trt.engines import registry
 from dflash_trt.planning import times
 from dflash_trt.planning.acceptance import Chain
 from dflash_trt.planning.layouts import ModelLayout
@@ -33,7 +34,6 @@ _SYSTEMS = {
     "l40s": "l40s",
     "rtx-pro-6000": "rtx_pro_6000_server",
 }
-_BACKENDS = {"tensorrt-llm": "trtllm"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def operator_layouts(
     No layouts where the package is missing, or has no table for the engine, the GPU or the target.
     """
     known = known_pair(pair)
-    system, backend = _SYSTEMS.get(models[0].gpu.name), _BACKENDS.get(engine)
+    system, backend = _SYSTEMS.get(models[0].gpu.name), registry.find(engine).operators or None
     if (
         known is None
         or known.target_repo is None

@@ -251,8 +251,8 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 DRAFTER_REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
-        {"architectures": ["DFlash2DraftModel"]},
-        "is ['DFlash2DraftModel'], supported as a drafter: DFlashDraftModel",
+        {"architectures": ["DFlash9DraftModel"]},
+        "is ['DFlash9DraftModel'], supported as a drafter: ",
     ),
     ({"dflash_config": MISSING}, "dflash_config is missing"),
     ({"dflash_config": [1]}, "dflash_config is [1], expected an object"),

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 START = """import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.executable, [sys.executable, "-m", "dflash_trt", *sys.argv[1:]])"""
+PROMPT = r"\n\S*> $"
 CYAN = "\x1b[36m"  # of accepted drafts
 
 
@@ -47,9 +49,24 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.ours, text.encode())
 
-    def until(self, pattern: str, start: int = 0) -> str:
+    def ask(self, line: str) -> str:
+        """Type a line at the prompt. What is shown up to the next prompt, where the editor has the terminal again."""
+        at = len(self.shown)
+        self.type(f"{line}\r")
+        return self.until(PROMPT, at)
+
+    def interrupt(self, pattern: str, start: int) -> None:
+        """Type Ctrl-C until the pattern is shown. A line editor may miss one that comes as it begins to wait."""
+        for _ in range(20):
+            self.type("\x03")
+            with suppress(AssertionError):
+                self.until(pattern, start, seconds=3)
+                return
+        raise AssertionError(self.shown)
+
+    def until(self, pattern: str, start: int = 0, seconds: float = 40) -> str:
         """Read until the pattern is shown behind `start`; what is shown there."""
-        end = time.monotonic() + 40
+        end = time.monotonic() + seconds
         while not re.search(pattern, self.shown[start:]):
             assert time.monotonic() < end, self.shown
             if not select.select([self.ours], [], [], 1)[0]:
@@ -66,20 +83,14 @@ def test_a_conversation_in_a_terminal(bundle: Path) -> None:
     try:
         terminal.until(r"Ctrl-D ends\.")
         terminal.until("> $")
-        at = len(terminal.shown)
-        terminal.type("Add 1.\r")
-        answer = terminal.until(r"acceptance length \d+\.\d+", at)
+        answer = terminal.ask("Add 1.")
         accepted = re.search(r"acceptance length (\d+\.\d+)", answer)
         assert accepted is not None
         assert (CYAN in answer) == (float(accepted[1]) > 1)
-        at = len(terminal.shown)
-        terminal.type("/draft off\r/stats\r")
-        assert "drafts off" in terminal.until(r"drafts off[\s\S]*tokens/s", at)
-        at = len(terminal.shown)
-        terminal.type("\x03")  # at the prompt it only begins a new line
-        terminal.until(r"\n\S*> $", at)
-        terminal.type("/reset\r")
-        terminal.until("new conversation", at)
+        assert "drafts off" in terminal.ask("/draft off")
+        assert "tokens/s" in terminal.ask("/stats")
+        terminal.interrupt(PROMPT, len(terminal.shown))  # at the prompt it only begins a new line
+        assert "new conversation" in terminal.ask("/reset")
         terminal.type("\x04")
         assert terminal.process.wait(60) == 0
     finally:

@@ -43,7 +43,7 @@ MISTAKES = [
     ("build --target target --drafter drafter --max-seq-len 9999999", "--max-seq-len is 9999999"),
     ("build --target target --drafter drafter --precision target=fp9", "target=fp9 (did you mean 'fp8'?)"),
     ("build --target gpt-oss-20b --engine tensorrt-llm", "needs --gpu"),
-    ("plan --target qwen3-9b --gpu h100", "qwen3-9b: no pair has this name (did you mean 'qwen3-8b'?)"),
+    ("plan --target qwen3-8c --gpu h100", "qwen3-8c: no pair has this name (did you mean 'qwen3-8b'?)"),
     ("plan --target qwen3-8b --gpu rtx-409", "(did you mean 'rtx-4090'?)", "or give the figures of yours"),
     ("plan --target qwen3-8b", "--target and --gpu are required"),
     ("generate tiny -p hi", "is the name of a pair", "dflash-trt build --target tiny"),
