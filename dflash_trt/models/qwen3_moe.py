@@ -45,16 +45,31 @@ def _read(fields: Fields) -> TargetConfig:
     )
     common = decoder(fields, qk_norm=True)
     layers = common["num_hidden_layers"]
+    moe = read_experts(fields, layers, ("num_experts", "num_local_experts"), normalize=False)
+    # max_window_layers has no effect: if there is a window, every layer has it.
+    return target(fields, common, [window_of(fields)] * layers, moe)
+
+
+def read_experts(
+    fields: Fields,
+    layers: int,
+    count_names: tuple[str, ...] = ("num_experts",),
+    *,
+    normalize: bool,
+    shared_intermediate_size: int = 0,
+    stacked: bool = False,
+) -> MoEConfig:
+    """The experts of a Qwen model with so many layers. `normalize`: what `norm_topk_prob` is where it is missing."""
+    experts, chosen = expert_counts(fields, count_names, ("num_experts_per_tok",))
     step = fields.integer("decoder_sparse_step", default=1)
-    dense = set(
+    dense = (
         fields.integers("mlp_only_layers", most=LAYERS) if fields.get("mlp_only_layers") is not None else ()
     )
-    experts, chosen = expert_counts(fields, ("num_experts", "num_local_experts"), ("num_experts_per_tok",))
-    moe = MoEConfig(
+    return MoEConfig(
         num_experts=experts,
         experts_per_token=chosen,
         intermediate_size=fields.integer("moe_intermediate_size", maximum=WIDTH),
-        normalize_weights=fields.boolean("norm_topk_prob", default=False),
+        normalize_weights=fields.boolean("norm_topk_prob", default=normalize),
         sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
         activation="silu",
         alpha=1.0,
@@ -62,9 +77,9 @@ def _read(fields: Fields) -> TargetConfig:
         router_bias=False,
         expert_bias=False,
         quantization=None,
+        shared_intermediate_size=shared_intermediate_size,
+        stacked=stacked,
     )
-    # max_window_layers has no effect: if there is a window, every layer has it.
-    return target(fields, common, [window_of(fields)] * layers, moe)
 
 
 def moe_layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> ir.Value:

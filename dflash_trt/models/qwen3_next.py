@@ -13,14 +13,13 @@ from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import LayerAttention, LayerDeltaNet, MoEConfig, TargetConfig
 from dflash_trt.errors import quoted
 from dflash_trt.models.family import Family
-from dflash_trt.models.qwen3_moe import moe_layer
+from dflash_trt.models.qwen3_moe import moe_layer, read_experts
 from dflash_trt.models.reading import (
     HEAD_DIM,
     LAYERS,
     WIDTH,
     check_quantization,
     decoder,
-    expert_counts,
     refuse,
     target,
 )
@@ -118,26 +117,8 @@ def _layers(fields: Fields, count: int, *, fused: bool) -> tuple[LayerAttention 
 
 
 def _moe(fields: Fields, layers: int, stacked: bool) -> MoEConfig:
-    experts, chosen = expert_counts(fields, ("num_experts",), ("num_experts_per_tok",))
-    step = fields.integer("decoder_sparse_step", default=1)
-    dense = (
-        fields.integers("mlp_only_layers", most=LAYERS) if fields.get("mlp_only_layers") is not None else ()
-    )
-    return MoEConfig(
-        num_experts=experts,
-        experts_per_token=chosen,
-        intermediate_size=fields.integer("moe_intermediate_size", maximum=WIDTH),
-        normalize_weights=fields.boolean("norm_topk_prob", default=True),
-        sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-        activation="silu",
-        alpha=1.0,
-        limit=None,
-        router_bias=False,
-        expert_bias=False,
-        quantization=None,
-        shared_intermediate_size=fields.integer("shared_expert_intermediate_size", maximum=WIDTH),
-        stacked=stacked,
-    )
+    shared = fields.integer("shared_expert_intermediate_size", maximum=WIDTH)
+    return read_experts(fields, layers, normalize=True, shared_intermediate_size=shared, stacked=stacked)
 
 
 def _read(fields: Fields) -> TargetConfig:

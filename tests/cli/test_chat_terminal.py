@@ -50,7 +50,7 @@ class Terminal:
         os.write(self.ours, text.encode())
 
     def ask(self, line: str) -> str:
-        """Type a line at the prompt. Returns the text up to the next prompt, where the editor has the terminal again."""
+        """Type a line at the prompt. Returns the text up to the next prompt, where the editor waits again."""
         at = len(self.shown)
         self.type(f"{line}\r")
         return self.until(PROMPT, at)
