@@ -96,9 +96,10 @@ def write_pair(work: Path, pair: str, layers: int) -> dict[str, int]:
         place.mkdir()
         config = json.loads((source / "config.json").read_text())
         if place == target:
-            config["num_hidden_layers"] = layers
-            if "layer_types" in config:
-                config["layer_types"] = config["layer_types"][:layers]
+            text = config.get("text_config", config)
+            text["num_hidden_layers"] = layers
+            if "layer_types" in text:
+                text["layer_types"] = text["layer_types"][:layers]
         else:
             taps = [i * layers // 5 for i in range(5)]
             config["dflash_config"]["target_layer_ids"] = sorted(set(taps))

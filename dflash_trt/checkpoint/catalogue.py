@@ -179,6 +179,15 @@ PAIRS = (
         unverified=_HYBRID,
     ),
     KnownPair(
+        "qwen3.5-397b-a17b",
+        "Qwen/Qwen3.5-397B-A17B",
+        "z-lab/Qwen3.5-397B-A17B-DFlash",
+        "qwen3_5_moe_text",
+        16,
+        "a hybrid with experts, from descriptions; the drafter slides",
+        unverified=_HYBRID,
+    ),
+    KnownPair(
         "qwen3.6-27b",
         "Qwen/Qwen3.6-27B",
         "z-lab/Qwen3.6-27B-DFlash",
@@ -194,6 +203,15 @@ PAIRS = (
         "qwen3_5_moe_text",
         16,
         "a hybrid with experts, from descriptions",
+        unverified=_HYBRID,
+    ),
+    KnownPair(
+        "qwen3.8-27b",
+        "Qwen/Qwen3.8-27B",
+        "z-lab/Qwen3.8-27B-DFlash2",
+        "qwen3_5_text",
+        8,
+        "a hybrid, from descriptions; a DFlash2 drafter that slides",
         unverified=_HYBRID,
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_trt import LLM, SamplingParams
+from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
 from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, SPARSE_IMAGES, load_hybrid, make_hybrid
-from tests.doubles.reference import Drafter, decode, decode_drafting
+from tests.doubles.reference import Drafter, decode, decode_drafting, target_outputs
 from tests.models.test_parity import Case
 
 LONG = 520
@@ -97,6 +98,62 @@ def test_the_tokens_are_those_of_the_plain_loop(case: Case, llm: LLM) -> None:
     found = llm.generate(prompt, greedy(24), block_length=8)
     assert found.token_ids == expected.tokens
     assert found.statistics.num_accepted_tokens == sum(expected.accepted)
+
+
+def test_a_long_answer_is_that_of_the_plain_loop(case: Case, llm: LLM) -> None:
+    """One pass of the target in plain torch over the whole answer: each of its tokens is the best after those before.
+
+    The same pass gives the drafter's features of every round.
+    """
+    prompt = case.tokens(25)
+    found = llm.generate(prompt, greedy(LONG), block_length=8)
+    tokens = prompt + found.token_ids
+    logits, features = target_outputs(case.target, tokens, case.drafter.taps)
+    best = logits.argmax(-1).tolist()
+    assert best[len(prompt) - 1 : -1] == found.token_ids
+    assert llm.generate(prompt, greedy(LONG), speculate=False).token_ids == found.token_ids
+    accepted, rows = 0, len(prompt)
+    while rows < len(tokens) - 1:
+        length = min(8, len(tokens) - 1 - rows)
+        draft = case.drafter.propose(case.target, features[:rows], tokens[rows], length).tokens
+        kept = next((n for n, each in enumerate(draft) if each != tokens[rows + 1 + n]), len(draft))
+        accepted, rows = accepted + kept, rows + kept + 1
+    assert found.statistics.num_accepted_tokens == accepted > 0
+
+
+def test_who_leaves_changes_no_token(case: Case) -> None:
+    """Requests leave while their prompt is read and while they decode. The next ones get their slots and states."""
+    prompts = [case.tokens(n, seed=n) for n in (40, 70, 30, 66, 9)]
+
+    async def body() -> list[list[int]]:
+        async with AsyncLLM(case.bundle.path, max_batch_size=2, prefill_chunk=32, threads=1) as llm:
+
+            async def leave(prompt: list[int], after: int) -> None:
+                seen, stream = 0, llm.stream(prompt, greedy(200), block_length=4)
+                async for chunk in stream:
+                    seen += len(chunk.token_ids)
+                    if seen >= after:
+                        await stream.aclose()
+                        return
+
+            async def give_up(prompt: list[int]) -> None:
+                task = asyncio.create_task(llm.generate(prompt, greedy(200)))
+                await asyncio.sleep(0.02)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+            stays = asyncio.create_task(llm.generate(prompts[0], greedy(150), block_length=5))
+            others = []
+            for n, prompt in enumerate(prompts[1:]):
+                await (give_up(prompt) if n % 2 else leave(prompt, 5 + 3 * n))
+                others.append(await llm.generate(prompt, greedy(20), block_length=16))
+            return [(await stays).token_ids, *(each.token_ids for each in others)]
+
+    found = asyncio.run(body())
+    with LLM(case.bundle.path, threads=1, prefix_cache_bytes=0) as alone:
+        counts = [150, 20, 20, 20, 20]
+        for tokens, prompt, count in zip(found, prompts, counts, strict=True):
+            assert tokens == alone.generate(prompt, greedy(count), speculate=False).token_ids
 
 
 def test_prefixes_are_reused_at_boundaries(case: Case) -> None:

@@ -26,6 +26,7 @@ from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, prefill_length
 from dflash_trt.engines.tensorrt.round_memory import RoundMemory
 from dflash_trt.engines.tensorrt.runtime_config import kernel_cache
+from dflash_trt.engines.tensorrt.states import HybridCaches
 from dflash_trt.engines.tensorrt.warm_up import warm_up
 from dflash_trt.errors import BuildError, BundleError
 
@@ -165,6 +166,8 @@ class DeviceArrays:
         outputs = engine.run(PREFILL, feeds, first_slot=slot)
         if engine is not self._target:
             return outputs
+        if isinstance(engine.caches, HybridCaches):
+            engine.caches.passed(slot, feeds["start"], int(feeds["rows"][0, 0]))
         return {**outputs, "features": outputs["features"][:, :length]}
 
     def _filled(self, engine: TensorRTEngine, name: str, given: Any, length: int) -> Any:
@@ -189,7 +192,10 @@ class DeviceArrays:
             else:
                 self._flush()  # the pass overwrites the features
                 tensors = self._round.target_feeds(tensors)
-        return engine.run(DECODE, tensors)
+        outputs = engine.run(DECODE, tensors)
+        if isinstance(engine.caches, HybridCaches):
+            engine.caches.passed(0, feeds["start"], 0)  # every row has logits, so none is certain
+        return outputs
 
     def now(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)

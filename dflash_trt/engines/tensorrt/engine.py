@@ -19,6 +19,7 @@ import torch
 from dflash_trt.engines.tensorrt.caches import RowCaches
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, QUERY
 from dflash_trt.engines.tensorrt.runtime_config import KernelCache, captures_by_itself, contexts
+from dflash_trt.engines.tensorrt.states import HybridCaches
 from dflash_trt.errors import BundleError
 
 Array = np.ndarray[Any, Any]
@@ -42,7 +43,7 @@ class TensorRTEngine:
     """One plan over a pool of cache slots `[slots, heads, capacity, size]`, one per cache.
 
     A pass over n sequences uses the slots `first_slot .. first_slot + n - 1` as a view. Cache inputs and outputs are
-    bound to the same memory. There is one context per profile. Inputs and outputs are buffers of their largest size,
+    bound to the same memory; a state's output has memory of its own (states.py). There is one context per profile. Inputs and outputs are buffers of their largest size,
     and a pass uses the beginning. Contexts are bound to them once; cache bindings change with the slot. Passes of the
     DECODE profile from slot 0 on are captured as CUDA graphs, one per set of shapes. TensorRT-RTX captures them itself
     (runtime_config.py).
@@ -76,15 +77,21 @@ class TensorRTEngine:
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         self.dtypes = {name: _torch_dtype(trt, self._engine.get_tensor_dtype(name)) for name in names}
         inputs = [n for n in names if self._engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT]
-        self.inputs = [name for name in inputs if "_cache." not in name]
-        outputs = [name for name in names if name not in inputs and "_cache_out." not in name]
+        states = [name for name in inputs if name.partition(".")[0].endswith("_state")]
+        self.inputs = [name for name in inputs if "_cache." not in name and name not in states]
+        held = {_output(name) for name in states}
+        outputs = [n for n in names if n not in inputs and "_cache_out." not in n and n not in held]
         self.outputs = [name for name in outputs if not name.startswith(QUERY)]
         self._unread = [name for name in outputs if name.startswith(QUERY)]
         self._contexts = contexts(trt, self._engine, kernels)
         for profile, context in enumerate(self._contexts):
             context.set_optimization_profile_async(profile, stream.cuda_stream)
         self._caches = {name: self._cache(name, slots) for name in inputs if "_cache." in name}
-        self.caches = RowCaches(self._caches, stream)
+        self.caches: RowCaches | HybridCaches = RowCaches(self._caches, stream)
+        self._state_shapes = {name: tuple(self._engine.get_tensor_shape(name))[1:] for name in states}
+        if states:
+            kinds = {name: (shape, self.dtypes[name]) for name, shape in self._state_shapes.items()}
+            self.caches = HybridCaches(self.caches, kinds, slots, stream, device)
         self._buffers: dict[tuple[int, str], Tensor] = {}
         self._shapes: dict[tuple[int, str], tuple[int, ...]] = {}
         self._views: dict[tuple[Any, ...], dict[str, Tensor]] = {}
@@ -182,6 +189,7 @@ class TensorRTEngine:
         self._buffers.clear()
         self._caches.clear()
         self._shared.clear()
+        self.caches = RowCaches({}, self.stream)
         self._engine = self._runtime = self._memory = None
 
     def _enqueue(self, context: Any) -> None:
@@ -232,7 +240,7 @@ class TensorRTEngine:
         warnings.warn(f"{self.plan}: runs without CUDA graphs, because {reason}", stacklevel=2)
 
     def _cache(self, name: str, slots: int) -> Tensor:
-        out = name.replace("_cache.", "_cache_out.")
+        out = _output(name)
         if (alias := self._engine.get_aliased_input_tensor(out)) != name:
             raise BundleError(
                 f"{self.plan}: {out} updates {alias!r} in place, expected {name}; build the bundle again"
@@ -244,12 +252,18 @@ class TensorRTEngine:
         context = self._contexts[profile]
         for name, cache in self._caches.items():
             self._set_shape(context, profile, name, (batch, *cache.shape[1:]))
+        for name, shape in self._state_shapes.items():
+            self._set_shape(context, profile, name, (batch, *shape))
         if self._slot.get(profile) == first_slot:
             return
         for name, cache in self._caches.items():
             address = cache[first_slot].data_ptr()
             context.set_tensor_address(name, address)
-            context.set_tensor_address(name.replace("_cache.", "_cache_out."), address)
+            context.set_tensor_address(_output(name), address)
+        if isinstance(self.caches, HybridCaches):
+            for name, (now, new) in self.caches.bound(first_slot).items():
+                context.set_tensor_address(name, now.data_ptr())
+                context.set_tensor_address(_output(name), new.data_ptr())
         self._slot[profile] = first_slot
 
     def _set_shape(self, context: Any, profile: int, name: str, shape: tuple[int, ...]) -> None:
@@ -262,7 +276,7 @@ class TensorRTEngine:
     def _allocate(self, profile: int) -> None:
         """Allocate buffers for the profile's largest shapes. TensorRT infers the shapes of outputs."""
         context = self._contexts[profile]
-        for name in [*self.inputs, *self._caches]:
+        for name in [*self.inputs, *self._caches, *self._state_shapes]:
             largest = tuple(self._engine.get_tensor_profile_shape(name, profile)[2])
             context.set_input_shape(name, largest)
             self._shapes[profile, name] = largest
@@ -280,6 +294,12 @@ class TensorRTEngine:
     def _new_buffer(self, profile: int, name: str, shape: tuple[int, ...]) -> None:
         buffer = torch.zeros(torch.Size(shape).numel(), dtype=self.dtypes[name], device=self.device)
         self.bind(profile, name, buffer)
+
+
+def _output(name: str) -> str:
+    """The output that updates a cache or a state: k_cache.0 -> k_cache_out.0."""
+    kind, dot, layer = name.partition(".")
+    return f"{kind}_out{dot}{layer}"
 
 
 def _logger(trt: Any, messages: deque[str]) -> Any:

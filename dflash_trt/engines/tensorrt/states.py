@@ -1,0 +1,153 @@
+"""The memory of recurrent layers on a GPU: one state of fixed size for each slot.
+
+As in the embedded engine, a slot's states belong to `position`, and the rows from there on are pending. A pass writes
+new states beside the old ones, because TensorRT must not write what it still reads. They are copied over them behind
+the pass, on its stream. The host counts the positions too, so that it need not wait to know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_trt.decoding.caches import Kept
+from dflash_trt.engines.tensorrt.caches import RowCaches
+
+Array = np.ndarray[Any, Any]
+Tensor = torch.Tensor
+
+POSITION, PENDING = "position_state", "pending_"
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Rows of each cache, and the states that belong to the end of the rows, one for each pool; or none."""
+
+    rows: Kept
+    states: Sequence[Tensor] | None
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """States of one kind, of all layers and slots: [layers, slots, ...]. A pass reads `now` and writes `new`."""
+
+    names: Sequence[str]
+    now: Tensor
+    new: Tensor
+    pending: bool
+
+
+class HybridCaches:
+    """Rows and states of every slot. `Caches` in decoding/caches.py documents the methods."""
+
+    def __init__(
+        self,
+        rows: RowCaches,
+        states: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        slots: int,
+        stream: Any,
+        device: torch.device,
+    ) -> None:
+        """`states`: shape and dtype of each state of a sequence, by the name of the plan's input."""
+        self.rows, self._stream = rows, stream
+        kinds: dict[tuple[str, tuple[int, ...], torch.dtype], list[str]] = {}
+        for name, (shape, dtype) in states.items():
+            kinds.setdefault((name.partition(".")[0], shape, dtype), []).append(name)
+        self._pools = [
+            _Pool(
+                names,
+                *(torch.zeros((len(names), slots, *shape), dtype=dtype, device=device) for _ in range(2)),
+                kind.startswith(PENDING),
+            )
+            for (kind, shape, dtype), names in kinds.items()
+        ]
+        self._positions: Array = np.zeros(slots, np.int64)
+        self.state_bytes = sum(pool.now[:, 0].numel() * pool.now.element_size() for pool in self._pools)
+        self.most_pending = next((int(pool.now.shape[2]) for pool in self._pools if pool.pending), 0)
+
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        """All memory by name."""
+        return dict(self.rows.arrays) | {
+            name: pool.now[i] for pool in self._pools for i, name in enumerate(pool.names)
+        }
+
+    def bound(self, first_slot: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """What a pass from this slot on reads and writes, by name."""
+        return {
+            name: (pool.now[i, first_slot], pool.new[i, first_slot])
+            for pool in self._pools
+            for i, name in enumerate(pool.names)
+        }
+
+    def passed(self, first_slot: int, start: Array, certain: int) -> None:
+        """Take over the states that the pass just enqueued writes. `start` [B]; `certain`: as for the graph."""
+        stop = first_slot + len(start)
+        with torch.cuda.stream(self._stream):
+            for pool in self._pools:
+                pool.now[:, first_slot:stop].copy_(pool.new[:, first_slot:stop])
+        before = self._positions[first_slot:stop]
+        replayed = np.clip(start - before, 0, self.most_pending)
+        self._positions[first_slot:stop] = np.where(start > 0, before + replayed, 0) + certain
+
+    def position(self, slot: int) -> int:
+        return int(self._positions[slot])
+
+    def lengths(self, slot: int, length: int) -> Sequence[int]:
+        return range(max(1, self.position(slot)), length + 1)
+
+    def kept_bytes(self, length: int) -> int:
+        return self.rows.kept_bytes(length) + self.state_bytes
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self.rows.copy(source, target, length)
+        with torch.cuda.stream(self._stream):
+            for pool in self._pools:
+                pool.now[:, target].copy_(pool.now[:, source])
+        self._positions[target] = self._positions[source]
+
+    def keep(self, slot: int, start: int, stop: int) -> Kept:
+        position, rows = self.position(slot), self.rows.keep(slot, start, stop)
+        if not position <= stop <= position + self.most_pending:
+            return Kept(start, stop, (), _Copy(rows, None, position), rows.size)
+        try:
+            with torch.cuda.stream(self._stream):
+                states = [pool.now[:, slot].clone() for pool in self._pools]
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
+        lengths = range(max(start + 1, position), stop + 1)
+        return Kept(start, stop, lengths, _Copy(rows, states, position), rows.size + self.state_bytes)
+
+    def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
+        self.rows.restore(slot, [each.data.rows for each in kept], length)
+        last: _Copy = kept[-1].data
+        assert last.states is not None
+        with torch.cuda.stream(self._stream):
+            for pool, states in zip(self._pools, last.states, strict=True):
+                pool.now[:, slot].copy_(states)
+        self._positions[slot] = last.position
+
+    def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
+        self.rows.compact(slot, start, nodes)
+        with torch.cuda.stream(self._stream):
+            for pool in self._pools:
+                if pool.pending:
+                    rows = pool.now[:, slot]
+                    rows[:, : len(nodes)] = rows[:, list(nodes)]  # the right side is a copy
+
+    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
+        self.rows.clear(slot, first, last)
+        begin = max(first - self.position(slot), 0)
+        with torch.cuda.stream(self._stream):
+            for pool in self._pools:
+                if first == 0:
+                    pool.now[:, slot].zero_()
+                elif pool.pending:
+                    pool.now[:, slot, begin:].zero_()
+        if first == 0:
+            self._positions[slot] = 0
