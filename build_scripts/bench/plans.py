@@ -123,12 +123,12 @@ def write_pair(work: Path, pair: str, layers: int) -> dict[str, int]:
         capacity=4096,
     )
     return {
-        place.name: _write(place / "model.safetensors", outline)
+        place.name: write_noise(place / "model.safetensors", outline)
         for place, outline in zip((target, drafter), outlines, strict=True)
     }
 
 
-def _write(file: Path, outline: Outline) -> int:
+def write_noise(file: Path, outline: Outline) -> int:
     """Write noise into every tensor. Scales of MXFP4 are bytes near 2**-7."""
     header: dict[str, Any] = {}
     offset = 0

@@ -367,6 +367,9 @@ class _Run:
             out = name.replace("_cache.", "_cache_out.")
             if out != name:
                 assert addresses[out] == addresses[name], f"{out} must be bound to the memory of {name}"
+            if name.partition(".")[0].endswith("_state"):
+                kind, dot, layer = name.partition(".")
+                assert addresses[f"{kind}_out{dot}{layer}"] != addresses[name], f"{name} is read and written"
 
     def memory(self, name: str) -> np.ndarray:
         dtype, shape = np.dtype(self.engine._types[name]), self.shapes[name]

@@ -43,8 +43,9 @@ class TensorRTEngine:
     """One plan over a pool of cache slots `[slots, heads, capacity, size]`, one per cache.
 
     A pass over n sequences uses the slots `first_slot .. first_slot + n - 1` as a view. Cache inputs and outputs are
-    bound to the same memory; a state's output has memory of its own (states.py). There is one context per profile. Inputs and outputs are buffers of their largest size,
-    and a pass uses the beginning. Contexts are bound to them once; cache bindings change with the slot. Passes of the
+    bound to the same memory. A state's output has memory of its own (states.py). There is one context per profile.
+    Inputs and outputs are buffers of their largest size, and a pass uses the beginning. Contexts are bound to them
+    once; cache bindings change with the slot. Passes of the
     DECODE profile from slot 0 on are captured as CUDA graphs, one per set of shapes. TensorRT-RTX captures them itself
     (runtime_config.py).
 
@@ -167,6 +168,8 @@ class TensorRTEngine:
             shapes = {name: tuple(context.get_tensor_shape(name)) for name in self.outputs}
             outputs = self._views[key] = {n: self.buffer(profile, n, *shape) for n, shape in shapes.items()}
         with torch.cuda.stream(self.stream):
+            if isinstance(self.caches, HybridCaches):
+                self.caches.prepare(first_slot, len(feeds["start"]))
             for name, array in feeds.items():
                 buffer = self.buffer(profile, name, *array.shape)
                 given = torch.from_numpy(array) if isinstance(array, np.ndarray) else array

@@ -3,6 +3,9 @@
 As in the embedded engine, a slot's states belong to `position`, and the rows from there on are pending. A pass writes
 new states beside the old ones, because TensorRT must not write what it still reads. They are copied over them behind
 the pass, on its stream. The host counts the positions too, so that it need not wait to know them.
+
+TensorRT wants aligned addresses. The numbers of a slot's layer fill whole units in published models, but a position
+does not. So positions are copied to a place of their own before a pass.
 """
 
 from __future__ import annotations
@@ -55,19 +58,26 @@ class HybridCaches:
     ) -> None:
         """`states`: shape and dtype of each state of a sequence, by the name of the plan's input."""
         self.rows, self._stream = rows, stream
+        self._on_device, self._read, self._written = (
+            torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(3)
+        )
         kinds: dict[tuple[str, tuple[int, ...], torch.dtype], list[str]] = {}
         for name, (shape, dtype) in states.items():
+            if name == POSITION:
+                continue
             kinds.setdefault((name.partition(".")[0], shape, dtype), []).append(name)
-        self._pools = [
-            _Pool(
-                names,
-                *(torch.zeros((len(names), slots, *shape), dtype=dtype, device=device) for _ in range(2)),
-                kind.startswith(PENDING),
-            )
-            for (kind, shape, dtype), names in kinds.items()
-        ]
+
+        def memory(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros((count, slots, *shape), dtype=dtype, device=device)
+
+        self._pools = []
+        for (kind, shape, dtype), names in kinds.items():
+            now, new = (memory(len(names), shape, dtype) for _ in range(2))
+            self._pools.append(_Pool(names, now, new, kind.startswith(PENDING)))
         self._positions: Array = np.zeros(slots, np.int64)
-        self.state_bytes = sum(pool.now[:, 0].numel() * pool.now.element_size() for pool in self._pools)
+        self.state_bytes = self._on_device.element_size() + sum(
+            pool.now[:, 0].numel() * pool.now.element_size() for pool in self._pools
+        )
         self.most_pending = next((int(pool.now.shape[2]) for pool in self._pools if pool.pending), 0)
 
     @property
@@ -78,12 +88,16 @@ class HybridCaches:
         }
 
     def bound(self, first_slot: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """What a pass from this slot on reads and writes, by name."""
-        return {
+        """The memory that a pass from this slot on reads, and the memory that it writes, by name."""
+        return {POSITION: (self._read, self._written)} | {
             name: (pool.now[i, first_slot], pool.new[i, first_slot])
             for pool in self._pools
             for i, name in enumerate(pool.names)
         }
+
+    def prepare(self, first_slot: int, batch: int) -> None:
+        """Put the positions of these slots where the next pass reads them. Called on the pass's stream."""
+        self._read[:batch].copy_(self._on_device[first_slot : first_slot + batch])
 
     def passed(self, first_slot: int, start: Array, certain: int) -> None:
         """Take over the states that the pass just enqueued writes. `start` [B]; `certain`: as for the graph."""
@@ -91,6 +105,7 @@ class HybridCaches:
         with torch.cuda.stream(self._stream):
             for pool in self._pools:
                 pool.now[:, first_slot:stop].copy_(pool.new[:, first_slot:stop])
+            self._on_device[first_slot:stop].copy_(self._written[: len(start)])
         before = self._positions[first_slot:stop]
         replayed = np.clip(start - before, 0, self.most_pending)
         self._positions[first_slot:stop] = np.where(start > 0, before + replayed, 0) + certain
@@ -109,6 +124,7 @@ class HybridCaches:
         with torch.cuda.stream(self._stream):
             for pool in self._pools:
                 pool.now[:, target].copy_(pool.now[:, source])
+            self._on_device[target : target + 1].copy_(self._on_device[source : source + 1])
         self._positions[target] = self._positions[source]
 
     def keep(self, slot: int, start: int, stop: int) -> Kept:
@@ -130,6 +146,7 @@ class HybridCaches:
         with torch.cuda.stream(self._stream):
             for pool, states in zip(self._pools, last.states, strict=True):
                 pool.now[:, slot].copy_(states)
+            self._on_device[slot].fill_(last.position)
         self._positions[slot] = last.position
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
@@ -149,5 +166,7 @@ class HybridCaches:
                     pool.now[:, slot].zero_()
                 elif pool.pending:
                     pool.now[:, slot, begin:].zero_()
+            if first == 0:
+                self._on_device[slot].zero_()
         if first == 0:
             self._positions[slot] = 0
