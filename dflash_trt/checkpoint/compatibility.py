@@ -32,7 +32,7 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
     for index, tap in enumerate(drafter.target_layer_ids):
         if not -1 <= tap < layers:
             raise PairError(
-                f"{drafter.path}: dflash_config.target_layer_ids[{index}] is {tap}, "
+                f"{drafter.path}: tap {index} is the state behind layer {tap}, "
                 f"but the target has {layers} layers (0..{layers - 1})"
             )
     if target.delta_layers and drafter.block_size > PENDING_ROWS:

@@ -8,7 +8,7 @@ from pathlib import Path
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.files.reading import read_object
-from dflash_trt.models.drafters import KINDS
+from dflash_trt.models.drafters import KINDS, speculators
 from dflash_trt.models.families import FAMILIES
 from dflash_trt.models.reading import architecture_of, check_names
 
@@ -33,9 +33,12 @@ def read_drafter_config(directory: Path, target: TargetConfig | None = None) -> 
         CheckpointError: as in read_target_config, and for a field that requests something not supported.
     """
     fields = _fields(directory)
-    kind = KINDS[architecture_of(fields, "drafter", KINDS)]
-    others = [name for name in kind.also if name == fields.get("model_type")]
-    check_names(fields, kind.architecture, others[0] if others else kind.model_type)
+    if fields.get(speculators.TYPE) is not None:
+        kind = KINDS[speculators.architecture_of(fields)]
+    else:
+        kind = KINDS[architecture_of(fields, "drafter", KINDS)]
+        others = [name for name in kind.also if name == fields.get("model_type")]
+        check_names(fields, kind.architecture, others[0] if others else kind.model_type)
     config = kind.read(fields)
     if not config.target_layer_ids and kind.taps is not None and target is not None:
         config = replace(config, target_layer_ids=kind.taps(target.num_hidden_layers))
@@ -46,7 +49,9 @@ def is_drafter(fields: Fields) -> bool:
     """Whether config.json is a drafter's. Some kinds have the architecture of a target, and a vocabulary of drafts."""
     names = fields.get("architectures")
     own = isinstance(names, list) and any(name in KINDS and name not in FAMILIES for name in names)
-    return own or any(fields.get(key) is not None for key in ("dflash_config", "draft_vocab_size"))
+    return own or any(
+        fields.get(key) is not None for key in ("dflash_config", "draft_vocab_size", speculators.TYPE)
+    )
 
 
 def _fields(directory: Path) -> Fields:

@@ -50,7 +50,7 @@ def test_a_pair_that_fits(pair: tuple[Path, Path]) -> None:
         ({"num_target_layers": 40}, "num_target_layers is 40, but {target} has num_hidden_layers 36; {fix}"),
         (
             {"target_layer_ids": (1, 9, 17, 25, 40)},
-            "dflash_config.target_layer_ids[4] is 40, but the target has 36 layers (0..35)",
+            "tap 4 is the state behind layer 40, but the target has 36 layers (0..35)",
         ),
         (
             {"mask_token_id": 151936},

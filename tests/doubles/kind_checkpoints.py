@@ -244,6 +244,9 @@ def make_dspark(
         if head == "gated":
             shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
             shapes["markov_head.gate_proj.bias"] = (rank,)
+        elif head == "rnn":
+            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
+            shapes["markov_head.joint_proj.bias"] = (3 * rank,)
     if confidence:
         shapes["confidence_head.proj.weight"] = (1, hidden + rank)
         shapes["confidence_head.proj.bias"] = (1,)

@@ -33,8 +33,21 @@ class Reference:
         self.config: dict[str, Any] = json.loads((directory / "config.json").read_text())
         stored = load_file(directory / "model.safetensors")
         self.w = {name: t.float() if t.is_floating_point() else t for name, t in stored.items()}
+        self.configure()
         self.eps: float = self.config["rms_norm_eps"]
         self.size: int = self.config["head_dim"]
+        self.ids = torch.arange(self.config.get("draft_vocab_size") or self.config["vocab_size"])
+        if "d2t" in self.w:
+            self.ids = self.ids + self.w["d2t"]
+
+    def configure(self) -> None:
+        """Bring the fields of another format into place."""
+
+    def of_target(self, scores: Tensor) -> Tensor:
+        """Scores of the head's tokens as scores of the target's."""
+        found = torch.full((*scores.shape[:-1], self.config["vocab_size"]), -torch.inf)
+        found[..., self.ids] = scores
+        return found
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.w[f"{name}.weight"]
@@ -74,9 +87,6 @@ class Eagle3(Reference):
         self.layer = "layers.0" if exported else "midlayer"
         entered = exported.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
         self.taps = [each - 1 for each in entered]  # states that enter a layer are behind the one before it
-        self.ids = torch.arange(self.config["draft_vocab_size"])
-        if "d2t" in self.w:
-            self.ids = self.ids + self.w["d2t"]
 
     def row(self, rows: list[tuple[int, Tensor]], target: Qwen3ForCausalLM) -> Tensor:
         """The layer's last row, after these tokens with their states."""
@@ -86,15 +96,21 @@ class Eagle3(Reference):
         normed = self.norm(tokens, f"{name}.input_layernorm"), self.norm(states, f"{name}.hidden_norm")
         x = torch.cat(normed, -1)
         q, k, v = (self.heads(self.linear(x, f"{name}.self_attn.{each}_proj")) for each in "qkv")
+        if f"{name}.self_attn.q_norm.weight" in self.w:
+            q, k = self.norm(q, f"{name}.self_attn.q_norm"), self.norm(k, f"{name}.self_attn.k_norm")
         positions = torch.arange(len(rows))
         visible = positions[:, None] >= positions
         y = self.attention(self.rotated(q, positions), self.rotated(k, positions), v, visible)
-        y = states + self.linear(y, f"{name}.self_attn.o_proj")
+        y = (normed[1] if self.config.get("norm_before_residual") else states) + self.linear(
+            y, f"{name}.self_attn.o_proj"
+        )
         return (y + self.mlp(self.norm(y, f"{name}.post_attention_layernorm"), f"{name}.mlp"))[-1]
 
     @torch.no_grad()
     def propose(self, target: Qwen3ForCausalLM, tokens: list[int], anchor: int, length: int) -> Drafts:
         features = target_outputs(target, tokens, self.taps)[1]
+        if self.config.get("norm_before_fc"):
+            features = self.norm(features, "input_norm")
         if self.config.get("fc_norm"):
             parts = features.chunk(3, -1)
             features = torch.cat([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
@@ -104,8 +120,7 @@ class Eagle3(Reference):
         for _ in range(length - 1):
             state = self.row(rows, target)
             normed = self.norm(state, "norm")
-            scores = torch.full((self.config["vocab_size"],), -torch.inf)
-            scores[self.ids] = self.linear(normed, "lm_head").log_softmax(-1)
+            scores = self.of_target(self.linear(normed, "lm_head").log_softmax(-1))
             found.scores.append(scores)
             found.tokens.append(int(scores.argmax()))
             rows.append((found.tokens[-1], normed if self.config.get("norm_output") else state))
@@ -163,14 +178,15 @@ class Block(Reference):
         return self.norm(block, "norm")
 
     def embed(self, target: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
-        return target.model.embed_tokens(tokens)
+        own = self.w.get("embed_tokens.weight")
+        return target.model.embed_tokens(tokens) if own is None else own[tokens]
 
     def logits(self, target: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
-        return target.lm_head(rows)
+        return self.linear(rows, "lm_head") if "lm_head.weight" in self.w else target.lm_head(rows)
 
     def rows(self, hidden: Tensor) -> Tensor:
         """The rows that predict the K - 1 places."""
-        return hidden[1:]
+        return hidden if self.own.get("sample_from_anchor") else hidden[1:]
 
     @torch.no_grad()
     def propose(self, target: Qwen3ForCausalLM, tokens: list[int], anchor: int, length: int) -> Drafts:
@@ -183,7 +199,7 @@ class Block(Reference):
         return Drafts([int(s.argmax()) for s in scores], logprobs, scores)
 
     def chain(self, target: Qwen3ForCausalLM, rows: Tensor, anchor: int) -> list[Tensor]:
-        return list(self.logits(target, rows).log_softmax(-1))
+        return list(self.of_target(self.logits(target, rows).log_softmax(-1)))
 
 
 class DFlash2(Block):
@@ -252,19 +268,25 @@ class DSpark(Block):
     def propose(self, target: Qwen3ForCausalLM, tokens: list[int], anchor: int, length: int) -> Drafts:
         features = target_outputs(target, tokens, self.taps)[1]
         block = torch.tensor([anchor] + [self.mask] * (length - 2))
-        rows = self.hidden(features, self.w["embed_tokens.weight"][block])
+        rows = self.hidden(features, self.embed(target, block))
         scores, logprobs, before = list[Tensor](), list[float](), anchor
+        state = torch.zeros(self.own["markov_rank"])
         for row in rows:
-            logits, w = self.linear(row, "lm_head"), torch.empty(0)
+            logits, w = self.logits(target, row), torch.empty(0)
             if self.own["markov_rank"]:
-                w = gated = self.w["markov_head.markov_w1.weight"][before]
+                w = of_token = self.w["markov_head.markov_w1.weight"][before]
                 if self.own["markov_head_type"] == "gated":
-                    gated = self.linear(torch.cat([row, w]), "markov_head.gate_proj").sigmoid() * w
+                    of_token = self.linear(torch.cat([row, w]), "markov_head.gate_proj").sigmoid() * w
+                elif self.own["markov_head_type"] == "rnn":
+                    joint = self.linear(torch.cat([state, w, row]), "markov_head.joint_proj")
+                    gate, fresh, out = joint.chunk(3)
+                    state = gate.sigmoid() * state + (1 - gate.sigmoid()) * fresh.tanh()
+                    of_token = out.tanh()
                 best = logits.topk(self.candidates).indices
-                corrected = logits + self.w["markov_head.markov_w2.weight"] @ gated
+                corrected = logits + self.w["markov_head.markov_w2.weight"] @ of_token
                 logits = torch.full_like(logits, -torch.inf)
                 logits[best] = corrected[best]
-            place = logits.log_softmax(-1)
+            place = self.of_target(logits.log_softmax(-1))
             if self.own["enable_confidence_head"]:
                 confidence = self.linear(torch.cat([row, w]), "confidence_head.proj").sigmoid()
                 order = place.topk(3).indices  # the test has three candidates

@@ -17,6 +17,7 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.errors import DFlashError
+from dflash_trt.models.configs import read_drafter_config
 from tests.doubles.checkpoints import make_target, write_json
 from tests.doubles.kind_checkpoints import (
     make_dflare,
@@ -28,6 +29,13 @@ from tests.doubles.kind_checkpoints import (
 )
 from tests.doubles.reference import load_target, target_outputs
 from tests.doubles.reference_kinds import Block, DFlare, DFlash2, DSpark, Eagle3
+from tests.doubles.speculators import (
+    SpeculatorsBlock,
+    SpeculatorsDFlash2,
+    SpeculatorsDSpark,
+    SpeculatorsEagle3,
+    as_speculators,
+)
 
 LAYERS, TOLERANCE, WIDTH = 6, 2e-4, 3
 Make = Callable[[Path, Path], Path]
@@ -45,6 +53,18 @@ def dspark(**settings: Any) -> tuple[Make, Callable[[Path], Any]]:
     return (lambda out, target: make_dspark(out, target, **settings)), DSpark
 
 
+def speculators(
+    make: Make, model: str, reference: Callable[[Path], Any], **settings: Any
+) -> tuple[Make, Callable[[Path], Any]]:
+    return (lambda out, target: as_speculators(make(out, target), target, model, **settings)), reference
+
+
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 9,
+}
+
 # name: how the checkpoint is made, and its reference
 CASES: dict[str, tuple[Make, Callable[[Path], Any]]] = {
     "dflash2": dflash2(),
@@ -54,6 +74,49 @@ CASES: dict[str, tuple[Make, Callable[[Path], Any]]] = {
     "deepspec's dflash": dspark(rank=0),
     "dspark": dspark(),
     "dspark, gated, with confidence": dspark(head="gated", confidence=True),
+    "dspark, rnn": dspark(head="rnn"),
+    "speculators, dflash": speculators(
+        make_jetspec, "dflash", SpeculatorsBlock, entered=(2, 4), vocabulary=200, layer=SLIDING
+    ),
+    "speculators, dflash2": speculators(
+        dflash2()[0],
+        *("dflash2", SpeculatorsDFlash2),
+        entered=(2, 4),
+        layer=SLIDING,
+        sliding_window_non_causal=True,
+        conv_kernel_size=2,
+        conv_group_size=16,
+        selector_rank=24,
+        selector_top_k=6,
+    ),
+    "speculators, dspark": speculators(
+        dspark(head="rnn", confidence=True)[0],
+        *("dspark", SpeculatorsDSpark),
+        entered=(0, 3),
+        vocabulary=200,
+        block_size=7,
+        sample_from_anchor=True,
+        markov_rank=24,
+        markov_head_type="rnn",
+        enable_confidence_head=True,
+        confidence_head_with_markov=True,
+    ),
+    "speculators, eagle3": speculators(
+        eagle3(layout="layers.0", embedding=True)[0],
+        "eagle3",
+        lambda path: SpeculatorsEagle3(path, LAYERS),
+        entered=None,
+        layer={"model_type": "llama"},
+        norm_before_residual=True,
+    ),
+    "speculators, eagle3 of qwen3": speculators(
+        eagle3(layout="layers.0")[0],
+        "eagle3",
+        lambda path: SpeculatorsEagle3(path, LAYERS),
+        entered=(2, 3, 6),
+        norm_before_fc=True,
+        norm_output=True,
+    ),
     "eagle3": eagle3(embedding=True),
     "eagle3, exported": eagle3(layout="layers.0", aux=(1, 3, 5), heads=2),
     "eagle3.1": eagle3(vocabulary=None, fc_norm=True, norm_output=True),
@@ -148,3 +211,38 @@ def test_what_is_not_supported_is_named(
     write_json(path / "config.json", target_config(path) | change)
     with pytest.raises(DFlashError, match=message):
         build(str(target), str(path), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle', supported are: dflash"),
+        ({"transformer_layer_config": None}, "transformer_layer_config is missing"),
+        (
+            {"transformer_layer_config.model_type": "gemma3"},
+            "transformer_layer_config.model_type is 'gemma3'",
+        ),
+        ({"transformer_layer_config.mlp_bias": True}, "transformer_layer_config.mlp_bias is true"),
+        ({"draft_vocab_size": 500}, "draft_vocab_size is 500, expected an integer from 1 to 384"),
+        ({"target_hidden_size": 128}, "target_hidden_size is 128, but hidden_size is 64"),
+        ({"aux_hidden_state_layer_ids": [2, 2]}, "aux_hidden_state_layer_ids is .2, 2., expected"),
+        ({"aux_hidden_state_layer_ids": [2, 7]}, "the target has 6 layers"),
+        ({"sample_from_anchor": False}, "markov_head_type 'rnn' needs true"),
+    ],
+)
+def test_what_is_not_supported_of_speculators_is_named(
+    target: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = CASES["speculators, dspark"][0](tmp_path / "drafter", target)
+    fields = target_config(path)
+    for name, value in change.items():
+        place, _, key = name.rpartition(".")
+        (fields[place] if place else fields)[key] = value
+    write_json(path / "config.json", fields)
+    with pytest.raises(DFlashError, match=message):
+        build(str(target), str(path), tmp_path / "out")
+
+
+def test_the_first_tap_of_speculators_is_the_embedding(target: Path, tmp_path: Path) -> None:
+    path = CASES["speculators, dspark"][0](tmp_path / "drafter", target)
+    assert read_drafter_config(path).target_layer_ids == (-1, 2)

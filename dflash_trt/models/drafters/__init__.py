@@ -8,10 +8,10 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.schema import DrafterConfig
-from dflash_trt.models.drafters import dflare, dflash, dflash2, dspark, eagle3
+from dflash_trt.models.drafters import dflare, dflash, dflash2, dspark, eagle3, speculators
 from dflash_trt.models.drafters.kind import DrafterKind
 
-_KINDS = (dflash.KIND, dflash2.KIND, dspark.KIND, dflare.KIND, *eagle3.KINDS)
+_KINDS = (dflash.KIND, dflash2.KIND, dspark.KIND, dflare.KIND, *eagle3.KINDS, *speculators.KINDS)
 KINDS: Mapping[str, DrafterKind] = {kind.architecture: kind for kind in _KINDS}
 
 

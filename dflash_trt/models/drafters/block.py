@@ -12,6 +12,9 @@ position j. The next pass starts at the first block row and overwrites the block
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import onnx_ir as ir
 
@@ -21,7 +24,9 @@ from dflash_trt.graph.builder import GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.attention import Attention
 from dflash_trt.models.decoder import embed, gated_mlp
-from dflash_trt.models.drafters.candidates import output_candidates
+from dflash_trt.models.drafters.candidates import best_candidates, output_candidates
+from dflash_trt.models.drafters.kind import BuildDrafter
+from dflash_trt.models.drafters.vocabulary import OF_TRAINING, DraftVocabulary
 from dflash_trt.models.mixers import mixers
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Pass, PassRows, ints, positions_from
@@ -35,13 +40,26 @@ FP16_FEATURE_SCALE = 2.0**-6
 Rows = Callable[[ir.Value], ir.Value]
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockSettings:
+    """What differs between kinds that draft a block at once.
+
+    every_row: the anchor's row predicts too. Then row i predicts the token behind its own position, and K - 1 rows are
+        enough. Otherwise row i predicts the token at its position, and the anchor's row nothing.
+    vocabulary: tokens of the head that the file must have. None: the target's head, or one in the file for all tokens.
+    embedding: the file must have an embedding. Otherwise it is the target's, or one in the file.
+    """
+
+    every_row: bool = False
+    vocabulary: int | None = None
+    embedding: bool = False
+
+
 class BlockPass:
     """The parts of a kind's graph, in the order of its methods.
 
     g, m, target_root: the graph, the drafter's checkpoint and the target's.
     batch, n_rows: sequences, and rows of a block in the pass.
-    every_row: whether the anchor's row predicts too. Then row i predicts the token behind its own position, and K - 1
-        rows are enough. Otherwise row i predicts the token at its position, and the anchor's row nothing.
     """
 
     def __init__(
@@ -57,10 +75,9 @@ class BlockPass:
         capacity: int | str = "C",
         features_dtype: ir.DataType | None = None,
         head: tuple[Checkpoint | Outline, str] | None = None,
-        every_row: bool = False,
     ) -> None:
-        self.config, self.target, self.dialect, self.every_row = config, target, dialect, every_row
-        self._head = head
+        self.config, self.target, self.dialect, self._head = config, target, dialect, head
+        self.settings: BlockSettings = config.own or BlockSettings()
         g = self.g = GraphBuilder("drafter", dtype=dialect.dtype)
         taps = len(config.target_layer_ids) * config.hidden_size
         self.features = features = g.input("features", features_dtype or g.dtype, ["B", "S", taps])
@@ -70,7 +87,7 @@ class BlockPass:
             ints(g, "block", "B", "K"),
         )
         self.block = block
-        if every_row:
+        if self.settings.every_row:
             block = g.op("Slice", block, *map(g.constant, ([0], [-1], [1])), name="predicting")
         self.rows_of_block = block
         self.batch = batch = g.dim(block, 0, name="batch")
@@ -90,6 +107,10 @@ class BlockPass:
         self.target_root = Module(g, target_checkpoint, target_folder, dialect)
         self.by_sequence = g.shape(batch, -1, config.hidden_size)
         self._context: ir.Value | None = None
+        self._vocabulary: DraftVocabulary | None = None
+        if self.settings.vocabulary is not None or self.m.has("lm_head.weight"):
+            size = self.settings.vocabulary or config.vocab_size
+            self._vocabulary = DraftVocabulary(self.m, config, size)
 
     def context(self) -> ir.Value:
         """The fused features [B, S, D] that every layer takes its context rows from."""
@@ -107,13 +128,11 @@ class BlockPass:
             self._context = g.op("Reshape", context, self.by_sequence, name="context")
         return self._context
 
-    def embedded(self, *, own: bool = False, fuse: bool = True) -> ir.Value:
-        """The embedded rows of the block, [B*R, D]: by the target's table, or by the drafter's own.
-
-        fuse: whether all layers share one context.
-        """
+    def embedded(self, *, fuse: bool = True) -> ir.Value:
+        """The embedded rows of the block, [B*R, D]. fuse: whether all layers share one context."""
         if fuse:
             self.context()
+        own = self.settings.embedding or self.m.has("embed_tokens.weight")
         root = self.m if own else self.target_root.at(self.target.prefix)
         return embed(root, self.rows_of_block, self.target.vocab_size, self.config.hidden_size)
 
@@ -176,7 +195,7 @@ class BlockPass:
     def drafted(self, x: ir.Value) -> ir.Value:
         """The normed rows that predict, [B*(K-1), D]."""
         g, hidden = self.g, self.config.hidden_size
-        if not self.every_row:  # Row 0 is the anchor, which is known.
+        if not self.settings.every_row:  # Row 0 is the anchor, which is known.
             x = g.op(
                 "Slice",
                 g.op("Reshape", x, self.by_sequence, name="by_row"),
@@ -186,7 +205,12 @@ class BlockPass:
         return self.m.rms_norm(x, "norm", hidden, self.config.rms_norm_eps)
 
     def logits(self, rows: ir.Value) -> ir.Value:
-        """Normed rows [rows, D] through the target's head, or through its quantized copy: float32 [rows, V]."""
+        """Normed rows [rows, D] through the head: float32 [rows, V].
+
+        The head is the drafter's own, the target's, or the target's quantized copy.
+        """
+        if self._vocabulary is not None:
+            return self._vocabulary.logits(rows, self.m, self.config.hidden_size)
         if self._head is None:
             logits = lm_head(rows, self.target_root, self.target)
         else:
@@ -194,13 +218,39 @@ class BlockPass:
             logits = root.linear(rows, "lm_head", self.config.hidden_size, self.target.vocab_size)
         return self.g.to_float(logits)
 
+    def tokens(self, numbers: ir.Value) -> ir.Value:
+        """The target's ids of tokens that the head numbers, of any shape."""
+        return numbers if self._vocabulary is None else self._vocabulary.tokens(numbers, self.m)
+
+    def best(self, logits: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
+        """The `width` best tokens of each row of logits [rows, V], by the target's ids, and their log-probabilities."""
+        numbers, logprobs = best_candidates(self.g, logits, width)
+        return self.tokens(numbers), logprobs
+
     def model(
         self, tokens: ir.Value, logprobs: ir.Value, width: int, metadata: dict[str, str] | None
     ) -> ir.Model:
         """The graph, with these candidates [B*(K-1), W] as outputs."""
-        self.m.check_all_used()
+        self.m.check_all_used(OF_TRAINING)
         output_candidates(self.g, tokens, logprobs, self.batch, width)
         return self.g.model(metadata or {})
+
+
+def block_builder(draft: Callable[[BlockPass, int], tuple[ir.Value, ir.Value]]) -> BuildDrafter:
+    """The builder of a kind from `draft(block, width)`, which gives the `width` best tokens [B*(K-1), W] of each place,
+    by the target's ids, and their log-probabilities.
+
+    The builder raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
+    """
+
+    @wraps(draft)
+    def build(
+        *checkpoints: Any, width: int = 1, metadata: dict[str, str] | None = None, **options: Any
+    ) -> ir.Model:
+        block = BlockPass(*checkpoints, **options)
+        return block.model(*draft(block, width), width, metadata)
+
+    return build
 
 
 def _block_after_valid_context(

@@ -6,36 +6,17 @@ Its keys and values come from `k_proj_target` and `v_proj_target`, those of bloc
 
 from __future__ import annotations
 
-from typing import Any
-
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
-from dflash_trt.checkpoint.tensors import Checkpoint, Outline
-from dflash_trt.graph.dialect import Dialect
-from dflash_trt.models.drafters.block import FP16_FEATURE_SCALE, BlockPass
-from dflash_trt.models.drafters.candidates import best_candidates
+from dflash_trt.models.drafters.block import FP16_FEATURE_SCALE, BlockPass, block_builder
 from dflash_trt.models.drafters.dflash import read_dflash
 from dflash_trt.models.drafters.kind import DrafterKind
 
 
-def build_dflare(
-    config: DrafterConfig,
-    checkpoint: Checkpoint | Outline,
-    target: TargetConfig,
-    target_checkpoint: Checkpoint | Outline,
-    dialect: Dialect,
-    *,
-    width: int = 1,
-    metadata: dict[str, str] | None = None,
-    **options: Any,
-) -> ir.Model:
-    """The drafter as an ONNX model. `kind.BuildDrafter` has the arguments.
-
-    Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
-    """
-    block = BlockPass(config, checkpoint, target, target_checkpoint, dialect, **options)
-    g = block.g
+@block_builder
+def build_dflare(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
+    """DFlare: a context for each layer."""
+    g, config = block.g, block.config
     hidden, taps, layers = config.hidden_size, len(config.target_layer_ids), config.num_hidden_layers
     states = g.to_dtype(block.features, block.features.dtype or g.dtype)
     states = g.op("Reshape", states, g.shape(-1, taps, hidden), name="states")
@@ -51,8 +32,7 @@ def build_dflare(
     x = block.embedded(fuse=False)
     for i in range(layers):
         x = block.layer(i, x, context=flat[i])
-    tokens, logprobs = best_candidates(g, block.logits(block.drafted(x)), width)
-    return block.model(tokens, logprobs, width, metadata)
+    return block.best(block.logits(block.drafted(x)), width)
 
 
 KIND = DrafterKind("QwenDFlareDraftModel", "qwen3", read_dflash, build_dflare)

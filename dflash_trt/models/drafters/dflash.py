@@ -6,21 +6,17 @@ block.py has the pass itself. This module reads the configuration, and takes the
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
-from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention, TargetConfig
-from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.errors import quoted, show
-from dflash_trt.graph.dialect import Dialect
-from dflash_trt.models.drafters.block import BlockPass
-from dflash_trt.models.drafters.candidates import best_candidates
+from dflash_trt.models.drafters.block import BlockPass, block_builder
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.reading import HEAD_DIM, LAYERS, agreed, check_quantization, decoder, refuse, windows
 
-_BLOCK = 1024  # published drafters have 8 to 16
+BLOCK = 1024  # published drafters have 8 to 16
 
 
 def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
@@ -56,7 +52,7 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
             "target_layer_ids", f"is {quoted(list(taps))}, expected at least one layer and no duplicates"
         )
     causal = next((place.boolean(key) for place, key in _causal_places(fields, dflash)), None)
-    block_size = agreed([(dflash, "block_size"), (fields, "block_size")], minimum=2, maximum=_BLOCK)
+    block_size = agreed([(dflash, "block_size"), (fields, "block_size")], minimum=2, maximum=BLOCK)
     if block_size is None:
         raise fields.error(
             "block_size", "is missing, here and in dflash_config, expected an integer of at least 2"
@@ -121,27 +117,13 @@ _DRAFTER_NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def build_dflash(
-    config: DrafterConfig,
-    checkpoint: Checkpoint | Outline,
-    target: TargetConfig,
-    target_checkpoint: Checkpoint | Outline,
-    dialect: Dialect,
-    *,
-    width: int = 1,
-    metadata: dict[str, str] | None = None,
-    **options: Any,
-) -> ir.Model:
-    """The drafter as an ONNX model. Embedding and head are the target's own tensors. `kind.BuildDrafter` has the rest.
-
-    Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
-    """
-    block = BlockPass(config, checkpoint, target, target_checkpoint, dialect, **options)
+@block_builder
+def build_dflash(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
+    """DFlash: the best tokens of each row."""
     x = block.embedded()
-    for i in range(config.num_hidden_layers):
+    for i in range(block.config.num_hidden_layers):
         x = block.layer(i, x)
-    tokens, logprobs = best_candidates(block.g, block.logits(block.drafted(x)), width)
-    return block.model(tokens, logprobs, width, metadata)
+    return block.best(block.logits(block.drafted(x)), width)
 
 
 # All published DFlashDraftModels have model_type "qwen3" for any target: their layers are Qwen3's.

@@ -13,10 +13,8 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
-from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
-from dflash_trt.checkpoint.tensors import Checkpoint, Outline
-from dflash_trt.graph.dialect import Dialect
-from dflash_trt.models.drafters.block import BlockPass, Rows
+from dflash_trt.checkpoint.schema import DrafterConfig
+from dflash_trt.models.drafters.block import BlockPass, BlockSettings, Rows, block_builder
 from dflash_trt.models.drafters.dflash import read_dflash
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.drafters.walk import PairScores, best_walk
@@ -28,7 +26,7 @@ _RANK, _TOP_K = 1 << 14, 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlash2:
+class DFlash2(BlockSettings):
     """group: channels that share the part of a convolution that depends on the input.
 
     rank, top_k: of the selector. multiplier, softcap: of the logits, 1 and None without.
@@ -56,47 +54,36 @@ def read_dflash2(fields: Fields) -> DrafterConfig:
     config = read_dflash(fields, _FIELDS)
     dflash = fields.section("dflash_config")
     assert dflash is not None
-    if (taps := dflash.integer("conv_kernel_size")) != _TAPS:
-        raise dflash.error("conv_kernel_size", f"is {taps}, only {_TAPS} is supported")
-    group = dflash.integer("conv_group_size", maximum=config.hidden_size)
-    if config.hidden_size % group:
-        raise dflash.error(
-            "conv_group_size", f"is {group}, which does not divide hidden_size, {config.hidden_size}"
-        )
-    top_k = dflash.integer("selector_top_k", maximum=min(_TOP_K, config.vocab_size))
-    capped = dflash.get("final_logit_softcapping") is not None
-    own = DFlash2(
+    own = selector(dflash, config.hidden_size, config.vocab_size)
+    return replace(config, own=own, most_candidates=own.top_k)
+
+
+def selector(fields: Fields, hidden_size: int, vocab_size: int, **settings: Any) -> DFlash2:
+    """The convolutions and the selector that `fields` describe. `settings`: fields of `BlockSettings`."""
+    if (taps := fields.integer("conv_kernel_size")) != _TAPS:
+        raise fields.error("conv_kernel_size", f"is {taps}, only {_TAPS} is supported")
+    group = fields.integer("conv_group_size", maximum=hidden_size)
+    if hidden_size % group:
+        raise fields.error("conv_group_size", f"is {group}, which does not divide hidden_size, {hidden_size}")
+    capped = fields.get("final_logit_softcapping") is not None
+    return DFlash2(
         group=group,
-        rank=dflash.integer("selector_rank", maximum=_RANK),
-        top_k=top_k,
-        multiplier=dflash.number("output_multiplier", default=1.0),
-        softcap=dflash.number("final_logit_softcapping") if capped else None,
+        rank=fields.integer("selector_rank", maximum=_RANK),
+        top_k=fields.integer("selector_top_k", maximum=min(_TOP_K, vocab_size)),
+        multiplier=fields.number("output_multiplier", default=1.0),
+        softcap=fields.number("final_logit_softcapping") if capped else None,
+        **settings,
     )
-    return replace(config, own=own, most_candidates=top_k)
 
 
-def build_dflash2(
-    config: DrafterConfig,
-    checkpoint: Checkpoint | Outline,
-    target: TargetConfig,
-    target_checkpoint: Checkpoint | Outline,
-    dialect: Dialect,
-    *,
-    width: int = 1,
-    metadata: dict[str, str] | None = None,
-    **options: Any,
-) -> ir.Model:
-    """The drafter as an ONNX model. `kind.BuildDrafter` has the arguments.
-
-    Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
-    """
-    block = BlockPass(config, checkpoint, target, target_checkpoint, dialect, **options)
+@block_builder
+def build_dflash2(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
+    """DFlash2: convolutions in the layers, and the selector's walk."""
     x = block.embedded()
-    for i in range(config.num_hidden_layers):
+    for i in range(block.config.num_hidden_layers):
         x = block.layer(i, x, lambda m, name, u: _convolutions(block, m.at(name), u))
     rows = block.drafted(x)
-    tokens, logprobs = _select(block, rows, _scaled(block, block.logits(rows)), width)
-    return block.model(tokens, logprobs, width, metadata)
+    return _select(block, rows, _scaled(block, block.logits(rows)), width)
 
 
 def _convolutions(block: BlockPass, m: Module, u: ir.Value) -> tuple[Rows, Rows]:

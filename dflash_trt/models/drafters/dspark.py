@@ -1,9 +1,10 @@
 """DSpark and DeepSpec's DFlash: every row of the block predicts, and a Markov head corrects a token by the one before.
 
 Row i predicts the token behind its own position, so that K - 1 rows give K - 1 drafts. The head adds W2 W1[a] to the
-logits behind token a, or W2 (gate * W1[a]) with a gate that follows from the row and a. It corrects the best CANDIDATES
-tokens of each place. All tokens would take a product with the whole vocabulary for each place. The confidence head
-estimates how likely the draft of a place is accepted. It stands in for the log-probability of the draft.
+logits behind token a, or W2 (gate * W1[a]) with a gate that follows from the row and a. The head `rnn` adds W2 o. A
+recurrent cell gives o from the row, W1[a] and its own state. A head corrects the best CANDIDATES tokens of each place.
+All tokens would take a product with the whole vocabulary for each place. The confidence head estimates how likely the
+draft of a place is accepted. It stands in for the log-probability of the draft.
 
 Embedding and head are the drafter's own.
 """
@@ -11,36 +12,34 @@ Embedding and head are the drafter's own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
-from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention, TargetConfig
-from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.errors import quoted
-from dflash_trt.graph.dialect import Dialect
-from dflash_trt.models.drafters.block import BlockPass
-from dflash_trt.models.drafters.candidates import best_candidates
+from dflash_trt.models.drafters.block import BlockPass, BlockSettings, block_builder
 from dflash_trt.models.drafters.kind import DrafterKind
-from dflash_trt.models.drafters.vocabulary import DraftVocabulary
 from dflash_trt.models.drafters.walk import PairScores, best_walk, followed
+from dflash_trt.models.module import Module
 from dflash_trt.models.reading import HEAD_DIM, LAYERS, check_quantization, decoder, refuse, windows
 
 CANDIDATES = 64
+Head = Literal["vanilla", "gated", "rnn"]
 _ROWS, _RANK = 1024, 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
-class DSpark:
-    """rank: of the Markov head; 0 without. gated: whether it has a gate. confidence: whether there is such a head.
+class DSpark(BlockSettings):
+    """rank, head: of the Markov head; rank 0 without. confidence: whether there is such a head.
 
     confidence_of_pair: whether the confidence head reads the token before too.
     """
 
     rank: int
-    gated: bool = False
+    head: Head = "vanilla"
     confidence: bool = False
     confidence_of_pair: bool = False
 
@@ -65,16 +64,12 @@ def read_dspark(fields: Fields) -> DrafterConfig:
     check_quantization(fields)
     refuse(fields, _NEUTRAL)
     common = decoder(fields, head_dim=fields.integer("head_dim", maximum=HEAD_DIM, default=128), qk_norm=True)
-    rank = fields.integer("markov_rank", minimum=0, maximum=_RANK, default=0)
-    head = fields.string("markov_head_type") if rank else "vanilla"
-    if head not in ("vanilla", "gated"):
-        raise fields.error("markov_head_type", f"is {quoted(head)}, supported are 'vanilla' and 'gated'")
     taps = fields.integers("target_layer_ids", most=LAYERS, minimum=-1)
     if not taps or len(set(taps)) != len(taps):
         raise fields.error(
             "target_layer_ids", f"is {quoted(list(taps))}, expected at least one layer and no duplicates"
         )
-    confidence = fields.boolean("enable_confidence_head", default=False)
+    own = heads(fields, common["vocab_size"], every_row=True, embedding=True)
     return DrafterConfig(
         **common,
         layers=tuple(
@@ -84,72 +79,79 @@ def read_dspark(fields: Fields) -> DrafterConfig:
         mask_token_id=fields.integer("mask_token_id", minimum=0),
         target_layer_ids=taps,
         num_target_layers=None,
-        most_candidates=min(CANDIDATES, common["vocab_size"]) if rank else None,
-        own=DSpark(
-            rank=rank,
-            gated=head == "gated",
-            confidence=confidence,
-            confidence_of_pair=bool(rank)
-            and confidence
-            and fields.boolean("confidence_head_with_markov", default=False),
-        ),
+        most_candidates=most_candidates(own, common["vocab_size"]),
+        own=own,
     )
 
 
-def build_dspark(
-    config: DrafterConfig,
-    checkpoint: Checkpoint | Outline,
-    target: TargetConfig,
-    target_checkpoint: Checkpoint | Outline,
-    dialect: Dialect,
-    *,
-    width: int = 1,
-    metadata: dict[str, str] | None = None,
-    **options: Any,
-) -> ir.Model:
-    """The drafter as an ONNX model. `kind.BuildDrafter` has the arguments. Its own head stays as it is on disk.
+def most_candidates(own: DSpark, vocab_size: int) -> int:
+    """The candidates of a place: those that the Markov head corrects, or all tokens of the head."""
+    vocabulary = own.vocabulary or vocab_size
+    return min(CANDIDATES, vocabulary) if own.rank else vocabulary
 
-    Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
+
+def heads(fields: Fields, vocabulary: int | None, *, confidence: bool = False, **settings: Any) -> DSpark:
+    """The Markov head and the confidence head of config.json.
+
+    `vocabulary`, `settings`: fields of `BlockSettings`. `confidence`: whether there is such a head if nothing says so,
+    and whether it reads the token before.
     """
-    own = config.own
-    block = BlockPass(
-        config, checkpoint, target, target_checkpoint, dialect, every_row=True, **{**options, "head": None}
+    rank = fields.integer("markov_rank", minimum=0, maximum=_RANK, default=0)
+    head = fields.string("markov_head_type") if rank else "vanilla"
+    if head not in get_args(Head):
+        raise fields.error("markov_head_type", f"is {quoted(head)}, supported are 'vanilla', 'gated', 'rnn'")
+    pair = fields.boolean("confidence_head_with_markov", default=confidence)
+    confidence = fields.boolean("enable_confidence_head", default=confidence)
+    return DSpark(
+        vocabulary=vocabulary,
+        rank=rank,
+        head=cast(Head, head),
+        confidence=confidence,
+        confidence_of_pair=bool(rank) and confidence and pair,
+        **settings,
     )
-    x = block.embedded(own=True)
+
+
+@block_builder
+def build_dspark(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
+    """DSpark, with its own embedding and head as they are on disk."""
+    config, own = block.config, block.config.own
+    x = block.embedded()
     for i in range(config.num_hidden_layers):
         x = block.layer(i, x)
     rows = block.drafted(x)
-    vocabulary = DraftVocabulary(block.m, config, config.vocab_size)
-    logits = vocabulary.logits(rows, block.m, config.hidden_size)
-    before = None
+    logits, before = block.logits(rows), None
     if own.rank:
-        scores = PairScores.of_logits(block, logits, min(CANDIDATES, config.vocab_size))
+        scores = PairScores.of_logits(block, logits, most_candidates(own, config.vocab_size))
         with block.g.scope("markov"):
-            fit, embedded = _markov(block, rows, scores)
-        tokens, logprobs, behind = best_walk(block, scores, fit, width)
-        if own.confidence_of_pair:
-            before = followed(block.g, embedded, behind)
+            walk = _recurrent if own.head == "rnn" else _markov
+            tokens, logprobs, before = walk(block, rows, scores, width)
     else:
-        tokens, logprobs = best_candidates(block.g, logits, width)
+        tokens, logprobs = block.best(logits, width)
     if own.confidence:
         with block.g.scope("confidence"):
+            before = before if own.confidence_of_pair else None
             logprobs = _confident(block, rows, before, logprobs, width)
-    return block.model(tokens, logprobs, width, metadata)
+    return tokens, logprobs
 
 
-def _markov(block: BlockPass, rows: ir.Value, scores: PairScores) -> tuple[ir.Value, ir.Value]:
-    """The pair scores of candidates, [B,P,k,k], and the rows of W1 of those before, [B,P,k,r]."""
+def _table(m: Module, name: str, size: int, rank: int, ids: ir.Value) -> ir.Value:
+    """Rows of a table [size, rank], in the graph's dtype."""
+    g = m.g
+    rows = g.op("Gather", m.raw(f"{name}.weight", size, rank), ids, name=name)
+    return g.to_dtype(rows, m.dtype_of(f"{name}.weight"))
+
+
+def _markov(
+    block: BlockPass, rows: ir.Value, scores: PairScores, width: int
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """The walk through pair scores. The third result has the rows of W1 of the tokens before, [B,P,r]."""
     g, m, config, rank = block.g, block.m.at("markov_head"), block.config, block.config.own.rank
-    vocab, hidden = config.vocab_size, config.hidden_size
-    tables = [
-        g.to_dtype(
-            g.op("Gather", m.raw(f"{name}.weight", vocab, rank), ids, name=name), m.dtype_of(f"{name}.weight")
-        )
-        for name, ids in (("markov_w1", scores.before), ("markov_w2", scores.tokens))
-    ]
-    w1, w2 = tables
+    hidden = config.hidden_size
+    w1 = _table(m, "markov_w1", config.vocab_size, rank, scores.before)
+    w2 = _table(m, "markov_w2", config.own.vocabulary or config.vocab_size, rank, scores.numbers)
     left = w1
-    if config.own.gated:
+    if config.own.head == "gated":
         weight = m.weight("gate_proj.weight", rank, hidden + rank)
         bias = m.weight("gate_proj.bias", rank)
         sizes = g.constant([hidden, rank])
@@ -162,7 +164,60 @@ def _markov(block: BlockPass, rows: ir.Value, scores: PairScores) -> tuple[ir.Va
         )
         left = g.op("Mul", gate, w1, name="gated")
     fit = g.op("MatMul", left, g.op("Transpose", w2, name="by_rank", perm=[0, 1, 3, 2]), name="fit")
-    return g.to_float(fit), w1
+    tokens, logprobs, behind = best_walk(block, scores, g.to_float(fit), width)
+    return tokens, logprobs, followed(g, w1, behind)
+
+
+def _recurrent(
+    block: BlockPass, rows: ir.Value, scores: PairScores, width: int
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """`_markov` for the head `rnn`: a state runs along the places, so the score of a token depends on all before it.
+
+    The steps are unrolled for the longest block. In a shorter one the last place is repeated and cut off.
+    """
+    g, m, config, rank = block.g, block.m.at("markov_head"), block.config, block.config.own.rank
+    hidden = config.hidden_size
+    w2 = _table(m, "markov_w2", config.own.vocabulary or config.vocab_size, rank, scores.numbers)  # [B,P,k,r]
+    weight = m.weight("joint_proj.weight", 3 * rank, 2 * rank + hidden)
+    sizes = g.constant([2 * rank, hidden])
+    of_state, of_row = g.multi("Split", weight, sizes, outputs=2, name="joint_parts", axis=1)
+    bias = m.weight("joint_proj.bias", 3 * rank)
+    part = g.op("Gemm", rows, of_row, bias, name="joint_of_row", transB=1)
+    part = g.op("Reshape", part, g.shape(block.batch, -1, 3 * rank), name="by_place")
+    turned = g.op("Transpose", of_state, name="turned", perm=[1, 0])
+    count, one = g.dim(scores.tokens, 1, name="places"), g.scalar(1.0)
+    last = g.op("Sub", count, g.constant([1]), name="last_place")
+    state = g.op("Expand", g.scalar(0.0), g.shape(block.batch, 1, rank), name="state")
+    token = g.op("Slice", block.block, *map(g.constant, ([0], [1], [1])), name="anchor")  # [B,1]
+    thirds = g.constant([rank] * 3)
+    found: list[tuple[ir.Value, ir.Value, ir.Value]] = []
+    for p in range(config.block_size - 1):
+        place = g.op("Min", g.constant([p]), last, name="place")
+        here = [
+            g.op("Gather", x, place, name="here", axis=1) for x in (part, w2, scores.logits, scores.tokens)
+        ]
+        before = _table(m, "markov_w1", config.vocab_size, rank, token)
+        joint = g.op("Concat", state, before, name="state_and_token", axis=2)
+        joint = g.op("Add", g.op("MatMul", joint, turned, name="joint"), here[0], name="joint_sum")
+        gate, fresh, out = g.multi("Split", joint, thirds, outputs=3, name="gate_fresh_out", axis=2)
+        gate = g.op("Sigmoid", gate, name="gate")
+        kept = g.op("Mul", gate, state, name="kept")
+        fresh = g.op("Mul", g.op("Sub", one, gate, name="open"), g.op("Tanh", fresh), name="fresh")
+        state = g.op("Add", kept, fresh, name="state")
+        fit = g.op("MatMul", here[1], g.unsqueeze(g.op("Tanh", out, name="out"), 3), name="fit")
+        fit = g.to_float(g.op("Squeeze", fit, g.constant([3]), name="fit_of_place"))
+        logprobs = g.op("LogSoftmax", g.op("Add", here[2], fit, name="scores"), name="logprobs", axis=-1)
+        best, chosen = g.multi("TopK", logprobs, g.constant([width]), outputs=2, name="best", axis=-1)
+        tokens = g.op("GatherElements", here[3], chosen, name="tokens", axis=2)  # [B,1,W]
+        found.append((tokens, best, before))
+        token = g.op("Slice", tokens, *map(g.constant, ([0], [1], [2])), name="first")
+        token = g.op("Squeeze", token, g.constant([2]), name="token")
+    all_places = [g.op("Concat", *each, name="all_places", axis=1) for each in zip(*found, strict=True)]
+    tokens, best, before = (
+        g.op("Slice", x, g.constant([0]), count, g.constant([1]), name="of_block") for x in all_places
+    )
+    flat = g.constant([-1, width])
+    return g.op("Reshape", tokens, flat), g.op("Reshape", best, flat), before
 
 
 def _confident(

@@ -29,7 +29,7 @@ from dflash_trt.models.attention import Attention
 from dflash_trt.models.decoder import embed, gated_mlp
 from dflash_trt.models.drafters.candidates import best_candidates, output_candidates
 from dflash_trt.models.drafters.kind import DrafterKind
-from dflash_trt.models.drafters.vocabulary import DraftVocabulary
+from dflash_trt.models.drafters.vocabulary import OF_TRAINING, DraftVocabulary
 from dflash_trt.models.mixers import mixers
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Pass, PassRows, ints, positions_from
@@ -46,13 +46,15 @@ class Eagle3:
     """The settings that differ between published checkpoints.
 
     vocabulary: tokens of the drafter's head. layer: the name of the layer.
-    fc_norm: an RMSNorm on each tapped state. norm_output: the next step gets the normed row.
+    fc_norm: an RMSNorm on each tapped state. norm_before_fc: one on all of a row together.
+    norm_output: the next step gets the normed row.
     norm_before_residual: the normed states are added to the attention's output, not the states themselves.
     """
 
     vocabulary: int
     layer: str = "midlayer"
     fc_norm: bool = False
+    norm_before_fc: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
 
@@ -90,11 +92,6 @@ def read_eagle3(fields: Fields) -> DrafterConfig:
         refuse(exported, _NEUTRAL_EAGLE)
         if exported.get("eagle_aux_hidden_state_layer_ids") is not None:
             layers = exported.integers("eagle_aux_hidden_state_layer_ids", most=LAYERS)
-            if len(layers) != _STATES:
-                raise exported.error(
-                    "eagle_aux_hidden_state_layer_ids",
-                    f"is {quoted(list(layers))}, expected {_STATES} layers",
-                )
     return eagle3_config(
         fields,
         entered=layers,
@@ -104,20 +101,34 @@ def read_eagle3(fields: Fields) -> DrafterConfig:
     )
 
 
-def eagle3_config(fields: Fields, *, entered: Sequence[int], **own: Any) -> DrafterConfig:
+def eagle3_config(
+    fields: Fields,
+    *,
+    entered: Sequence[int],
+    layers: Fields | None = None,
+    architecture: str | None = None,
+    **own: Any,
+) -> DrafterConfig:
     """The configuration of an EAGLE-3 head. `entered`: the layers whose input is tapped; none: the usual ones.
 
-    `own`: fields of `Eagle3`.
+    layers: the fields of its layer, if they are apart. Then a layer of Qwen3's has norms of queries and keys.
+    own: fields of `Eagle3`.
     """
     check_quantization(fields)
-    common = decoder(fields)
+    apart = layers is not None
+    layers = layers or fields
+    common = decoder(layers, qk_norm=apart and layers.get("model_type") == "qwen3", architecture=architecture)
     if common["num_hidden_layers"] != 1:
-        raise fields.error("num_hidden_layers", f"is {common['num_hidden_layers']}, but EAGLE-3 has 1 layer")
+        raise layers.error("num_hidden_layers", f"is {common['num_hidden_layers']}, but EAGLE-3 has 1 layer")
     hidden = common["hidden_size"]
     if fields.get("target_hidden_size") is not None and fields.integer("target_hidden_size") != hidden:
         raise fields.error(
             "target_hidden_size",
             f"is {show(fields.get('target_hidden_size'))}, but hidden_size is {hidden}: they must be equal",
+        )
+    if entered and len(entered) != _STATES:
+        raise fields.error(
+            "eagle_aux_hidden_state_layer_ids", f"is {quoted(list(entered))}, expected {_STATES} layers"
         )
     vocabulary = fields.integer("draft_vocab_size", maximum=common["vocab_size"])
     return DrafterConfig(
@@ -246,7 +257,7 @@ def build_eagle3(
         found, logprobs, state = best(m, state)
     chain = _Chain(m, config, root.at(target.prefix), mixer.updated[0], position, batch)
     all_tokens, all_logprobs = chain.steps(found, logprobs, state, g.dim(block, 1, name="n_block"), best)
-    m.check_all_used()
+    m.check_all_used(OF_TRAINING)
     output_candidates(g, all_tokens, all_logprobs, batch, width)
     g.output(updated, "g_cache_out.0", g.dtype, ["B", capacity, hidden])
     return g.model(metadata or {})
@@ -268,9 +279,11 @@ def _check_embedding(
 
 
 def _fused(g: GraphBuilder, m: Module, config: DrafterConfig, tapped: ir.Value) -> ir.Value:
-    """fc over the tapped states [B, S, 3*D], each normed first in EAGLE-3.1: [B*S, D]."""
+    """fc over the tapped states [B, S, 3*D], normed first where the settings say so: [B*S, D]."""
     hidden = config.hidden_size
     flat = g.op("Reshape", tapped, g.constant([-1, _STATES * hidden]), name="flat")
+    if config.own.norm_before_fc:
+        flat = m.rms_norm(flat, "input_norm", _STATES * hidden, config.rms_norm_eps)
     if config.own.fc_norm:
         sizes = g.constant([hidden] * _STATES)
         parts = g.multi("Split", flat, sizes, outputs=_STATES, name="states", axis=1)
@@ -396,6 +409,11 @@ class _Chain:
         one = g.constant([1])
         position = g.op("Add", g.unsqueeze(self.position, 1), g.op("Add", number, one), name="position")
         row = PassRows(g, self.batch, one, position, c)
+        if c.qk_norm:
+            q, k = (
+                m.rms_norm(row.heads(x, heads, size), norm, size, c.rms_norm_eps)
+                for x, heads, norm in ((q, c.num_attention_heads, "q_norm"), (k, n, "k_norm"))
+            )
         q = row.rotate(g.op("Reshape", q, row.shape(c.num_attention_heads * size)), c.num_attention_heads)
         k = row.rotate(g.op("Reshape", k, row.shape(n * size)), n)
         v = g.op("Reshape", v, row.shape(n * size), name="value")

@@ -10,6 +10,9 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError
 from dflash_trt.models.module import Module
 
+# The target's tensors that training may leave in a drafter's file.
+OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")
+
 
 class DraftVocabulary:
     """The `size` tokens of a drafter's own head. Token i of the target's has number j here if i = j + d2t[j].

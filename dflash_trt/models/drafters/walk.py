@@ -18,11 +18,12 @@ from dflash_trt.models.drafters.block import BlockPass
 class PairScores:
     """P = K - 1 places with k candidates each.
 
-    tokens [B,P,k]: the candidates. logits [B,P,k]: what the head says of them, float32.
+    tokens [B,P,k]: the candidates. numbers [B,P,k]: their rows in the head. logits [B,P,k]: the head's, float32.
     before [B,P,k]: the candidates of the place before; the anchor, k times, at the first place.
     """
 
     tokens: ir.Value
+    numbers: ir.Value
     logits: ir.Value
     before: ir.Value
     count: int
@@ -31,15 +32,16 @@ class PairScores:
     def of_logits(cls, block: BlockPass, logits: ir.Value, count: int) -> PairScores:
         """The `count` best tokens of each row of logits [B*P, V]."""
         g = block.g
-        best, tokens = g.multi("TopK", logits, g.constant([count]), outputs=2, name="best", axis=-1)
+        best, numbers = g.multi("TopK", logits, g.constant([count]), outputs=2, name="best", axis=-1)
         by_place = g.shape(block.batch, -1, count)
         best = g.op("Reshape", best, by_place, name="best_logits")
-        tokens = g.op("Reshape", tokens, by_place, name="candidates")
+        numbers = g.op("Reshape", numbers, by_place, name="candidates")
+        tokens = block.tokens(numbers)
         anchor = g.op("Slice", block.block, *map(g.constant, ([0], [1], [1])), name="anchor")
         anchors = g.op("Expand", g.unsqueeze(anchor, 2), g.shape(1, 1, count), name="anchors")
         before = g.op("Concat", anchors, tokens, name="shifted", axis=1)
         before = g.op("Slice", before, *map(g.constant, ([0], [-1], [1])), name="before")
-        return cls(tokens, best, before, count)
+        return cls(tokens, numbers, best, before, count)
 
 
 def best_walk(

@@ -1,0 +1,170 @@
+"""Drafters in the format of speculators (github.com/vllm-project/speculators): DFlash, DFlash2, DSpark and EAGLE-3.
+
+`speculators_model_type` tells the kind. The fields of the layers are in `transformer_layer_config`. The ids of tapped
+states count the layer that is entered, so our tap is one less. The head may have a vocabulary of its own. Embedding and
+head are used where the file has them, and are the target's otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
+from dflash_trt.errors import quoted
+from dflash_trt.models.drafters.block import BlockSettings
+from dflash_trt.models.drafters.dflash import BLOCK, build_dflash
+from dflash_trt.models.drafters.dflash2 import build_dflash2, selector
+from dflash_trt.models.drafters.dspark import build_dspark, heads, most_candidates
+from dflash_trt.models.drafters.eagle3 import build_eagle3, eagle3_config, usual_taps
+from dflash_trt.models.drafters.kind import DrafterKind
+from dflash_trt.models.reading import LAYERS, check_quantization, decoder, place_window, refuse, windows
+
+TYPE = "speculators_model_type"
+# Fields of the layers that change the computation, with the values that are computed.
+_NEUTRAL = {
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "mlp_bias": (False,),
+    "pretraining_tp": (1,),
+}
+
+
+def _layers(fields: Fields) -> Fields:
+    check_quantization(fields)
+    section = fields.section("transformer_layer_config")
+    if section is None:
+        raise fields.error("transformer_layer_config", "is missing, expected the fields of the layers")
+    refuse(section, _NEUTRAL)
+    if section.string("model_type") not in ("llama", "qwen3"):
+        raise section.error(
+            "model_type", f"is {quoted(section.get('model_type'))}, supported are 'llama', 'qwen3'"
+        )
+    return section
+
+
+def _windows(layers: Fields, count: int) -> list[int | None]:
+    """The window of each layer. A Llama configuration has no `use_sliding_window`."""
+    if layers.string("model_type") == "qwen3":
+        return windows(layers, count)
+    window = None if layers.get("sliding_window") is None else layers.integer("sliding_window")
+    return place_window(layers, count, window)
+
+
+def _block(fields: Fields, settings: Callable[[int, BlockSettings], tuple[Any, int | None]]) -> DrafterConfig:
+    """The configuration of a drafter with DFlash's layers.
+
+    settings: the kind's own settings and its candidates of a place, from vocab_size and the settings of the block.
+    """
+    layers, model = _layers(fields), fields.string(TYPE)
+    common = decoder(layers, qk_norm=True, architecture=_ARCHITECTURES[model])
+    vocab, hidden = common["vocab_size"], common["hidden_size"]
+    if fields.get("target_hidden_size") is not None and fields.integer("target_hidden_size") != hidden:
+        raise fields.error(
+            "target_hidden_size",
+            f"is {fields.get('target_hidden_size')}, but hidden_size is {hidden}: they must be equal",
+        )
+    own_vocabulary = fields.integer("draft_vocab_size", maximum=vocab)
+    every_row = fields.boolean("sample_from_anchor", default=model == "dspark")
+    own, candidates = settings(
+        vocab,
+        BlockSettings(every_row=every_row, vocabulary=None if own_vocabulary == vocab else own_vocabulary),
+    )
+    entered: tuple[int, ...] = ()
+    if fields.get("aux_hidden_state_layer_ids") is not None:
+        entered = fields.integers("aux_hidden_state_layer_ids", most=LAYERS)
+        if not entered or len(set(entered)) != len(entered):
+            raise fields.error(
+                "aux_hidden_state_layer_ids",
+                f"is {quoted(list(entered))}, expected at least one layer and no duplicates",
+            )
+    free = fields.boolean("sliding_window_non_causal", default=model == "dflash2")
+    return DrafterConfig(
+        **common,
+        layers=tuple(
+            LayerAttention(window is not None and not free, window)
+            for window in _windows(layers, common["num_hidden_layers"])
+        ),
+        block_size=fields.integer("block_size", minimum=1 if every_row else 2, maximum=BLOCK) + every_row,
+        mask_token_id=fields.integer("mask_token_id", minimum=0),
+        target_layer_ids=tuple(layer - 1 for layer in entered),
+        num_target_layers=None,
+        most_candidates=candidates,
+        own=own,
+    )
+
+
+def read_dflash(fields: Fields) -> DrafterConfig:
+    return _block(fields, lambda vocab, block: (block, block.vocabulary))
+
+
+def read_dflash2(fields: Fields) -> DrafterConfig:
+    def settings(vocab: int, block: BlockSettings) -> tuple[Any, int]:
+        if block.vocabulary is not None:
+            raise fields.error(
+                "draft_vocab_size", f"is {block.vocabulary}, but vocab_size is {vocab}: they must be equal"
+            )
+        own = selector(fields, _layers(fields).integer("hidden_size"), vocab, every_row=block.every_row)
+        return own, own.top_k
+
+    return _block(fields, settings)
+
+
+def read_dspark(fields: Fields) -> DrafterConfig:
+    def settings(vocab: int, block: BlockSettings) -> tuple[Any, int]:
+        own = heads(fields, block.vocabulary, confidence=True, every_row=block.every_row)
+        if own.head == "rnn" and not own.every_row:
+            raise fields.error("sample_from_anchor", "is false, but markov_head_type 'rnn' needs true")
+        return own, most_candidates(own, vocab)
+
+    return _block(fields, settings)
+
+
+def read_eagle3(fields: Fields) -> DrafterConfig:
+    """The head's layer is Llama's, or Qwen3's with norms of queries and keys."""
+    layers = _layers(fields)
+    entered: tuple[int, ...] = ()
+    if fields.get("eagle_aux_hidden_state_layer_ids") is not None:
+        entered = fields.integers("eagle_aux_hidden_state_layer_ids", most=LAYERS)
+    count = layers.integer("num_hidden_layers", maximum=LAYERS)
+    if any(_windows(layers, count)):
+        raise layers.error("layer_types", "has a sliding window, which is not supported in an EAGLE-3 head")
+    return eagle3_config(
+        fields,
+        layers=layers,
+        architecture=_ARCHITECTURES["eagle3"],
+        entered=entered,
+        layer="layers.0",
+        **{
+            name: fields.boolean(name, default=False)
+            for name in ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+        },
+    )
+
+
+def _taps(layers: int) -> tuple[int, ...]:
+    """What enters layers 2, N/2 and N - 3 of N."""
+    return usual_taps(layers)[1:]
+
+
+_ARCHITECTURES = {
+    "dflash": "DFlashSpeculator",
+    "dflash2": "DFlash2Speculator",
+    "dspark": "DSparkSpeculator",
+    "eagle3": "Eagle3Speculator",
+}
+KINDS = (
+    DrafterKind("DFlashSpeculator", TYPE, read_dflash, build_dflash, taps=_taps),
+    DrafterKind("DFlash2Speculator", TYPE, read_dflash2, build_dflash2, taps=_taps),
+    DrafterKind("DSparkSpeculator", TYPE, read_dspark, build_dspark, taps=_taps),
+    DrafterKind("Eagle3Speculator", TYPE, read_eagle3, build_eagle3, taps=usual_taps),
+)
+
+
+def architecture_of(fields: Fields) -> str:
+    """Our name of the kind. `architectures` of such files has the class that saved them, which differs by version."""
+    model = fields.string(TYPE)
+    if model not in _ARCHITECTURES:
+        raise fields.error(TYPE, f"is {quoted(model)}, supported are: {', '.join(_ARCHITECTURES)}")
+    return _ARCHITECTURES[model]
