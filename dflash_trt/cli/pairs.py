@@ -1,4 +1,4 @@
-"""`dflash-trt pairs`: the pairs with a name."""
+"""`dflash-trt pairs`: the pairs with a name, and the published drafters."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import dataclasses
 
 from dflash_trt.cli.output import print_json, print_table
 
-SUMMARY = "list the known pairs"
-DESCRIPTION = "List the target and drafter pairs that `build --target` knows by name."
+SUMMARY = "list the known pairs, and published drafters"
+DESCRIPTION = (
+    "List the target and drafter pairs that `build --target` knows by name, and the published drafters with kind, "
+    "target and licence. `build --drafter REPOSITORY` takes any that is read."
+)
 EXAMPLES = """\
 examples:
   dflash-trt pairs
@@ -22,9 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.checkpoint.catalogue import PAIRS
+    from dflash_trt.checkpoint.published import PUBLISHED
 
     if args.json:
-        print_json([dataclasses.asdict(pair) for pair in PAIRS])
+        drafters = [
+            {**dataclasses.asdict(drafter), "publisher": drafter.publisher, "pair": _pair(drafter.repository)}
+            for drafter in PUBLISHED
+        ]
+        print_json({"pairs": [dataclasses.asdict(pair) for pair in PAIRS], "drafters": drafters})
         return 0
     rows = []
     for pair in PAIRS:
@@ -35,4 +43,17 @@ def run(args: argparse.Namespace) -> int:
             ("", "", f"note     {pair.note}"),
         ]
     print_table([("name", "block", "checkpoints"), *rows], heading=True)
+    print()
+    published = [
+        (drafter.repository, drafter.kind, "yes" if drafter.read else "no", drafter.licence, drafter.target)
+        for drafter in PUBLISHED
+    ]
+    print_table([("published drafter", "kind", "read", "licence", "target"), *published], heading=True)
     return 0
+
+
+def _pair(repository: str) -> str | None:
+    """The name of the pair that has this drafter."""
+    from dflash_trt.checkpoint.catalogue import PAIRS
+
+    return next((pair.name for pair in PAIRS if pair.drafter_repo == repository), None)

@@ -298,8 +298,15 @@ def test_inspect(
 
 
 def test_pairs_lists_the_shipped_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "tiny" in [pair["name"] for pair in Output(capsys, "pairs", "--json").json]
+    listed = Output(capsys, "pairs", "--json").json
+    assert "tiny" in [pair["name"] for pair in listed["pairs"]]
     assert "tiny" in Output(capsys, "pairs").out
+    drafters = {drafter["repository"]: drafter for drafter in listed["drafters"]}
+    known = {pair["drafter_repo"] for pair in listed["pairs"] if pair["drafter_repo"]}
+    assert known <= set(drafters)
+    assert drafters["z-lab/Qwen3-4B-DFlash-b16"]["pair"] == "qwen3-4b"
+    assert drafters["incoai/Qwen3.8-27B-DFlash2"]["licence"] == "Apache-2.0"
+    assert {drafter["publisher"] for drafter in drafters.values()} >= {"z-lab", "deepseek-ai", "RedHatAI"}
 
 
 def test_doctor_is_honest(capsys: pytest.CaptureFixture[str]) -> None:
