@@ -42,7 +42,7 @@ Rows = Callable[[ir.Value], ir.Value]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSettings:
-    """What differs between kinds that draft a block at once.
+    """Settings of a kind that drafts a block at once.
 
     every_row: the anchor's row predicts too. Then row i predicts the token behind its own position, and K - 1 rows are
         enough. Otherwise row i predicts the token at its position, and the anchor's row nothing.

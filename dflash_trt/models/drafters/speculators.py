@@ -144,7 +144,7 @@ def read_eagle3(fields: Fields) -> DrafterConfig:
 
 
 def _taps(layers: int) -> tuple[int, ...]:
-    """What enters layers 2, N/2 and N - 3 of N."""
+    """The taps of the states that enter layers 2, N/2 and N - 3 of N."""
     return usual_taps(layers)[1:]
 
 
