@@ -29,6 +29,7 @@ from dflash_trt.decoding.sampling.structure import StructuredOutputs
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import BusyError, DecodingError, DFlashError, RequestError, quoted
 from dflash_trt.runtime import Prompt
+from dflash_trt.serving import event_loop
 
 METRICS_SECONDS = 1.0
 # Fields of SamplingParams and StructuredOutputs: the inputs of the Triton model.
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     except (DFlashError, OSError) as error:
         connection.sendall(json.dumps({"fatal": str(error)}).encode() + b"\n")
         return 1
-    return asyncio.run(Worker(llm).serve(connection))
+    return event_loop.run(Worker(llm).serve(connection))
 
 
 # Parameters that may be auto.

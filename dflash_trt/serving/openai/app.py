@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
+from starlette.types import Receive, Scope, Send
 
 import dflash_trt
 from dflash_trt.errors import RequestError
@@ -30,6 +31,7 @@ from dflash_trt.serving.openai.protocol import (
 from dflash_trt.serving.openai.responses import Responses, ResponsesRequest, as_chat
 
 Answering = Chat | Completions | Responses
+Endpoint = Callable[[Request], Awaitable[Response]]
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -61,6 +63,15 @@ def make_app(
         text = f"{request.method} {request.url.path[:200]} is not an endpoint of this server"
         return JSONResponse(ApiError(error.status_code, text).body(), error.status_code)
 
+    def post(path: str, body: type[BaseModel]) -> Callable[[Endpoint], Endpoint]:
+        """A route that Starlette runs and FastAPI documents. FastAPI would take 0.3 ms more of each request."""
+
+        def add(endpoint: Endpoint) -> Endpoint:
+            app.add_route(path, endpoint, methods=["POST"])  # it comes first, so it answers
+            return app.post(path, openapi_extra=_schema(body))(endpoint)
+
+        return add
+
     async def answer(request: Request, answering: Answering) -> Response:
         FACTS.get()["id"], FACTS.get()["model"] = answering.id, model.name
         FACTS.get()["prompt_tokens"] = sum(map(len, answering.prepared.prompts))
@@ -72,22 +83,22 @@ def make_app(
         chunks = answering.chunks(engine)
         # The first chunk comes before the status, so that a refusal is a status and no event.
         first = await anext(chunks)
-        return StreamingResponse(_events(first, chunks, answering), media_type="text/event-stream",
-                                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # fmt: skip
+        return _Events(_events(first, chunks, answering), media_type="text/event-stream",
+                       headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})  # fmt: skip
 
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatRequest))
+    @post("/v1/chat/completions", ChatRequest)
     async def chat_completions(request: Request) -> Response:
         body = await _read(request, ChatRequest)
         return await answer(request, await Chat.of(model, body, request.state.request_id, most_seconds))
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionRequest))
+    @post("/v1/completions", CompletionRequest)
     async def completions(request: Request) -> Response:
         body = await _read(request, CompletionRequest)
         return await answer(
             request, await Completions.of(model, body, request.state.request_id, most_seconds)
         )
 
-    @app.post("/v1/responses", openapi_extra=_schema(ResponsesRequest))
+    @post("/v1/responses", ResponsesRequest)
     async def responses(request: Request) -> Response:
         body = await _read(request, ResponsesRequest)
         try:
@@ -170,6 +181,13 @@ def make_app(
         return PlainTextResponse(await metrics(), media_type="text/plain; version=0.0.4")
 
     return app
+
+
+class _Events(StreamingResponse):
+    """A stream of events. The gate listens for the client already, so no task group does it again."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.stream_response(send)
 
 
 async def _events(

@@ -10,13 +10,14 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
+from dflash_trt.serving import event_loop
 
 if TYPE_CHECKING:
     from dflash_trt.serving.openai.engine import Engine
@@ -70,17 +71,7 @@ def serve(settings: ServerSettings, ready: Callable[[], None], say: Callable[[st
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     listening = _listen(settings.host, settings.port)
     with contextlib.closing(listening):
-        return _run(_serve(settings, listening, ready, say))
-
-
-def _run(main: Coroutine[Any, Any, int]) -> int:
-    """Run the event loop: uvloop's, where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
+        return event_loop.run(_serve(settings, listening, ready, say))
 
 
 def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[Any, Engine]:

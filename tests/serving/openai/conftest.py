@@ -50,7 +50,7 @@ class Server:
         return self.log_file.read_text()
 
     def until(self, condition: Callable[[], Any]) -> None:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 600
         while not condition():
             assert time.monotonic() < end, f"waited in vain\n{self.log}"
             time.sleep(0.02)
