@@ -17,9 +17,11 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -43,7 +45,7 @@ SKIPPED = {
 }
 # Commands whose output depends on the machine: only the first words of each line are compared.
 FIRST_WORDS = {"doctor": 1, "bench": 2}
-SLOW = re.compile(r"verify|bench(?!.*--requests)|smollm2")  # left out with --cheap
+SLOW = re.compile(r"verify|bench|compare|smollm2")  # left out with --cheap
 
 
 @dataclass
@@ -153,6 +155,13 @@ def run(shown: Shown, python: str, folder: Path) -> list[str]:
     return faults[:5]
 
 
+def forget(folder: Path) -> None:
+    """Remove the directories that a page made. The bundles stay, for the next page."""
+    for made in folder.iterdir():
+        if made.is_dir() and made.name != "bundles":
+            shutil.rmtree(made)
+
+
 def update(shown: Shown) -> None:
     """Write what a command printed into its page."""
     page = ROOT / shown.page
@@ -190,7 +199,9 @@ def main() -> int:
                 for fault in run(needed, python, folder):
                     print(f"{needed.command}: {fault}")
                     failed += 1
-        for each in shown:
+        for number, each in enumerate(shown):
+            if number and each.page != shown[number - 1].page:
+                forget(folder)
             reason = reason_to_skip(each.command) or (
                 args.cheap and SLOW.search(each.command) and "takes long"
             )
@@ -200,9 +211,11 @@ def main() -> int:
             if each.output is None and each.command in done:
                 continue
             done.add(each.command)
+            began = time.monotonic()
             faults = run(each, python, folder)
+            took = time.monotonic() - began
             ran, failed = ran + 1, failed + bool(faults)
-            print(f"{'FAILED ' if faults else 'good   '}  {each.page}: {each.command}", flush=True)
+            print(f"{'FAILED ' if faults else 'good   '}  {each.page}: {each.command}  ({took:.1f} s)", flush=True)
             for fault in faults:
                 print(f"    {fault}")
             if faults and args.update and each.printed:

@@ -17,8 +17,8 @@ itself.
 EXAMPLES = """\
 examples:
   dflash-trt deploy bundles/tiny --out triton
-  dflash-trt deploy bundles/tiny --out triton --copy --max-batch-size 16 --max-queue 64
-  dflash-trt deploy bundles/other --out triton --name other
+  dflash-trt deploy bundles/tiny --out triton-16 --copy --max-batch-size 16 --max-queue 64
+  dflash-trt deploy bundles/tiny-fp8 --out triton --name tiny-fp8
 
 It prints the command that serves the repository on loopback. APIs that load code are closed to clients.
 """
