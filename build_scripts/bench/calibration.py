@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.length.calibration import Calibration, log_odds
-from dflash_trt.decoding.length.policy import FixedLength
+from dflash_trt.decoding.length.policy import FixedLength, RoundDone
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.hardware import processor
 from dflash_trt.prompts import SHIPPED_PROMPTS, read_prompts
@@ -37,11 +37,9 @@ class Record(FixedLength):
         super().__init__(length)
         self.blocks: list[tuple[Array, int, int]] = []
 
-    def observe(self, **round_: Any) -> None:
-        logprobs: Array | None = round_["logprobs"]
-        if logprobs is not None:
-            rows = np.array(logprobs)
-            self.blocks += zip(rows, round_["accepted"], round_["offered"], strict=True)
+    def observe(self, done: RoundDone) -> None:
+        if done.logprobs is not None:
+            self.blocks += zip(np.array(done.logprobs), done.accepted, done.offered, strict=True)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from dflash_trt.decoding.coupling import couple
 from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.fitting import fit
 from dflash_trt.decoding.leaving import Leaving
-from dflash_trt.decoding.length.policy import Lengths
+from dflash_trt.decoding.length.policy import Lengths, RoundDone
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.request import Emission, Request
@@ -165,16 +165,18 @@ class Scheduler:
             if emission.token_ids or emission.finish_reason is not None:
                 emissions.append(emission)
         lengths.observe(
-            batch=len(active),
-            drafted=drafted,
-            verified=verified,
-            accepted=accepted,
-            offered=offered,
-            logprobs=proposed.logprobs_of(judged) if drafted > 1 else None,
-            draft_seconds=draft_time,
-            verify_seconds=verify_time,
-            judged=judged,
-            decided=decided,
+            RoundDone(
+                batch=len(active),
+                drafted=drafted,
+                verified=verified,
+                accepted=accepted,
+                offered=offered,
+                logprobs=proposed.logprobs_of(judged) if drafted > 1 else None,
+                draft_seconds=draft_time,
+                verify_seconds=verify_time,
+                judged=judged,
+                decided=decided,
+            )
         )
         self.metrics.observe_round(verified)
         host = perf_counter() - begin - draft_time - verify_time

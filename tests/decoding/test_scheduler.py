@@ -17,6 +17,7 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.runtime import Runtime
@@ -29,7 +30,7 @@ class Lengths:
     """Returns the lengths it was given, and records the reports."""
 
     def __init__(self, *draft: int, verify: int | None = None) -> None:
-        self.lengths, self.most, self.rounds = list(draft), verify, list[dict[str, Any]]()
+        self.lengths, self.most, self.rounds = list(draft), verify, list[RoundDone]()
 
     def draft(self, batch: int) -> int:
         return self.lengths.pop(0) if len(self.lengths) > 1 else self.lengths[0]
@@ -40,11 +41,11 @@ class Lengths:
     def verify(self, draft: Draft, slots: Sequence[int]) -> int:
         return min(self.most or BLOCK, draft.nodes)
 
-    def observe(self, **seen: Any) -> None:
-        assert len(seen["accepted"]) <= seen["batch"]
-        assert all(0 <= n < seen["verified"] for n in seen["accepted"])
-        assert seen["logprobs"] is None or seen["logprobs"].shape[1] == seen["drafted"] - 1
-        self.rounds.append(seen)
+    def observe(self, done: RoundDone) -> None:
+        assert len(done.accepted) <= done.batch
+        assert all(0 <= n < done.verified for n in done.accepted)
+        assert done.logprobs is None or done.logprobs.shape[1] == done.drafted - 1
+        self.rounds.append(done)
 
 
 class AnyLengths(Lengths):
@@ -334,10 +335,10 @@ def test_one_batch_may_have_requests_that_draft_and_others_that_do_not(spare: in
         assert (each.statistics.num_drafts > 0) == each.draft
     assert max(each.statistics.mean_acceptance_length for each in requests) > 2
     # The policy learns from the requests that draft, and from the time of all.
-    mixed = next(seen for seen in lengths.rounds if seen["batch"] == 3)
-    assert len(mixed["accepted"]) == len(mixed["logprobs"]) == 2
-    alone = [seen for seen in lengths.rounds if seen["batch"] == 1 and not seen["accepted"]]
-    assert all(seen["drafted"] == seen["verified"] == 1 for seen in alone)
+    mixed = next(seen for seen in lengths.rounds if seen.batch == 3)
+    assert len(mixed.accepted) == len(mixed.logprobs) == 2
+    alone = [seen for seen in lengths.rounds if seen.batch == 1 and not seen.accepted]
+    assert all(seen.drafted == seen.verified == 1 for seen in alone)
 
 
 def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
@@ -349,8 +350,8 @@ def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
     accepted_at: dict[int, int] = {}
     at = 0
     for seen in always.rounds:
-        accepted_at[at] = seen["accepted"][0]
-        at += seen["accepted"][0] + 1
+        accepted_at[at] = seen.accepted[0]
+        at += seen.accepted[0] + 1
     for off in (1, 7, 8, 9, 33):
         pool, lengths = Pool(2, 2, chunk=8), Lengths(*[1] * off, BLOCK)
         flight = request(prompt(4), params)
@@ -363,10 +364,10 @@ def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
         assert most <= 8 + BLOCK
         at = compared = 0
         for seen in lengths.rounds:
-            if seen["drafted"] == BLOCK and at in accepted_at:
+            if seen.drafted == BLOCK and at in accepted_at:
                 compared += 1
-                assert seen["accepted"][0] == accepted_at[at]
-            at += (seen["accepted"] or [0])[0] + 1
+                assert seen.accepted[0] == accepted_at[at]
+            at += (seen.accepted or [0])[0] + 1
         assert compared > 3
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.pass_times import PassTimes
+from dflash_trt.decoding.length.policy import RoundDone
 
 Cost = Callable[[int, int], float]
 # The time that each token the drafter still has to read adds to its pass.
@@ -116,14 +117,16 @@ class World:
             cold = [1.0 if each in warm else self.cold for each in (("draft", drafted), ("verify", verified))]
             warm |= {("draft", drafted), ("verify", verified)}
             policy.observe(
-                batch=self.batch,
-                drafted=drafted,
-                verified=verified,
-                accepted=accepted.tolist(),
-                offered=[verified - 1] * self.batch,
-                logprobs=said,
-                draft_seconds=cold[0] * self.timed(draft_seconds) if drafted > 1 else 0.0,
-                verify_seconds=cold[1] * self.timed(verify_seconds),
+                RoundDone(
+                    batch=self.batch,
+                    drafted=drafted,
+                    verified=verified,
+                    accepted=accepted.tolist(),
+                    offered=[verified - 1] * self.batch,
+                    logprobs=said,
+                    draft_seconds=cold[0] * self.timed(draft_seconds) if drafted > 1 else 0.0,
+                    verify_seconds=cold[1] * self.timed(verify_seconds),
+                )
             )
             tokens = self.batch + chance[:, : verified - 1].cumprod(axis=1).sum()
             log[i] = tokens, draft_seconds + verify_seconds, verified

@@ -25,6 +25,7 @@ import numpy as np
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.length.calibration import Calibration, log_odds
 from dflash_trt.decoding.length.pass_times import PassTimes
+from dflash_trt.decoding.length.policy import RoundDone
 
 Array = np.ndarray[Any, Any]
 
@@ -96,38 +97,27 @@ class AdaptiveLength:
         """Whether this round tries a length."""
         return self._trial
 
-    def observe(
-        self,
-        *,
-        batch: int,
-        drafted: int,
-        verified: int,
-        accepted: Sequence[int],
-        offered: Sequence[int],
-        logprobs: Array | None,
-        draft_seconds: float,
-        verify_seconds: float,
-        **_more: object,
-    ) -> None:
-        batch = max(1, batch)
+    def observe(self, done: RoundDone) -> None:
+        batch, seconds = max(1, done.batch), done.draft_seconds + done.verify_seconds
         plan = self._plan(batch)
         if plan.trial:  # otherwise there is nothing to save for
             self._credit += _SHARE
-        if self._trial and draft_seconds + verify_seconds < 1e9:  # otherwise the clock is broken
-            rounds = (draft_seconds + verify_seconds) / plan.seconds  # of those that were not run instead
-            lost = max(0.0, rounds - (batch + sum(accepted)) / plan.tokens)
+        if self._trial and seconds < 1e9:  # otherwise the clock is broken
+            rounds = seconds / plan.seconds  # of those that were not run instead
+            lost = max(0.0, rounds - (batch + sum(done.accepted)) / plan.tokens)
             self._credit = max(self._credit - lost, -10 * _CREDIT)
         # The first pass of a drafter that was off also reads the rows committed meanwhile. So the next pass is timed.
-        self._untimed = self._trial and drafted > 1 and self._idle > 0
-        self._verify_times.observe(batch, verified, verify_seconds)
-        self._draft_times.observe(batch, drafted, 0.0 if self._idle else draft_seconds)
+        self._untimed = self._trial and done.drafted > 1 and self._idle > 0
+        self._verify_times.observe(batch, done.verified, done.verify_seconds)
+        self._draft_times.observe(batch, done.drafted, 0.0 if self._idle else done.draft_seconds)
         self._idle += 1
         self._rounds += 1
+        logprobs = done.logprobs
         if logprobs is not None and logprobs.shape[1]:
             self._idle = 0
             # A copy: the next pass overwrites them. Places that were not drafted are taken to be as the last that was.
             said = np.asarray(logprobs).take(range(self.block_size - 1), axis=1, mode="clip")
-            self._unlearnt.append((said, accepted, offered))
+            self._unlearnt.append((said, done.accepted, done.offered))
         if self._trial or self._rounds >= self._interval:
             self._learn()
         self._trial = False

@@ -19,7 +19,7 @@ import numpy as np
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.node_odds import NodeOdds
-from dflash_trt.decoding.length.policy import Lengths
+from dflash_trt.decoding.length.policy import Lengths, RoundDone
 
 Array = np.ndarray[Any, Any]
 
@@ -114,19 +114,17 @@ class TreeLengths:
             return draft if self._nodes is None else draft.first(nodes)
         return Draft(drafted, parents, logprobs, draft.candidates)
 
-    def observe(
-        self, *, decided: Sequence[Sequence[int]] = (), judged: Sequence[int] = (), **seen: Any
-    ) -> None:
-        seconds = seen["draft_seconds"] + seen["verify_seconds"]
-        if seen["drafted"] > 1 and 0 < seconds < 1e9:
-            self._tokens = _MEMORY * self._tokens + sum(map(len, decided))
+    def observe(self, done: RoundDone) -> None:
+        seconds = done.draft_seconds + done.verify_seconds
+        if done.drafted > 1 and 0 < seconds < 1e9:
+            self._tokens = _MEMORY * self._tokens + sum(map(len, done.decided))
             self._seconds = _MEMORY * self._seconds + seconds
         if self._seen is not None:
             tokens, said = self._seen
-            for slot, taken in zip(judged, decided, strict=True):
+            for slot, taken in zip(done.judged, done.decided, strict=True):
                 ranks = ranks_of(tokens[slot], taken)
-                self._odds.observe(said[slot], ranks, 1 / max(1, len(judged)))
-        self.chains.observe(decided=decided, judged=judged, **seen)
+                self._odds.observe(said[slot], ranks, 1 / max(1, len(done.judged)))
+        self.chains.observe(done)
 
     @property
     def _trial(self) -> bool:

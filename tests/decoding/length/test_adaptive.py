@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.calibration import Calibration, log_odds
 from dflash_trt.decoding.length.pass_times import PassTimes, measure
+from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.params import SamplingParams
 from tests.doubles.fake_engines import BLOCK, Pool, expected, request
 from tests.doubles.simulation import (
@@ -119,14 +120,16 @@ def feed(policy: AdaptiveLength, seen: dict[str, Any]) -> None:
     verified = policy.verify(drafts(said), range(len(said))) if said.shape[1] else 1
     assert 1 <= verified <= said.shape[1] + 1
     policy.observe(
-        batch=batch,
-        drafted=said.shape[1] + 1,
-        verified=verified,
-        accepted=[min(seen["right"], verified - 1)] * len(said),
-        offered=[verified - 1] * len(said),
-        logprobs=said if said.shape[1] else None,
-        draft_seconds=seen["draft_seconds"],
-        verify_seconds=seen["verify_seconds"],
+        RoundDone(
+            batch=batch,
+            drafted=said.shape[1] + 1,
+            verified=verified,
+            accepted=[min(seen["right"], verified - 1)] * len(said),
+            offered=[verified - 1] * len(said),
+            logprobs=said if said.shape[1] else None,
+            draft_seconds=seen["draft_seconds"],
+            verify_seconds=seen["verify_seconds"],
+        )
     )
 
 
@@ -248,14 +251,16 @@ def test_blocks_cut_short_by_a_budget() -> None:
         verified = policy.verify(drafts(said), range(2)) if drafted > 1 else 1
         assert 1 <= verified <= drafted
         policy.observe(
-            batch=3,
-            drafted=drafted,
-            verified=verified,
-            accepted=rng.integers(0, verified, 2).tolist(),
-            offered=[verified - 1, verified - 1],
-            logprobs=said if drafted > 1 else None,
-            draft_seconds=0.1,
-            verify_seconds=1.0,
+            RoundDone(
+                batch=3,
+                drafted=drafted,
+                verified=verified,
+                accepted=rng.integers(0, verified, 2).tolist(),
+                offered=[verified - 1, verified - 1],
+                logprobs=said if drafted > 1 else None,
+                draft_seconds=0.1,
+                verify_seconds=1.0,
+            )
         )
 
 
@@ -282,14 +287,16 @@ def test_what_the_next_pass_overwrites_is_remembered() -> None:
             chosen.append(policy.verify(drafts(handed), range(2)))  # type: ignore[arg-type]
             accepted = np.cumprod(right[:, : chosen[-1] - 1], axis=1).sum(axis=1).tolist()
             policy.observe(
-                batch=2,
-                drafted=8,
-                verified=chosen[-1],
-                accepted=accepted,
-                offered=[chosen[-1] - 1] * 2,
-                logprobs=handed,  # type: ignore[arg-type]
-                draft_seconds=0.2,
-                verify_seconds=1.0,
+                RoundDone(
+                    batch=2,
+                    drafted=8,
+                    verified=chosen[-1],
+                    accepted=accepted,
+                    offered=[chosen[-1] - 1] * 2,
+                    logprobs=handed,  # type: ignore[arg-type]
+                    draft_seconds=0.2,
+                    verify_seconds=1.0,
+                )
             )
         assert chosen[0] == chosen[1]
     said = np.full((1, 7), 0.5)
