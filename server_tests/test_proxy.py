@@ -1,6 +1,4 @@
-"""The proxy in front of a stand-in for tritonserver: requests that pass, answers to clients, clients that are
-refused.
-"""
+"""HTTP through the proxy: requests that pass, answers to clients, clients that are refused."""
 
 from __future__ import annotations
 
@@ -8,143 +6,20 @@ import asyncio
 import gzip
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 from grpc import aio
 
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving import proxy_http
-from dflash_trt.serving.proxy import Settings, Sockets
+from dflash_trt.serving.proxy import Settings
 from dflash_trt.serving.proxy_grpc import serve_grpc
 from dflash_trt.serving.proxy_http import serve_http
+from server_tests.proxied import GENERATE, INFER, MOST, Front, get, re_status, run
 from server_tests.serving import free_ports
-
-MOST = 100_000  # bytes of a body
-STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
-INFER = "/inference.GRPCInferenceService/ModelInfer"
-GENERATE = "/v2/models/dflash/generate"
-
-
-class Upstream:
-    """tritonserver's sockets, with a server that records its requests."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, str, dict[str, str], bytes]] = []
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.left = asyncio.Event()
-        self.go_on = asyncio.Event()  # lets streams continue after their first answer
-        self.dies = False
-
-    async def http(self, request: web.Request) -> web.StreamResponse:
-        headers = dict(request.headers)
-        self.asked.append((request.method, request.raw_path, headers, await request.read()))
-        if not request.path.endswith("_stream"):
-            if self.dies:
-                assert request.transport is not None
-                request.transport.abort()
-            return web.json_response({"answer": len(self.asked)}, status=200)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        try:
-            await response.write(b"data: 1\n\n")
-            await self.go_on.wait()
-            if self.dies:
-                assert request.transport is not None
-                request.transport.abort()
-            await response.write(b"data: 2\n\n")
-        except asyncio.CancelledError:
-            self.left.set()
-            raise
-        return response
-
-    def service(self, details: Any) -> Any:
-        self.calls.append((details.method, dict(details.invocation_metadata)))
-
-        async def stream(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-            try:
-                async for message in messages:
-                    if message == b"fail":
-                        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
-                    yield message * 2
-                    if message == b"wait":
-                        await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                self.left.set()
-                raise
-
-        async def unary(message: bytes, context: Any) -> bytes:
-            return message * 3
-
-        if details.method == STREAM:
-            return grpc.stream_stream_rpc_method_handler(stream)
-        return grpc.unary_unary_rpc_method_handler(unary)
-
-
-class Front:
-    """The proxy and its clients."""
-
-    def __init__(self, upstream: Upstream, settings: Settings) -> None:
-        self.upstream, self.settings = upstream, settings
-        self.url = f"http://127.0.0.1:{settings.http_port}"
-        self.grpc = f"127.0.0.1:{settings.grpc_port}"
-
-    async def raw(self, data: bytes, *, port: int | None = None) -> bytes:
-        """All bytes that are received for some bytes sent, until the connection ends."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", port or self.settings.http_port)
-        try:
-            writer.write(data)
-            async with asyncio.timeout(20):
-                return await reader.read()
-        except ConnectionError:
-            return b""
-        finally:
-            writer.close()
-
-    async def post(self, body: bytes, path: str = GENERATE, **headers: str) -> tuple[int, dict[str, Any]]:
-        async with (
-            ClientSession() as session,
-            session.post(self.url + path, data=body, headers=headers) as answer,
-        ):
-            return answer.status, await answer.json()
-
-
-def run(tmp_path: Path, check: Callable[[Front], Awaitable[None]], *, up: bool = True) -> None:
-    """Run a check of the proxy, with or without the server behind it."""
-
-    async def inside() -> None:
-        http, grpc_port, metrics = free_ports(3)
-        settings = Settings("127.0.0.1", http, grpc_port, metrics, str(tmp_path), MOST)
-        upstream = Upstream()
-        async with asyncio.timeout(100), serve_http(settings), serve_grpc(settings):
-            if not up:
-                return await check(Front(upstream, settings))
-            async with listening(upstream, Sockets(tmp_path)):
-                await check(Front(upstream, settings))
-
-    asyncio.run(inside())
-
-
-@asynccontextmanager
-async def listening(upstream: Upstream, sockets: Sockets) -> AsyncIterator[None]:
-    app = web.Application(client_max_size=1 << 30)
-    app.router.add_route("*", "/{path:.*}", upstream.http)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    for path in (sockets.http, sockets.metrics):
-        await web.UnixSite(runner, str(path)).start()
-    server = aio.server()
-    server.add_generic_rpc_handlers((upstream,))
-    server.add_insecure_port(f"unix:{sockets.grpc}")
-    await server.start()
-    yield
-    await server.stop(0)
-    await runner.cleanup()
 
 
 def test_what_is_open_passes_and_nothing_else(tmp_path: Path) -> None:
@@ -179,14 +54,6 @@ def test_what_is_open_passes_and_nothing_else(tmp_path: Path) -> None:
         assert re_status(said) == 403
 
     run(tmp_path, check)
-
-
-def get(path: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
-
-
-def re_status(said: bytes) -> int:
-    return int(said.split(b" ")[1]) if said.startswith(b"HTTP/1.1 ") else 0
 
 
 def test_requests_are_written_anew(tmp_path: Path) -> None:
@@ -354,92 +221,6 @@ def test_without_a_server_clients_are_told_to_come_again(tmp_path: Path) -> None
             assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
 
     run(tmp_path, check, up=False)
-
-
-def test_grpc_passes_open_methods_with_bounded_messages(tmp_path: Path) -> None:
-    async def check(front: Front) -> None:
-        async with aio.insecure_channel(front.grpc) as channel:
-            metadata = (("triton_grpc_error", "true"), ("triton-grpc-protocol-dflash-secret", "guess"))
-            call = channel.unary_unary(INFER)
-            assert await call(b"ab", metadata=metadata) == b"ababab"
-            name, got = front.upstream.calls[-1]
-            assert (name, got.get("triton_grpc_error")) == (INFER, "true")
-            assert "triton-grpc-protocol-dflash-secret" not in got
-            stream = channel.stream_stream(STREAM)()
-            for message in (b"a", b"b"):
-                await stream.write(message)
-                assert await stream.read() == message * 2
-            await stream.done_writing()
-            assert await stream.read() is aio.EOF
-
-            taken = len(front.upstream.calls)
-            for name in (
-                "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload", "SystemSharedMemoryRegister",
-                "SystemSharedMemoryStatus", "CudaSharedMemoryRegister", "TraceSetting", "LogSettings", "Unheard",
-            ):  # fmt: skip
-                assert await code_of(channel.unary_unary(f"/inference.GRPCInferenceService/{name}")(b"")) == (
-                    grpc.StatusCode.UNIMPLEMENTED
-                )
-            for message in (b"a" * (MOST + 1), b"a" * (5 * MOST)):
-                assert await code_of(call(message)) == grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert len(front.upstream.calls) == taken
-            stream = channel.stream_stream(STREAM)()
-            await stream.write(b"fail")
-            assert await code_of(stream.read()) == grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert await stream.details() == "full"
-
-    async def code_of(call: Awaitable[Any]) -> Any:
-        with pytest.raises(aio.AioRpcError) as raised:
-            await call
-        return raised.value.code()
-
-    run(tmp_path, check)
-
-
-def test_a_cancelled_grpc_stream_is_cancelled_at_the_server(tmp_path: Path) -> None:
-    async def check(front: Front) -> None:
-        async with aio.insecure_channel(front.grpc) as channel:
-            stream = channel.stream_stream(STREAM)()
-            await stream.write(b"wait")
-            assert await stream.read() == b"waitwait"
-            stream.cancel()
-            async with asyncio.timeout(10):
-                await front.upstream.left.wait()
-
-    run(tmp_path, check)
-
-
-def test_compressed_grpc_messages_do_not_grow_without_bound(tmp_path: Path) -> None:
-    async def check(front: Front) -> None:
-        async with aio.insecure_channel(front.grpc, compression=grpc.Compression.Gzip) as channel:
-            with pytest.raises(aio.AioRpcError) as raised:
-                await channel.unary_unary(INFER)(b"a" * (200 * MOST), timeout=20)
-            assert raised.value.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED)
-        assert not front.upstream.calls
-
-    run(tmp_path, check)
-
-
-def test_garbage_for_grpc_ends_its_own_connection(tmp_path: Path) -> None:
-    async def check(front: Front) -> None:
-        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-        for data in (
-            b"\x00" * 1000,
-            b"GET / HTTP/1.1\r\n\r\n",
-            preface + b"\xff" * 1000,
-            preface + b"\x00" * 9,
-        ):
-            reader, writer = await asyncio.open_connection("127.0.0.1", front.settings.grpc_port)
-            writer.write(data)
-            writer.write_eof()
-            async with asyncio.timeout(20):
-                with suppress(ConnectionError):
-                    await reader.read()
-            writer.close()
-        async with aio.insecure_channel(front.grpc) as channel:
-            assert await channel.unary_unary(INFER)(b"ab") == b"ababab"
-
-    run(tmp_path, check)
 
 
 def test_a_taken_port_is_named_with_its_option(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ import aiohttp
 import grpc
 from tritonclient.grpc import aio
 
-from build_scripts.soak.server import resident
+from build_scripts.soak.common import resident_of
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.decoding.metrics import quantile
 from server_tests.serving import Serving, tensors
@@ -245,7 +245,7 @@ async def run(server: Serving, bundle: Path, seconds: float, turn: float, marker
         for now[0], order in (("alone", b"off\n"), ("beside", b"on\n")):
             hostile.stdin.write(order)
             await asyncio.sleep(min(turn, max(end - time.monotonic(), 0)))
-        memory.append([round(resident(pid)) for pid in (proxy, triton)])
+        memory.append([round(resident_of(pid)) for pid in (proxy, triton)])
     await asyncio.gather(*clients)
     hostile.stdin.close()
     out, _ = await asyncio.wait_for(hostile.communicate(), 4 * HANGING_SECONDS)

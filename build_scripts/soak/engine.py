@@ -22,6 +22,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from build_scripts.soak.common import resident_of
 from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.bundle.manifest import Bundle
 
@@ -122,12 +123,6 @@ async def soak(args: argparse.Namespace, asked: Any, whole: list[list[int]]) -> 
 def resident() -> float:
     """Resident memory of this process, in MB."""
     return resident_of(os.getpid())
-
-
-def resident_of(pid: int) -> float:
-    """Resident memory of a process, in MB."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 if __name__ == "__main__":

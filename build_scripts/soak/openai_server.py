@@ -25,28 +25,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import openai
 
-from build_scripts.soak.engine import resident_of
+from build_scripts.soak.common import random_prompts, resident_of, server_options
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.serving.processes import descendants
 
 PROMPTS, LONGEST, HANGING_SECONDS = 32, 40, 180
-WORDS = [
-    "def add(a, b):",
-    "\n    return",
-    "the",
-    "sum of",
-    "17 and 25",
-    "stickers",
-    ", please.",
-    "héllo",
-    "{'x': 1}",
-]
 # Fields that a request must not have, and the status of their refusal.
 WRONG: list[dict[str, Any]] = [
     {"temperature": -3.0},
@@ -167,16 +155,8 @@ def engines(server: int) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    rng = random.Random(args.seed)
-    prompts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 20))) for _ in range(PROMPTS)]
+    args = server_options(__doc__)
+    prompts = random_prompts(random.Random(args.seed), PROMPTS)
     params = SamplingParams(max_tokens=LONGEST, ignore_eos=True)
     with LLM(args.bundle, threads=1) as llm:
         expected = [done.text for done in llm.generate(prompts, params, speculate=False)]

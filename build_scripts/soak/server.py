@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ import grpc
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
+from build_scripts.soak.common import random_prompts, resident_of, server_options
 from dflash_trt import LLM, SamplingParams
 from server_tests.serving import Serving, fetch, kill, tensors
 
@@ -48,27 +48,9 @@ PROCESSES = {"server": "bin/tritonserver", "backend": "backends/python/triton", 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = server_options(__doc__)
     rng = random.Random(args.seed)
-    words = [
-        "def add(a, b):",
-        "\\n    return",
-        "the",
-        "sum of",
-        "17 and 25",
-        "stickers",
-        ", please.",
-        "héllo",
-        "{'x': [1, 2]}",
-    ]
-    prompts = [" ".join(rng.choices(words, k=rng.randint(1, 20))) for _ in range(PROMPTS)]
+    prompts = random_prompts(rng, PROMPTS)
     params = [
         SamplingParams(max_tokens=LONGEST, temperature=rng.choice((0.0, 1.0)), seed=i, ignore_eos=True)
         for i in range(PROMPTS)
@@ -213,7 +195,7 @@ class Soak:
         while True:
             found = {}
             for name, mark in PROCESSES.items():
-                sizes = [resident(pid) for pid in self.server.processes(mark)]
+                sizes = [resident_of(pid) for pid in self.server.processes(mark)]
                 found[name] = round(max(sizes, default=0.0), 1)
             self.memory.append(found)
             print(f"{sum(self.ends.values())} requests, {found}", flush=True)
@@ -230,15 +212,6 @@ def refusal(message: str, which: int) -> str:
         if re.search("engine process|no available|not healthy", message)
         else f"? {message[:60]}"
     )
-
-
-def resident(pid: int) -> float:
-    """Resident memory in MB."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024 / 1e6
-    return 0.0
 
 
 if __name__ == "__main__":
