@@ -204,6 +204,7 @@ def test_a_file_system_without_links_gets_copies(pair: Path, monkeypatch: pytest
     Bundle.open(out, "full")
 
 
+@pytest.mark.skipif(disk.fcntl is None, reason="FICLONE is an ioctl of Linux")
 def test_weights_share_their_blocks_where_the_file_system_can(
     pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
