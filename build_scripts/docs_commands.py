@@ -5,8 +5,9 @@
     python -m build_scripts.docs_commands README.md docs/cli.md     some pages; --update writes what differs
 
 Commands run in an empty directory, those of a page in their order, after the bundles that they need were built. In a
-block that begins with `$`, the lines below a command are its output. Times, speeds and sizes of this machine are left
-out of the comparison (`comparable`). SKIPPED names the commands that are not run, with the reason.
+block that begins with `$`, the lines below a command are its output. `...` stands for lines that the page leaves out.
+Times, speeds and sizes of this machine are not compared (`comparable`). SKIPPED names the commands that are not run,
+with the reason.
 
 Exit code 1 if a command fails or prints something else.
 """
@@ -28,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-HELP = "--help"
+ELLIPSIS = "..."
 
 # A pattern of commands -> the reason why they are not run.
 SKIPPED = {
@@ -145,9 +146,14 @@ def run(shown: Shown, python: str, folder: Path) -> list[str]:
             if [line.split()[0] for line in printed] == [line.split()[0] for line in said]
             else ["other rows"]
         )
+    said = shown.output
+    if ELLIPSIS in said:  # only what stands above and below it is compared
+        above, below = said.index(ELLIPSIS), len(said) - said.index(ELLIPSIS) - 1
+        said = [*said[:above], *said[above + 1 :]]
+        printed = [*printed[:above], *printed[max(above, len(printed) - below) :]]
     faults = []
-    for number in range(max(len(printed), len(shown.output))):
-        says = shown.output[number] if number < len(shown.output) else "(nothing)"
+    for number in range(max(len(printed), len(said))):
+        says = said[number] if number < len(said) else "(nothing)"
         prints = printed[number] if number < len(printed) else "(nothing)"
         if comparable(shown.command, says) != comparable(shown.command, prints):
             faults.append(f"line {number + 1}\n      page:   {says}\n      prints: {prints}")
@@ -223,7 +229,7 @@ def main() -> int:
             )
             for fault in faults:
                 print(f"    {fault}")
-            if faults and args.update and each.printed:
+            if faults and args.update and each.printed and ELLIPSIS not in (each.output or ()):
                 update(each)
     print(f"{ran} commands ran, {failed} failed, {skipped} were not run")
     return 1 if failed else 0

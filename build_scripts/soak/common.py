@@ -1,4 +1,4 @@
-"""What the soaks share: options, random prompts, memory of a process."""
+"""Options, random prompts and the memory of a process, for all soaks."""
 
 from __future__ import annotations
 

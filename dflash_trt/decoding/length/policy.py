@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class RoundDone:
-    """What a round did, for the policy that chose its length.
+    """A finished round, as the policy that chose its length sees it.
 
     batch: its requests. n of them take drafts: `judged` are their slots.
     logprobs: [n, drafted-1], of their drafts; None if the drafter did not run.
