@@ -24,6 +24,12 @@ KERNELS = {
     "sample_tiles": uses.sample_tiles(201_088),
     "sample_select": uses.sample_select(201_088),
     "accept_block": uses.accept_block(block_size=10),
+    **{
+        f"{name} {t.rows}x{t.slots}": uses.attend(8, 8, 64, "bf16", t, tree=name == "attend (tree)")
+        for t in uses.ATTENTION_TILES
+        for name in ("attend", "attend (tree)")
+    },
+    "merge": uses.merge(64, 64, "bf16", sinks=True),
     "route": uses.route(128, 4),
     "group": uses.group(128, 4),
     **{

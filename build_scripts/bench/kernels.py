@@ -6,8 +6,8 @@
 
 Each line times one operator, many runs of its kernels in one CUDA graph, and the equivalent code in torch. The floor
 is the time to move all necessary bytes at the speed of a large copy on the same GPU. Inputs and outputs are moved
-once; only experts in use count. Logits rotate over more copies than a cache holds, and experts are larger than a
-cache. Taps and tokens are in the cache, as after the pass that wrote them. The last line is one JSON document.
+once; only experts and slots in use count. Logits rotate over more copies than a cache holds, and experts are larger
+than a cache. Taps and tokens are in the cache, as after the pass that wrote them. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import triton
 from dflash_plugins import kernel_specs as uses
-from dflash_plugins import launch, moe, reference
+from dflash_plugins import attention, launch, moe, reference
 
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.sampler import sample
@@ -43,15 +43,29 @@ class Shapes:
     hidden: int
     taps: int
     rows: tuple[int, ...]  # rows verified at a time: one block, several
+    heads: tuple[int, int, int]  # query heads, key heads, numbers of a head
+    slots: int = 4096  # of each cache, all in use
     experts: int = 0
     inner: int = 0
 
 
 MODELS: tuple[Shapes, ...] = (
-    Shapes("gpt-oss-120b", vocab=201_088, hidden=2880, taps=5, rows=(10, 16, 64), experts=128, inner=2880),
-    Shapes("Qwen3-8B", vocab=151_936, hidden=4096, taps=5, rows=(16,)),
+    Shapes(
+        *("gpt-oss-120b", 201_088, 2880, 5, (10, 16, 64), (64, 8, 64)),
+        experts=128,
+        inner=2880,
+    ),
+    Shapes("Qwen3-8B", vocab=151_936, hidden=4096, taps=5, rows=(16,), heads=(32, 8, 128)),
 )
-SMALL = {"vocab": 5003, "hidden": 160, "inner": 96, "experts": 8, "rows": (5,)}
+SMALL = {
+    "vocab": 5003,
+    "hidden": 160,
+    "inner": 96,
+    "experts": 8,
+    "rows": (5,),
+    "heads": (4, 2, 32),
+    "slots": 300,
+}
 
 
 @dataclass(frozen=True)
@@ -153,6 +167,36 @@ def acceptance_case(shapes: Shapes, rows: int) -> Case:
     )
 
 
+def attention_case(shapes: Shapes, rows: int, tile: uses.AttentionTile) -> Case:
+    """One sequence. Small shapes are float16, because Triton's interpreter multiplies no bfloat16."""
+    heads, kv_heads, size = shapes.heads
+    dtype = torch.bfloat16 if GPU else torch.float16
+    q = torch.randn(1, heads, rows, size, device=DEVICE).to(dtype)
+    k, v = (torch.randn(1, kv_heads, shapes.slots, size, device=DEVICE).to(dtype) for _ in "kv")
+    last = torch.arange(shapes.slots - rows, shapes.slots, device=DEVICE)[None]
+    first = torch.zeros_like(last)
+    mask = torch.arange(shapes.slots, device=DEVICE)[None] <= last[0][:, None]
+
+    def plain() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    def wrong(out: torch.Tensor) -> str:
+        given = [t.double().cpu().numpy() for t in (q, k, v)]
+        where = first.cpu().numpy(), last.cpu().numpy()
+        expected = reference.attention(given[0], given[1], given[2], *where)
+        error = float(np.abs(out.double().cpu().numpy() - expected).max() / np.abs(expected).max())
+        return "" if error < 2**-6 else f"differs by {error:.1e} of the largest number"
+
+    return Case(
+        f"attention over {shapes.slots} slots, {tile.rows}x{tile.slots}",
+        rows,
+        bytes=2 * k.nbytes + 2 * q.nbytes,
+        run=lambda: attention.attention(q, k, v, first, last, tile=tile),
+        torch=plain,
+        wrong=wrong,
+    )
+
+
 def moe_case(shapes: Shapes, rows: int, tile: uses.Tile) -> Case:
     generator = torch.Generator(DEVICE).manual_seed(rows)
 
@@ -220,6 +264,8 @@ def cases(models: tuple[Shapes, ...]) -> Iterator[tuple[str, Case]]:
             for kind in SAMPLED:
                 yield shapes.name, sample_case(shapes, rows, kind)
             yield shapes.name, acceptance_case(shapes, rows)
+            for attended in uses.ATTENTION_TILES:
+                yield shapes.name, attention_case(shapes, rows, attended)
             if shapes.experts:
                 for tile in uses.TILES:
                     yield shapes.name, moe_case(shapes, rows, tile)

@@ -126,6 +126,8 @@ class MemoryTraits:
     workspace, as an allowance. `scratch_bytes`: what both plans need beside the estimate from shapes; an engine that
     has it computes every expert for every row. `expert_kernels`: formats of experts that need no such memory.
     `keeps_queries`: whether the queries of all layers of a pass have memory at once.
+    `attention_kernels`: compute capabilities for which attention has kernels of this project, and needs neither masks
+    nor these queries.
     `pool`: the pages of an engine with several GPUs and a scheduler of its own; None for dense caches on one GPU.
     """
 
@@ -134,6 +136,7 @@ class MemoryTraits:
     scratch_bytes: int = 0
     expert_kernels: frozenset[str] = frozenset()
     keeps_queries: bool = False
+    attention_kernels: frozenset[int] = frozenset()
     pool: PagedPool | None = None
 
     @property

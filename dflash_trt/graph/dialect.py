@@ -226,10 +226,17 @@ class AttentionInputs:
     """The inputs of `CachedAttention` and `SinkAttention`, declared as inputs of `g`, and their outputs.
 
     `sizes`: of a head's row in the key and the value cache. `by_head`: see `Dialect`.
+    `mask`: its type. None takes each row's range of slots in its place, `visible` too if the rows are a tree (`trees`).
     """
 
     def __init__(
-        self, g: GraphBuilder, *, sizes: tuple[str, str] = ("d", "d"), by_head: bool, mask: ir.DataType
+        self,
+        g: GraphBuilder,
+        *,
+        sizes: tuple[str, str] = ("d", "d"),
+        by_head: bool,
+        mask: ir.DataType | None,
+        trees: bool = False,
     ) -> None:
         self.g, self._by_head = g, by_head
         self._caches = [["B", "N", "C", size] if by_head else ["B", "C", f"N*({size})"] for size in sizes]
@@ -239,8 +246,12 @@ class AttentionInputs:
             g.input(f"{name}_cache", g.dtype, shape) for name, shape in zip("kv", self._caches, strict=True)
         )
         self.start = g.input("start", INT64, ["B"])
-        self.mask = g.input("mask", mask, ["B", 1, "S", "L"] if by_head else ["B", 1, "rows", "L"])
-        self.origin = g.input("origin", INT64, [1])
+        if mask is None:
+            self.ranges = [g.input(name, INT64, ["B", "S"]) for name in ("first", "last")]
+            self.visible = [g.input("visible", ir.DataType.INT32, ["B", "S", "S"])] if trees else []
+        else:
+            self.mask = g.input("mask", mask, ["B", 1, "S", "L"] if by_head else ["B", 1, "rows", "L"])
+            self.origin = g.input("origin", INT64, [1])
         if not by_head:  # ONNX Runtime's
             self.few = g.input("few", BOOL, [1])
         self.lengths = g.input("lengths", INT64, ["B"])

@@ -21,7 +21,7 @@ CachedAttention(q, k [T rows], v [T rows], k_cache, v_cache, start [B], mask, or
     of their own.
 SinkAttention(the same, sinks [H]) -> the same
     With a learnt logit per head that takes part in the softmax and has no value. Rows of k_cache are SINK_PADDING wider
-    for each head.
+    for each head, except with plugins.
 WindowedAttentionMask, WindowedCachedAttention and so on (ONNX Runtime): the same, where `first` may be above 0.
     The others see all slots from 0 on.
 HiddenStateTap(h_0 .. h_n-1 [rows,D]) -> features [rows, n*D]

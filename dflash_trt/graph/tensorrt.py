@@ -216,21 +216,28 @@ class TensorRT(Dialect):
         lengths: ir.Value,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Write the rows and attend. Returns y and both caches."""
+        k, v = self._write(g, a, rows)
         if not self.fused:
-            k, v = (
-                g.op("TensorScatter", cache, new, a.start, name="write", axis=-2, mode="linear")
-                for cache, new in zip(a.caches, rows, strict=True)
-            )
             decomposable: dict[str, Any] = {"TRT_decomposable": 1} if self.dtype == FLOAT else {}
             return g.op("Attention", q, k, v, a.mask, name="attention", scale=1.0, **decomposable), k, v
-        start, ends = (
-            g.op("Cast", n, name="as_int32", to=int(ir.DataType.INT32)) for n in (a.start, lengths)
-        )
+        ends = g.op("Cast", lengths, name="as_int32", to=int(ir.DataType.INT32))
+        return g.op("TRT_Attention", q, k, v, a.mask, None, ends, domain=TRT_DOMAIN, name="attention"), k, v
+
+    def _write(
+        self, g: GraphBuilder, a: AttentionInputs, rows: tuple[ir.Value, ir.Value]
+    ) -> tuple[ir.Value, ir.Value]:
+        """Both caches with the rows at slot `start`."""
+        if self.fused:
+            start = g.op("Cast", a.start, name="as_int32", to=int(ir.DataType.INT32))
+            operator, at = "TRT_KVCacheUpdate", start
+            options: dict[str, Any] = {"domain": TRT_DOMAIN, "cache_mode": "linear"}
+        else:
+            operator, at, options = "TensorScatter", a.start, {"axis": -2, "mode": "linear"}
         k, v = (
-            g.op("TRT_KVCacheUpdate", cache, new, start, domain=TRT_DOMAIN, name="write", cache_mode="linear")
+            g.op(operator, cache, new, at, name="write", **options)
             for cache, new in zip(a.caches, rows, strict=True)
         )
-        return g.op("TRT_Attention", q, k, v, a.mask, None, ends, domain=TRT_DOMAIN, name="attention"), k, v
+        return k, v
 
     def _swiglu(self, g: GraphBuilder, x: ir.Value, axis: int = -1) -> ir.Value:
         """Interleaved gate and up, 2I numbers along an axis -> I. In float32, where no limit overflows."""

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeGuard
 
+from dflash_plugins.kernel_specs import attention_bytes
+
 from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import GIB, MemoryTraits
@@ -232,6 +234,7 @@ class _Layout:
         self.state //= settings.tensor_parallel
         self.runtime = self.traits.runtime_bytes
         self.fixed_scratch = self.traits.scratch_bytes
+        self.own_attention = settings.gpu.sm in self.traits.attention_kernels
         moe = inventory.target.moe
         if self.fixed_scratch and moe is not None:
             self.fixed_scratch += self._experts(moe, packed=packed_experts)
@@ -289,7 +292,7 @@ class _Layout:
         rows = self._pass_rows(batch, length)
         taps = rows * len(self.inventory.drafter.target_layer_ids) * c.hidden_size
         estimate = round(taps * NUMBER_BYTES[s.compute("target")] + verified * c.vocab_size * 4)
-        if self.traits.keeps_queries:
+        if self.traits.keeps_queries and not self.own_attention:
             estimate += sum(round(rows * self._queries(side)) for side in ("target", "drafter"))
         estimate += self.scratch(batch, length) if self.fixed_scratch else self._working(rows)
         return estimate if self.pages is None else max(estimate, self.pages.activation_bytes)
@@ -298,14 +301,25 @@ class _Layout:
         """Memory that both plans of an engine take in turns. 0 for engines that lend none.
 
         Measured (docs/planning.md): the drafter keeps its logits twice, and 8 bytes for each slot that a row of a
-        verification may see. The target keeps the widest rows of a prompt chunk, and 4 bytes for each slot.
+        verification may see. The target keeps the widest rows of a prompt chunk, and 4 bytes for each slot. The
+        project's own attention has no masks, but parts of results.
         """
         if not self.fixed_scratch:
             return 0
-        verified, slots = batch * self.s.block_size, self.rows(length)
+        verified, slots = batch * self.s.block_size, 0 if self.own_attention else self.rows(length)
         drafter = verified * (2 * 4 * self.inventory.target.vocab_size + 8 * slots)
         chunk = max(verified, min(length, PREFILL_CHUNK))
-        return max(drafter, self._working(chunk) + 4 * chunk * slots) + self.fixed_scratch
+        largest = max(drafter, self._working(chunk) + 4 * chunk * slots) + self.fixed_scratch
+        return largest + self._attention_parts(batch, chunk) if self.own_attention else largest
+
+    def _attention_parts(self, batch: int, chunk: int) -> int:
+        """Memory of the partial results of one attention layer, of the model that needs more."""
+        found = []
+        for c in (self.inventory.target, self.inventory.drafter):
+            n, size = c.num_key_value_heads, c.head_dim
+            for sequences, rows in ((1, chunk), (batch, self.s.block_size)):
+                found.append(attention_bytes(sequences, n, rows * c.num_attention_heads // n, size))
+        return max(found)
 
     def _pass_rows(self, batch: int, length: int) -> int:
         prompt = min(length, PREFILL_CHUNK) if self.pages is None else length

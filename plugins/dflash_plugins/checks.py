@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_plugins import launch, moe, reference
+from dflash_plugins import attention, launch, moe, reference
+from dflash_plugins import kernel_specs as uses
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.sampler import sample
 
@@ -31,6 +32,7 @@ def problems(device: torch.device | str, *, vocab: int, taps: int, hidden: int) 
         "HiddenStateTap": gathered(device, taps, hidden),
         "SampleRows": sampled(device, vocab),
         "BlockAcceptance": accepted(device),
+        "Attention": attended(device),
         "MoE": experts(device),
     }
 
@@ -71,6 +73,31 @@ def accepted(device: torch.device | str) -> str:
     pairs = zip(tokens.tolist(), chosen.tolist(), strict=True)
     expected = [len(reference.accept_block(*each)) - 1 for each in pairs]
     return "" if found == expected else f"{found} drafts accepted, expected {expected}"
+
+
+def attended(device: torch.device | str) -> str:
+    """A pass of two sequences: a tree of rows with sinks and a window, over slots of which the last ones are unused."""
+    rng = np.random.default_rng(0)
+    batch, heads, kv_heads, count, size, capacity = 2, 4, 2, 5, 64, 600
+    start = np.array([capacity - count, 40])
+    visible = np.tril(rng.integers(0, 2, (batch, count, count)) | np.eye(count, dtype=np.int64))
+    last = start[:, None] + np.arange(count)
+    sizes = {"q": (heads, count, size), "k_cache": (kv_heads, capacity, size)}
+    sizes["v_cache"] = sizes["k_cache"]
+    drawn = {n: torch.from_numpy(rng.standard_normal((batch, *s))).bfloat16() for n, s in sizes.items()}
+    drawn["sinks"] = torch.from_numpy(rng.standard_normal(heads)).bfloat16()
+    for name in ("k_cache", "v_cache"):
+        drawn[name][1, :, start[1] + count :] = float("nan")
+    where = {"first": last - 299, "last": last, "start": start, "visible": visible.astype(np.int32)}
+    there = {n: t.to(device) for n, t in (drawn | {n: torch.from_numpy(a) for n, a in where.items()}).items()}
+    expected = reference.attention(**{n: t.double().numpy() for n, t in drawn.items()}, **where)
+    largest = np.abs(expected).max()
+    for tile in uses.ATTENTION_TILES[:2]:
+        found = attention.attention(**there, tile=tile).cpu().double().numpy()
+        error = float(np.abs(found - expected).max() / largest)
+        if not error <= 4 * _ROUNDING:
+            return f"differs by {error:.3f} of the largest number"
+    return ""
 
 
 def experts(device: torch.device | str) -> str:

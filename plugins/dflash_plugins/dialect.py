@@ -1,4 +1,4 @@
-"""The TensorRT dialect with plugins for taps, acceptance and MXFP4 experts.
+"""The TensorRT dialect with plugins for attention, taps, acceptance and MXFP4 experts.
 
 Each operator keeps its signature. Its body has one plugin node per kernel, in launch order.
 """
@@ -12,8 +12,8 @@ import onnx_ir as ir
 
 from dflash_plugins.version import NAMESPACE, versioned
 from dflash_trt.formats.bodies import TRT_DOMAIN
-from dflash_trt.graph.builder import DFLASH_DOMAIN, DFLASH_VERSION, FLOAT, INT64, GraphBuilder
-from dflash_trt.graph.dialect import Dialect
+from dflash_trt.graph.builder import BOOL, DFLASH_DOMAIN, DFLASH_VERSION, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, Dialect, mask_name
 from dflash_trt.graph.experts import Storage, declared
 from dflash_trt.graph.tensorrt import TensorRT
 
@@ -24,6 +24,40 @@ class TensorRTPlugins(TensorRT):
     name = "tensorrt-plugins"
 
     experts = Dialect.experts  # one operator for any storage
+    masks_by_layer = False
+
+    def cache_sizes(self, head_dim: int, *, sinks: bool) -> tuple[int, int]:
+        """No columns for sinks."""
+        return head_dim, head_dim
+
+    def attention_mask(self, kind: AttentionKind) -> ir.Function:
+        return _ranges("AttentionMask", kind, sinks=False)
+
+    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
+        return _ranges("SinkAttentionMask", kind, sinks=True)
+
+    def cached_attention(self, kind: AttentionKind) -> ir.Function:
+        return self._attention("CachedAttention", "MergeAttention", kind)
+
+    def sink_attention(self, kind: AttentionKind) -> ir.Function:
+        return self._attention("SinkAttention", "MergeSinkAttention", kind)
+
+    def _attention(self, name: str, merge: str, kind: AttentionKind) -> ir.Function:
+        g = self._builder(name)
+        a = AttentionInputs(g, by_head=True, mask=None, trees=kind.trees)
+        sinks = [g.input("sinks", self.dtype, ["H"])] if name == "SinkAttention" else []
+        k, v = self._write(g, a, (a.k, a.v))
+        tree = [a.start, *a.visible] if kind.trees else []
+        parts = _plugin(
+            g,
+            "AttendTree" if kind.trees else "Attend",
+            *(a.q, k, v, *a.ranges, *tree),
+            outputs=3,
+            group=kind.group,
+        )
+        (y,) = _plugin(g, merge, *parts, a.q, *sinks, group=kind.group, heads=kind.heads)
+        a.output(y, k, v)
+        return g.function()
 
     def mxfp4_experts(
         self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
@@ -92,6 +126,23 @@ class TensorRTPlugins(TensorRT):
 
     def _builder(self, name: str) -> GraphBuilder:
         return GraphBuilder(name, dtype=self.dtype, opsets={TRT_DOMAIN: 1, DFLASH_DOMAIN: DFLASH_VERSION})
+
+
+def _ranges(name: str, kind: AttentionKind, *, sinks: bool) -> ir.Function:
+    """No mask: the range of slots that each row sees [B,S], and the rows of its pass [B,S,S] as numbers, for trees."""
+    g = GraphBuilder(mask_name(name, kind))
+    ranges = [g.input(n, INT64, ["B", "S"]) for n in ("first", "last")]
+    if sinks:
+        g.input("sink", INT64, ["B"])
+    for value, output in zip(ranges, ("from_slot", "to_slot"), strict=True):
+        g.output(g.op("Identity", value), output, INT64, ["B", "S"])
+    if kind.trees:
+        g.input("start", INT64, ["B"])
+        visible = g.input("visible", BOOL, ["B", "S", "S"])
+        number = g.op("Cast", visible, name="as_number", to=int(ir.DataType.INT32))
+        g.output(number, "rows", ir.DataType.INT32, ["B", "S", "S"])
+    g.input("capacity", INT64, [1])
+    return g.function()
 
 
 def _attribute(name: str, kind: ir.AttributeType) -> ir.Attr:

@@ -206,3 +206,71 @@ COMBINE_BLOCK = 1024
 def combine(hidden: int, k: int, dtype: str) -> Use:
     types: Types = {"outputs": "*fp32", "like": f"*{dtype}", "y": f"*{dtype}"}
     return Use("moe", "combine", types, {"D": hidden, "K": k, "BLOCK": COMBINE_BLOCK}, fp_fusion=True)
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """Tile sizes of attention: rows of a program, slots of a step, warps, pipeline stages."""
+
+    rows: int
+    slots: int
+    num_warps: int
+    num_stages: int
+
+
+# For one or few rows; for a block; for the many rows of a prefill. TensorRT times those that its launch can hold.
+ATTENTION_TILES = (
+    AttentionTile(16, 32, 4, 2),
+    AttentionTile(64, 16, 4, 2),
+    AttentionTile(64, 32, 4, 2),
+    AttentionTile(64, 64, 4, 2),
+    AttentionTile(128, 32, 8, 2),
+)
+# Programs that fill a GPU: about two for each of the 132 to 188 multiprocessors of H200, B200 and RTX PRO 6000.
+ATTENTION_PROGRAMS = 256
+ATTENTION_SPLITS = 32  # the most parts of a row, all in the registers of one program
+# Rows by which programs are counted, at any tile shape.
+ATTENTION_ROWS = 64
+# The least slots of a part: the part's result, written and read, then has half the bytes of its keys and values.
+ATTENTION_PART = 256
+
+
+def attention_parts(batch: int, kv_heads: int, rows: int) -> int:
+    """The parts of the slots in use, so that few sequences fill a GPU. `rows`: of one key head, in all."""
+    programs = batch * kv_heads * -(-rows // ATTENTION_ROWS)
+    return min(ATTENTION_SPLITS, -(-ATTENTION_PROGRAMS // programs))
+
+
+def attention_bytes(batch: int, kv_heads: int, rows: int, head_dim: int) -> int:
+    """Memory of the parts' results in a plan, for up to so many sequences and rows of a key head."""
+    programs = batch * kv_heads * -(-rows // ATTENTION_ROWS)
+    return (ATTENTION_PROGRAMS + programs) * ATTENTION_ROWS * (head_dim + 2) * 4
+
+
+def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: AttentionTile, *, tree: bool) -> Use:
+    types: Types = dict.fromkeys(("q", "k_cache", "v_cache"), f"*{dtype}")
+    types |= dict.fromkeys(("first", "last"), "*i64") | dict.fromkeys(("count", "capacity", "splits"), "i32")
+    types |= dict.fromkeys(("partial", "largest", "total"), "*fp32")
+    constants = {"KV_HEADS": kv_heads, "GROUP": group, "LEAST": ATTENTION_PART} | _head(head_dim)
+    constants |= {"ROWS": tile.rows, "SLOTS": tile.slots}
+    for name, kind in (("start", "*i64"), ("visible", "*i32")):
+        if tree:
+            types[name] = kind
+        else:
+            constants[name] = None
+    return Use("attention", "attend", types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
+
+
+def merge(heads: int, head_dim: int, dtype: str, *, sinks: bool) -> Use:
+    types: Types = dict.fromkeys(("partial", "largest", "total"), "*fp32")
+    types |= dict.fromkeys(("rows", "count", "splits"), "i32") | dict.fromkeys(("like", "y"), f"*{dtype}")
+    constants = {"HEADS": heads, "SPLITS": ATTENTION_SPLITS} | _head(head_dim)
+    if sinks:
+        types["sinks"] = f"*{dtype}"
+    else:
+        constants["sinks"] = None
+    return Use("attention", "merge", types, constants, fp_fusion=True)
+
+
+def _head(head_dim: int) -> dict[str, Any]:
+    return {"D": head_dim, "D_SLOTS": max(16, power_of_two(head_dim))}

@@ -72,3 +72,32 @@ def _linear(x: Array, weights: tuple[Array, Array, Array | None], expert: int) -
     blocks, scales, bias = weights
     product: Array = unpack_blocks(blocks[expert], scales[expert]).astype(np.float64) @ x
     return product if bias is None else product + bias[expert].astype(np.float64)
+
+
+def attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    first: Array,
+    last: Array,
+    *,
+    start: Array | None = None,
+    visible: Array | None = None,
+    sinks: Array | None = None,
+) -> Array:
+    """q [B, H, S, d] over caches [B, N, C, d], in float64; arguments as in attention.py. Rows that see nothing are 0."""
+    batch, heads, rows, size = q.shape
+    group, y = heads // k_cache.shape[1], np.zeros(q.shape)
+    for b, h, i in np.ndindex(batch, heads, rows):
+        seen = np.zeros(k_cache.shape[2], bool)
+        seen[max(0, first[b, i]) : last[b, i] + 1] = True
+        if visible is not None and start is not None:
+            seen[start[b] : start[b] + rows] = visible[b, i]
+        if not seen.any():
+            continue
+        keys, values = (c[b, h // group, seen].astype(np.float64) for c in (k_cache, v_cache))
+        scores = keys @ q[b, h, i].astype(np.float64) / np.sqrt(size)
+        sink = -np.inf if sinks is None else float(sinks[h])
+        weights = np.exp(scores - max(scores.max(), sink))
+        y[b, h, i] = weights @ values / (weights.sum() + np.exp(sink - max(scores.max(), sink)))
+    return y.astype(q.dtype)

@@ -96,11 +96,11 @@ class Plugin:
     name: str
     inputs: tuple[str, ...]
     outputs: Callable[[Symbols, Attributes], list[tuple[Shape, str | int]]]
-    use: Callable[[Sizes, Attributes, uses.Tile], uses.Use]
-    grid: Callable[[Symbols, Attributes, uses.Tile], Shape]
-    integers: Callable[[Symbols], Shape] = lambda s: ()
+    use: Callable[[Sizes, Attributes, Any], uses.Use]
+    grid: Callable[[Symbols, Attributes, Any], Shape]
+    integers: Callable[[Symbols, Attributes], Shape] = lambda s, a: ()
     attributes: Mapping[str, type] = field(default_factory=dict)
-    tiles: tuple[uses.Tile, ...] = ()
+    tiles: tuple[uses.Tile, ...] | tuple[uses.AttentionTile, ...] = ()
     most: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
 
@@ -115,7 +115,64 @@ def _taps(n: int) -> Plugin:
         outputs=lambda s, a: [((s[0][0], s[0][1] * n), 0)],
         use=lambda z, a, t: uses.gather_taps(n, z.fixed(0, 1), z.type(0), z.type(0)),
         grid=lambda s, a, t: (s[0][0], n),
-        integers=lambda s: (s[0][0],),
+        integers=lambda s, a: (s[0][0],),
+    )
+
+
+def _programs(s: Symbols, batch: Any, kv_heads: Any, rows: Any) -> Any:
+    """Programs of attention over one part of the slots."""
+    return s.ceil_div(rows, uses.ATTENTION_ROWS) * batch * kv_heads
+
+
+def _splits(s: Symbols, programs: Any) -> Any:
+    return s.minimum(uses.ATTENTION_SPLITS, s.ceil_div(uses.ATTENTION_PROGRAMS, programs))
+
+
+def _attend(name: str, *tree: str) -> Plugin:
+    """Attention to the slots in parts. TensorRT sizes memory at a profile's largest shapes, where there are few parts.
+    So the outputs have rows for any number of parts.
+    """
+
+    def programs(s: Symbols, a: Attributes) -> Any:
+        return _programs(s, s[0][0], s[1][1], s[0][2] * a["group"])
+
+    def outputs(s: Symbols, a: Attributes) -> list[tuple[Shape, str | int]]:
+        rows = (programs(s, a) + uses.ATTENTION_PROGRAMS) * uses.ATTENTION_ROWS
+        return [((rows, s[1][3]), "FLOAT"), ((rows,), "FLOAT"), ((rows,), "FLOAT")]
+
+    return Plugin(
+        name,
+        ("q", "k_cache", "v_cache", "first", "last", *tree),
+        attributes={"group": int},
+        outputs=outputs,
+        use=lambda z, a, t: uses.attend(
+            z.fixed(1, 1), a["group"], z.fixed(1, 3), z.type(0), t, tree=bool(tree)
+        ),
+        grid=lambda s, a, t: (
+            s.ceil_div(s[0][2] * a["group"], t.rows),
+            s[0][0] * s[1][1],
+            _splits(s, programs(s, a)),
+        ),
+        integers=lambda s, a: (s[0][2], s[1][2], _splits(s, programs(s, a))),
+        tiles=uses.ATTENTION_TILES,
+    )
+
+
+def _merge(name: str, *sinks: str) -> Plugin:
+    """The parts of a row put together. The number of parts follows from the shapes, as in `_attend`."""
+
+    def splits(s: Symbols, a: Attributes) -> Any:
+        batch, heads, count, _ = s[3]
+        return _splits(s, _programs(s, batch, heads // a["group"], count * a["group"]))
+
+    return Plugin(
+        name,
+        ("partial", "largest", "total", "like", *sinks),
+        attributes={"group": int, "heads": int},
+        outputs=lambda s, a: [((s[3][0], s[3][1], s[3][2], s[3][3]), 3)],
+        use=lambda z, a, t: uses.merge(a["heads"], z.fixed(0, 1), z.type(3), sinks=bool(sinks)),
+        grid=lambda s, a, t: (s[3][0] * s[3][1] * s[3][2],),
+        integers=lambda s, a: (s[3][0] * s[3][1] * s[3][2], s[3][2], splits(s, a)),
     )
 
 
@@ -135,7 +192,7 @@ PLUGINS = (
         ],
         use=lambda z, a, t: uses.sample_tiles(z.fixed(0, 2)),
         grid=lambda s, a, t: (_tiles(s), s[0][0] * s[0][1]),
-        integers=lambda s: (s[0][1],),
+        integers=lambda s, a: (s[0][1],),
     ),
     Plugin(
         "SampleSelect",
@@ -147,7 +204,7 @@ PLUGINS = (
         ],
         use=lambda z, a, t: uses.sample_select(z.fixed(0, 2)),
         grid=lambda s, a, t: (s[0][0] * s[0][1],),
-        integers=lambda s: (s[0][1],),
+        integers=lambda s, a: (s[0][1],),
     ),
     Plugin(
         "AcceptBlock",
@@ -156,7 +213,7 @@ PLUGINS = (
         use=lambda z, a, t: uses.accept_block(),
         most={(1, 1): uses.ACCEPT_NODES},
         grid=lambda s, a, t: (s[0][0],),
-        integers=lambda s: (s[0][1], s[1][1]),
+        integers=lambda s, a: (s[0][1], s[1][1]),
     ),
     Plugin(
         "MoERoute",
@@ -169,7 +226,7 @@ PLUGINS = (
         ],
         use=lambda z, a, t: uses.route(z.fixed(0, 1), a["k"]),
         grid=lambda s, a, t: (s.ceil_div(s[0][0], uses.ROUTE_ROWS),),
-        integers=lambda s: (s[0][0],),
+        integers=lambda s, a: (s[0][0],),
     ),
     Plugin(
         "MoEGroup",
@@ -178,7 +235,7 @@ PLUGINS = (
         outputs=lambda s, a: [((s[0][0] * a["k"],), "INT32"), ((s[1][1], 3), "INT32")],
         use=lambda z, a, t: uses.group(z.fixed(1, 1), a["k"]),
         grid=lambda s, a, t: (s.ceil_div(s[0][0], uses.ROUTE_ROWS),),
-        integers=lambda s: (s[0][0],),
+        integers=lambda s, a: (s[0][0],),
     ),
     Plugin(
         "MoEGateUp",
@@ -215,6 +272,10 @@ PLUGINS = (
         use=lambda z, a, t: uses.combine(z.fixed(1, 1), a["k"], z.type(1)),
         grid=lambda s, a, t: (s[1][0], s.ceil_div(s[1][1], uses.COMBINE_BLOCK)),
     ),
+    _attend("Attend"),
+    _attend("AttendTree", "start", "visible"),
+    _merge("MergeAttention"),
+    _merge("MergeSinkAttention", "sinks"),
     *(_taps(n) for n in range(1, MAX_TAPS + 1)),
 )
 
@@ -259,7 +320,7 @@ def _register(trt: Any, plugin: Plugin, capability: int) -> None:
             made.append(trtp.from_shape_expr(shape, dtype))
         return tuple(made)
 
-    def compiled_for(inputs: Sequence[Any], attributes: Mapping[str, Any], tile: uses.Tile) -> Compiled:
+    def compiled_for(inputs: Sequence[Any], attributes: Mapping[str, Any], tile: Any) -> Compiled:
         from dflash_plugins.compiler import compile_kernel
 
         sizes = Sizes(name, inputs)
@@ -276,6 +337,10 @@ def _register(trt: Any, plugin: Plugin, capability: int) -> None:
             for i, tile in enumerate(plugin.tiles, 1)
             if compiled_for(inputs, attributes, tile).shared_bytes <= SHARED_BYTES
         ]
+        if not tactics:
+            raise BuildError(
+                f"{name}: no tile shape takes {SHARED_BYTES} bytes of shared memory or less; build with --plugins none"
+            )
         return [trtp.AutoTuneCombination(types, "LINEAR", tactics)]
 
     def implement(*arguments: Any) -> Any:
@@ -283,14 +348,14 @@ def _register(trt: Any, plugin: Plugin, capability: int) -> None:
         inputs, values, tactic = arguments[:count], arguments[count:-2], arguments[-1]
         attributes = dict(zip(plugin.attributes, values, strict=True))
         # Tactics count from 1; 0 is TensorRT's own default.
-        tile = plugin.tiles[max(tactic, 1) - 1] if plugin.tiles else uses.TILES[0]
+        tile = plugin.tiles[max(tactic, 1) - 1] if plugin.tiles else None
         compiled = compiled_for(inputs, attributes, tile)
         s = symbols(inputs)
         launch = trtp.KernelLaunchParams()
         for axis, size in zip("xyz", plugin.grid(s, attributes, tile), strict=False):
             setattr(launch, f"grid_{axis}", size)
         launch.block_x, launch.shared_mem = compiled.threads, compiled.shared_bytes
-        integers = plugin.integers(s)
+        integers = plugin.integers(s, attributes)
         extra = trtp.SymIntExprs(len(integers))
         for i, value in enumerate(integers):
             extra[i] = trtp.SymInt32(value)

@@ -27,9 +27,9 @@ def run(
     function: ir.Function,
     inputs: Mapping[str, torch.Tensor],
     attributes: Mapping[str, Any],
-    tile: uses.Tile = uses.TILES[0],
+    tile: Any = None,
 ) -> list[torch.Tensor]:
-    """The outputs of a function of plugin nodes and of the few standard nodes that feed them."""
+    """The outputs of a function of plugin nodes and of the few other nodes that feed them."""
     values: dict[Any, Any] = {
         value: inputs[value.name or ""] for value in function.inputs if value.name in inputs
     }
@@ -49,6 +49,16 @@ def run(
                 made = [made[0].to(torch.bfloat16)]
         elif node.op_type == "Shape":
             made = [torch.tensor(arguments[0].shape[given.get("start", 0) : given.get("end")])]
+        elif node.op_type == "Cast":
+            to = {ir.DataType.INT32: torch.int32}[ir.DataType(given["to"])]
+            made = [arguments[0].to(to)]
+        elif node.op_type == "Identity":
+            made = arguments
+        elif node.op_type in ("TRT_KVCacheUpdate", "TensorScatter"):
+            cache, rows, start = arguments
+            made = [cache.clone()]
+            for b, at in enumerate(start.tolist()):
+                made[0][b, :, at : at + rows.shape[2]] = rows[b]
         else:
             assert node.op_type == "Expand"
             made = [arguments[0].expand(*arguments[1].tolist()).contiguous()]
@@ -57,10 +67,11 @@ def run(
 
 
 def launch(
-    name: str, inputs: list[torch.Tensor], attributes: Mapping[str, Any], tile: uses.Tile
+    name: str, inputs: list[torch.Tensor], attributes: Mapping[str, Any], tile: Any = None
 ) -> list[torch.Tensor]:
     plugin = PLUGINS[name]
     assert len(inputs) == len(plugin.inputs)
+    tile = tile or (plugin.tiles[0] if plugin.tiles else None)
     attributes = {key: attributes[key] for key in plugin.attributes}
     symbols = quick.Symbols([tuple(t.shape) for t in inputs], lambda a, b: -(-a // b), min)
     outputs = [
@@ -71,7 +82,7 @@ def launch(
     use = plugin.use(quick.Sizes(name, described), attributes, tile)
     kernel = getattr(import_module(f"dflash_plugins.kernels.{use.module}"), use.function)
     # The arguments of the compiled kernel's entry: in order, without constants, tuples flattened.
-    passed: list[Any] = [*inputs, *plugin.integers(symbols), *outputs]
+    passed: list[Any] = [*inputs, *plugin.integers(symbols, attributes), *outputs]
     flat: dict[str, Any] = {}
     for argument in (name for name in kernel.arg_names if name in use.types):
         kind = use.types[argument]

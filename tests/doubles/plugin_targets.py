@@ -21,18 +21,22 @@ from dflash_plugins.version import NAMESPACE, versioned
 from tests.doubles import tensorrt_double as double
 from tests.doubles.tensorrt_double import DataType
 
-# gpt-oss-120b: hidden and inner size 2880, 4 of 128 experts, vocabulary 201,088, 5 taps, blocks of 10.
+# gpt-oss-120b: hidden and inner size 2880, 4 of 128 experts, vocabulary 201,088, 5 taps, blocks of 10. 64 query heads
+# and 8 key heads of 64 numbers; caches of 4096 slots.
 F, H, I4, I8, BYTE = DataType.FLOAT, DataType.BF16, DataType.INT32, DataType.INT64, DataType.INT8
-SIZES = {"B": 2, "S": 10, "R": 10, "rows": 20, "pairs": 80, "parts": 2}
+SIZES = {"B": 2, "S": 10, "R": 10, "rows": 20, "pairs": 80, "parts": 2, "partial": 18_432}
 # The largest sizes of a plan's two profiles.
-PREFILL = {"B": 1, "S": 512, "R": 1, "rows": 512, "pairs": 2048, "parts": 32}
-VERIFY = {"B": 8, "S": 16, "R": 16, "rows": 128, "pairs": 512, "parts": 8}
+PREFILL = {"B": 1, "S": 512, "R": 1, "rows": 512, "pairs": 2048, "parts": 32, "partial": 49_152}
+VERIFY = {"B": 8, "S": 16, "R": 16, "rows": 128, "pairs": 512, "parts": 8, "partial": 24_576}
 VOCAB, D, E = 201_088, 2880, 128
 TILES = uses.vocabulary_tiles(VOCAB)
 PARTIAL = [(("rows", TILES * 128), F)] * 2 + [(("rows", TILES), F)] * 2 + [(("rows", TILES), I8)]
 MATRIX = [((E, 2 * D, D // 32, 16), BYTE), ((E, 2 * D, D // 32), BYTE), ((E, 2 * D), H)]
 DOWN = [((E, D, D // 32, 16), BYTE), ((E, D, D // 32), BYTE), ((E, D), H)]
 LOGITS, PAIRS, GROUPS = (("B", "R", VOCAB), F), (("pairs",), I4), ((E, 3), I4)
+HEADS, CACHE = (("B", 64, "S", 64), H), (("B", 8, 4096, 64), H)
+ATTEND = [HEADS, CACHE, CACHE, (("B", "S"), I8), (("B", "S"), I8)]
+MERGE = [(("partial", 64), F), (("partial",), F), (("partial",), F), HEADS]
 CASES: dict[str, tuple[list[tuple[tuple[Any, ...], DataType]], dict[str, Any]]] = {
     "SampleTiles": ([LOGITS, (("B",), F), (("B",), F), (("B",), I8), (("B", "R"), I8)], {}),
     "SampleSelect": (
@@ -50,6 +54,10 @@ CASES: dict[str, tuple[list[tuple[tuple[Any, ...], DataType]], dict[str, Any]]] 
     ),
     "AcceptBlock": ([(("B", "S"), I8), (("B", "R"), I8), (("B", "R"), I8)], {}),
     "HiddenStateTap5": ([(("rows", D), H)] * 5, {}),
+    "Attend": (ATTEND, {"group": 8}),
+    "AttendTree": ([*ATTEND, (("B",), I8), (("B", "S", "S"), I4)], {"group": 8}),
+    "MergeAttention": (MERGE, {"group": 8, "heads": 64}),
+    "MergeSinkAttention": ([*MERGE, ((64,), H)], {"group": 8, "heads": 64}),
     "MoERoute": ([(("rows", E), F)], {"k": 4}),
     "MoEGroup": ([(("rows", 4), I4), (("parts", E), I4)], {"k": 4}),
     "MoEGateUp": (

@@ -24,6 +24,21 @@ def _round_to_bfloat16(data: Any, source: Any, target: Any, mode: Any) -> Any:
 
 interpreter._convert_float = _round_to_bfloat16
 
+_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _create_bfloat16_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    """The interpreter keeps bfloat16 as its bits, and would multiply these."""
+    if a.dtype == tl.bfloat16:
+        a, b = (
+            interpreter.TensorHandle(each.data.view(ml_dtypes.bfloat16).astype(np.float32), tl.float32)
+            for each in (a, b)
+        )
+    return _create_dot(self, a, b, *rest)
+
+
+interpreter.InterpreterBuilder.create_dot = _create_bfloat16_dot
+
 
 def _create_dot_scaled(
     self: Any, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any, *rest: Any

@@ -38,12 +38,20 @@ def gpt_oss(directory: Path, dialect: TensorRT) -> ir.Model:
 
 def test_the_graph_of_plugins_is_that_of_bodies_but_for_the_bodies(tmp_path: Path) -> None:
     with_plugins = gpt_oss(tmp_path / "weights", TensorRTPlugins(ir.DataType.BFLOAT16))
+    caches = [v for v in with_plugins.graph.inputs if "_cache." in (v.name or "")]
+    sizes = {v.shape[3] for v in caches if v.shape is not None}
+    assert sizes == {read_target_config(tmp_path / "weights").head_dim}  # no columns for sinks
     ir.save(with_plugins, tmp_path / "target.onnx")
     onnx.checker.check_model(tmp_path / "target.onnx")
     without = gpt_oss(tmp_path / "weights", TensorRT(ir.DataType.BFLOAT16))
     calls = [[n.op_type for n in m.graph if n.domain == DFLASH_DOMAIN] for m in (with_plugins, without)]
     assert calls[0].count("MoE") > 0
-    assert calls[0] == ["MoE" if name == "Experts" else name for name in calls[1]]
+    # One range of slots for each kind of layer, in place of a mask for each layer.
+    attention = [name for name in calls[0] if name.startswith("SinkAttention")]
+    assert sorted(attention) == ["SinkAttention"] * 4 + ["SinkAttentionMask"] * 2
+    assert [n for n in calls[0] if n != "SinkAttentionMask"] == [
+        "MoE" if name == "Experts" else name for name in calls[1] if name != "SinkAttentionMask"
+    ]
     assert [(v.name, v.dtype, v.shape) for v in with_plugins.graph.outputs] == [
         (v.name, v.dtype, v.shape) for v in without.graph.outputs
     ]
@@ -55,7 +63,7 @@ def test_the_graph_of_plugins_is_that_of_bodies_but_for_the_bodies(tmp_path: Pat
             assert node.attributes.keys() - {"plugin_namespace", "plugin_version"} == plugin.attributes.keys()
             used.add(plugin.name)
     assert used == {
-        *("HiddenStateTap2", "SampleTiles", "SampleSelect", "AcceptBlock"),
+        *("HiddenStateTap2", "SampleTiles", "SampleSelect", "AcceptBlock", "Attend", "MergeSinkAttention"),
         *("MoERoute", "MoEGroup", "MoEGateUp", "MoEDown", "MoECombine"),
     }
     experts = [v for v in with_plugins.graph.initializers.values() if "_proj_blocks" in (v.name or "")]
@@ -63,9 +71,8 @@ def test_the_graph_of_plugins_is_that_of_bodies_but_for_the_bodies(tmp_path: Pat
     assert {v.dtype for v in experts} == {ir.DataType.INT8}  # the checkpoint's bytes as signed bytes
 
 
-def test_the_drafters_dialect_has_no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    dialects = made(monkeypatch).dialects
-    assert (type(dialects["target"]), type(dialects["drafter"])) == (TensorRTPlugins, TensorRT)
+def test_both_models_have_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(type(dialect) is TensorRTPlugins for dialect in made(monkeypatch).dialects.values())
 
 
 def made(
@@ -93,21 +100,24 @@ def made(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({}, True),
-        ({"capability": 100}, True),
-        ({"capability": 120}, True),
-        ({"precision": "target=fp16"}, True),
-        ({"plugins": "none"}, False),
-        ({"capability": 89}, False),
-        ({"precision": "target=fp32"}, False),
-        ({"engine": "tensorrt-rtx", "capability": 120}, False),
+        ({}, {"target", "drafter"}),
+        ({"capability": 100}, {"target", "drafter"}),
+        ({"capability": 120}, {"target", "drafter"}),
+        ({"precision": "target=fp16"}, {"target", "drafter"}),
+        ({"precision": "target=fp32"}, {"drafter"}),
+        ({"precision": "drafter=fp32"}, {"target"}),
+        ({"plugins": "none"}, set()),
+        ({"capability": 89}, set()),
+        ({"engine": "tensorrt-rtx", "capability": 120}, set()),
     ],
 )
-def test_who_gets_plugins(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], expected: bool) -> None:
+def test_who_gets_plugins(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], expected: set[str]
+) -> None:
     found = made(monkeypatch, **arguments)
-    assert found.plugins is expected
+    assert found.plugins == expected
     assert found.describe().get("plugins", {}).get("version") == (VERSION if expected else None)
-    assert found.dialects["target"].name == ("tensorrt-plugins" if expected else "tensorrt")
+    assert {role for role, each in found.dialects.items() if each.name == "tensorrt-plugins"} == expected
 
 
 def test_hopper_takes_mxfp4_experts_as_plugins_only(monkeypatch: pytest.MonkeyPatch) -> None:

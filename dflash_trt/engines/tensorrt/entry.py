@@ -6,6 +6,8 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dflash_plugins.kernel_specs import TARGETS as PLUGIN_TARGETS
+
 from dflash_trt.engines.base import (
     GIB,
     Availability,
@@ -42,8 +44,13 @@ class TensorRTEntry(Engine):
         self.modules = (self.flavour.module, "torch", "triton")
         # TensorRT-RTX's plans ask for up to so much scratch memory beside the estimate from shapes (docs/planning.md).
         # Taken for TensorRT too. Its plugins widen no experts, and compute none that nobody chose.
-        kernels = frozenset({"mxfp4"} if self.flavour.plugins else ())
-        self.memory = MemoryTraits(scratch_bytes=GIB // 16, expert_kernels=kernels, keeps_queries=True)
+        plugins = self.flavour.plugins
+        self.memory = MemoryTraits(
+            scratch_bytes=GIB // 16,
+            expert_kernels=frozenset({"mxfp4"} if plugins else ()),
+            keeps_queries=True,
+            attention_kernels=frozenset(PLUGIN_TARGETS if plugins else ()),
+        )
 
     def check(self, precision: Precision | None, weights: Weights, options: TensorRTOptions | None) -> None:
         if weights != "copy":

@@ -24,9 +24,8 @@ class TensorRTOptions(EngineOptions):
 
     capabilities: the GPUs to build for; 120 is 12.0. Empty: the GPUs of this machine.
     prefill_chunk: prompt tokens per pass. None is 512, or less with a small cache.
-    plugins: "auto" uses our kernels for taps, acceptance and MXFP4 experts if the engine, the GPU and the installed
-    packages
-        support them (`plugins/`). "none" uses standard operators. The result is the same.
+    plugins: "auto" uses our kernels for attention, taps, acceptance and MXFP4 experts if the engine, the GPU and the
+        installed packages support them (`plugins/`). "none" uses standard operators. The result is the same.
     """
 
     title = "TensorRT"
@@ -54,6 +53,6 @@ class TensorRTOptions(EngineOptions):
         metadata=option(
             "--plugins",
             choices=["auto", "none"],
-            help="auto: our kernels for taps, acceptance and MXFP4 experts, if engine and GPU support them (default)",
+            help="auto: our kernels for attention, taps, acceptance and MXFP4 experts, where supported (default)",
         ),
     )

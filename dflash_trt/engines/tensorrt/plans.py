@@ -56,20 +56,19 @@ class Plans:
             chunk = max(1, min(DEFAULT_PREFILL_CHUNK, capacity - block_size - 1))
         self.limits = Limits(options.max_batch_size, chunk, block_size, capacity)
         dtypes = {role: DTYPES[precision.compute(role, "bf16")] for role in ("target", "drafter")}
-        self.plugins = (
+        usable = (
             options.plugins == "auto"
             and self.flavour.plugins
             and set(self.capabilities) <= set(PLUGIN_TARGETS)
-            and dtypes["target"] != ir.DataType.FLOAT
             and importlib.util.find_spec("triton") is not None
         )
-        if not self.plugins:
+        # The models whose plans have plugins.
+        self.plugins = {role for role, dtype in dtypes.items() if usable and dtype != ir.DataType.FLOAT}
+        if "target" not in self.plugins:
             self.flavour.check_capabilities(self.capabilities, self.capabilities, formats=expert_formats)
         fused = has_operator(self.module, "TRT_Attention") and has_operator(self.module, "TRT_KVCacheUpdate")
         self.dialects = {
-            role: (TensorRTPlugins if self.plugins and role == "target" else TensorRT)(
-                dtype, trt_operators=fused
-            )
+            role: (TensorRTPlugins if role in self.plugins else TensorRT)(dtype, trt_operators=fused)
             for role, dtype in dtypes.items()
         }
 
@@ -112,7 +111,7 @@ class Plans:
                         "weight_bytes": weight_bytes(model),
                         **build_plan(
                             *(self.flavour, work / f"{role}.onnx", plan, ranges, capability, progress),
-                            plugins=self.plugins and role == "target",
+                            plugins=role in self.plugins,
                         ),
                     }
                     memo.write_text(json.dumps(entry))
