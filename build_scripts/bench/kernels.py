@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from dflash_plugins import kernel_specs as uses
 from dflash_plugins import attention, launch, moe, reference
+from dflash_plugins import kernel_specs as uses
 
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.sampler import sample

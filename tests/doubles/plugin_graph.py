@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import torch
-from dflash_plugins import kernel_specs as uses
 from dflash_plugins import registration as quick
 from dflash_plugins.version import versioned
 
