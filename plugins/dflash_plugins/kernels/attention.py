@@ -4,7 +4,7 @@ The query heads that share a key head are rows of one matrix, so a slot is read 
 the slots that its rows see among several programs. Each gives its rows' largest score, sum and weighted values.
 `merge` puts the parts of a row together, and adds the sink, a logit without a value.
 
-A row sees a range of slots. Of the slots that the pass itself wrote, it sees those that `visible` marks, if given.
+A row sees a range of slots. `visible`, if given, marks those that it sees among the slots that the pass itself wrote.
 No slot outside of these is read, whatever the capacity. Scores and sums are float32. The weights are rounded to the
 cache's type before they multiply the values.
 """
