@@ -116,6 +116,7 @@ class AsyncLLM:
         *,
         speculate: bool = True,
         block_length: int | None = None,
+        tree_nodes: int | None = None,
         timeout: float | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[Chunk, None]:
@@ -123,7 +124,8 @@ class AsyncLLM:
 
         A consumer that leaves (`aclose`, a cancelled task) frees the slot before the next round. After `timeout`
         seconds the request ends with finish_reason "timeout". `block_length` limits the tokens that a round verifies
-        for this request. The lowest `priority` starts first.
+        for this request. `tree_nodes` limits the nodes of trees in its rounds, also for the other requests of the
+        batch; 0: chains. The lowest `priority` starts first.
 
         Raises:
             RequestError: the request is impossible.
@@ -133,7 +135,13 @@ class AsyncLLM:
             DFlashError: this object is closed.
         """
         request, queue = await self._admit(
-            prompt, sampling_params, speculate, block_length, timeout, priority, interval_from=0.0
+            prompt,
+            sampling_params,
+            speculate,
+            (block_length, tree_nodes),
+            timeout,
+            priority,
+            interval_from=0.0,
         )
         first = True
         async with contextlib.aclosing(self._follow(request, queue)) as chunks:
@@ -148,12 +156,19 @@ class AsyncLLM:
         *,
         speculate: bool = True,
         block_length: int | None = None,
+        tree_nodes: int | None = None,
         timeout: float | None = None,
         priority: int = 0,
     ) -> Completion:
         """Complete one prompt. See `stream`."""
         request, queue = await self._admit(
-            prompt, sampling_params, speculate, block_length, timeout, priority, interval_from=math.inf
+            prompt,
+            sampling_params,
+            speculate,
+            (block_length, tree_nodes),
+            timeout,
+            priority,
+            interval_from=math.inf,
         )
         async with contextlib.aclosing(self._follow(request, queue)) as chunks:
             (whole,) = [chunk async for chunk in chunks]
@@ -202,7 +217,7 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None,
         speculate: bool,
-        block_length: int | None,
+        most: tuple[int | None, int | None],
         timeout: float | None,
         priority: int,
         *,
@@ -229,7 +244,8 @@ class AsyncLLM:
                 self._runtime.request,
                 draft=speculate,
                 deadline=deadline,
-                block_length=block_length,
+                block_length=most[0],
+                tree_nodes=most[1],
                 priority=int(priority),
             )
             try:

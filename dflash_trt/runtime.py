@@ -136,7 +136,7 @@ class Runtime:
         if self._adaptive is None:
             self.scheduler.slots.overwritten()
             with self.scheduler.whole():
-                most = self._most_nodes(MOST_NODES)
+                most = min(MOST_NODES, self.most_tree_nodes)
                 self._adaptive = new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size, most)
                 for slot in range(
                     self.scheduler.max_batch_size
@@ -146,17 +146,18 @@ class Runtime:
                 self._trees = TreeLengths(self._adaptive, self.block_size - 1)
         return self._adaptive if self._trees is None or tree_nodes == 0 else self._trees
 
-    def _most_nodes(self, wanted: int) -> int:
-        """The nodes that a pass of this bundle verifies, at most `wanted`; 0 if it takes chains only."""
+    @property
+    def most_tree_nodes(self) -> int:
+        """The most nodes of a tree that a pass of this bundle verifies; 0 if it takes chains only."""
         if not (isinstance(self.pair, Pair) and self.pair.trees):
             return 0
-        return min(wanted, self.pair.arrays.most_nodes, self.pair.capacity // 2)
+        return min(self.pair.arrays.most_nodes, self.pair.capacity // 2)
 
     def check_tree_nodes(self, tree_nodes: int | None) -> None:
         """Raise RequestError if this bundle does not support trees of so many nodes."""
         if tree_nodes is None or (type(tree_nodes) is int and tree_nodes == 0):
             return
-        most = self._most_nodes(10**9)
+        most = self.most_tree_nodes
         if not most:
             raise RequestError(
                 f"tree_nodes is {quoted(tree_nodes)}, but this bundle drafts chains: build it with --tree-width 2 or "
@@ -206,12 +207,14 @@ class Runtime:
         draft: bool,
         deadline: float | None = None,
         block_length: int | None = None,
+        tree_nodes: int | None = None,
         priority: int = 0,
     ) -> Request:
         """Make a request that this bundle can serve; tokenizes. `deadline` is a time of perf_counter. Raises
         RequestError.
         """
         self.check_block_length(block_length)
+        self.check_tree_nodes(tree_nodes)
         if self.driver is not None:
             self.driver.check(params, draft=draft)
         try:
@@ -227,7 +230,9 @@ class Runtime:
                 raise RequestError(f"logit_bias has token id {most}, expected 0..{vocab - 1}")
             form = params.structured_outputs
             structure = None if form is None else self._structures.compile(form)
-            return self._request(ids, params, draft, deadline, block_length, priority, structure)
+            made = self._request(ids, params, draft, deadline, block_length, priority, structure)
+            made.tree_nodes = tree_nodes
+            return made
         except MemoryError as error:
             raise RequestError(
                 f"the prompt has a length of {len(prompt)}: no memory is left for its request"

@@ -117,6 +117,7 @@ _NAMES = (
         "timeout",
         "priority",
         "block_length",
+        "tree_nodes",
         "speculate",
         "min_tokens",
     ),

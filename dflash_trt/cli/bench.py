@@ -11,18 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli import bench_server
-from dflash_trt.cli.options import at_least, each
+from dflash_trt.cli.options import add_tree_nodes, at_least, each
 from dflash_trt.cli.output import colours
+from dflash_trt.errors import DFlashError
 
 if TYPE_CHECKING:
+    from dflash_trt.decoding.length.policy import Lengths
     from dflash_trt.reports.benchmark import Point
     from dflash_trt.runtime import Runtime
 
 SUMMARY = "measure throughput and latency under load"
 DESCRIPTION = """\
-Serve the same greedy requests in three ways: plain decoding, drafting with a fixed block length, and drafting with the
-adaptive length. A closed loop sends a request after the previous answer. An open loop has Poisson arrivals. The methods
-take turns within each load. The table at the end shows every load. --json prints all figures as one document instead.
+Serve the same greedy requests in several ways: plain decoding, drafting with a fixed block length, drafting with the
+adaptive length, and draft trees if the bundle was built with --tree-width. A closed loop sends a request after the
+previous answer. An open loop has Poisson arrivals. The methods take turns within each load. The table at the end shows
+every load. --json prints all figures as one document instead.
 
 Compare TPOT: (last token - first token) / (tokens - 1) of each request. The time between two tokens is bursty with
 block drafting, because a round gives several tokens at once.
@@ -43,7 +46,7 @@ examples:
 
 A prompt file is as `dflash-trt verify --help` describes it.
 """
-METHODS = ("plain", "draft", "adaptive")
+METHODS = ("plain", "draft", "adaptive", "tree")
 # Two lines of headings, so that the table fits 80 columns.
 HEADINGS = (
     ("", "", "tokens", "to", "TPOT, ms", "TTFT, ms", "accept.", "", ""),
@@ -89,12 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=at_least(2), default=64, metavar="N", help="tokens per request (default: 64)"
     )
     parser.add_argument(
-        "--methods", type=each(_method), default=list(METHODS), metavar="M,...",
-        help="any of plain, draft, adaptive (default: all)",
+        "--methods", type=each(_method), metavar="M,...",
+        help="any of plain, draft, adaptive, tree (default: all that the bundle can do)",
     )  # fmt: skip
     parser.add_argument(
         "--block-length", type=int, metavar="N", help="block length of `draft` (default: the block size)"
     )
+    add_tree_nodes(parser)
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="a JSONL file (default: the shipped prompts)"
     )
@@ -127,7 +131,7 @@ def _method(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     if args.server is not None:
-        bench_server.refuse_options_of_bundles(args, list(METHODS))
+        bench_server.refuse_options_of_bundles(args)
         return bench_server.run(args)
     if args.bundle is None:
         args.usage_error("give a BUNDLE, or --server URL")
@@ -161,8 +165,7 @@ def run(args: argparse.Namespace) -> int:
         if args.steps:
             return _steps(args, runtime, prompts, most)
         fixed = args.block_length or runtime.block_size
-        lengths = {"plain": (False, 1), "draft": (True, fixed), "adaptive": (True, None)}
-        methods = {name: runtime.lengths(*lengths[name]) for name in dict.fromkeys(args.methods)}
+        methods = _lengths(args, runtime, fixed)
         with progress_display() as progress:
             found = list(
                 bench(
@@ -182,6 +185,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         document = {"bundle": args.bundle.name, "processor": processor(), "max_tokens": args.max_tokens}
         document |= {"block_size": runtime.block_size, "fixed_block_length": fixed, "same_tokens": same}
+        document |= {"tree_nodes": "auto" if args.tree_nodes is None else args.tree_nodes}
         print(json.dumps(document | {"points": rows}))
     else:
         print(processor())
@@ -191,6 +195,27 @@ def run(args: argparse.Namespace) -> int:
         )
         _print(found)
     return 0 if same else 1
+
+
+def _lengths(args: argparse.Namespace, runtime: Runtime, fixed: int) -> dict[str, Lengths]:
+    """The methods by name: those asked for, or all that the bundle can do."""
+    runtime.check_tree_nodes(args.tree_nodes)
+    ways: dict[str, tuple[bool, int | None, int | None]] = {
+        "plain": (False, 1, 0),
+        "draft": (True, fixed, 0),
+        "adaptive": (True, None, 0),
+        "tree": (True, None, args.tree_nodes),
+    }
+    if not runtime.most_tree_nodes or args.tree_nodes == 0:
+        del ways["tree"]
+    asked = list(dict.fromkeys(args.methods or ways))
+    if not set(asked) <= set(ways):
+        raise DFlashError(
+            f"--methods has tree, but {args.bundle} verifies chains: build it with --tree-width 2 or more"
+            if not runtime.most_tree_nodes
+            else "--methods has tree, but --tree-nodes is 0: give a number of nodes, or leave it out"
+        )
+    return {name: runtime.lengths(*ways[name]) for name in asked}
 
 
 def _steps(args: argparse.Namespace, runtime: Runtime, prompts: Sequence[list[int]], most: int) -> int:

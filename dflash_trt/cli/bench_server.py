@@ -54,10 +54,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(row["completed"] for row in rows) else 1
 
 
-def refuse_options_of_bundles(args: argparse.Namespace, default_methods: list[str]) -> None:
+def refuse_options_of_bundles(args: argparse.Namespace) -> None:
     """Raise DFlashError for an option that says how a bundle is decoded: a server decides that itself."""
-    given = {"BUNDLE": args.bundle is not None, "--methods": args.methods != default_methods}
-    given |= {"--block-length": args.block_length is not None, "--threads": args.threads is not None}
+    given = {"BUNDLE": args.bundle is not None, "--methods": args.methods is not None}
+    given |= {"--block-length": args.block_length is not None, "--tree-nodes": args.tree_nodes is not None}
+    given |= {"--threads": args.threads is not None}
     given |= {"--steps": args.steps is not None}
     if wrong := [name for name, is_given in given.items() if is_given]:
         raise DFlashError(f"{wrong[0]} is given with --server, which decides that itself: leave it out")

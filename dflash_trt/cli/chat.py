@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli import generate
-from dflash_trt.cli.options import block_length
+from dflash_trt.cli.options import add_tree_nodes, block_length
 from dflash_trt.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-length", type=block_length, metavar="auto|N", help="tokens verified per pass (default: auto)"
     )
+    add_tree_nodes(parser)
     generate.add_sampling_arguments(parser, most=MAX_TOKENS)
 
 
@@ -100,7 +101,8 @@ class Conversation:
         self.llm, self.params = llm, params
         self.console = Console(highlight=False, soft_wrap=True)
         self.system, self.variables = args.system, args.chat_template_kwargs
-        self.speculate, self.block_length = not args.no_draft, args.block_length
+        self.speculate = not args.no_draft
+        self.drafting = {"block_length": args.block_length, "tree_nodes": args.tree_nodes}
         self.messages: list[dict[str, Any]] = []
         self.statistics: list[Statistics] = []
         self.reset()
@@ -149,7 +151,7 @@ class Conversation:
             return
         params = replace(self.params, max_tokens=min(self.params.max_tokens, left))
         detokenizer, first = Detokenizer(self.llm.tokenizer.backend), True
-        stream = self.llm.stream(prompt, params, speculate=self.speculate, block_length=self.block_length)
+        stream = self.llm.stream(prompt, params, speculate=self.speculate, **self.drafting)
         try:
             for chunk in stream:
                 # The last token of a round is the target's own. Those before it are drafts that it accepted.
@@ -185,4 +187,5 @@ def _figures(s: Statistics) -> str:
     text = f"{s.num_generation_tokens} tokens, {s.num_generation_tokens / max(seconds, 1e-9):.0f} tokens/s"
     if not s.num_drafts:
         return f"{text}, no drafts"
-    return f"{text}, acceptance length {s.mean_acceptance_length:.2f} in {s.num_drafts} drafts"
+    drafts = f"{text}, acceptance length {s.mean_acceptance_length:.2f} in {s.num_drafts} drafts"
+    return f"{drafts}; trees in {generate.trees_of(s)}" if s.num_trees else drafts

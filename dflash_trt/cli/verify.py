@@ -7,16 +7,17 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_trt.cli.options import at_least, block_length, each
+from dflash_trt.cli.options import at_least, block_length, each, tree_nodes
 from dflash_trt.cli.output import print_json
 
 if TYPE_CHECKING:
+    from dflash_trt.llm import LLM
     from dflash_trt.reports.verification import Case
 
 SUMMARY = "check that drafting does not change the tokens"
 DESCRIPTION = """\
-Generate from every prompt with and without drafting, and compare the tokens at several temperatures, block lengths and
-batch sizes. The first difference, if any, is shown with the gap between the two logits.
+Generate from every prompt with and without drafting, and compare the tokens at several temperatures, block lengths,
+tree sizes and batch sizes. The first difference, if any, is shown with the gap between the two logits.
 Exit code 1 if anything differs.
 """
 EXAMPLES = """\
@@ -57,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: 2, half and whole block, auto",
     )
     parser.add_argument(
+        "--tree-nodes",
+        type=each(tree_nodes),
+        metavar="auto|N,...",
+        help="trees of so many nodes too, of a bundle built with --tree-width; 0: chains only "
+        "(default: 1.5 blocks, auto)",
+    )
+    parser.add_argument(
         "--batch-sizes", type=each(at_least(1)), default=[1, 4], metavar="N,...", help="default: 1,4"
     )
     parser.add_argument(
@@ -78,7 +86,12 @@ def run(args: argparse.Namespace) -> int:
             print(f"{len(prompts)} prompts, {args.max_tokens} tokens each, top-p {TOP_P} where sampled")
             print(
                 COLUMNS.format(
-                    "temperature", "block length", "batch size", "equal", "differing", "acceptance length"
+                    "temperature",
+                    "block length",
+                    "batch size",
+                    "equal",
+                    "differing",
+                    "acceptance length",
                 )
             )
         for case in verify(
@@ -86,12 +99,15 @@ def run(args: argparse.Namespace) -> int:
             prompts,
             temperatures=args.temperatures,
             block_lengths=args.block_lengths or [*sorted({2, block_size // 2, block_size}), None],
+            tree_nodes=_tree_nodes(args.tree_nodes, llm),
             batch_sizes=args.batch_sizes,
             max_tokens=args.max_tokens,
         ):
             cases.append(case)
             if not args.json:
                 length = case.block_length or "auto"
+                if case.tree_nodes != 0:
+                    length = f"tree {case.tree_nodes or 'auto'}"
                 numbers = (case.temperature, length, case.batch_size, case.equal, case.differing)
                 print(COLUMNS.format(*numbers, f"{case.mean_acceptance_length:.2f}"), flush=True)
     differing = [case for case in cases if case.first_difference]
@@ -108,6 +124,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("all equal")
     return 1 if differing else 0
+
+
+def _tree_nodes(asked: list[int | None] | None, llm: LLM) -> list[int | None]:
+    """The sizes of trees to try; none for a bundle that verifies chains."""
+    if asked is not None:
+        return [nodes for nodes in asked if nodes != 0]
+    return [min(llm.block_size * 3 // 2, llm.most_tree_nodes), None] if llm.most_tree_nodes else []
 
 
 def _print_difference(case: Case) -> None:

@@ -34,6 +34,7 @@ _COUNTERS = {
     "spec_decode_num_drafts": ("verifications with a draft", "num_drafts"),
     "spec_decode_num_draft_tokens": ("drafted tokens verified", "num_draft_tokens"),
     "spec_decode_num_trees": ("verifications of a tree instead of a chain", "num_trees"),
+    "spec_decode_num_tree_nodes": ("nodes of the verified trees", "num_tree_nodes"),
     "spec_decode_num_accepted_tokens": ("drafted tokens accepted", "num_accepted_tokens"),
 }
 _PREFIX_GAUGES = {

@@ -28,6 +28,7 @@ class Request:
     block_length: int | None = (
         None  # most tokens of this request that a round verifies; None: no limit of its own
     )
+    tree_nodes: int | None = None  # most nodes of trees in its rounds; 0: chains; None: no limit of its own
     priority: int = 0  # requests with lower numbers start first
     statistics: Statistics = field(default_factory=Statistics)
     cancelled: bool = False

@@ -138,8 +138,8 @@ class Scheduler:
         own = dict[int, int]()  # of requests with a structure: leading drafts that are the drafter's own
         if any(request.structured for request in active):
             draft, own = fit(active, proposed, min(lengths.most, room), pair.arrays)
-        elif proposed.candidates is not None:
-            draft = lengths.grow(proposed, drafting, self._most_nodes)
+        elif proposed.candidates is not None and (most_nodes := self._most_nodes) > 1:
+            draft = lengths.grow(proposed, drafting, most_nodes)
         draft = draft.first(lengths.verify(draft, drafting)) if draft.nodes > 1 else draft
         found, verified = pair.verify(active, draft), draft.nodes
         draft_time, verify_time = pair.draft_time, pair.verify_time
@@ -189,8 +189,12 @@ class Scheduler:
 
     @property
     def _most_nodes(self) -> int:
-        """The most nodes that a round can verify: rows for them follow the committed ones, and one for a sink."""
-        return self.pair.capacity - 1 - max(request.committed for request in self.active)
+        """The most nodes that a round may verify: rows for them follow the committed ones, and one for a sink.
+
+        The requests that draft have limits of their own.
+        """
+        own = [r.tree_nodes for r in self.active if r.draft and r.tree_nodes is not None]
+        return min([self.pair.capacity - 1 - max(r.committed for r in self.active), *own])
 
     def _settle(self, request: Request, verdict: Verdict, emission: Emission, found: Verified) -> None:
         """Make a request's slot hold the tokens of its decision, and only finite numbers behind them."""

@@ -14,7 +14,8 @@ class Statistics:
     num_drafts: verification passes with at least one drafted token (as in vLLM).
     acceptance_histogram[k]: the number of them that accepted exactly k drafted tokens.
     block_length_histogram[n]: rounds that verified n tokens, including the anchor; 1 is a round without a draft.
-    num_trees: rounds that verified a tree instead of a chain. Every node of it counts as a drafted token.
+    num_trees: rounds that verified a tree instead of a chain. Each of its nodes but the anchor is a drafted token.
+    num_tree_nodes: the nodes of these trees, including the anchors.
     prefill_time, draft_time, verify_time, host_time: time in passes that served this request, and in host code
     between them.
         A batched pass counts in full for each of its requests.
@@ -30,6 +31,7 @@ class Statistics:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_trees: int = 0
+    num_tree_nodes: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     block_length_histogram: list[int] = field(default_factory=list)
     queue_time: float = 0.0
@@ -58,7 +60,9 @@ class Statistics:
         In a chain these are the first ones.
         """
         add_at(self.block_length_histogram, drafted + 1, 1)
-        self.num_trees += tree and drafted > 0
+        if drafted and tree:
+            self.num_trees += 1
+            self.num_tree_nodes += drafted + 1
         if drafted:
             add_at(self.acceptance_histogram, drafted, 0)  # as long as the longest block
             add_at(self.acceptance_histogram, accepted, 1)
@@ -80,6 +84,11 @@ class Statistics:
     def mean_acceptance_length(self) -> float:
         """Tokens per verification pass with a draft: 1 + accepted / drafts; 1.0 without any draft."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def mean_tree_nodes(self) -> float:
+        """Nodes of a tree, including the anchor; 0.0 without any tree."""
+        return self.num_tree_nodes / self.num_trees if self.num_trees else 0.0
 
     @property
     def draft_acceptance_rate(self) -> float:

@@ -34,6 +34,7 @@ class Case:
 
     temperature: float
     block_length: int | None  # None: adaptive
+    tree_nodes: int | None  # 0: chains; None: adaptive
     batch_size: int
     equal: int
     differing: int
@@ -47,10 +48,13 @@ def verify(
     *,
     temperatures: Sequence[float],
     block_lengths: Sequence[int | None],
+    tree_nodes: Sequence[int | None] = (),
     batch_sizes: Sequence[int],
     max_tokens: int,
 ) -> Iterator[Case]:
     """Compare plain decoding, one prompt at a time, with every way of drafting. Yields each case when done.
+
+    `block_lengths` are of chains. `tree_nodes` are sizes of trees, for bundles that verify trees.
 
     A drafted token is accepted only if plain decoding, with the same noise, would choose it. So tokens are equal at
     every temperature, unless the arithmetic of a row depends on the number of rows in its pass.
@@ -73,13 +77,16 @@ def verify(
             llm.generate(prompt, params, speculate=False)
             for prompt, params in zip(asked, sampling, strict=True)
         ]
-        for block_length in block_lengths:
+        ways = [(length, 0) for length in block_lengths] + [(None, nodes) for nodes in tree_nodes]
+        for block_length, nodes in ways:
             for batch_size in batch_sizes:
                 drafted: list[Completion] = []
                 for first in range(0, len(prompts), batch_size):
                     batch = slice(first, first + batch_size)
-                    drafted += llm.generate(asked[batch], sampling[batch], block_length=block_length)
-                yield _compare(llm, prompts, plain, drafted, temperature, block_length, batch_size)
+                    drafted += llm.generate(
+                        asked[batch], sampling[batch], block_length=block_length, tree_nodes=nodes
+                    )
+                yield _compare(llm, prompts, plain, drafted, (temperature, block_length, nodes, batch_size))
 
 
 def _compare(
@@ -87,10 +94,9 @@ def _compare(
     prompts: Sequence[Prompt],
     plain: Sequence[Completion],
     drafted: Sequence[Completion],
-    temperature: float,
-    block_length: int | None,
-    batch_size: int,
+    way: tuple[float, int | None, int | None, int],
 ) -> Case:
+    temperature, block_length, tree_nodes, batch_size = way
     differing = [
         i
         for i, (one, other) in enumerate(zip(plain, drafted, strict=True))
@@ -100,6 +106,7 @@ def _compare(
     return Case(
         temperature=temperature,
         block_length=block_length,
+        tree_nodes=tree_nodes,
         batch_size=batch_size,
         equal=len(prompts) - len(differing),
         differing=len(differing),

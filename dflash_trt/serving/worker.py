@@ -180,7 +180,7 @@ class Worker:
         index: dict[str, int],
     ) -> None:
         """Send the updates of one sequence."""
-        options = {name: message[name] for name in ("speculate", "block_length", "timeout")}
+        options = {name: message[name] for name in ("speculate", "block_length", "tree_nodes", "timeout")}
         options["priority"] = message.get("priority", 0)
         if message["stream"]:
             async with aclosing(self._llm.stream(prompt, params, **options)) as chunks:

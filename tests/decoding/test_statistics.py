@@ -25,6 +25,15 @@ def test_figures_of_one_request() -> None:
     assert statistics.draft_acceptance_rate == pytest.approx(11 / 24)
 
 
+def test_nodes_of_trees() -> None:
+    statistics = drafted((3, 1))
+    for drafts, accepted in ((7, 2), (15, 3), (0, 0)):
+        statistics.record_round(drafts, accepted, tree=True)
+    assert (statistics.num_trees, statistics.num_tree_nodes) == (2, 8 + 16)
+    assert statistics.mean_tree_nodes == 12
+    assert drafted((3, 1)).mean_tree_nodes == 0
+
+
 def test_without_drafts() -> None:
     statistics = Statistics(num_generation_tokens=1, generation_time=0.0)
     assert statistics.mean_acceptance_length == 1.0

@@ -108,6 +108,7 @@ def test_trees_change_no_token(pair: tuple[Path, Path, Path], tmp_path: Path, te
                 statistics = Statistics.merge(c.statistics for c in found)
                 assert statistics.num_trees > 10
                 assert len(statistics.block_length_histogram) == nodes + 1
+                assert statistics.num_tree_nodes > 4.5 * statistics.num_trees
         whole = llm.generate(asked[0], params[0], tree_nodes=12, block_length=4)
         assert whole.token_ids == plain[0].token_ids
 

@@ -25,7 +25,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("bench")
     target = make_target(directory / "target", favourites=6, layers=3)
     drafter = make_drafter(directory / "drafter", target)
-    return build(str(target), str(drafter), directory / "bundle", max_seq_len=512).path
+    return build(str(target), str(drafter), directory / "bundle", max_seq_len=512, tree_width=2).path
 
 
 @pytest.fixture
@@ -101,20 +101,22 @@ def test_the_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "tokens of the methods: all equal" in lines[2]
     assert max(map(len, lines)) <= 80
     assert [line.split()[:2] for line in lines[5:]] == [
-        [load, method] for load in ("1", "2", "300/s") for method in ("plain", "draft", "adaptive")
+        [load, method] for load in ("1", "2", "300/s") for method in ("plain", "draft", "adaptive", "tree")
     ]
     assert err.splitlines()[:3] == ["load 1: done", "load 2: done", "load 300/s: done"]
     assert main(["bench", str(bundle), *options, "--svg", str(svg), "--block-length", "5", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["same_tokens"] is True
     assert document["fixed_block_length"] == 5
-    assert [(p["concurrency"], p["rate"]) for p in document["points"][::3]] == [
+    assert [(p["concurrency"], p["rate"]) for p in document["points"][::4]] == [
         (1, None),
         (2, None),
         (None, 300),
     ]
     texts = [t.text for t in ElementTree.fromstring(svg.read_text()).iter(f"{SVG}text")]
-    assert {"tokens per second", "TPOT, ms (median)", "plain", "draft", "adaptive", "300/s"} <= set(texts)
+    assert {"tokens per second", "TPOT, ms (median)", "plain", "draft", "adaptive", "tree", "300/s"} <= set(
+        texts
+    )
 
 
 def test_prompts_of_a_file_and_json_alone(
@@ -155,6 +157,16 @@ def test_wrong_usage(bundle: Path, wrong: list[str], capsys: pytest.CaptureFixtu
 def test_a_wrong_block_length_is_one_line(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(bundle), "--block-length", "9"]) == 1
     assert "block_length is 9, expected 1..8" in capsys.readouterr().err
+
+
+def test_trees_of_a_fixed_size(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--requests", "4", "--max-tokens", "16", "--concurrency", "1", "--methods", "plain,tree"]
+    assert main(["bench", str(bundle), *options, "--tree-nodes", "12", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["same_tokens"], document["tree_nodes"]) == (True, 12)
+    assert document["points"][1]["block_length_histogram"][12] > 0
+    assert main(["bench", str(bundle), *options, "--tree-nodes", "0"]) == 1
+    assert "--methods has tree, but --tree-nodes is 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def request(key: int, prompt: list[int], **params: Any) -> bytes:
         "end_id": -1,
         "stream": True,
     }
-    message |= {"echo": False, "speculate": True, "block_length": None, "timeout": None}
+    message |= {"echo": False, "speculate": True, "block_length": None, "tree_nodes": None, "timeout": None}
     return json.dumps(message).encode() + b"\n"
 
 

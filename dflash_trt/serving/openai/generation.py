@@ -65,6 +65,7 @@ def prepare(
                     "echo": False,
                     "speculate": body.speculate is not False,
                     "block_length": body.block_length,
+                    "tree_nodes": body.tree_nodes,
                     "priority": body.priority or 0,
                     "logit_bias": bias,
                     "timeout": min((s for s in (body.timeout, most_seconds) if s is not None), default=None),

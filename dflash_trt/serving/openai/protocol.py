@@ -82,6 +82,7 @@ class Sampling(Body):
     # Ours: whether and how far to draft, and the seconds after which the answer ends.
     speculate: bool | None = None
     block_length: int | None = None
+    tree_nodes: int | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     priority: int | None = None
     return_token_ids: bool | None = None

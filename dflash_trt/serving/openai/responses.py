@@ -89,13 +89,15 @@ class ResponsesRequest(Body):
     seed: int | None = None
     speculate: bool | None = None
     block_length: int | None = None
+    tree_nodes: int | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     priority: int | None = None
 
     def chat(self) -> Json:
         """The same request as a chat."""
         same = (
-            "model temperature top_p stream parallel_tool_calls seed speculate block_length timeout priority"
+            "model temperature top_p stream parallel_tool_calls seed "
+            "speculate block_length tree_nodes timeout priority"
         )
         made: Json = {name: getattr(self, name) for name in same.split()}
         made["messages"] = [*self._instructions(), *self._messages()]

@@ -151,6 +151,26 @@ def test_trees_of_candidates_give_the_tokens_of_plain_decoding(seed: int) -> Non
     assert max(max(t) for t in tokens.values() if t) < VOCAB
 
 
+@pytest.mark.parametrize(("limits", "most"), [([None, 5], 5), ([9, 30], 9), ([None, 0], BLOCK)])
+def test_a_request_limits_the_trees_of_its_batch(limits: list[int | None], most: int) -> None:
+    """0 asks for chains. Requests without drafts have no say."""
+    pool = Pool(3, 5)
+    pool.drafter.width = 3
+    asked = [
+        request(prompt(4 + i), SamplingParams(max_tokens=30, temperature=0.0), draft=i < 2) for i in range(3)
+    ]
+    for each, limit in zip(asked, [*limits, 2], strict=True):
+        each.tree_nodes = limit
+    tokens = finish(pool, TreeLengths(FixedLength(BLOCK), BLOCK - 1, 20), *asked)  # type: ignore[arg-type]
+    for each in asked:
+        assert tokens[each] == expected(each.prompt, each.params, each.seed)
+    own = asked[next(i for i, limit in enumerate(limits) if limit is not None)].statistics
+    assert own.block_length_histogram[most] > 0
+    assert len(own.block_length_histogram) == most + 1
+    assert (own.num_trees > 0) == (0 not in limits)
+    assert asked[2].statistics.num_drafts == 0
+
+
 def test_trees_accept_more_than_chains() -> None:
     """One draft in five is wrong, and then the second candidate is right."""
     lengths = {}

@@ -111,7 +111,7 @@ def test_sampling_fields_reach_the_engine(server: Server, llm: LLM) -> None:
     fields = {"temperature": 0.9, "top_p": 0.8, "seed": 5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     more = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "ignore_eos": True, "bad_words": ["the"]}
     expected = llm.chat(QUESTION, SamplingParams(max_tokens=40, **fields, **more)).text
-    for extra in ({}, {"speculate": False}, {"block_length": 3}, {"timeout": 60}):
+    for extra in ({}, {"speculate": False}, {"block_length": 3}, {"tree_nodes": 0, "timeout": 60}):
         made = server.openai.chat.completions.create(
             model="tiny", messages=QUESTION, max_completion_tokens=40, **fields, extra_body=more | extra
         )

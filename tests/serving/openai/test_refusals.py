@@ -27,6 +27,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
         (COMPLETIONS, {"prompt": "x", "seed": -1}, "seed", "seed is -1"),
         (COMPLETIONS, {"prompt": "x", "n": 0}, "n", "n is 0"),
         (COMPLETIONS, {"prompt": "x", "block_length": 99}, "block_length", "block_length is 99"),
+        (COMPLETIONS, {"prompt": "x", "tree_nodes": 8}, "tree_nodes", "tree_nodes is 8, but this bundle drafts chains"),
         (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix", "suffix is"),
         (COMPLETIONS, {"prompt": []}, "prompt", "prompt is []"),
         (COMPLETIONS, {"prompt": ""}, "prompt", "the prompt is empty"),

@@ -324,6 +324,7 @@ def read_request(request: Any, pending: PendingRequest) -> dict[str, Any]:
         "echo": not flag("exclude_input_in_output", True),
         "speculate": flag("speculate", True),
         "block_length": one("block_length", None),
+        "tree_nodes": one("tree_nodes", None),
     }
     if prompts == ["input_ids"]:
         message["prompt"] = numbers("input_ids")
