@@ -7,20 +7,21 @@ import sys
 from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
-from dflash_trt.cli.options import at_least
+from dflash_trt.cli.options import at_least, each
 from dflash_trt.cli.output import print_json, print_table
 
 SUMMARY = "compare drafters of one target"
 DESCRIPTION = """\
 Decode the same prompts with each drafter, one prompt at a time on ONNX Runtime. The drafters take turns at each prompt.
 The tables show the tokens per pass, the milliseconds of a draft and of a verification, and the tokens per second. Whole
-blocks show what a drafter can do; the adaptive length drafts less where that is faster. The tokens must be those of
-plain decoding.
+blocks show what a drafter can do; the adaptive length drafts less where that is faster. With --tree-width, draft trees
+are measured too. The tokens must be those of plain decoding.
 """
 EXAMPLES = """\
 examples:
   dflash-trt compare --target smollm2-135m --drafter smollm2-135m --drafter runs/eagle3/best
-  dflash-trt compare --target tiny --drafter tiny --limit 8 --temperature 1 --json
+  dflash-trt compare --target tiny --drafter tiny --limit 8 --temperatures 0,1 --json
+  dflash-trt compare --target tiny --drafter tiny --limit 8 --tree-width 4 --tree-nodes 12
   dflash-trt compare --target PATH --drafter A --drafter B --prompts prompts.jsonl --svg drafters.svg
 
 A prompt file is as `dflash-trt verify --help` describes it.
@@ -47,30 +48,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=at_least(2), default=96, metavar="N", help="tokens per prompt (default: 96)"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
+    parser.add_argument("--temperatures", type=each(float), default=[0.0], metavar="T,...", help="default: 0")
+    parser.add_argument(
+        "--tree-width",
+        type=at_least(2),
+        metavar="W",
+        help="compare with draft trees too, from W candidates for each place (default: chains only)",
+    )
+    parser.add_argument(
+        "--tree-nodes",
+        type=at_least(2),
+        default=16,
+        metavar="N",
+        help="with --tree-width: nodes of a tree, beside the adaptive number (default: 16)",
+    )
     parser.add_argument(
         "--threads", type=at_least(1), metavar="N", help="CPU threads per pass (default: all)"
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw acceptance and speed")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        metavar="DIR",
+        help="keep the bundles and the answers here; the same command goes on behind them (default: keep nothing)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=at_least(1),
+        metavar="S",
+        help="begin no further prompt after S seconds of decoding; with --work, go on another time",
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw acceptance and speed at the first temperature"
+    )
     parser.add_argument("--json", action="store_true", help="print all figures as JSON, and no table")
 
 
 def run(args: argparse.Namespace) -> int:
+    from contextlib import ExitStack
+    from math import inf
     from tempfile import TemporaryDirectory
 
     from dflash_trt.prompts import natural_prompts
     from dflash_trt.reports.comparison import categories_of, chart_of, compare, rows_of
 
     prompts = natural_prompts(args.prompts, args.limit)
-    with TemporaryDirectory(prefix="dflash-trt-") as work, progress_display() as progress:
+    with ExitStack() as stack, progress_display() as progress:
+        if args.work is None:
+            work = Path(stack.enter_context(TemporaryDirectory(prefix="dflash-trt-")))
+        else:
+            (work := args.work).mkdir(parents=True, exist_ok=True)
         result = compare(
             args.target,
             args.drafter,
             prompts,
-            Path(work),
+            work,
             max_tokens=args.max_tokens,
-            temperature=args.temperature,
+            temperatures=list(dict.fromkeys(args.temperatures)),
+            tree_width=args.tree_width,
+            tree_nodes=args.tree_nodes if args.tree_width else 0,
             threads=args.threads,
+            seconds=inf if args.seconds is None else args.seconds,
             progress=progress,
         )
     if args.svg:
@@ -81,9 +118,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         same = "all equal" if result["same_tokens"] else "DIFFERENT"
         print(result["processor"])
-        print(f"{len(prompts)} prompts, at most {args.max_tokens} tokens each; tokens: {same}")
-        print_table(rows_of(result), heading=True)
-        print()
-        print("tokens per pass, in whole blocks")
-        print_table(categories_of(result), heading=True)
+        print(f"{result['prompts']} prompts, at most {args.max_tokens} tokens each; tokens: {same}")
+        for run in result["runs"]:
+            print(f"\ntemperature {run['temperature']:g}")
+            print_table(rows_of(run), heading=True)
+            print("\ntokens per pass")
+            print_table(categories_of(run), heading=True)
     return 0 if result["same_tokens"] else 1

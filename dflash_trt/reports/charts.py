@@ -174,9 +174,12 @@ def bar_chart(groups: Mapping[str, Mapping[str, float]], *, title: str, y: str, 
 
 @_styled
 def bars_chart(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, title: str) -> str:
-    """Panels of groups of bars, each with its height above it. The same names have the same colours in all panels."""
+    """Panels of groups of bars, one below the other. Each bar has its height above it.
+
+    The same names have the same colours in all panels.
+    """
     names = list(dict.fromkeys(n for groups in panels.values() for group in groups.values() for n in group))
-    figure, axes = _figure(len(panels), title)
+    figure, axes = _figure(len(panels), title, height=0.6 + 2.6 * len(panels), across=False)
     width = 0.8 / len(names)
     for axis, (heading, groups) in zip(axes, panels.items(), strict=True):
         for number, name in enumerate(names):
@@ -191,13 +194,15 @@ def bars_chart(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, title
     return _svg(figure, title)
 
 
-def _figure(panels: int, title: str, height: float = 3.6) -> tuple[Figure, Sequence[Axes]]:
+def _figure(
+    panels: int, title: str, height: float = 3.6, across: bool = True
+) -> tuple[Figure, Sequence[Axes]]:
     from matplotlib.figure import Figure as Made
 
     figure = Made(figsize=(9, height), layout="constrained")
     figure.patch.set_visible(False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
+    axes = figure.subplots(*((1, panels) if across else (panels, 1)), squeeze=False).ravel().tolist()
     for axis in axes:
         axis.patch.set_visible(False)
     return figure, axes

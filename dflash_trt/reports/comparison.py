@@ -2,56 +2,105 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from math import inf
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from dflash_trt.building.build import build
 from dflash_trt.building.sources import resolve_pair
 from dflash_trt.bundle.workspace import Progress, silent
-from dflash_trt.decoding.params import Completion, SamplingParams
+from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import RequestError
+from dflash_trt.files.reading import parse_object, read_text
 from dflash_trt.hardware import processor
 from dflash_trt.llm import LLM
 from dflash_trt.prompts import Prompt
 
-_WARM_UP_TOKENS = 16
-WHOLE, ADAPTIVE = "whole", "adaptive"
+_WARM_UP_TOKENS = 4
+_ANSWERS_BYTES = 1 << 30
+# The ways to decode with a drafter, and how tables and charts call them.
+WHOLE, ADAPTIVE, TREE, ADAPTIVE_TREE = "whole", "adaptive", "tree", "adaptive_tree"
+TITLES = {
+    WHOLE: "whole blocks",
+    ADAPTIVE: "adaptive length",
+    TREE: "trees",
+    ADAPTIVE_TREE: "adaptive trees",
+}
 
 
 @dataclass
 class Method:
-    """One way to decode: plain, or with a drafter, in whole blocks or in blocks of adaptive length."""
+    """One way to decode at one temperature: plain, or with a drafter."""
 
     name: str
-    length: str = ""  # WHOLE or ADAPTIVE; empty: plain
+    temperature: float
+    way: str = ""  # a key of TITLES; empty: plain
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `LLM.generate`
     found: list[tuple[str, Statistics]] = field(default_factory=list)  # by prompt, with its category
     tokens: list[Sequence[int]] = field(default_factory=list)
 
-    def run(self, llm: LLM, prompt: str | list[int], params: SamplingParams) -> Completion:
-        if not self.length:
-            return llm.generate(prompt, params, speculate=False)
-        return llm.generate(prompt, params, block_length=llm.block_size if self.length == WHOLE else None)
-
-    def figures(self, category: str | None = None) -> dict[str, Any]:
+    def figures(self, places: int, category: str | None = None) -> dict[str, Any]:
         """Figures of a category, or of all: the speed behind the first token, and milliseconds of a round's parts."""
         total = Statistics.merge(s for c, s in self.found if category in (None, c))
         later = total.num_generation_tokens - total.num_requests
         rounds = max(1, sum(total.block_length_histogram))
         parts = {"draft": total.draft_time, "verify": total.verify_time, "host": total.host_time}
+        accepted = total.num_accepted_tokens_per_pos[:places]
         return {
             "tokens_per_second": round(later / total.generation_time, 1) if total.generation_time else 0.0,
             "acceptance_length": round(total.mean_acceptance_length, 3),
-            "acceptance_by_place": [
-                round(count / max(total.num_drafts, 1), 3) for count in total.num_accepted_tokens_per_pos
-            ],
+            "acceptance_by_place": [round(count / max(total.num_drafts, 1), 3) for count in accepted],
             "round_ms": {name: round(1e3 * seconds / rounds, 3) for name, seconds in parts.items()},
             "tokens": total.num_generation_tokens,
             "rounds": sum(total.block_length_histogram),
+            "trees": total.num_trees,
+            "mean_tree_nodes": round(total.mean_tree_nodes, 1),
         }
+
+
+class Answers:
+    """The answers of a comparison so far, in `decoded.jsonl` of its directory.
+
+    The first line says what was asked for. Each further line has the answers to one prompt: the statistics and the
+    tokens of every method.
+    """
+
+    def __init__(self, work: Path, asked_for: Sequence[str]) -> None:
+        self._file = work / "decoded.jsonl"
+        self._lines: list[dict[str, Any]] = []
+        head = json.dumps({"asked_for": sha256("\0".join(asked_for).encode()).hexdigest()})
+        if not self._file.exists():
+            self._file.write_text(head + "\n", encoding="utf-8")
+            return
+        first, *lines = read_text(self._file, _ANSWERS_BYTES, RequestError).split("\n")
+        if first != head:
+            raise RequestError(
+                f"{work}: holds a comparison of other prompts or options; choose another directory"
+            )
+        # A line that is not ended was cut off.
+        self._lines = [parse_object(line, str(self._file), RequestError) for line in lines[:-1]]
+        kept = "\n".join([first, *lines[:-1], ""])
+        self._file.write_text(kept, encoding="utf-8")
+
+    def give(self, methods: Sequence[Method], prompts: Sequence[Prompt]) -> None:
+        """Give the methods what they answered."""
+        for line, prompt in zip(self._lines, prompts, strict=False):
+            for method, (statistics, tokens) in zip(methods, line["answers"], strict=True):
+                method.found.append((prompt.category, Statistics(**statistics)))
+                method.tokens.append(tokens)
+
+    def add(self, methods: Sequence[Method]) -> None:
+        """Note the last answer of each method."""
+        last = [[asdict(method.found[-1][1]), list(method.tokens[-1])] for method in methods]
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"answers": last}) + "\n")
 
 
 def compare(
@@ -61,24 +110,36 @@ def compare(
     work: Path,
     *,
     max_tokens: int,
-    temperature: float = 0.0,
+    temperatures: Sequence[float] = (0.0,),
+    tree_width: int | None = None,
+    tree_nodes: int = 0,
     threads: int | None = None,
+    seconds: float = inf,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Build every pair in `work` and decode every prompt by every method, one after the other on ONNX Runtime.
 
-    The methods take turns at each prompt, in another order each time. So a slow moment of the machine meets all of
-    them. Prompt i has seed i. Returns the figures for JSON.
+    After `seconds` of decoding no further prompt begins. The answers are noted in `work`: with the same arguments, the
+    next call goes on behind them, and its figures are of all prompts so far.
 
-    Raises RequestError if two drafters have one name, and any error of the builds.
+    tree_width: the candidates for each place. With more than one, the drafters are compared with trees too, of
+    `tree_nodes` nodes and of the number that is expected to be fastest. Their chains come from the same bundles.
+
+    The methods take turns at each prompt, in another order each time. So a slow moment of the machine meets all of
+    them. Prompt i has seed i. Returns the figures for JSON, with an entry of "runs" for each temperature.
+
+    Raises RequestError if two drafters have one name, or if `work` has answers of other arguments, and any error of
+    the builds.
     """
     names = _names(drafters)
+    asked_for = [target, *drafters, max_tokens, *temperatures, tree_width, tree_nodes, threads]
+    answers = Answers(work, [*map(str, asked_for), *(f"{p.id} {p.content}" for p in prompts)])
     with ExitStack() as stack:
         llms: dict[str, LLM] = {}
-        kinds: dict[str, Any] = {}
+        kinds: dict[str, dict[str, Any]] = {}
         for number, (name, drafter) in enumerate(zip(names, drafters, strict=True)):
             progress("build pairs", number, len(names))
-            bundle = build(target, drafter, work / f"bundle{number}", weights="link")
+            bundle = build(target, drafter, work / f"bundle{number}", weights="link", tree_width=tree_width)
             manifest = bundle.manifest
             kinds[name] = {
                 "drafter": manifest["drafter"]["name"],
@@ -89,47 +150,99 @@ def compare(
             llm = LLM(bundle.path, max_batch_size=1, prefix_cache_bytes=0, threads=threads)
             llms[name] = stack.enter_context(llm)
         progress("build pairs", len(names), len(names))
-        methods = [Method(names[0])]
-        methods += [Method(name, length) for name in names for length in (WHOLE, ADAPTIVE)]
+        methods = [
+            each
+            for t in temperatures
+            for each in _methods({n: llms[n].block_size for n in names}, t, tree_nodes)
+        ]
         first = llms[names[0]]
         asked = [p.content if isinstance(p.content, str) else first.chat_prompt(p.content) for p in prompts]
-        for method in methods:
-            method.run(
-                llms[method.name], asked[0], SamplingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True)
-            )
-        for number, (prompt, text) in enumerate(zip(prompts, asked, strict=True)):
-            progress("decode", number, len(prompts))
-            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number)
-            for method in _turned(methods, number):
-                answer = method.run(llms[method.name], text, params)
-                method.found.append((prompt.category, answer.statistics))
-                method.tokens.append(answer.token_ids)
-        progress("decode", len(prompts), len(prompts))
-    categories = list(dict.fromkeys(prompt.category for prompt in prompts))
-    plain = methods[0].figures()
+        done = decode(
+            methods, llms, prompts, asked, answers, max_tokens=max_tokens, seconds=seconds, progress=progress
+        )
+    runs = [_run([m for m in methods if m.temperature == t], kinds, prompts[:done]) for t in temperatures]
     return {
         "target": resolve_pair(target, drafters[0])[0].directory.name if Path(target).is_dir() else target,
         "processor": processor(),
-        "prompts": len(prompts),
+        "prompts": done,
         "max_tokens": max_tokens,
-        "temperature": temperature,
-        "same_tokens": all(method.tokens == methods[0].tokens for method in methods),
-        "plain": {name: plain[name] for name in ("tokens_per_second", "tokens", "round_ms")},
-        "drafters": [
-            {
-                "name": name,
-                **kinds[name],
-                **{
-                    method.length: {
-                        **method.figures(),
-                        "categories": {category: method.figures(category) for category in categories},
-                    }
-                    for method in methods
-                    if method.name == name and method.length
-                },
+        "tree_nodes": tree_nodes,
+        "same_tokens": all(run["same_tokens"] for run in runs),
+        "runs": runs,
+    }
+
+
+def decode(
+    methods: Sequence[Method],
+    llms: Mapping[str, LLM],
+    prompts: Sequence[Prompt],
+    asked: Sequence[str | list[int]],
+    answers: Answers,
+    *,
+    max_tokens: int,
+    seconds: float = inf,
+    progress: Progress = silent,
+) -> int:
+    """Decode prompts by every method in turn, behind those that `answers` has. Returns the number of prompts so far.
+
+    llms: by the methods' names. asked: the prompts as `LLM.generate` takes them. See `compare`.
+    """
+    answers.give(methods, prompts)
+    done = first = len(methods[0].found)
+    warm_up = SamplingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True)
+    for each in methods if first < len(prompts) else ():
+        llms[each.name].generate(asked[0], warm_up, **each.options)
+    begin = perf_counter()
+    while done < len(prompts) and (done == first or perf_counter() - begin <= seconds):
+        progress("decode", done, len(prompts))
+        for each in _turned(methods, done):
+            params = SamplingParams(max_tokens=max_tokens, temperature=each.temperature, seed=done)
+            answer = llms[each.name].generate(asked[done], params, **each.options)
+            each.found.append((prompts[done].category, answer.statistics))
+            each.tokens.append(answer.token_ids)
+        answers.add(methods)
+        done += 1
+    progress("decode", done, len(prompts))
+    return done
+
+
+def _methods(block_sizes: Mapping[str, int], temperature: float, tree_nodes: int) -> Iterator[Method]:
+    """Plain decoding, and every way with every drafter."""
+    yield Method(next(iter(block_sizes)), temperature, options={"speculate": False})
+    for name, block_size in block_sizes.items():
+        ways: dict[str, dict[str, Any]] = {
+            WHOLE: {"block_length": block_size, "tree_nodes": 0},
+            ADAPTIVE: {"tree_nodes": 0},
+        }
+        if tree_nodes:
+            ways |= {TREE: {"tree_nodes": tree_nodes}, ADAPTIVE_TREE: {}}
+        for way, options in ways.items():
+            yield Method(name, temperature, way, options)
+
+
+def _run(
+    methods: Sequence[Method], kinds: Mapping[str, Mapping[str, Any]], prompts: Sequence[Prompt]
+) -> dict[str, Any]:
+    """The figures of one temperature."""
+    plain = methods[0].figures(0)
+    categories = list(dict.fromkeys(prompt.category for prompt in prompts))
+    drafters = []
+    for name, kind in kinds.items():
+        places = kind["block_size"] - 1
+        ways = {
+            each.way: {
+                **each.figures(places),
+                "categories": {category: each.figures(places, category) for category in categories},
             }
-            for name in names
-        ],
+            for each in methods
+            if each.name == name and each.way
+        }
+        drafters.append({"name": name, **kind, **ways})
+    return {
+        "temperature": methods[0].temperature,
+        "same_tokens": all(each.tokens == methods[0].tokens for each in methods),
+        "plain": {name: plain[name] for name in ("tokens_per_second", "tokens", "round_ms")},
+        "drafters": drafters,
     }
 
 
@@ -148,67 +261,70 @@ def _turned(methods: Sequence[Method], number: int) -> Iterator[Method]:
     yield from (*methods[begin:], *methods[:begin])
 
 
-def rows_of(result: Mapping[str, Any]) -> list[list[str]]:
-    """The table: acceptance and costs of whole blocks, and speeds against plain decoding."""
-    plain = result["plain"]
+def rows_of(run: Mapping[str, Any]) -> list[list[str]]:
+    """The table of one temperature: acceptance, costs and speeds, against plain decoding."""
+    plain = run["plain"]
     speed = plain["tokens_per_second"]
-    heading = [
-        "drafter",
-        "tokens per pass",
-        "draft ms",
-        "verify ms",
-        "tokens/s",
-        "adaptive tokens/s",
-        "by place",
-    ]
-    rows = [heading, ["(none)", "1.00", "", f"{plain['round_ms']['verify']:.1f}", f"{speed:.0f}", "", ""]]
-    for each in result["drafters"]:
-        whole, adaptive = each[WHOLE], each[ADAPTIVE]
-
-        def against(figures: Mapping[str, Any]) -> str:
+    heading = ["drafter", "drafts", "tokens per pass", "draft ms", "verify ms", "tokens/s", "by place"]
+    rows = [heading, ["(none)", "", "1.00", "", f"{plain['round_ms']['verify']:.1f}", f"{speed:.1f}", ""]]
+    for each in run["drafters"]:
+        for way, title in TITLES.items():
+            if way not in each:
+                continue
+            figures = each[way]
             found = figures["tokens_per_second"]
-            return f"{found:.0f} ({found / speed:.2f}x)" if speed else f"{found:.0f}"
-
-        rows.append(
-            [
-                each["name"],
-                f"{whole['acceptance_length']:.2f}",
-                f"{whole['round_ms']['draft']:.1f}",
-                f"{whole['round_ms']['verify']:.1f}",
-                against(whole),
-                against(adaptive),
-                " ".join(f"{share:.2f}" for share in whole["acceptance_by_place"]),
-            ]
-        )
+            if way == TREE:
+                title = f"{title} of {figures['mean_tree_nodes']:.0f}"
+            rows.append(
+                [
+                    each["name"] if way == WHOLE else "",
+                    title,
+                    f"{figures['acceptance_length']:.2f}",
+                    f"{figures['round_ms']['draft']:.1f}",
+                    f"{figures['round_ms']['verify']:.1f}",
+                    f"{found:.1f} ({found / speed:.2f}x)" if speed else f"{found:.1f}",
+                    " ".join(f"{share:.2f}" for share in figures["acceptance_by_place"])
+                    if way == WHOLE
+                    else "",
+                ]
+            )
     return rows
 
 
-def categories_of(result: Mapping[str, Any]) -> list[list[str]]:
-    """The table of tokens per pass by category, in whole blocks."""
-    each = result["drafters"]
-    categories = list(each[0][WHOLE]["categories"])
-    rows = [["category", *(drafter["name"] for drafter in each)]]
-    for category in categories:
-        figures = [drafter[WHOLE]["categories"][category] for drafter in each]
-        rows.append([category, *(f"{part['acceptance_length']:.2f}" for part in figures)])
+def categories_of(run: Mapping[str, Any]) -> list[list[str]]:
+    """The table of tokens per pass by category: in whole blocks, and with trees."""
+    columns = [
+        (each["name"] if way == WHOLE else f"{each['name']}, trees", each[way]["categories"])
+        for each in run["drafters"]
+        for way in (WHOLE, TREE)
+        if way in each
+    ]
+    rows = [["category", *(name for name, _ in columns)]]
+    for category in columns[0][1]:
+        figures = [found[category]["acceptance_length"] for _, found in columns]
+        rows.append([category, *(f"{length:.2f}" for length in figures)])
     return rows
 
 
 def chart_of(result: Mapping[str, Any]) -> str:
-    """An SVG of two panels: tokens per pass by category, and tokens per second."""
+    """An SVG of two panels: tokens per pass, and tokens per second against plain decoding, of the first temperature.
+
+    The groups of the first are the categories, those of the second the ways to decode.
+    """
     from dflash_trt.reports.charts import bars_chart
 
-    each = result["drafters"]
-    categories = list(each[0][WHOLE]["categories"])
+    run = result["runs"][0]
+    each, plain = run["drafters"], run["plain"]["tokens_per_second"]
     accepted = {
         category: {d["name"]: d[WHOLE]["categories"][category]["acceptance_length"] for d in each}
-        for category in categories
+        for category in each[0][WHOLE]["categories"]
     }
-    speeds: dict[str, dict[str, float]] = {
-        "plain": {d["name"]: result["plain"]["tokens_per_second"] for d in each}
+    speeds = {
+        title: {d["name"]: d[way]["tokens_per_second"] / plain for d in each}
+        for way, title in TITLES.items()
+        if plain and all(way in d for d in each)
     }
-    for length in (WHOLE, ADAPTIVE):
-        speeds[length] = {d["name"]: d[length]["tokens_per_second"] for d in each}
     return bars_chart(
-        {"tokens per pass": accepted, "tokens per second": speeds}, title=f"Drafters of {result['target']}"
+        {"tokens per pass": accepted, "times plain decoding": speeds},
+        title=f"Drafters of {result['target']}, temperature {run['temperature']:g}",
     )
