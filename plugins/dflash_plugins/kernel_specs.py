@@ -129,6 +129,17 @@ def accept_block(*, block_size: int | None = None, mask_token: int = 0, tree: bo
     return Use("acceptance", "accept_block", types, constants, num_warps=1)
 
 
+COMPACT_WORDS = 64
+
+
+def compact_rows(nodes: int) -> Use:
+    """The kernel that moves up to `nodes` rows of each head of each cache."""
+    types: Types = {"caches": "*i64", "heads": "*i32", "words": "*i32", "nodes": "*i64"}
+    types |= dict.fromkeys(("slot", "start", "count", "capacity"), "i32")
+    constants = {"NODES": power_of_two(nodes), "WORDS": COMPACT_WORDS}
+    return Use("compaction", "compact_rows", types, constants)
+
+
 def gather_taps(taps: int, hidden: int, source: str, target: str, *, ragged: bool = False) -> Use:
     types: Types = {"taps": (f"*{source}",) * taps, "rows_per_sequence": "i32", "features": f"*{target}"}
     constants: dict[str, Any] = {"D": hidden, "SLOTS": power_of_two(hidden)}

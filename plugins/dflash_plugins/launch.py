@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_plugins import kernel_specs as uses
-from dflash_plugins.kernels import acceptance, sampling
+from dflash_plugins.kernels import acceptance, compaction, sampling
 from dflash_plugins.kernels import taps as kernels
 from dflash_trt.decoding.params import SamplingParams
 
@@ -170,6 +170,33 @@ def decide_round(
     drafted = torch.where(column < lengths[:, None], tokens, -1)  # never equal to a sampled token
     rows, block_size = column.contiguous(), tokens.shape[1]
     return accept_block(drafted, rows, sampled, start, block_size=block_size, mask_token=mask_token)
+
+
+class Compaction:
+    """Moves rows of caches, given as contiguous tensors [slots, heads, capacity, size] that stay where they are."""
+
+    def __init__(self, caches: Sequence[torch.Tensor]) -> None:
+        sizes = [rows.shape[3] * rows.element_size() for rows in caches]
+        if wrong := [size for size in sizes if size % 4]:
+            raise ValueError(f"a row has {wrong[0]} bytes, expected a multiple of 4")
+        if not all(rows.is_contiguous() for rows in caches):
+            raise ValueError("a cache is not contiguous")
+        device = caches[0].device
+        self._caches = caches  # held: the kernel knows their addresses only
+        self._most_heads = max(rows.shape[1] for rows in caches)
+        self._table = (
+            torch.tensor([rows.data_ptr() for rows in caches], dtype=torch.int64, device=device),
+            torch.tensor([rows.shape[1] for rows in caches], dtype=torch.int32, device=device),
+            torch.tensor([size // 4 for size in sizes], dtype=torch.int32, device=device),
+        )
+
+    def __call__(self, slot: int, start: int, nodes: Sequence[int]) -> None:
+        """Rows start + nodes[i] of a slot become rows start + i, in every cache. `nodes` rise."""
+        order = torch.tensor(nodes, dtype=torch.int64).to(self._table[0].device, non_blocking=True)
+        compaction.compact_rows[(len(self._caches), self._most_heads)](
+            *(*self._table, order, slot, start, len(nodes), self._caches[0].shape[2]),
+            **uses.compact_rows(len(nodes)).launch,
+        )
 
 
 def gather_taps(

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dflash_trt.decoding.acceptance import accept
 from dflash_trt.decoding.draft import Draft
@@ -88,24 +90,27 @@ def test_trees_give_the_tokens_of_plain_decoding(target: type[FakeTarget]) -> No
     assert len(moved) > 5
 
 
-def test_accepted_nodes_move_to_their_places_in_every_cache() -> None:
-    rng, nodes = np.random.default_rng(0), [0, 2, 3, 6]
+@given(st.sets(st.integers(1, 15)), st.integers(0, 8))
+@settings(max_examples=40, deadline=None)
+def test_accepted_nodes_move_to_their_places_in_every_cache(drafts: set[int], start: int) -> None:
+    """The rows of the path become the next ones; those before them, and other slots, stay."""
+    rng, nodes = np.random.default_rng(start), [0, *sorted(drafts)]
+    kept = [*range(start), *(start + node for node in nodes)]
     device = {
-        name: torch.tensor(rng.standard_normal((2, heads, 12, 3))) for name, heads in (("k", 2), ("v", 1))
+        name: torch.tensor(rng.standard_normal((2, heads, 24, 3))) for name, heads in (("k", 2), ("v", 1))
     }
     before = {name: rows.clone() for name, rows in device.items()}
-    RowCaches(device, stream=None).compact(1, 4, nodes)
+    RowCaches(device, stream=None).compact(1, start, nodes)
     for name, rows in device.items():
-        assert torch.equal(rows[1, :, 4:8], before[name][1, :, [4, 6, 7, 10]])
-        assert torch.equal(rows[1, :, :4], before[name][1, :, :4])
+        assert torch.equal(rows[1, :, : len(kept)], before[name][1, :, kept])
         assert torch.equal(rows[0], before[name][0])
-    host = CachePool({"k": (6, np.float32), "v": (3, np.float32)}, slots=2, capacity=12)
-    written = [rng.standard_normal((11, width)).astype(np.float32) for width in (6, 3)]
+    host = CachePool({"k": (6, np.float32), "v": (3, np.float32)}, slots=2, capacity=24)
+    written = [rng.standard_normal((24, width)).astype(np.float32) for width in (6, 3)]
     for slot in range(2):
         host.write(written, slot, 0)
-    host.compact(1, 4, nodes)
-    for whole, other, rows in zip(host.read(1, 0, 8), host.read(0, 0, 11), written, strict=True):
-        np.testing.assert_array_equal(whole, rows[[0, 1, 2, 3, 4, 6, 7, 10]])
+    host.compact(1, start, nodes)
+    for whole, other, rows in zip(host.read(1, 0, len(kept)), host.read(0, 0, 24), written, strict=True):
+        np.testing.assert_array_equal(whole, rows[kept])
         np.testing.assert_array_equal(other, rows)
 
 

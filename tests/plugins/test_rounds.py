@@ -93,6 +93,27 @@ def test_a_round_on_the_device_is_the_hosts(params: SamplingParams) -> None:
     assert found.accepted.tolist() == [2, 0, 4]
 
 
+@given(st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=10)
+def test_accepted_rows_move_in_every_cache(seed: int) -> None:
+    """Caches of several heads, sizes and types. Rows of other slots and other positions stay."""
+    rng = np.random.default_rng(seed)
+    slots, capacity, dtypes = 3, 24, (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+    shapes = [(slots, int(rng.integers(1, 4)), capacity, size) for size in (8, 70, 4)]
+    numbers = [rng.integers(0, 2, (*shape[:3], shape[3])) * 2.0 - 1 for shape in shapes]
+    caches = [torch.from_numpy(n).to(d) for n, d in zip(numbers, dtypes, strict=True)]
+    before = [rows.float().clone() for rows in caches]
+    count = int(rng.integers(1, 9))
+    slot, start = int(rng.integers(slots)), int(rng.integers(0, capacity - 12))
+    nodes = [0, *sorted(rng.choice(np.arange(1, 12), count - 1, replace=False).tolist())]
+    launch.Compaction(caches)(slot, start, nodes)
+    for rows, old in zip(caches, before, strict=True):
+        old[slot, :, start : start + count] = old[slot, :, [start + node for node in nodes]]
+        assert torch.equal(rows.float(), old)
+    with pytest.raises(ValueError, match="a row has 6 bytes"):
+        launch.Compaction([torch.zeros(1, 1, 4, 3, dtype=torch.bfloat16)])
+
+
 def test_block_acceptance_of_plugins_is_the_function_body() -> None:
     rng = np.random.default_rng(1)
     logits = np.round(rng.standard_normal((4, 3, 5000)) * 2, 1).astype(np.float32)  # ties

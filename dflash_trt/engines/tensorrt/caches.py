@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ class RowCaches:
 
     def __init__(self, arrays: Mapping[str, Tensor], stream: Any) -> None:
         self.arrays, self._stream = arrays, stream
+        on_gpu = any(rows.device.type == "cuda" for rows in arrays.values())
+        self.kernels = on_gpu and importlib.util.find_spec("triton") is not None
+        self._kernel: Any = None
         self.row_bytes = sum(rows.shape[1] * rows.shape[3] * rows.element_size() for rows in arrays.values())
 
     def lengths(self, slot: int, length: int) -> Sequence[int]:
@@ -50,7 +54,15 @@ class RowCaches:
                     rows[slot, :, each.start : stop].copy_(copy[:, : stop - each.start])
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
+        """One kernel for all layers if Triton is installed to compile it, else copies for each."""
         with torch.cuda.stream(self._stream):
+            if self._kernel is None and self.kernels:
+                from dflash_plugins.launch import Compaction
+
+                self._kernel = Compaction(list(self.arrays.values()))
+            if self._kernel is not None:
+                self._kernel(slot, start, nodes)
+                return
             for rows in self.arrays.values():
                 written = rows[slot, :, start:]
                 written[:, : len(nodes)] = written[:, list(nodes)]  # the right side is a copy
