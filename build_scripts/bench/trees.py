@@ -1,26 +1,29 @@
 """Chains against draft trees, on the shipped natural prompts: tokens per pass and per second, with the same tokens.
 
-    python -m build_scripts.bench.trees BUNDLE [--temperature T] [--seconds S]
-    python -m build_scripts.bench.trees BUNDLE --noise [--temperature T] [--seconds S]
+    python -m build_scripts.bench.trees BUNDLE [--temperatures T,...] [--prompts N] [--work DIR] [--seconds S]
+    python -m build_scripts.bench.trees BUNDLE --noise [--temperatures T] [--seconds S]
 
-BUNDLE is built with --tree-width; 64 for --noise. Every method gets each prompt in turn. --noise takes the rounds of
-one decoder. It counts the drafts that would have been accepted if the noise of the target's choice had ordered the
-candidates, by its weight.
+BUNDLE is built with --tree-width; 64 for --noise. Every method gets each prompt in turn. A call ends after S seconds,
+and the next one with the same DIR goes on behind it. --noise takes the rounds of one decoder. It counts the drafts that
+would have been accepted if the noise of the target's choice had ordered the candidates, by its weight.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.cli.options import each as each_of
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.sampling.philox import gumbel
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.prompts import SHIPPED_PROMPTS, read_prompts
+from dflash_trt.prompts import Prompt, natural_prompts
+from dflash_trt.reports.comparison import Answers, Method, decode
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"speculate": False},
@@ -31,38 +34,45 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def prompts(llm: LLM) -> list[list[int]]:
-    """The categories in turn."""
-    files = sorted((SHIPPED_PROMPTS / "natural").glob("*.jsonl"))
-    ranked = zip(*(read_prompts(file, 4) for file in files), strict=True)
-    return [
-        llm.tokenizer.encode(each.content) if isinstance(each.content, str) else llm.chat_prompt(each.content)
-        for rank in ranked
-        for each in rank
+def asked(llm: LLM, prompts: list[Prompt]) -> list[str | list[int]]:
+    return [p.content if isinstance(p.content, str) else llm.chat_prompt(p.content) for p in prompts]
+
+
+def compare(llm: LLM, args: argparse.Namespace) -> None:
+    """The figures of all pieces so far. The ratios are of each prompt's time per token, with their standard error."""
+    prompts = natural_prompts(None, args.prompts)
+    methods = [
+        Method(name, temperature, options=options)
+        for temperature in args.temperatures
+        for name, options in METHODS.items()
     ]
-
-
-def compare(llm: LLM, temperature: float, seconds: float) -> None:
-    found: dict[str, list[Statistics]] = {name: [] for name in METHODS}
-    asked, same = prompts(llm), True
-    for options in METHODS.values():
-        llm.generate(asked[0], SamplingParams(max_tokens=4), **options)
-    begin = perf_counter()
-    for seed, ids in enumerate(asked):
-        if perf_counter() - begin > seconds:
-            break
-        params = SamplingParams(max_tokens=64, temperature=temperature, seed=seed)
-        made = {name: llm.generate(ids, params, **options) for name, options in METHODS.items()}
-        same &= len({tuple(each.token_ids) for each in made.values()}) == 1
-        for name, each in made.items():
-            found[name].append(each.statistics)
-    print(f"{len(found['plain'])} prompts, temperature {temperature}, same tokens: {same}")
-    for name, parts in found.items():
-        total = Statistics.merge(parts)
-        speed = 1 / total.time_per_output_token
-        print(
-            f"{name:16} {speed:6.1f} tokens/s, {total.mean_acceptance_length:.2f} tokens per pass with drafts"
+    args.work.mkdir(parents=True, exist_ok=True)
+    answers = Answers(args.work, [str(args.bundle), str(args.temperatures), str(args.max_tokens), *METHODS])
+    llms = dict.fromkeys(METHODS, llm)
+    done = decode(
+        methods, llms, prompts, asked(llm, prompts), answers, max_tokens=args.max_tokens, seconds=args.seconds
+    )
+    for temperature in args.temperatures:
+        found = {each.name: each for each in methods if each.temperature == temperature}
+        same = all(each.tokens == found["plain"].tokens for each in found.values())
+        print(f"temperature {temperature:g}: {done} prompts, same tokens: {same}")
+        for name, each in found.items():
+            total = Statistics.merge(s for _, s in each.found)
+            rounds = max(1, sum(total.block_length_histogram))
+            line = f"{name:16} {1 / total.time_per_output_token:6.1f} tokens/s, "
+            line += f"{total.mean_acceptance_length:.2f} tokens per pass with drafts"
+            if total.num_trees:
+                line += (
+                    f", trees in {total.num_trees / rounds:.0%} of rounds, {total.mean_tree_nodes:.1f} nodes"
+                )
+            print(line)
+        trees, chains = (
+            np.array([s.time_per_output_token for _, s in found[name].found])
+            for name in ("tree, adaptive", "chain, adaptive")
         )
+        ratio = np.log(chains / trees)
+        error = ratio.std(ddof=1) / np.sqrt(len(ratio)) if len(ratio) > 1 else float("nan")
+        print(f"adaptive trees to adaptive chains: {np.exp(ratio.mean()):.3f} times, error {error:.3f}")
 
 
 def noise(llm: LLM, temperature: float, seconds: float) -> None:
@@ -80,11 +90,12 @@ def noise(llm: LLM, temperature: float, seconds: float) -> None:
     drafter.propose = watched
     rounds = list[tuple[int, int, np.ndarray, np.ndarray, list[int]]]()
     begin = perf_counter()
-    for seed, ids in enumerate(prompts(llm)):
+    for seed, ids in enumerate(asked(llm, natural_prompts(None, 0))):
         if perf_counter() - begin > seconds:
             break
         seen.clear()
         params = SamplingParams(max_tokens=64, temperature=temperature, seed=seed, ignore_eos=True)
+        ids = llm.tokenizer.encode(ids) if isinstance(ids, str) else ids
         whole = [*ids, *llm.generate(ids, params, block_length=llm.block_size).token_ids]
         rounds += [
             (seed, first, tokens, said, whole[first:])
@@ -108,13 +119,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("bundle")
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--temperatures", type=each_of(float), default=[0.0, 1.0])
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--work", type=Path, default=Path("trees"))
     parser.add_argument("--noise", action="store_true")
     args = parser.parse_args()
-    with LLM(args.bundle, max_batch_size=1) as llm:
-        (noise if args.noise else compare)(llm, args.temperature, args.seconds)
+    with LLM(args.bundle, max_batch_size=1, prefix_cache_bytes=0) as llm:
+        if args.noise:
+            noise(llm, max(args.temperatures), args.seconds)
+        else:
+            compare(llm, args)
 
 
 if __name__ == "__main__":
