@@ -144,19 +144,6 @@ def test_batches_and_capacities(
     assert ranges[1]["B"] == [1, max(1, batch // 2), batch]
 
 
-def test_plans_that_take_trees(pair: tuple[str, str], tmp_path: Path) -> None:
-    """Several candidates for each place, and which rows of a pass each row sees. Attention still skips tiles."""
-    inputs = {}
-    for width in (1, 3):
-        bundle = rtx(pair, tmp_path / f"b{width}", tree_width=width)
-        assert bundle.manifest["tree_width"] == width
-        assert bundle.manifest["tensorrt"]["plans"]["120"]["target"]["profiles"][1]["S"] == [1, 4, 4]
-        plan = (bundle.path / "plans/sm120/target.plan").read_bytes()
-        inputs[width] = [name for name in (b"visible", b"depths", b"next_token") if name in plan]
-        check_attention(bundle, 120)
-    assert inputs == {1: [b"next_token"], 3: [b"visible", b"depths", b"next_token"]}
-
-
 def test_the_same_inputs_are_built_once(pair: tuple[str, str], tmp_path: Path) -> None:
     steps: list[str] = []
     first = rtx(pair, tmp_path / "b")
