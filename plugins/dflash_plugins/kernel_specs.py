@@ -203,7 +203,7 @@ def _product(
     if name == "down":
         types |= {"shares": "*fp32", "outputs": "*fp32"}
     cut = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TOKENS": tile.tokens}
-    constants = constants | {"D": hidden, "INNER": inner, "FORMAT": dtype} | cut
+    constants = constants | {"D": hidden, "INNER": inner} | cut
     if biased:
         types["bias"] = f"*{dtype}"
     else:

@@ -10,8 +10,6 @@ import torch
 from triton import language as tl
 from triton.runtime import interpreter
 
-from dflash_trt.formats.mxfp4 import BLOCK, unpack_blocks
-
 _convert_float = interpreter._convert_float
 
 
@@ -40,22 +38,52 @@ def _create_bfloat16_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
 interpreter.InterpreterBuilder.create_dot = _create_bfloat16_dot
 
 
-def _create_dot_scaled(
-    self: Any, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any, *rest: Any
+class _Results(list[Any]):
+    """What the compiler's builder returns for instructions with several results."""
+
+    def get_result(self, i: int) -> Any:
+        return self[i]
+
+
+def _shifted(count: int, value: Any) -> Any:
+    return value << np.uint32(count) if count >= 0 else value >> np.uint32(-count)
+
+
+def _create_inline_asm(
+    self: Any, text: str, constraints: str, inputs: Any, types: Any, pure: bool, pack: int
 ) -> Any:
-    """MXFP4 weights [M, K/2] times BF16 or FP16 columns [K, N], summed in float32."""
-    assert lhs_format.name == "E2M1"
-    assert rhs_scale is None
-    groups = lhs.data.reshape(len(lhs.data), -1, BLOCK // 2)
-    columns = rhs.data.view(ml_dtypes.bfloat16) if rhs.data.dtype == np.uint16 else rhs.data
-    product = unpack_blocks(groups, lhs_scale.data) @ columns.astype(np.float32)
-    return interpreter.TensorHandle(product + rest[-1].data, tl.float32)
+    """Execute PTX: the few instructions that kernels use, on `pack` elements at a time."""
+    shape = inputs[0].data.shape
+    registers: dict[str, Any] = {}
+    written = constraints.count("=")
+    for i, tensor in enumerate(inputs):
+        packed = np.ascontiguousarray(tensor.data).reshape(-1, pack).view(np.uint32)
+        assert packed.shape[1] == 1  # one register for each operand
+        registers[f"${written + i}"] = packed[:, 0]
+    for line in text.replace("{", "").replace("}", "").split(";"):
+        words = line.replace(",", " ").split()
+        if not words or words[0] == ".reg":
+            continue
+        name, target, *operands = words
+        a, b = (registers[o] if o in registers else np.uint32(int(o, 0)) for o in operands)
+        if name in ("shl.b32", "shr.u32"):
+            registers[target] = _shifted(int(b) if name == "shl.b32" else -int(b), a)
+        elif name in ("and.b32", "or.b32"):
+            registers[target] = a & b if name == "and.b32" else a | b
+        else:
+            kind = {"mul.rn.bf16x2": ml_dtypes.bfloat16, "mul.rn.f16x2": np.float16}[name]
+            pairs = [np.ascontiguousarray(each).view(kind).astype(np.float32) for each in (a, b)]
+            with np.errstate(over="ignore"):
+                registers[target] = (pairs[0] * pairs[1]).astype(kind).view(np.uint32)
+    made = _Results()
+    for i, kind in enumerate(types):
+        numbers = registers[f"${i}"].view(np.uint16).reshape(shape)
+        scalar = kind.scalar
+        made.append(interpreter.TensorHandle(numbers.view(interpreter._get_np_dtype(scalar)), scalar))
+    return made
 
 
-if not hasattr(
-    interpreter.InterpreterBuilder, "create_dot_scaled"
-):  # Triton 3.7, which comes with torch 2.13 for CUDA
-    interpreter.InterpreterBuilder.create_dot_scaled = _create_dot_scaled
+interpreter.InterpreterBuilder.create_inline_asm = _create_inline_asm
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -99,6 +99,23 @@ def test_products_are_exact_where_sums_are() -> None:
         assert np.array_equal(outputs[pair].numpy(), expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bytes_of_scales"),
+    [(torch.bfloat16, [58, 64, 100, 127, 128, 150, 191]), (torch.float16, [103, 113, 120, 127, 128])],
+)
+def test_every_weight_is_exact(dtype: torch.dtype, bytes_of_scales: list[int]) -> None:
+    """Tokens that are unit vectors give the weights."""
+    count = len(bytes_of_scales)
+    blocks = torch.arange(count * 16, dtype=torch.uint8).reshape(1, count, 1, 16) * 37
+    scales = torch.tensor(bytes_of_scales, dtype=torch.uint8).reshape(1, count, 1)
+    outputs, pairs = torch.empty(32, count), torch.arange(32, dtype=torch.int32)
+    groups = torch.tensor([[0, 0, 32]], dtype=torch.int32)
+    use = uses.down(count, 32, "bf16" if dtype == torch.bfloat16 else "fp16", False, uses.TILES[0])
+    given = torch.eye(32, dtype=dtype), torch.ones(32, 1), pairs, groups, blocks, scales
+    kernels.down[(1, 1)](*given, outputs=outputs, **use.launch)
+    assert np.array_equal(outputs.numpy().T, unpack_blocks(blocks[0].numpy(), scales[0].numpy()))
+
+
 @pytest.mark.parametrize(("rows", "experts", "k"), [(1, 4, 4), (16, 128, 4), (33, 7, 3), (300, 16, 2)])
 def test_routing_groups_pairs_by_expert(rows: int, experts: int, k: int) -> None:
     logits = np.random.default_rng(rows).integers(-3, 4, (rows, experts)).astype(np.float32)  # ties

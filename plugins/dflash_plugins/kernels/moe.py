@@ -17,7 +17,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-E2M1 = tl.constexpr("e2m1")  # the interpreter of Triton 3.7 does not accept a plain string here
+
+def _unpacking(numbers: str, bits: int, shifts: tuple[int, ...]) -> str:
+    """Instructions that make four pairs of numbers of twice 16 bits, $4, times two scales, $5.
+
+    Pair i is nibble i of both. A nibble is a sign, two bits of exponent and one of mantissa. `bits`: the places of the
+    last three in two 16-bit floats. `shifts`: to the left, from each nibble to there. Such a float is too small by a
+    power of two, also if it is subnormal. The scales make up for that.
+    """
+    lines = ["{", ".reg .b32 number, sign;"]
+    for i, shift in enumerate(shifts):
+        move = f"shl.b32 number, $4, {shift};" if shift > 0 else f"shr.u32 number, $4, {-shift};"
+        lines += [move, f"and.b32 number, number, {bits:#010x};", f"shl.b32 sign, $4, {12 - 4 * i};"]
+        lines += ["and.b32 sign, sign, 0x80008000;", "or.b32 number, number, sign;"]
+        lines.append(f"mul.rn.{numbers} ${i}, number, $5;")
+    return "\n".join([*lines, "}"])
+
+
+_TO_BF16 = tl.constexpr(_unpacking("bf16x2", 0x01C001C0, (6, 2, -2, -6)))
+_TO_FP16 = tl.constexpr(_unpacking("f16x2", 0x0E000E00, (9, 5, 1, -3)))
+_REGISTERS = tl.constexpr("=r,=r,=r,=r,r,r")
+# A bfloat16 of a nibble's bits is 2**-126 of its value. Sums are kept at 2**-63 of theirs. So scales from 2**-69 to
+# 2**64 are exact. A float16 is 2**-14 of the value, and scales up to 2 fit. Larger scales give infinities.
+_KEPT = tl.constexpr(2.0**63)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -109,16 +131,55 @@ def _scales(scales, row, in_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _blocks(blocks, row, in_row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    byte = k // 2 + tl.arange(0, BLOCK_K // 2)
-    at = blocks + row[:, None] * (WIDTH // 2) + byte[None, :]
-    return tl.load(at, mask=in_row[:, None] & (byte < WIDTH // 2)[None, :], other=0)
+    """Four numbers in each 16 bits."""
+    four = k // 4 + tl.arange(0, BLOCK_K // 4)
+    at = blocks.to(tl.pointer_type(tl.uint16)) + row[:, None] * (WIDTH // 4) + four[None, :]
+    return tl.load(at, mask=in_row[:, None] & (four < WIDTH // 4)[None, :], other=0)
 
 
 @triton.jit
 def _columns(x, token, in_token, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The numbers of tokens, [BLOCK_K / 4, tokens] for each of the four in 16 bits of weights."""
     column = k + tl.arange(0, BLOCK_K)
-    at = x + token[None, :] * WIDTH + column[:, None]
-    return tl.load(at, mask=in_token[None, :] & (column < WIDTH)[:, None], other=0.0)
+    at = x + token[:, None] * WIDTH + column[None, :]
+    found = tl.load(at, mask=in_token[:, None] & (column < WIDTH)[None, :], other=0.0)
+    even, odd = tl.split(tl.reshape(found, [token.shape[0], BLOCK_K // 4, 2, 2]))
+    zeroth, second = tl.split(even)
+    first, third = tl.split(odd)
+    return tl.trans(zeroth), tl.trans(first), tl.trans(second), tl.trans(third)
+
+
+@triton.jit
+def _product(weight, scale, columns, total):
+    """total + weight @ columns, of E2M1 numbers with scales 2**(byte - 127) [N, K/32]; see _KEPT."""
+    if columns[0].dtype == tl.bfloat16:
+        bits = tl.minimum(scale.to(tl.int32) + 63, 255) << 7
+    else:
+        bits = tl.minimum(tl.maximum(scale.to(tl.int32) - 98, 0), 31) << 10
+    rows: tl.constexpr = weight.shape[0]
+    groups: tl.constexpr = scale.shape[1]
+    each = tl.reshape(tl.broadcast_to(bits.to(tl.int16)[:, :, None], [rows, groups, 8]), [rows, 8 * groups])
+    if columns[0].dtype == tl.bfloat16:
+        parts = tl.inline_asm_elementwise(
+            _TO_BF16,
+            _REGISTERS,
+            [weight, each],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        parts = tl.inline_asm_elementwise(
+            _TO_FP16,
+            _REGISTERS,
+            [weight, each],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    for i in tl.static_range(4):
+        total = tl.dot(parts[i], columns[i], acc=total)
+    return total
 
 
 @triton.jit
@@ -136,7 +197,6 @@ def gate_up(
     ALPHA: tl.constexpr,
     BETA: tl.constexpr,
     LIMIT: tl.constexpr,
-    FORMAT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -161,9 +221,11 @@ def gate_up(
             next_up_scale = _scales(scales, row + 1, in_row, k + BLOCK_K, D, BLOCK_K)
             gate_weight = _blocks(blocks, row, in_row, k, D, BLOCK_K)
             up_weight = _blocks(blocks, row + 1, in_row, k, D, BLOCK_K)
-            gate = tl.dot_scaled(gate_weight, gate_scale, E2M1, columns, None, tl.constexpr(FORMAT), acc=gate)
-            up = tl.dot_scaled(up_weight, up_scale, E2M1, columns, None, tl.constexpr(FORMAT), acc=up)
+            gate = _product(gate_weight, gate_scale, columns, gate)
+            up = _product(up_weight, up_scale, columns, up)
             columns, gate_scale, up_scale = next_columns, next_gate_scale, next_up_scale
+        if x.dtype.element_ty == tl.bfloat16:
+            gate, up = gate * _KEPT, up * _KEPT
         if bias is not None:
             gate += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
             up += tl.load(bias + row + 1, mask=in_row, other=0.0).to(tl.float32)[:, None]
@@ -186,7 +248,6 @@ def down(
     outputs,  # [rows * K, D] float32, by pair, multiplied by its share
     D: tl.constexpr,
     INNER: tl.constexpr,
-    FORMAT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -206,8 +267,10 @@ def down(
             next_columns = _columns(activated, first + place, in_token, k + BLOCK_K, INNER, BLOCK_K)
             next_scale = _scales(scales, row, in_row, k + BLOCK_K, INNER, BLOCK_K)
             weight = _blocks(blocks, row, in_row, k, INNER, BLOCK_K)
-            y = tl.dot_scaled(weight, scale, E2M1, columns, None, tl.constexpr(FORMAT), acc=y)
+            y = _product(weight, scale, columns, y)
             columns, scale = next_columns, next_scale
+        if activated.dtype.element_ty == tl.bfloat16:
+            y = y * _KEPT
         if bias is not None:
             y += tl.load(bias + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
         pair = tl.load(pairs + first + place, mask=in_token, other=0)
