@@ -39,7 +39,7 @@ interpreter.InterpreterBuilder.create_dot = _create_bfloat16_dot
 
 
 class _Results(list[Any]):
-    """What the compiler's builder returns for instructions with several results."""
+    """The results of one instruction, as the compiler's builder returns them."""
 
     def get_result(self, i: int) -> Any:
         return self[i]
