@@ -26,7 +26,10 @@ from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL
 from dflash_trt.formats.precision import Precision
 from dflash_trt.reports.selftest import Check, Selftest
-from tests.doubles import fake_tensorrt
+from tests.doubles import (
+    fake_tensorrt,
+    triton_interpreter,  # noqa: F401  # corrects it
+)
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.cuda_double import Cuda, deferred
 
