@@ -76,6 +76,10 @@ class Dialect(ABC):
             return [["B", kv_heads, capacity, size] for size in sizes]
         return [["B", capacity, kv_heads * size] for size in sizes]
 
+    def keep(self, g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
+        """A cache [..., C, n] with rows [..., S, n] written from slot `start` [B] on."""
+        return g.op("TensorScatter", cache, rows, start, name="keep", axis=-2, mode="linear")
+
     @abstractmethod
     def attention_mask(self, kind: AttentionKind) -> ir.Function: ...
 

@@ -56,6 +56,22 @@ class TensorRT(Dialect):
         size = head_dim + SINK_PADDING if sinks else head_dim
         return size, size
 
+    def keep(self, g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
+        if not self.fused:
+            return super().keep(g, cache, rows, start)
+        body = self._builder("KeptRows")
+        inputs = [
+            body.input(name, self.dtype, ["B", "N", slots, "d"])
+            for name, slots in (("cache", "C"), ("rows", "S"))
+        ]
+        first = body.op("Cast", body.input("start", INT64, ["B"]), name="as_int32", to=int(ir.DataType.INT32))
+        kept = body.op(
+            "TRT_KVCacheUpdate", *inputs, first, domain=TRT_DOMAIN, name="write", cache_mode="linear"
+        )
+        body.output(kept, "kept", self.dtype, ["B", "N", "C", "d"])
+        (updated,) = g.call(body.function(), cache, rows, start, name="keep")
+        return updated
+
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
         return _mask("AttentionMask", kind, sinks=False)
 

@@ -16,18 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, same_bytes
-from dflash_trt.errors import BuildError, CheckpointError, quoted, show
+from dflash_trt.errors import CheckpointError, quoted, show
 from dflash_trt.graph.builder import INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.attention import Attention
-from dflash_trt.models.decoder import embed, gated_mlp
+from dflash_trt.models.decoder import embed
 from dflash_trt.models.drafters.candidates import best_candidates, output_candidates
+from dflash_trt.models.drafters.eagle3_chain import Chain, UnrolledChain, layer_input, rest_of_layer
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.drafters.vocabulary import OF_TRAINING, DraftVocabulary
 from dflash_trt.models.mixers import mixers
@@ -171,18 +171,14 @@ def build_eagle3(
 ) -> ir.Model:
     """The head as an ONNX model. `kind.BuildDrafter` has the arguments.
 
-    Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives. Raises
-    BuildError if the dialect has caches with the heads apart: the chain's steps cannot be appended to them.
+    Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
     """
-    if dialect.by_head:
-        raise BuildError(
-            f"{config.path}: EAGLE-3 is not supported in the dialect {dialect.name}; build with the default engine"
-        )
     g = GraphBuilder("drafter", dtype=dialect.dtype)
     hidden, own = config.hidden_size, config.own
     features = g.input("features", features_dtype or g.dtype, ["B", "S", (_STATES + 1) * hidden])
     n_features, start, block = ints(g, "n_features", "B"), ints(g, "start", "B"), ints(g, "block", "B", "K")
-    g_cache = g.input("g_cache.0", g.dtype, ["B", capacity, hidden])
+    heads = [1] if dialect.by_head else []  # such a cache has heads, this one a single head
+    g_cache = g.input("g_cache.0", g.dtype, ["B", *heads, capacity, hidden])
     batch, one, zero = g.dim(block, 0, name="batch"), g.constant([1]), g.constant([0])
     n_context = g.dim(features, 1, name="n_context")
     m, root = Module(g, checkpoint, folder, dialect), Module(g, target_checkpoint, target_folder, dialect)
@@ -206,8 +202,9 @@ def build_eagle3(
     tapped = g.op("Slice", states, g.constant([hidden]), g.constant([2**31]), g.constant([2]), name="tapped")
     fused = _fused(g, m, config, tapped)
     fused = g.op("Reshape", fused, by_sequence, name="fused_rows")
-    updated = g.op("TensorScatter", g_cache, fused, start, name="keep", axis=-2, mode="linear")
-    last = g.op("GatherND", g_cache, g.unsqueeze(first, 1), name="last_fused", batch_dims=1)
+    updated = dialect.keep(g, g_cache, g.unsqueeze(fused, 1) if heads else fused, start)
+    kept = g.op("Squeeze", updated, g.constant([1]), name="kept") if heads else updated
+    last = g.op("GatherND", kept, g.unsqueeze(first, 1), name="last_fused", batch_dims=1)
     fused = g.op("Concat", g.unsqueeze(last, 1), fused, name="all_fused", axis=1)
     fused = g.op("Gather", g.op("Reshape", fused, g.constant([-1, hidden])), order, name="ordered")
 
@@ -231,12 +228,12 @@ def build_eagle3(
         "Add", g.op("Mul", g.arange(batch), g.op("Squeeze", n_written), name="begin"), newest, name="row"
     )
     layer = m.at(own.layer)
-    rows = _layer_input(g, layer, config, tokens, fused)
+    rows = layer_input(g, layer, config, tokens, fused)
     with g.scope("first"):
         x = g.op("Gather", rows, row, name="input")
         states_of_row = g.op("Gather", fused, row, name="states")
         y = mixer.layer(layer, 0, x, rows, width=2 * hidden)
-        state = _rest_of_layer(layer, config, states_of_row, y)
+        state = rest_of_layer(layer, config, states_of_row, y)
     vocabulary = DraftVocabulary(m, config, own.vocabulary)
     of_target = own.vocabulary == config.vocab_size and not m.has("lm_head.weight")
 
@@ -255,11 +252,13 @@ def build_eagle3(
 
     with g.scope("first"):
         found, logprobs, state = best(m, state)
-    chain = _Chain(m, config, root.at(target.prefix), mixer.updated[0], position, batch)
+    chain = (UnrolledChain if dialect.by_head else Chain)(
+        m, config, root.at(target.prefix), mixer.updated[0], position, batch
+    )
     all_tokens, all_logprobs = chain.steps(found, logprobs, state, g.dim(block, 1, name="n_block"), best)
     m.check_all_used(OF_TRAINING)
     output_candidates(g, all_tokens, all_logprobs, batch, width)
-    g.output(updated, "g_cache_out.0", g.dtype, ["B", capacity, hidden])
+    g.output(updated, "g_cache_out.0", g.dtype, ["B", *heads, capacity, hidden])
     return g.model(metadata or {})
 
 
@@ -292,152 +291,6 @@ def _fused(g: GraphBuilder, m: Module, config: DrafterConfig, tapped: ir.Value) 
         ]
         flat = g.op("Concat", *normed, name="normed_states", axis=1)
     return m.linear(flat, "fc", _STATES * hidden, hidden)
-
-
-def _layer_input(
-    g: GraphBuilder, layer: Module, config: DrafterConfig, tokens: ir.Value, states: ir.Value
-) -> ir.Value:
-    """The normed embeddings beside the normed states, [rows, 2*D]."""
-    token = layer.rms_norm(tokens, "input_layernorm", config.hidden_size, config.rms_norm_eps)
-    state = layer.rms_norm(states, "hidden_norm", config.hidden_size, config.rms_norm_eps)
-    return g.op("Concat", token, state, name="layer_input", axis=1)
-
-
-def _rest_of_layer(layer: Module, config: DrafterConfig, states: ir.Value, attended: ir.Value) -> ir.Value:
-    """The residual sums and the MLP, rows [rows, D]."""
-    g, hidden = layer.g, config.hidden_size
-    if config.own.norm_before_residual:
-        states = layer.rms_norm(states, "hidden_norm", hidden, config.rms_norm_eps)
-    x = g.op("Add", attended, states, name="with_states")
-    h = layer.rms_norm(x, "post_attention_layernorm", hidden, config.rms_norm_eps)
-    h = gated_mlp(layer.at("mlp"), h, hidden, config.intermediate_size)
-    return g.op("Add", x, h, name="state")
-
-
-class _Chain:
-    """The steps after the first: a Loop over the drafts, with their own keys and values behind the cache's.
-
-    `caches`: keys and values [B, C, N*d], up to and including `position` [B].
-    """
-
-    def __init__(
-        self,
-        m: Module,
-        config: DrafterConfig,
-        embedding: Module,
-        caches: Sequence[ir.Value],
-        position: ir.Value,
-        batch: ir.Value,
-    ) -> None:
-        self.m, self.config, self.embedding, self.caches = m, config, embedding, caches
-        self.position, self.batch = position, batch
-        g = m.g
-        slots = g.arange(g.dim(caches[0], 1, name="slots"))
-        seen = g.op("LessOrEqual", slots, g.unsqueeze(position, 1), name="seen")
-        shown, hidden = (g.constant(x, np.float32) for x in (0, np.finfo(np.float32).min))
-        mask = g.op("Where", seen, shown, hidden, name="mask")
-        self.group = config.num_attention_heads // config.num_key_value_heads
-        shape = g.shape(1, 1, self.group, 1)
-        self.mask = g.op("Expand", g.unsqueeze(mask, 1, 2), shape, name="chain_mask")  # [B, 1, group, C]
-
-    def steps(
-        self, tokens: ir.Value, logprobs: ir.Value, state: ir.Value, n_block: ir.Value, best: Any
-    ) -> tuple[ir.Value, ir.Value]:
-        """Candidates and log-probabilities [B, K-1, W], from those of the first step, [B, W], and its row [B, D]."""
-        g, config = self.m.g, self.config
-        body = g.body("step")
-        number = body.input("step", INT64, [])
-        body.input("going", ir.DataType.BOOL, [])
-        token = body.input("token", INT64, ["B"])
-        before = body.input("state", g.dtype, ["B", config.hidden_size])
-        size = config.num_key_value_heads * config.head_dim
-        own = [body.input(name, g.dtype, ["B", "T", size]) for name in ("own_keys", "own_values")]
-
-        m = self.m.inside(body)
-        layer = m.at(config.own.layer)
-        embedded = embed(self.embedding.inside(body), token, config.vocab_size, config.hidden_size)
-        x = _layer_input(body, layer, config, embedded, before)
-        own, attended = self._attend(layer, x, own, number)
-        found, found_logprobs, after = best(m, _rest_of_layer(layer, config, before, attended))
-        outputs: list[tuple[ir.Value, str, ir.DataType]] = [
-            (body.op("Identity", body.graph.inputs[1]), "still_going", ir.DataType.BOOL),
-            (self._first(body, found), "next_token", INT64),
-            (body.op("Identity", after), "next_state", g.dtype),
-            (own[0], "all_own_keys", g.dtype),
-            (own[1], "all_own_values", g.dtype),
-            (body.op("Identity", found), "found", INT64),
-            (body.op("Identity", found_logprobs), "found_logprobs", ir.DataType.FLOAT),
-        ]
-        for value, name, dtype in outputs:
-            value.name, value.type = f"{body.graph.name}/{name}", ir.TensorType(dtype)
-            body.graph.outputs.append(value)
-
-        none = g.op("Expand", g.scalar(0.0), g.shape(self.batch, 0, size), name="no_rows")
-        count = g.op("Squeeze", g.op("Sub", n_block, g.constant([2]), name="n_steps"), name="steps")
-        going = g.constant(True, np.bool_)
-        made = g.multi(
-            "Loop",
-            *(count, going, self._first(g, tokens), state, none, none),
-            outputs=6,
-            name="chain",
-            body=body.graph,
-        )
-        rows = []
-        for one, others in zip((tokens, logprobs), made[4:], strict=True):
-            every = g.op("Concat", g.unsqueeze(one, 0), others, name="places", axis=0)
-            rows.append(g.op("Transpose", every, name="by_sequence", perm=[1, 0, 2]))
-        return rows[0], rows[1]
-
-    @staticmethod
-    def _first(g: GraphBuilder, tokens: ir.Value) -> ir.Value:
-        """The best of candidates [B, W]."""
-        first = g.op("Slice", tokens, g.constant([0]), g.constant([1]), g.constant([1]), name="first")
-        return g.op("Squeeze", first, g.constant([1]), name="first_token")
-
-    def _attend(
-        self, layer: Module, x: ir.Value, own: list[ir.Value], number: ir.Value
-    ) -> tuple[list[ir.Value], ir.Value]:
-        """One row of each sequence, over the cache and the rows of earlier steps. Returns the latter with this row."""
-        g, c, m = layer.g, self.config, layer.at("self_attn")
-        n, size = c.num_key_value_heads, c.head_dim
-        q, k, v = m.linears(
-            x,
-            {"q_proj": c.num_attention_heads * size, "k_proj": n * size, "v_proj": n * size},
-            2 * c.hidden_size,
-            bias=c.attention_bias,
-        )
-        one = g.constant([1])
-        position = g.op("Add", g.unsqueeze(self.position, 1), g.op("Add", number, one), name="position")
-        row = PassRows(g, self.batch, one, position, c)
-        if c.qk_norm:
-            q, k = (
-                m.rms_norm(row.heads(x, heads, size), norm, size, c.rms_norm_eps)
-                for x, heads, norm in ((q, c.num_attention_heads, "q_norm"), (k, n, "k_norm"))
-            )
-        q = row.rotate(g.op("Reshape", q, row.shape(c.num_attention_heads * size)), c.num_attention_heads)
-        k = row.rotate(g.op("Reshape", k, row.shape(n * size)), n)
-        v = g.op("Reshape", v, row.shape(n * size), name="value")
-        own = [g.op("Concat", old, new, name="own", axis=1) for old, new in zip(own, (k, v), strict=True)]
-        both = [
-            g.op("Concat", cache, rows, name="all", axis=1)
-            for cache, rows in zip(self.caches, own, strict=True)
-        ]
-        # The query heads of a key-value head are rows of one product.
-        q = g.op("Reshape", q, g.constant([0, n, self.group, size]), name="heads")
-        q = g.op("Transpose", q, name="grouped", perm=[0, 2, 1, 3])
-        q = g.op("Reshape", q, g.constant([0, self.group, n * size]), name="rows")
-        shown = g.op(
-            "Expand",
-            g.constant(0, np.float32),
-            g.shape(self.batch, 1, self.group, g.dim(own[0], 1, name="n_own")),
-            name="own_shown",
-        )
-        mask = g.op("Concat", self.mask, shown, name="mask", axis=3)
-        y = g.op("Attention", q, *both, mask, name="attended", q_num_heads=n, kv_num_heads=n)
-        y = g.op("Reshape", y, g.constant([0, self.group, n, size]), name="groups")
-        y = g.op("Transpose", y, name="ungrouped", perm=[0, 2, 1, 3])
-        y = g.op("Reshape", y, g.constant([-1, c.num_attention_heads * size]), name="merge")
-        return own, m.linear(y, "o_proj", c.num_attention_heads * size, c.hidden_size, bias=c.attention_bias)
 
 
 KINDS = tuple(
