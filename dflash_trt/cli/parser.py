@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from typing import Any, NoReturn
 
 from dflash_trt.errors import did_you_mean
+
+_WIDEST = 120  # characters of a line, of the texts here and of what is printed
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Wraps the prose of descriptions to the terminal. Indented lines, such as commands, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs: list[str] = []
+        before = ""
+        for line in text.splitlines():
+            # A line that would have fitted behind the one before begins something new.
+            broken = before and line and len(before) + 1 + len(line.split()[0]) > _WIDEST
+            if broken and not (line.startswith(" ") or before.startswith(" ")):
+                paragraphs[-1] += " " + line
+            else:
+                paragraphs.append(line)
+            before = line
+        wrap = textwrap.TextWrapper(min(width, _WIDEST), break_long_words=False, break_on_hyphens=False)
+        return "\n".join(each if each.startswith(" ") else wrap.fill(each) for each in paragraphs)
 
 
 class Parser(argparse.ArgumentParser):
@@ -13,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **arguments: Any) -> None:
         self._words: list[str] = []
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **arguments)
+        super().__init__(formatter_class=_Help, **arguments)
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("the following arguments are required") and (

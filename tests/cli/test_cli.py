@@ -15,6 +15,7 @@ import pytest
 
 from dflash_trt.cli import COMMANDS, main
 from dflash_trt.cli.output import print_table
+from dflash_trt.cli.parser import Parser
 from tests.cli.conftest import Output, build_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,17 @@ def test_help_has_examples(arguments: list[str], capsys: pytest.CaptureFixture[s
         main([*arguments, "--help"])
     assert raised.value.code == 0
     assert f"examples:\n  dflash-trt {' '.join(arguments)}" in capsys.readouterr().out
+
+
+def test_the_texts_of_help_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, command in COMMANDS.items():
+        shown = Parser(prog=name, description=command.DESCRIPTION, epilog=command.EXAMPLES).format_help()
+        assert all(len(line) <= 80 or line.startswith("  ") for line in shown.splitlines())
+        for text in (command.DESCRIPTION, command.EXAMPLES):
+            assert " ".join(text.split()) in " ".join(shown.split())
+        for line in command.EXAMPLES.splitlines():  # whole, to be copied
+            assert not line.startswith("  ") or line in shown.splitlines()
 
 
 def test_help_imports_nothing_heavy() -> None:
