@@ -5,6 +5,7 @@ macOS lacks sched_getaffinity and /proc; Windows also lacks fcntl and resource. 
 
 from __future__ import annotations
 
+import builtins
 import os
 import pathlib
 import sys
@@ -12,7 +13,19 @@ from typing import Any
 
 if hasattr(os, "sched_getaffinity"):
     del os.sched_getaffinity
-sys.modules["fcntl"] = sys.modules["resource"] = None  # type: ignore[assignment]
+sys.modules["fcntl"] = None  # type: ignore[assignment]
+
+_import = builtins.__import__
+
+
+def _without_resource(name: str, globals: Any = None, *arguments: Any, **options: Any) -> Any:
+    """Only the project lacks it: on Linux, torch and others import it without a fallback."""
+    if name == "resource" and str((globals or {}).get("__name__", "")).startswith(("dflash_", "tests.")):
+        raise ModuleNotFoundError("No module named 'resource'", name=name)
+    return _import(name, globals, *arguments, **options)
+
+
+builtins.__import__ = _without_resource
 
 _read_text = pathlib.Path.read_text
 
