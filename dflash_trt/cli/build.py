@@ -13,6 +13,9 @@ from dflash_trt.cli.options import at_least
 from dflash_trt.cli.output import byte_count, print_json
 from dflash_trt.engines import registry
 
+# Settings of an engine of its own scheduler that are shown with their reasons.
+_CHOSEN = ("max_batch_size", "draft_len_schedule")
+
 SUMMARY = "build a bundle from a target and a drafter checkpoint"
 DESCRIPTION = """\
 Build a bundle from a target and its drafter: check that they fit, export both as graphs, and add their weights.
@@ -144,4 +147,7 @@ def run(args: argparse.Namespace) -> int:
             found["weights"]
         ]
         print(f"{out}: {shape}, {size}, weights {weights}, built in {seconds:.1f} s")
+        for name in _CHOSEN:
+            if name in found.get("choices", {}):
+                print(f"{name} {found['choices'][name]}")
     return 0

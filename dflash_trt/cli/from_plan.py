@@ -71,11 +71,11 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _draft_lengths(plan: Plan) -> dict[int, int] | None:
-    """TensorRT-LLM's draft_len_schedule: drafts by active requests. None where one length is best for all."""
+def _draft_lengths(plan: Plan) -> dict[int, int]:
+    """TensorRT-LLM's draft_len_schedule: drafts by active requests. Empty where one length is best for all."""
     lengths = {requests: block - 1 for requests, block in plan.choice.schedule}
     first = next(iter(lengths.values()))
-    return lengths if len(lengths) > 1 and first == plan.choice.block_size - 1 else None
+    return lengths if len(lengths) > 1 and first == plan.choice.block_size - 1 else {}
 
 
 def _check_machine(args: argparse.Namespace, plan: Plan) -> None:

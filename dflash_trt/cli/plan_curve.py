@@ -18,13 +18,11 @@ if TYPE_CHECKING:
     from dflash_trt.planning.inventory import Inventory
     from dflash_trt.planning.memory import Settings
 
-_BLOCKS = (2, 4, 6, 8, 10, 12, 16, 24, 32)
 # Speeds per user, relative to the fastest plain decoding.
 _SPEEDS = (0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 1.0, 1.5, 2.0)
 # Options of the memory plan that the curves vary themselves, with their defaults.
 _FIXED = {"tensor_parallel": 1, "max_seq_len": None, "max_batch_size": 8}
 _ONLY = ("context", "acceptance", "blocks", "steps")
-_USUAL_CONTEXT = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,38 +91,39 @@ def asked(args: argparse.Namespace) -> bool:
 def run(args: argparse.Namespace, inventory: Inventory, settings: Settings) -> int:
     """With the model's times."""
     from dflash_trt.checkpoint.catalogue import known_pair
-    from dflash_trt.planning import times
     from dflash_trt.planning.curve import compute_curves
     from dflash_trt.planning.layouts import model_layouts
-    from dflash_trt.planning.operators import operator_layouts
+    from dflash_trt.planning.operators import best_layouts
+    from dflash_trt.planning.serving import USUAL_CONTEXT
 
     pair = known_pair(args.target)
     name = Path(args.target).name if pair is None else pair.name
     acceptance, chain = _acceptance(args, name)
-    context, blocks = args.context or _USUAL_CONTEXT, _blocks(args, inventory.drafter.block_size)
+    context, blocks = args.context or USUAL_CONTEXT, _blocks(args, inventory.drafter.block_size)
     gpu = settings.gpu
     if args.slo is not None:
-        found = plan_slo.choices(args, inventory, settings, acceptance, blocks, name=name, context=context)
+        found, source = plan_slo.choices(
+            args, inventory, settings, acceptance, blocks, name=name, context=context
+        )
         return plan_slo.answer(
             args,
             found,
             target=args.target if pair is None else name,
             gpu=gpu.name,
             place=gpu.name,
-            times=times.SOURCE,
+            times=source,
             acceptance=acceptance,
             context=context,
             unit="GPU",
         )
     models = model_layouts(inventory, settings, name=name, context=context)
-    stored = args.precision is None
-    measured, source = operator_layouts(models, args.engine, name) if stored else ([], "")
+    layouts, source = best_layouts(models, args.engine, name, stored=args.precision is None)
     curves = compute_curves(
-        measured or models,
+        layouts,
         acceptance,
         name=name,
         place=gpu.name,
-        times=source or times.SOURCE,
+        times=source,
         context=context,
         blocks=blocks,
         chain=chain,
@@ -135,6 +134,7 @@ def run(args: argparse.Namespace, inventory: Inventory, settings: Settings) -> i
 def run_steps(args: argparse.Namespace) -> int:
     """With the times of a steps file. Its machine is the node."""
     from dflash_trt.planning.curve import compute_curves
+    from dflash_trt.planning.serving import USUAL_CONTEXT
     from dflash_trt.planning.slo import choose, parse_slo
     from dflash_trt.planning.steps import read_steps
 
@@ -150,7 +150,7 @@ def run_steps(args: argparse.Namespace) -> int:
     if given:
         args.usage_error(f"{', '.join(given)}: not with --steps, which are of one bundle")
     args.engine = engine
-    name, context = steps.known or steps.name, args.context or min(_USUAL_CONTEXT, steps.contexts[1])
+    name, context = steps.known or steps.name, args.context or min(USUAL_CONTEXT, steps.contexts[1])
     acceptance, _ = _acceptance(args, name)
     layout = steps.layout(context)
     blocks = _blocks(args, steps.block_size) if steps.plain else [steps.block_size]
@@ -205,7 +205,9 @@ def _acceptance(args: argparse.Namespace, name: str) -> tuple[Acceptance, Chain 
 
 
 def _blocks(args: argparse.Namespace, trained: int) -> Sequence[int]:
-    blocks: Sequence[int] = args.blocks or [*(k for k in _BLOCKS if k < trained), trained]
+    from dflash_trt.planning.serving import lengths
+
+    blocks: Sequence[int] = args.blocks or lengths(trained)
     if longest := [block for block in blocks if block > trained]:
         args.usage_error(f"--blocks {longest[0]}: the drafter was trained for blocks of {trained}")
     return blocks

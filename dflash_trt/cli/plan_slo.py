@@ -11,7 +11,6 @@ from dflash_trt.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
     from dflash_trt.planning.acceptance import Acceptance
-    from dflash_trt.planning.curve import Layout
     from dflash_trt.planning.inventory import Inventory
     from dflash_trt.planning.memory import Settings
     from dflash_trt.planning.slo import Choice
@@ -48,20 +47,23 @@ def choices(
     *,
     name: str,
     context: int,
-) -> list[tuple[str | None, Choice | None]]:
-    """The best setting in each precision, with the times of the model."""
+) -> tuple[list[tuple[str | None, Choice | None]], str]:
+    """The best setting in each precision, and the source of the times."""
     from dflash_trt.formats.precision import parse_precision
     from dflash_trt.planning.layouts import model_layouts
+    from dflash_trt.planning.operators import best_layouts
     from dflash_trt.planning.slo import choose, parse_slo
 
     tpot, node = parse_slo(args.slo), settings.gpu.gpus_per_node
-    found = []
+    found, sources = [], []
     for text in precisions(args, inventory, settings):
         setting = replace(settings, precision=parse_precision(text))
-        layouts: Sequence[Layout] = model_layouts(inventory, setting, name=name, context=context)
+        models = model_layouts(inventory, setting, name=name, context=context)
+        layouts, source = best_layouts(models, args.engine, name, stored=text is None)
         best = choose(layouts, acceptance, blocks=blocks, tpot=tpot, node=node, precision=text)
         found.append((text, best))
-    return found
+        sources.append(source)
+    return found, "; ".join(dict.fromkeys(sources))
 
 
 def answer(

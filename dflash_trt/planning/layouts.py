@@ -14,7 +14,7 @@ from dflash_trt.planning.inventory import Inventory
 from dflash_trt.planning.memory import Settings, estimate_memory
 from dflash_trt.planning.work import Work, check_rates, work_of
 
-_MAX_BATCH = 512
+MAX_BATCH = 512
 _CHAIN_VOCABULARY = 32_000  # of the drafts of published EAGLE-3 heads
 
 
@@ -109,7 +109,7 @@ def fitting(inventory: Inventory, settings: Settings, context: int) -> Iterator[
     count = 1
     while count <= (settings.gpu.gpus_per_node if settings.traits.several_gpus else 1):
         layout = replace(settings, tensor_parallel=count, max_seq_len=context, max_batch_size=1)
-        if (most := min(estimate_memory(inventory, layout).largest_batch, _MAX_BATCH)) > 0:
+        if (most := min(estimate_memory(inventory, layout).largest_batch, MAX_BATCH)) > 0:
             yield count, most
         count *= 2
 

@@ -21,6 +21,7 @@ from dflash_trt.checkpoint.catalogue import known_pair
 from dflash_trt.engines import registry
 from dflash_trt.planning import times
 from dflash_trt.planning.acceptance import Chain
+from dflash_trt.planning.curve import Layout
 from dflash_trt.planning.layouts import ModelLayout
 
 _MODULE, _DISTRIBUTION = "aiconfigurator_core", "aiconfigurator-core"
@@ -94,6 +95,17 @@ class OperatorLayout:
             spec = compile_engine(self.target, self.system, self.backend, None, **options)
             self._engines[drafts] = aiconfigurator_core.AicEngine.from_spec(spec)
         return self._engines[drafts]
+
+
+def best_layouts(
+    models: Sequence[ModelLayout], engine: str, pair: str, *, stored: bool
+) -> tuple[Sequence[Layout], str]:
+    """The layouts with the best times there are, and the source of these times.
+
+    `stored`: whether the weights are as in the checkpoint, as in the tables of operators.
+    """
+    measured, source = operator_layouts(models, engine, pair) if stored else ([], "")
+    return (measured, source) if measured else (models, times.SOURCE)
 
 
 def operator_layouts(

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.bundle.contents import describe_file
+from dflash_trt.bundle.manifest import digest
 from dflash_trt.bundle.workspace import Progress, Workspace
+from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
 from dflash_trt.checkpoint.pair import TOKENIZER_FILES, CheckpointPair, tokenizer_files
 from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
@@ -62,6 +64,7 @@ def configuration_job(
         block_size=settings.block_size,
         max_seq_len=settings.max_seq_len,
         quantization=quantization,
+        pair=_known(pair),
     )
     return ConfigurationJob(
         manifest={
@@ -96,6 +99,21 @@ def _inventory(pair: CheckpointPair) -> Inventory:
         assert isinstance(outline, Outline)
         outline.tensors = {tensor.name: tensor for tensor in inventory.tensors[side]}
     return inventory
+
+
+def _known(pair: CheckpointPair) -> str | None:
+    """The name of the known pair that both checkpoints belong to, by their repositories or configurations."""
+    for known in PAIRS:
+        configs = known_configs(known.name)
+        if all(
+            side.source.repo in (known.name, repo)
+            or digest(side.config.path) == digest(folder / "config.json")
+            for side, repo, folder in zip(
+                pair.sides, (known.target_repo or "", known.drafter_repo or ""), configs, strict=True
+            )
+        ):
+            return known.name
+    return None
 
 
 def _files(pair: CheckpointPair, place: Workspace, progress: Progress) -> dict[str, Path]:

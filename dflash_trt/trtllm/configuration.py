@@ -11,7 +11,9 @@ from typing import Any
 from dflash_trt.errors import BuildError
 from dflash_trt.planning.gpus import Gpu, find_gpu
 from dflash_trt.planning.inventory import Inventory
+from dflash_trt.planning.layouts import MAX_BATCH
 from dflash_trt.planning.memory import MemoryEstimate, Settings, arena_bytes, estimate_memory, gib
+from dflash_trt.planning.serving import WORTH, Serving, serving
 from dflash_trt.trtllm.memory import POOL
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 from dflash_trt.trtllm.quantization import TargetQuantization
@@ -53,8 +55,9 @@ def configure(
     block_size: int,
     max_seq_len: int,
     quantization: TargetQuantization,
+    pair: str | None = None,
 ) -> Configuration:
-    """The complete configuration for a pair.
+    """The complete configuration for a pair. `pair`: its name, if both models are those of a known one.
 
     Raises BuildError with the reason for a pair that TensorRT-LLM cannot load or run, and with the arithmetic for a
     pair that does not fit.
@@ -72,9 +75,11 @@ def configure(
     attention = _drafter_attention(options, gpu)
     moe = _moe_backend(inventory, options, gpu, release, quantization)
     draft_len = block_size - 1
-    memory, batch = _batch(inventory, settings, options)
+    model = serving(inventory, settings, pair)
+    memory, batch = _batch(inventory, settings, options, model)
     tokens = max(max_seq_len, batch.value * block_size)
-    schedule = _schedule(options, draft_len)
+    drafts = _schedule(options, draft_len, batch.value, model)
+    schedule = drafts.value
     sizes = _graph_sizes(batch.value, schedule)
     drafter_bytes = arena_bytes(
         inventory.drafter,
@@ -144,9 +149,9 @@ def configure(
         choices.append(Choice("moe_expert_parallel_size", options.expert_parallel, "as asked (--ep)"))
         args["moe_expert_parallel_size"] = options.expert_parallel
         args["moe_config"] = {"backend": moe.value}
+    choices.append(drafts)
     if schedule:
         args["speculative_config"]["draft_len_schedule"] = schedule
-        choices.append(Choice("draft_len_schedule", schedule, "as asked"))
     choices += _warnings(inventory, gpu, schedule)
     release.check(args)
     return Configuration(release, gpu, args, tuple(choices), memory, nodes, gpus_per_node)
@@ -283,7 +288,7 @@ def _moe_backend(
 
 
 def _batch(
-    inventory: Inventory, settings: Settings, options: TensorRTLLMOptions
+    inventory: Inventory, settings: Settings, options: TensorRTLLMOptions, model: Serving | str
 ) -> tuple[MemoryEstimate, Choice]:
     """The batch and its memory plan. A requested batch may exceed the KV pool at full length."""
     single = estimate_memory(inventory, settings)
@@ -291,9 +296,14 @@ def _batch(
         raise single.refuse()
     asked = options.max_batch_size
     if asked is None:
-        fitting = 1 << (single.largest_batch.bit_length() - 1)
-        batch = min(_LARGEST_DEFAULT_BATCH, fitting)
         reason = f"at most {single.largest_batch} sequences of {settings.max_seq_len} tokens fit"
+        if isinstance(model, Serving):
+            batch = model.batch(single.largest_batch)
+            if 2 * batch <= min(single.largest_batch, MAX_BATCH):
+                reason += f"; by the model of times, {2 * batch} add less than {WORTH:.0%} to the throughput"
+        else:
+            batch = min(_LARGEST_DEFAULT_BATCH, 1 << (single.largest_batch.bit_length() - 1))
+            reason += f"; at most {_LARGEST_DEFAULT_BATCH} without the model of times: {model}"
         return estimate_memory(inventory, replace(settings, max_batch_size=batch)), Choice(
             "max_batch_size", batch, reason
         )
@@ -305,7 +315,16 @@ def _batch(
     return found, Choice("max_batch_size", asked, "as asked (--max-batch-size)")
 
 
-def _schedule(options: TensorRTLLMOptions, draft_len: int) -> dict[int, int]:
+def _schedule(options: TensorRTLLMOptions, draft_len: int, batch: int, model: Serving | str) -> Choice:
+    """The drafts by active requests: as asked, or the fastest ones by the model of times."""
+    name = "draft_len_schedule"
+    if options.draft_len_schedule is None:
+        if not isinstance(model, Serving):
+            return Choice(name, {}, f"always the whole block, without the model of times: {model}")
+        source = f"by the model of times ({model.times}; acceptance: {model.acceptance.source})"
+        drafts = model.drafts(batch)
+        reason = "the fastest lengths" if drafts else "the whole block is the fastest for all batches"
+        return Choice(name, drafts, f"{reason} {source}")
     schedule = dict(sorted(options.draft_len_schedule.items()))
     for batch, length in schedule.items():
         if batch < 1 or not 0 <= length <= draft_len:
@@ -318,7 +337,7 @@ def _schedule(options: TensorRTLLMOptions, draft_len: int) -> dict[int, int]:
             f"--draft-len-schedule begins with {first}:{schedule[first]}, but TensorRT-LLM wants the smallest batch "
             f"to draft max_draft_len tokens: {first}:{draft_len}"
         )
-    return schedule
+    return Choice(name, schedule, "as asked (--draft-len-schedule)")
 
 
 def _graph_sizes(batch: int, schedule: dict[int, int]) -> list[int]:

@@ -9,6 +9,8 @@ from dflash_trt.engines.base import EngineOptions, option
 
 
 def _schedule(text: str) -> dict[int, int]:
+    if text == "none":
+        return {}
     pairs = [part.split(":") for part in text.split(",")]
     found = {int(batch): int(length) for batch, length in pairs}
     if len(found) != len(pairs):
@@ -21,11 +23,12 @@ class TensorRTLLMOptions(EngineOptions):
     """The user's settings. None: computed.
 
     `tensor_parallel` GPUs share every layer; the experts are spread over `expert_parallel` of them.
-    `draft_len_schedule` maps a number of active requests to the tokens drafted up to that number.
+    `draft_len_schedule` maps a number of active requests to the tokens drafted up to that number. Empty: always the
+    whole block.
     """
 
     title = "TensorRT-LLM"
-    batch = "what fits, at most 64"
+    batch = "what fits, by the model of times, or at most 64"
 
     gpu: str = field(
         metadata=option(
@@ -59,12 +62,13 @@ class TensorRTLLMOptions(EngineOptions):
         default=None,
         metadata=option("--moe-backend", metavar="BACKEND", help="of the target's experts (default: by GPU)"),
     )
-    draft_len_schedule: dict[int, int] = field(
-        default_factory=dict,
+    draft_len_schedule: dict[int, int] | None = field(
+        default=None,
         metadata=option(
             "--draft-len-schedule",
             type=_schedule,
             metavar="BATCH:LEN,...",
-            help="draft LEN tokens while at most BATCH requests are active",
+            help="draft LEN tokens while at most BATCH requests are active, or none: the whole block always (default: "
+            "by the model of times)",
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 from functools import cache
@@ -13,13 +14,15 @@ from typing import Any
 import pytest
 
 from dflash_trt.checkpoint.catalogue import known_configs
+from dflash_trt.cli import main
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.planning import times
+from dflash_trt.planning.acceptance import published
 from dflash_trt.planning.gpus import find_gpu
 from dflash_trt.planning.inventory import take_inventory
 from dflash_trt.planning.layouts import ModelLayout, model_layouts
 from dflash_trt.planning.memory import Settings
-from dflash_trt.planning.operators import operator_layouts
+from dflash_trt.planning.operators import best_layouts, operator_layouts
 
 installed = find_spec("aiconfigurator_core") is not None
 
@@ -104,6 +107,35 @@ def test_dense_targets_and_older_gpus_name_no_mode(double: list[dict[str, Any]])
     assert set(double[-1]) == {"model", "system", "backend", "tp_size", "nextn"}
     assert operator_layouts(models("qwen3-8b", "h100"), "tensorrt", "qwen3-8b") == ([], "")
     assert operator_layouts(models("qwen3-8b", "h100"), "tensorrt-llm", "mine") == ([], "")
+
+
+def test_a_plan_for_a_time_per_token_takes_them(
+    double: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--slo` plans with the times of `--curve`; another precision has no measured operators."""
+    card = ["plan", "--target", "gpt-oss-120b", "--gpu", "b300", "--engine", "tensorrt-llm"]
+    assert main([*card, "--slo", "tpot=4", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert "measured operators of trtllm on b300_sxm" in plan["times"]
+    choice = plan["choice"]
+    layout = next(
+        layout
+        for layout in operator_layouts(models("gpt-oss-120b", "b300"), "tensorrt-llm", "gpt-oss-120b")[0]
+        if layout.gpus == choice["gpus"]
+    )
+    block, batch = choice["schedule"][-1]["block"], choice["batch"]
+    acceptance, _ = published("gpt-oss-120b")
+    assert acceptance is not None
+    speeds = [
+        1 / layout.plain(batch),
+        *(acceptance.length(k) / layout.round(batch, k) for k in (2, 4, 6, 8, 10)),
+    ]
+    assert block == (1, 2, 4, 6, 8, 10)[speeds.index(max(speeds))]
+    assert choice["tokens_per_second_per_user"] == pytest.approx(max(speeds), rel=1e-3)
+    layouts, source = best_layouts(
+        models("gpt-oss-120b", "b300"), "tensorrt-llm", "gpt-oss-120b", stored=False
+    )
+    assert (layouts, source) == (models("gpt-oss-120b", "b300"), times.SOURCE)
 
 
 @pytest.mark.skipif(installed, reason="the package is installed")

@@ -16,7 +16,8 @@ from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.planning.gpus import gpus
 from dflash_trt.planning.inventory import Inventory, take_inventory
-from dflash_trt.planning.memory import GIB, arena_bytes
+from dflash_trt.planning.memory import GIB, Settings, arena_bytes
+from dflash_trt.planning.serving import Serving, serving
 from dflash_trt.trtllm.configuration import Configuration, configure
 from dflash_trt.trtllm.launch import launch_files
 from dflash_trt.trtllm.memory import POOL
@@ -53,7 +54,13 @@ def quantized_pair(root: Path, name: str, algorithm: str | None, cache: str | No
 
 
 def configured(
-    pair: Pair, gpu: str = "b200", *, block: int | None = None, length: int = 8192, **options: Any
+    pair: Pair,
+    gpu: str = "b200",
+    *,
+    block: int | None = None,
+    length: int = 8192,
+    known: str | None = None,
+    **options: Any,
 ) -> Configuration:
     inventory, quantization = pair
     return configure(
@@ -62,6 +69,7 @@ def configured(
         block_size=block or inventory.drafter.block_size,
         max_seq_len=min(length, inventory.drafter.max_position_embeddings),
         quantization=quantization,
+        pair=known,
     )
 
 
@@ -186,6 +194,72 @@ def test_a_schedule_reaches_the_yaml_with_integer_keys(pairs: dict[str, Pair]) -
     assert document["speculative_config"]["draft_len_schedule"] == {5: 7, 32: 3, 40: 0}
     assert 5 in document["cuda_graph_config"]["batch_sizes"]
     assert any("stores no context" in choice.reason for choice in found.choices)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"), [("gpt-oss-120b", "b300"), ("gpt-oss-120b", "h100"), ("qwen3-8b", "b200")]
+)
+def test_batch_and_schedule_come_from_the_model_of_times(pairs: dict[str, Pair], name: str, gpu: str) -> None:
+    """The fastest block for each number of requests, and the last batch whose doubling paid."""
+    tp = 8 if (name, gpu) == ("gpt-oss-120b", "h100") else 1
+    found = configured(pairs[name], gpu, known=name, tensor_parallel=tp)
+    args, why = found.llm_args, {choice.name: choice.reason for choice in found.choices}
+    batch, model = args["max_batch_size"], serving(pairs[name][0], settings_of(found), name)
+    assert isinstance(model, Serving)
+
+    def best(requests: int) -> tuple[float, int]:
+        lengths = {1: 1 / model.layout.plain(requests)}
+        lengths |= {k: model.acceptance.length(k) / model.layout.round(requests, k) for k in model.blocks}
+        return max((speed, block) for block, speed in lengths.items())
+
+    paid = [2 * best(2 * n)[0] / best(n)[0] > 1.1 for n in (1 << e for e in range(9))]
+    fits = found.memory.largest_batch
+    assert batch == min(1 << paid.index(False) if False in paid else 512, 1 << (fits.bit_length() - 1), 512)
+    assert f"at most {fits} sequences" in why["max_batch_size"]
+    schedule = args["speculative_config"].get(
+        "draft_len_schedule", {batch: found.llm_args["speculative_config"]["max_draft_len"]}
+    )
+    assert max(schedule) == batch
+    assert set(schedule) <= set(args["cuda_graph_config"]["batch_sizes"]) | set(schedule)
+    for requests in (2, batch // 2, batch):
+        drafts = next(drafts for most, drafts in sorted(schedule.items()) if requests <= most)
+        assert drafts == best(requests)[1] - 1, requests
+    assert "arXiv 2602.06036" in why["draft_len_schedule"]
+    asked = configured(
+        pairs[name], gpu, known=name, tensor_parallel=tp, max_batch_size=4, draft_len_schedule={}
+    )
+    assert "draft_len_schedule" not in asked.llm_args["speculative_config"]
+    assert asked.llm_args["max_batch_size"] == 4
+
+
+def settings_of(found: Configuration) -> Settings:
+    return Settings(
+        engine="tensorrt-llm",
+        gpu=found.gpu,
+        max_seq_len=found.memory.max_seq_len,
+        max_batch_size=1,
+        block_size=found.llm_args["speculative_config"]["max_draft_len"] + 1,
+        tensor_parallel=found.memory.tensor_parallel,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "gpu", "reason"),
+    [
+        ("qwen3-8b", None, "b200", "acceptance of this drafter is not published"),
+        ("tiny", "tiny", "b200", "no acceptance of tiny is published"),
+        ("qwen3-8b", "qwen3-8b", "memory=80,bandwidth=2000,sm=90", "no peak rate of custom"),
+    ],
+)
+def test_without_the_model_of_times(
+    pairs: dict[str, Pair], name: str, known: str | None, gpu: str, reason: str
+) -> None:
+    found = configured(pairs[name], gpu, known=known)
+    why = {choice.name: choice.reason for choice in found.choices}
+    assert reason in why["max_batch_size"]
+    assert reason in why["draft_len_schedule"]
+    assert found.llm_args["max_batch_size"] <= 64
+    assert "draft_len_schedule" not in found.llm_args["speculative_config"]
 
 
 def test_prefill_and_decode_apart(pairs: dict[str, Pair]) -> None:
