@@ -13,14 +13,14 @@ from dflash_trt.models.families import FAMILIES
 from dflash_trt.models.reading import architecture_of, check_names
 
 
-def read_target_config(directory: Path) -> TargetConfig:
-    """Read a target's config.json and generation_config.json.
+def read_target_config(directory: Path, name: str = "config.json") -> TargetConfig:
+    """Read a target's config.json, or the file of this name, and generation_config.json.
 
     Raises:
         CheckpointError: a file is missing or malformed, the architecture is not one of FAMILIES, the quantization is
             unsupported, or a field is missing, of the wrong type, or out of range.
     """
-    fields = _fields(directory)
+    fields = _fields(directory, name)
     family = FAMILIES[architecture_of(fields, "target", FAMILIES)]
     check_names(fields, family.architecture, family.model_type)
     return family.read(fields)
@@ -54,6 +54,6 @@ def is_drafter(fields: Fields) -> bool:
     )
 
 
-def _fields(directory: Path) -> Fields:
-    path = directory / "config.json"
+def _fields(directory: Path, name: str = "config.json") -> Fields:
+    path = directory / name
     return Fields(path, read_object(path))

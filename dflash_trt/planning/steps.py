@@ -15,7 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.bundle.manifest import digest
+from dflash_trt import hardware
+from dflash_trt.bundle.manifest import Bundle, digest
 from dflash_trt.checkpoint.catalogue import PAIRS, known_configs, known_pair
 from dflash_trt.errors import RequestError, quoted
 from dflash_trt.files.reading import read_object
@@ -104,6 +105,20 @@ class Steps:
                 f"--target {target}: {self.file} was measured with {self.known or self.name}; leave --target out, or "
                 "measure a bundle of that target"
             )
+
+    def differs_from(self, bundle: Bundle) -> str:
+        """What of a bundle or of this machine is not that of the file; empty if nothing is."""
+        manifest = bundle.manifest
+        of = {"engine": manifest["engine"], "quantization": manifest.get("quantization", {})}
+        for name, value in of.items():
+            if self.bundle[name] != value:
+                return f"its {name} is {quoted(self.bundle[name])}, and the bundle's is {quoted(value)}"
+        for side in (TARGET, DRAFTER):
+            recorded, own = (of[side].get("config_sha256") for of in (self.bundle, manifest))
+            if recorded != own:
+                return f"it was measured with another {side}"
+        here = [hardware.processor(), *(gpu["name"] for gpu in hardware.gpus())]
+        return "" if self.place == ", ".join(here) else f"it was measured on {self.place}"
 
     def check_gpu(self, name: str) -> None:
         """Raise an error if the steps were not measured on this GPU."""

@@ -29,10 +29,20 @@ _START_UP_SECONDS, _TURNS = 0.5, 5
 class PassTimes:
     """Seconds per pass. `measured` [batch][length] are start-up times, all for lengths 1 or 2 up to the block size.
 
-    `batches` are the batch sizes whose times are followed, in order. Times of other sizes are interpolated.
+    `batches` are the batch sizes whose times are followed, in order. Times of other sizes are interpolated. `believed`
+    gives the time of a batch that start-up did not measure. Its scale plays no part. Without it, the nearest
+    measured batches count.
     """
 
-    def __init__(self, measured: Mapping[int, Mapping[int, float]], batches: Sequence[int]) -> None:
+    def __init__(
+        self,
+        measured: Mapping[int, Mapping[int, float]],
+        batches: Sequence[int],
+        believed: Callable[[int, int], float] | None = None,
+    ) -> None:
+        warm = {(size, length) for size, row in measured.items() for length in row}
+        if believed is not None:
+            measured = _filled(measured, batches, believed)
         sizes = sorted(measured)
         self._lengths = max(measured[sizes[0]])
         lengths = np.arange(1, self._lengths + 1)
@@ -46,7 +56,7 @@ class PassTimes:
         b, n = (each.ravel() for each in np.meshgrid(self._octaves, np.log2(lengths), indexing="ij"))
         self._doubt = _DOUBT**2 * (1 + np.exp(-np.abs(b - b[:, None]) - np.abs(n - n[:, None])))
         self._covariance = self._doubt.copy()
-        self._warm = {(size, length) for size, row in measured.items() for length in row}
+        self._warm = warm
 
     def __call__(self, batch: int) -> Array:
         """Seconds of passes over `batch` sequences of 1, 2 .. tokens."""
@@ -86,11 +96,40 @@ class PassTimes:
         return self._shares[batch]
 
 
-def measure(run: Callable[[int, int], object], batches: Sequence[int], lengths: Sequence[int]) -> PassTimes:
+def _filled(
+    measured: Mapping[int, Mapping[int, float]],
+    batches: Sequence[int],
+    believed: Callable[[int, int], float],
+) -> dict[int, dict[int, float]]:
+    """The measured times, and those believed for the other batches.
+
+    Beliefs are scaled by how wrong they are for the same length, in the batches measured below and above.
+    """
+    sizes, found = sorted(measured), {size: dict(row) for size, row in measured.items()}
+    octaves = np.log2(sizes)
+    for length in measured[sizes[0]]:
+        wrong = [log(_usable(measured[size][length]) / _usable(believed(size, length))) for size in sizes]
+        for batch in batches:
+            if batch not in measured:
+                scale = np.exp(np.interp(np.log2(batch), octaves, wrong))
+                found.setdefault(batch, {})[length] = float(scale * _usable(believed(batch, length)))
+    return found
+
+
+def _usable(seconds: float) -> float:
+    return min(max(seconds, 1e-9), 1e9) if seconds == seconds else 1e9
+
+
+def measure(
+    run: Callable[[int, int], object],
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    believed: Callable[[int, int], float] | None = None,
+) -> PassTimes:
     """Time passes `run(batch, length)`: of the smallest batch, then the largest, then those between.
 
     Each runs once to warm up, for as many batch sizes as time permits. Then all are timed in turn, so that a busy
-    moment of the machine affects all of them.
+    moment of the machine affects all of them. `believed` tells the times of those that were not (PassTimes).
     """
     begin, order = perf_counter(), [batches[0], *reversed(batches[1:])]
     times: dict[int, dict[int, list[float]]] = {}
@@ -109,4 +148,5 @@ def measure(run: Callable[[int, int], object], batches: Sequence[int], lengths: 
                 start = perf_counter()
                 run(batch, length)
                 seconds.append(perf_counter() - start)
-    return PassTimes({b: {n: median(s) for n, s in row.items()} for b, row in times.items()}, batches)
+    medians = {batch: {n: median(s) for n, s in row.items()} for batch, row in times.items()}
+    return PassTimes(medians, batches, believed)

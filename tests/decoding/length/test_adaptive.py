@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from dflash_trt.decoding.params import SamplingParams
 from tests.doubles.fake_engines import BLOCK, Pool, expected, request
 from tests.doubles.simulation import (
     BEGINNINGS,
+    BELIEFS,
     DRAFTS,
     HARD,
     VERIFY,
@@ -334,6 +336,33 @@ def test_pass_times_between_what_was_measured() -> None:
     assert times(2)[0] == pytest.approx(1 + 2 / 3)
     assert times(2)[0] < times(3)[0] < times(4)[0]
     assert times(64) == pytest.approx(times(4))
+
+
+def test_batches_that_start_up_did_not_measure_are_believed() -> None:
+    """The belief's shape, at the scale of what was measured, and each of its passes may be cold."""
+
+    def believed(batch: int, length: int) -> float:
+        return 10.0 + batch * length
+
+    times = PassTimes({1: {1: 1.1, 4: 1.4}}, [1, 2, 4], believed)
+    assert times(4)[[0, 3]] == pytest.approx([1.4, 2.6])
+    times = PassTimes({1: {1: 1.1, 4: 1.4}, 4: {1: 2.8, 4: 5.2}}, [1, 2, 4], believed)
+    assert times(4)[[0, 3]] == pytest.approx([2.8, 5.2])
+    assert times(2)[[0, 3]] == pytest.approx([1.2 * 2**0.5, 1.8 * 2**0.5])  # half way, in octaves
+    times.observe(2, 4, 100.0)
+    assert times(2)[3] == pytest.approx(1.8 * 2**0.5)
+    times.observe(2, 4, 100.0)
+    assert times(2)[3] > 3
+
+
+@pytest.mark.parametrize("believed", BELIEFS)
+def test_whatever_is_believed(believed: str) -> None:
+    """Start-up has time for single requests only; the rest is believed, or taken from them."""
+    for names in HARD[1::2]:
+        simulated = replace(world(*names), batch=4, single=True, believed=BELIEFS[believed])
+        ratios = simulated.compare(simulated.run(simulated.controller(), 1500))
+        assert ratios[0] > 0.97, names
+        assert ratios.min() > 0.95, names
 
 
 def test_a_pass_tells_of_passes_like_it() -> None:
