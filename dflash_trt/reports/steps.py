@@ -52,7 +52,7 @@ def measure_steps(
             for slot in range(batch):  # the numbers of these passes may not be finite
                 runtime.pair.clear(slot)
         ends = (1, batch), (1, runtime.block_size)
-        rows = {"passes": passes.rows(), HOST: list(host_times(runtime, prompts, *ends))}
+        rows = {"passes": pass_rows(passes.found), HOST: list(host_times(runtime, prompts, *ends))}
     else:
         rows = {"passes": list(_rounds(runtime, prompts, batches, progress)), HOST: []}
     return document(runtime, rows)
@@ -107,11 +107,11 @@ class PassTimes:
     ) -> None:
         self._pair, self._settings = pair, list(product(batches, contexts, lengths))
         self._longest = pair.capacity - 2 * lengths[-1] - 1
-        self._found: dict[tuple[str, int, int, int], list[float]] = {}
+        self.found: dict[tuple[str, int, int, int], list[float]] = {}  # by kind, batch, rows and context
 
     def turn(self, step: str = "", progress: Progress = silent) -> None:
         """Time every pass once."""
-        pair, found = self._pair, self._found
+        pair, found = self._pair, self.found
         for rehearse in (pair.rehearse_draft, pair.rehearse_verify):
             rehearse(1, 2, self._longest)  # ONNX Runtime's caches of single slots lie apart from then on
         for number, (batch, context, length) in enumerate(self._settings, 1):
@@ -125,12 +125,13 @@ class PassTimes:
                         found.setdefault((kind, batch, length, context), []).append(seconds)
             progress(step, number, len(self._settings))
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The `passes` of a steps file: medians over the turns."""
-        return [
-            {"pass": kind, "batch": b, "rows": n, "context": c, "seconds": _rounded(median(times))}
-            for (kind, b, n, c), times in sorted(self._found.items())
-        ]
+
+def pass_rows(found: Mapping[tuple[str, int, int, int], Sequence[float]]) -> list[dict[str, Any]]:
+    """The `passes` of a steps file: medians of the times that each pass took."""
+    return [
+        {"pass": kind, "batch": b, "rows": n, "context": c, "seconds": _rounded(median(times))}
+        for (kind, b, n, c), times in sorted(found.items())
+    ]
 
 
 def _timed(rehearse: Callable[[int, int, int], None], batch: int, length: int, context: int) -> float:
