@@ -1,4 +1,4 @@
-"""What the passes of a bundle take before they were timed: from a steps file beside it, or from the model of times.
+"""Believed times of a bundle's passes: from a steps file beside it, or from the model of times.
 
 The adaptive length starts with these times wherever its start-up measures no pass. Their scale matters little, because
 it is corrected by the passes that were timed.
@@ -92,7 +92,7 @@ def _modelled(bundle: Bundle, context: int) -> dict[str, Belief]:
 
 
 def _machine(bundle: Bundle) -> tuple[Gpu, times.Constants] | None:
-    """What runs the bundle: a GPU of the table, or this processor. None for another GPU."""
+    """The GPU of the table that runs the bundle, or this processor, and its constants. None for another GPU."""
     constants = times.built_in()
     if engine_of(bundle).container(bundle.manifest).gpus:
         names = [gpu["name"] for gpu in hardware.gpus()[:1]]

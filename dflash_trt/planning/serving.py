@@ -25,7 +25,7 @@ WORTH = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What the model of times makes of one layout. `times`: the source of its times."""
+    """The times of one layout, and settings that follow from them. `times`: their source."""
 
     layout: Layout
     acceptance: Acceptance

@@ -107,7 +107,7 @@ class Steps:
             )
 
     def differs_from(self, bundle: Bundle) -> str:
-        """What of a bundle or of this machine is not that of the file; empty if nothing is."""
+        """The first thing in which a bundle or this machine differs from the file; empty if nothing does."""
         manifest = bundle.manifest
         of = {"engine": manifest["engine"], "quantization": manifest.get("quantization", {})}
         for name, value in of.items():

@@ -335,7 +335,7 @@ def nonsense(kind: Kind, batch: int, length: int) -> float:
     return 1 / (batch * length)
 
 
-# What is believed where start-up has time for single requests only.
+# Beliefs where start-up has time for single requests only.
 BELIEFS: dict[str, Callable[[Kind, int, int], float] | None] = {
     "nothing": None,
     "rows cost time": rows_cost,
