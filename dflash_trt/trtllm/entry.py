@@ -88,6 +88,8 @@ class TensorRTLLMEntry(Engine):
         choices: dict[str, str] = {}
         for choice in found["choices"]:
             name, value = choice["name"], choice["value"]
+            if isinstance(value, dict):  # as its option takes it
+                value = ",".join(f"{key}:{each}" for key, each in value.items()) or "none"
             number = sum(key.startswith(name) for key in choices)
             text = choice["reason"] if value == "" else f"{value}: {choice['reason']}"
             choices[f"{name} {number + 1}" if number else name] = text
