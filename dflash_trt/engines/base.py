@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
-from dflash_trt.errors import BuildError, DFlashError
+from dflash_trt.errors import DFlashError
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -125,7 +125,8 @@ class MemoryTraits:
     `compute`: the dtype of weights and caches for which no precision is given. `runtime_bytes`: context, libraries and
     workspace, as an allowance. `scratch_bytes`: what both plans need beside the estimate from shapes; an engine that
     has it computes every expert for every row. `expert_kernels`: formats of experts that need no such memory.
-    `keeps_queries`: whether the queries of all layers of a pass have memory at once.
+    `keeps_queries`: whether the queries of all layers of a pass have memory at once. `states`: how often a sequence's
+    recurrent states are held.
     `attention_kernels`: compute capabilities for which attention has kernels of this project, and needs neither masks
     nor these queries.
     `pool`: the pages of an engine with several GPUs and a scheduler of its own; None for dense caches on one GPU.
@@ -136,6 +137,7 @@ class MemoryTraits:
     scratch_bytes: int = 0
     expert_kernels: frozenset[str] = frozenset()
     keeps_queries: bool = False
+    states: int = 1
     attention_kernels: frozenset[int] = frozenset()
     pool: PagedPool | None = None
 
@@ -229,15 +231,6 @@ class Engine(ABC):
         """Become a server of this engine's own, in place of this process. Raises DFlashError where it cannot."""
         raise DFlashError(
             f"{bundle.path}: is a bundle for {self.name}, which {server} does not serve; serve it with Triton"
-        )
-
-
-def refuse_states(engine: str, target: TargetConfig) -> None:
-    """Raise BuildError for a target with layers that keep a state, for an engine that holds rows only."""
-    if target.delta_layers:
-        raise BuildError(
-            f"{target.path}: {len(target.delta_layers)} layers are Gated DeltaNet, and --engine {engine} holds no "
-            "states yet; use --engine onnxruntime"
         )
 
 

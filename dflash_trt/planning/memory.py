@@ -73,8 +73,8 @@ class Settings:
 class MemoryEstimate:
     """Bytes on one GPU. `kv_bytes` and `drafter_bytes` are for `max_batch_size` sequences of `max_seq_len` tokens.
 
-    state_bytes_per_sequence: of layers with Gated DeltaNet, with the rows that wait to be replayed. `kv_bytes` holds
-    them.
+    state_bytes_per_sequence: of layers with Gated DeltaNet, with the rows that wait to be replayed, as often as the
+        engine holds them. `kv_bytes` holds them.
     kv_fraction: for TensorRT-LLM, the share of free memory for its KV pool.
     kv_pool_bytes: for TensorRT-LLM, the size of that pool.
     longest_context: at batch 1; 0 if nothing fits.
@@ -231,7 +231,7 @@ class _Layout:
         self.kv_per_token = self._per_token("target", NUMBER_BYTES[cache])
         self.drafter_per_token = self._per_token("drafter", NUMBER_BYTES[settings.compute("drafter")])
         self.state = state_bytes(inventory.target, NUMBER_BYTES[settings.compute("target")])
-        self.state //= settings.tensor_parallel
+        self.state = self.traits.states * self.state // settings.tensor_parallel
         self.runtime = self.traits.runtime_bytes
         self.fixed_scratch = self.traits.scratch_bytes
         self.own_attention = settings.gpu.sm in self.traits.attention_kernels

@@ -370,6 +370,11 @@ def _warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> list[
         )
     if gpt_oss and gpu.sm >= 120:
         found.append(f"gpt-oss-20b was reported not to start on SM{gpu.sm} (NVIDIA/TensorRT-LLM#13156)")
+    if inventory.target.delta_layers:
+        found.append(
+            "the memory plan counts one state for each request, with its pending rows; how many TensorRT-LLM keeps for "
+            "the drafts of a round was not seen"
+        )
     if 0 in schedule.values():
         found.append(
             "without drafting the drafter stores no context, so later drafts of those requests are worse"

@@ -14,7 +14,6 @@ from dflash_trt.engines.base import (
     Engine,
     RunSettings,
     Weights,
-    refuse_states,
 )
 from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.trtllm.memory import MEMORY
@@ -29,6 +28,10 @@ if TYPE_CHECKING:
     from dflash_trt.planning.inventory import Inventory
     from dflash_trt.trtllm.build import ConfigurationJob
     from dflash_trt.trtllm.driver import Driver
+
+# Architectures with Gated DeltaNet that TensorRT-LLM's own tests of DFlash have: Qwen3.5-4B, Qwen3.5-35B-A3B and
+# Qwen3.6-35B-A3B (NVIDIA/TensorRT-LLM#15132, #16914, #18553).
+HYBRIDS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
 
 class TensorRTLLMEntry(Engine):
@@ -72,7 +75,12 @@ class TensorRTLLMEntry(Engine):
     ) -> ConfigurationJob:
         from dflash_trt.trtllm.build import configuration_job
 
-        refuse_states(self.name, pair.target.config)
+        config = pair.target.config
+        if config.delta_layers and config.architecture not in HYBRIDS:
+            raise BuildError(
+                f"{config.path}: the architecture is {config.architecture}, but TensorRT-LLM's DFlash is known with "
+                f"{' and '.join(HYBRIDS)} only, among targets with Gated DeltaNet; use --engine onnxruntime"
+            )
         return configuration_job(pair, settings, place, progress)
 
     def open(self, bundle: Bundle, settings: RunSettings) -> Driver:

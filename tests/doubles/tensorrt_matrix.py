@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_llama, make_qwen3_moe
+from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,13 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen3-moe": partial(make_qwen3_moe, num_hidden_layers=2, norm_topk_prob=False, moe_intermediate_size=64),
     "gpt-oss": partial(make_gpt_oss, num_hidden_layers=2),
     "gpt-oss, experts in BF16": partial(make_gpt_oss, num_hidden_layers=2, quantized=False),
+    "hybrid": partial(
+        make_hybrid,
+        architecture=DENSE,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        intermediate_size=128,
+    ),
 }
 # Two narrow layers with the attention of a published target.
 WIDE: dict[str, Callable[[Path], Path]] = {
@@ -74,6 +82,9 @@ CASES = [
         ("gpt-oss", "target=fp16,drafter=bf16", 121),
         ("gpt-oss", "target=nvfp4,drafter=fp8", 120),
         ("gpt-oss, experts in BF16", "", 89),
+        ("hybrid", "", 89),
+        ("hybrid", "target=fp8,drafter=fp8", 89),
+        ("hybrid", "target=nvfp4,drafter=nvfp4", 120),
     )
 ]
 

@@ -207,6 +207,15 @@ def test_the_limits_are_tight(inventories: dict[str, Inventory], engine: str, ba
     assert estimate_memory(inventory, single).largest_batch >= 1
 
 
+def test_plans_hold_states_twice(inventories: dict[str, Inventory]) -> None:
+    """A pass writes new states, with their pending rows, beside those that it reads. Bytes as in docs/hybrid.md."""
+    found = estimate_memory(inventories["qwen3.5-4b"], settings(engine="tensorrt-rtx", max_batch_size=3))
+    assert found.state_bytes_per_sequence == 2 * 57_901_056
+    longer = estimate_memory(inventories["qwen3.5-4b"], settings(engine="tensorrt-rtx", max_batch_size=4))
+    rows = longer.kv_bytes - found.kv_bytes - found.state_bytes_per_sequence
+    assert rows == 32_768 * (found.max_seq_len + 2 * 10 + 1)
+
+
 def test_the_parts_make_the_whole(inventories: dict[str, Inventory]) -> None:
     for name, inventory in inventories.items():
         found = estimate_memory(inventory, settings("rtx-pro-6000"))

@@ -28,7 +28,16 @@ from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_qwen3_moe
 
 H200 = TensorRTLLMOptions(gpu="h200")
-HYBRIDS = ("qwen3_next", "qwen3_5")  # refused
+REFUSED = ("qwen3-coder-next", "qwen3.8-27b")  # the target's architecture; a DFlash2 drafter
+# Hybrids of the same architectures as qwen3.5-4b and qwen3.5-397b-a17b.
+ALIKE = (
+    "qwen3.5-9b",
+    "qwen3.5-27b",
+    "qwen3.5-35b-a3b",
+    "qwen3.5-122b-a10b",
+    "qwen3.6-27b",
+    "qwen3.6-35b-a3b",
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +59,7 @@ def built(pair: Path) -> Bundle:
     return build_pair(pair, pair / "bundle")
 
 
-@pytest.mark.parametrize("name", [pair.name for pair in PAIRS if not pair.family.startswith(HYBRIDS)])
+@pytest.mark.parametrize("name", [pair.name for pair in PAIRS if pair.name not in REFUSED + ALIKE])
 def test_every_known_pair_builds_without_weights(name: str, tmp_path: Path) -> None:
     where = TensorRTLLMOptions(gpu="b200", tensor_parallel=8)
     if name in ("tiny", "tiny-gpt-oss", "smollm2-135m", "qwen3-coder-30b-a3b"):
@@ -61,6 +70,24 @@ def test_every_known_pair_builds_without_weights(name: str, tmp_path: Path) -> N
     assert not [file for file in files if file.endswith(".safetensors")]
     config = read_drafter_config(bundle.path / "drafter")
     assert list(config.target_layer_ids) == bundle.manifest["target_layer_ids"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        (
+            "qwen3-coder-next",
+            BuildError,
+            "Qwen3NextForCausalLM, but TensorRT-LLM's DFlash is known with Qwen3_5",
+        ),
+        ("qwen3.8-27b", CheckpointError, "DFlash2DraftModel, but TensorRT-LLM gets DFlashDraftModel only"),
+    ],
+)
+def test_other_hybrids_are_refused_by_name(
+    name: str, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=said):
+        build(name, None, tmp_path / "b", engine="tensorrt-llm", weights="none", options=H200)
 
 
 def test_weights_are_taken_as_they_are(pair: Path, built: Bundle) -> None:

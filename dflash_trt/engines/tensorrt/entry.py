@@ -17,7 +17,6 @@ from dflash_trt.engines.base import (
     MemoryTraits,
     RunSettings,
     Weights,
-    refuse_states,
 )
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
@@ -49,6 +48,7 @@ class TensorRTEntry(Engine):
             scratch_bytes=GIB // 16,
             expert_kernels=frozenset({"mxfp4"} if plugins else ()),
             keeps_queries=True,
+            states=2,  # a pass writes new ones beside those that it reads
             attention_kernels=frozenset(PLUGIN_TARGETS if plugins else ()),
         )
 
@@ -63,7 +63,6 @@ class TensorRTEntry(Engine):
     ) -> PlanJob:
         from dflash_trt.engines.tensorrt.build import plan_job
 
-        refuse_states(self.name, pair.target.config)
         return plan_job(self.name, pair, settings, progress)
 
     def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler:

@@ -1,0 +1,106 @@
+"""Hybrid targets on the engine that runs plans, over a stand-in for TensorRT: states beside rows, in slots.
+
+Tokens must equal those of the same pair on ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.engines.tensorrt.states import POSITION, HybridCaches
+from tests.doubles.checkpoints import make_drafter
+from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
+from tests.engines.tensorrt.test_runtime import FLOAT32, here  # noqa: F401  # a fixture
+
+BLOCK = 6
+LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory, here: Any) -> tuple[Bundle, Bundle]:  # noqa: F811
+    """One hybrid pair, built for ONNX Runtime and for TensorRT."""
+    directory = tmp_path_factory.mktemp("states")
+    target = make_hybrid(directory / "target", DENSE, favourites=6, num_hidden_layers=3, layer_types=LAYERS)
+    drafter = make_drafter(directory / "drafter", target, block_size=BLOCK, layers=1, taps=(0, 1))
+    sources, options = (str(target), str(drafter)), TensorRTOptions(max_batch_size=3, prefill_chunk=32)
+    return build(*sources, directory / "onnxruntime", max_seq_len=140), build(
+        *sources,
+        directory / "tensorrt",
+        engine="tensorrt",
+        max_seq_len=140,
+        precision=FLOAT32,
+        options=options,
+    )
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 300, n).tolist() for n in (3, 50, 17, 1, 70)]
+
+
+def params() -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=0.8 * (n % 2), max_tokens=n, seed=n, ignore_eos=True)
+        for n in (40, 9, 60, 21, 12)
+    ]
+
+
+def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> None:
+    """Five requests in three slots. Later rounds reuse prefixes at the boundaries where states were kept."""
+    with LLM(bundles[0].path, threads=1) as reference:
+        expected = [c.token_ids for c in reference.generate(prompts(), params())]
+    with LLM(bundles[1].path, prefix_cache_bytes=1 << 22) as llm:
+        pair: Any = llm._runtime.pair
+        pair.arrays.samples = False  # Triton's interpreter is slow
+        for block_length in (BLOCK, 1, None):
+            found = llm.generate(prompts(), params(), block_length=block_length)
+            assert [c.token_ids for c in found] == expected
+        assert sum(c.statistics.num_accepted_tokens for c in found) > 0
+        assert [c.statistics.num_cached_tokens for c in found][1] == 49
+        caches = pair.target.caches
+        assert isinstance(caches, HybridCaches)
+        pair.arrays.wait()
+        np.testing.assert_array_equal(caches._on_device.cpu().numpy(), caches._positions)
+
+
+def test_states_move_and_are_cleared_by_slot(bundles: tuple[Bundle, Bundle]) -> None:
+    with LLM(bundles[1].path) as llm:
+        pair: Any = llm._runtime.pair
+        caches = pair.target.caches
+        pair.prefill(prompts()[1][:20], 0, 1, draft=False)
+        names = [name for name in caches.arrays if "_state" in name]
+        assert len(names) == 8  # four of each of two layers
+
+        def state(slot: int) -> dict[str, torch.Tensor]:
+            pair.arrays.wait()
+            return {name: caches.arrays[name][slot].cpu() for name in names}
+
+        made = state(1)
+        assert caches.position(1) == 19  # the last row of a prompt can be taken back
+        assert list(caches.lengths(1, 20)) == [19, 20]
+        assert all(each.abs().max() > 0 for each in made.values())
+        caches.copy(1, 0, 20)
+        kept = caches.keep(1, 0, 20)
+        assert list(kept.lengths) == [19, 20]
+        assert kept.size == caches.kept_bytes(20)
+        caches.clear(1, 19)
+        cleared = state(1)
+        for name, before in made.items():
+            assert torch.equal(cleared[name], torch.zeros_like(before) if "pending" in name else before)
+        caches.clear(1)
+        assert caches.position(1) == 0
+        assert all(each.abs().max() == 0 for each in state(1).values())
+        caches.restore(2, [kept], 20)
+        for slot in (0, 2):
+            assert caches.position(slot) == 19
+            assert all(torch.equal(made[name], each) for name, each in state(slot).items())
+        assert caches.keep(2, 0, 12).lengths == ()  # the state has read more
+        assert POSITION not in caches.arrays
