@@ -129,7 +129,7 @@ def write_pair(work: Path, pair: str, layers: int) -> dict[str, int]:
 
 
 def write_noise(file: Path, outline: Outline) -> int:
-    """Write noise into every tensor. Scales of MXFP4 are bytes near 2**-7."""
+    """Write noise into every tensor. Scales of MXFP4 are bytes near 2**-7; other scales are positive."""
     header: dict[str, Any] = {}
     offset = 0
     for tensor in outline.tensors.values():
@@ -144,17 +144,27 @@ def write_noise(file: Path, outline: Outline) -> int:
         "numbers": memoryview(noise.tobytes()),
         "blocks": memoryview(rng.bytes(_CHUNK)),
         "scales": memoryview(rng.integers(118, 122, _CHUNK, np.uint8).tobytes()),
+        "eighths": memoryview(rng.integers(0x30, 0x40, _CHUNK, np.uint8).tobytes()),
+        "factors": memoryview(rng.uniform(0.01, 0.02, _CHUNK // 4).astype(np.float32).tobytes()),
     }
     with file.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for tensor in outline.tensors.values():
-            kind = tensor.name.rpartition("_")[2] if tensor.dtype == "U8" else "numbers"
+            kind = _kind(tensor.name, tensor.dtype)
             for start in range(
                 0, tensor.nbytes, _PIECE
             ):  # different bytes each time: TensorRT stores equal tensors once
-                shift = 2 * int(rng.integers(_PIECE // 2))
+                shift = 4 * int(rng.integers(_PIECE // 4))
                 out.write(kinds[kind][shift : shift + min(_PIECE, tensor.nbytes - start)])
     return offset
+
+
+def _kind(name: str, dtype: str) -> str:
+    if dtype == "U8":
+        return "scales" if name.endswith("_scales") else "blocks"
+    if dtype == "F8_E4M3":
+        return "eighths"
+    return "factors" if name.endswith(("_scale", "_scale_2")) else "numbers"
 
 
 if __name__ == "__main__":
