@@ -17,6 +17,7 @@ from dflash_trt.files.reading import read_object
 from dflash_trt.formats import ALGORITHMS, FORMATS, Algorithm
 
 QUANT_CONFIG = "hf_quant_config.json"
+_BLOCK = 1 << 12  # the most rows or columns of a block
 # Limits: module names, patterns among them, and characters per pattern. Every name and pattern costs a search.
 _NAMES, _PATTERNS, _PATTERN_CHARACTERS = 1 << 18, 1024, 512
 
@@ -30,6 +31,8 @@ class Quantization:
     patterns: patterns of such names; * stands for any characters, ? for one.
     kv_cache: whether there are scales for an FP8 cache.
     digests: sha256 of weight files by name, if they were recorded during quantization.
+    blocks: rows and columns of weights in FP8 that share a scale, `weight_scale_inv`; builds widen such layers to BF16
+        (quantization/widen.py).
     """
 
     path: Path
@@ -39,6 +42,7 @@ class Quantization:
     patterns: tuple[str, ...] = ()
     kv_cache: bool = False
     digests: Mapping[str, str] = field(default_factory=dict)
+    blocks: tuple[int, int] | None = None
 
     @property
     def algorithms(self) -> set[Algorithm]:
@@ -48,6 +52,8 @@ class Quantization:
     @property
     def name(self) -> str | None:
         """The algorithms, as the checkpoint names them; None if nothing is quantized."""
+        if self.blocks is not None:
+            return "FP8 in blocks"
         return ", ".join(sorted(a.name for a in self.algorithms)) or None
 
     def algorithm(self, layer: str) -> Algorithm | None:
@@ -88,6 +94,11 @@ def read_quantization(directory: Path) -> Quantization:
     method = section.string("quant_method")
     if method == "mxfp4":
         return Quantization(path)
+    if method == "fp8" and section.get("weight_block_size") is not None:
+        sizes = section.integers("weight_block_size", minimum=1, maximum=_BLOCK, most=2)
+        if len(sizes) != 2:
+            raise section.error("weight_block_size", f"is {show(list(sizes))}, expected rows and columns")
+        return Quantization(path, blocks=(sizes[0], sizes[1]))
     if method != "modelopt":
         raise section.error(
             "quant_method",

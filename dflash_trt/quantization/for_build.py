@@ -17,6 +17,7 @@ from dflash_trt.formats.base import BLOCK, WeightLayout
 from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization import repack
 from dflash_trt.quantization.convert import HEAD, data_free, quantize, quantize_head
+from dflash_trt.quantization.widen import blocks_in_bf16
 
 Weights = Checkpoint | Outline
 
@@ -39,7 +40,11 @@ def in_precision(
 
     Raises BuildError where a checkpoint is quantized already, otherwise than asked.
     """
-    found = {"target": target, "drafter": drafter}
+    found = {
+        role: _without_blocks(checkpoint, folder / f"{role}-bf16", progress)
+        for role, checkpoint in (("target", target), ("drafter", drafter))
+    }
+    target = found["target"]
     head: Weights | None = None
     if (scheme := precision.scheme("head")) is not None:
         head = _head(target, scheme, folder / "head", layout, progress)
@@ -78,6 +83,15 @@ def in_precision(
         if isinstance(checkpoint, Checkpoint):
             made[role] = _laid_out(checkpoint, layout, folder, role, progress)
     return made["target"], made["drafter"], made.get("head")
+
+
+def _without_blocks(checkpoint: Weights, folder: Path, progress: Progress) -> Weights:
+    """The checkpoint without layers that are stored in FP8 by blocks: in BF16."""
+    if checkpoint.quantization.blocks is None:
+        return checkpoint
+    if not isinstance(checkpoint, Checkpoint):
+        return Outline(checkpoint.directory, Quantization(checkpoint.quantization.path))
+    return Checkpoint(blocks_in_bf16(checkpoint, _place(folder, checkpoint, "bf16"), progress))
 
 
 def _laid_out(

@@ -33,11 +33,11 @@ def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
         if form is None or form.name != INT4.name or part != "weight":
             return None
         pieces = (
-            (info.name, pack_pairs(unpack_rows(rows))) for rows in _steps(checkpoint, info, info.shape[1])
+            (info.name, pack_pairs(unpack_rows(rows))) for rows in steps(checkpoint, info, info.shape[1])
         )
         return [Entry(info.name, "U8", (2 * info.shape[0], info.shape[1] // 2), pieces)]
 
-    return _write(checkpoint, out, repacked, progress)
+    return rewritten(checkpoint, out, repacked, progress)
 
 
 def in_blocks(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
@@ -54,7 +54,7 @@ def in_blocks(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
             return []
         return _blocks(checkpoint, info, form)
 
-    return _write(checkpoint, out, repacked, progress)
+    return rewritten(checkpoint, out, repacked, progress)
 
 
 def has_blocks(checkpoint: Checkpoint) -> bool:
@@ -85,7 +85,7 @@ def _blocks(checkpoint: Checkpoint, info: TensorInfo, form: NumberFormat) -> lis
 
     def pieces() -> Iterator[tuple[str, NDArray[Any]]]:
         done = 0
-        for codes in _steps(checkpoint, info, 4 * info.shape[1] * together):
+        for codes in steps(checkpoint, info, 4 * info.shape[1] * together):
             some = scales[done : done + len(codes) * together]
             done += len(some)
             numbers, factors = form.integers(codes, some, by_row=by_row)
@@ -104,11 +104,13 @@ def _blocks(checkpoint: Checkpoint, info: TensorInfo, form: NumberFormat) -> lis
 
 def _as_it_is(checkpoint: Checkpoint, info: TensorInfo) -> Entry:
     flat = checkpoint.array(info.name).reshape(-1).view(np.uint8)
-    steps = range(0, len(flat), STEP_BYTES)
-    return Entry(info.name, info.dtype, info.shape, ((info.name, flat[at : at + STEP_BYTES]) for at in steps))
+    places = range(0, len(flat), STEP_BYTES)
+    return Entry(
+        info.name, info.dtype, info.shape, ((info.name, flat[at : at + STEP_BYTES]) for at in places)
+    )
 
 
-def _steps(checkpoint: Checkpoint, info: TensorInfo, row_bytes: int) -> Iterator[NDArray[Any]]:
+def steps(checkpoint: Checkpoint, info: TensorInfo, row_bytes: int) -> Iterator[NDArray[Any]]:
     """Some rows of a tensor at a time."""
     array = checkpoint.array(info.name)
     step = max(1, STEP_BYTES // row_bytes)
@@ -116,7 +118,8 @@ def _steps(checkpoint: Checkpoint, info: TensorInfo, row_bytes: int) -> Iterator
         yield array[begin : begin + step]
 
 
-def _write(checkpoint: Checkpoint, out: Path, repacked: Repack, progress: Progress) -> Path:
+def rewritten(checkpoint: Checkpoint, out: Path, repacked: Repack, progress: Progress) -> Path:
+    """Write the checkpoint with other tensors in place of some. Shards that are there already stay."""
     out.mkdir(parents=True, exist_ok=True)
     total, done = sum(t.nbytes for t in checkpoint.tensors.values()), 0
     groups: dict[str, list[TensorInfo]] = {}

@@ -35,6 +35,11 @@ def target_quantization(config: TargetConfig) -> TargetQuantization:
             f"{found.path}: quant_algo is {name}, supported for TensorRT-LLM are {', '.join(ALGORITHMS)}, the same for "
             "all linear layers"
         )
+    if found.blocks is not None:
+        raise CheckpointError(
+            f"{found.path}: the checkpoint is {found.name}, which the memory plan for TensorRT-LLM does not know; give "
+            "the checkpoint in BF16, or one of NVIDIA's in FP8 or NVFP4"
+        )
     scheme = found.default.scheme if found.default is not None else None
     return TargetQuantization(scheme, "fp8" if found.kv_cache else None)
 

@@ -1,0 +1,128 @@
+"""Checkpoints in FP8 by blocks: Transformers' meaning of them, builds from them, and wrong ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from dflash_trt.building.build import build
+from dflash_trt.bundle.workspace import silent
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.errors import CheckpointError
+from dflash_trt.quantization.convert import quantize
+from dflash_trt.quantization.widen import blocks_in_bf16
+from dflash_trt.trtllm.options import TensorRTLLMOptions
+from tests.doubles.checkpoints import make_drafter, make_target, write_json
+
+BLOCK = 16
+
+
+def in_blocks(directory: Path, size: int = BLOCK) -> dict[str, torch.Tensor]:
+    """Turn the linear layers of a checkpoint into FP8 with scales by block. Returns its tensors before."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        tiles = tensor.float().reshape(rows // size, size, columns // size, size)
+        scales = tiles.abs().amax((1, 3)) / 448
+        stored[name] = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn).reshape(rows, columns)
+        stored[f"{name}_scale_inv"] = scales
+    save_file(stored, file, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [size, size],
+    }
+    write_json(directory / "config.json", config)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    root = tmp_path_factory.mktemp("blocks")
+    make_drafter(root / "drafter", make_target(root / "target"), layers=1)
+    return root, in_blocks(root / "target")
+
+
+def test_widened_weights_are_those_of_transformers(
+    pair: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    root, original = pair
+    out = blocks_in_bf16(Checkpoint(root / "target"), tmp_path / "bf16", silent)
+    made, stored = load_file(out / "model.safetensors"), load_file(root / "target" / "model.safetensors")
+    assert made.keys() == original.keys()
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    read: Any = Fp8Dequantize(None)
+    for name, tensor in made.items():
+        if name.endswith("proj.weight"):
+            scales = stored[f"{name}_scale_inv"]
+            assert torch.equal(tensor, read._dequantize_one(stored[name], scales, torch.bfloat16)), name
+            assert torch.allclose(tensor.float(), original[name].float(), rtol=0.07, atol=1e-3), name
+        else:
+            assert torch.equal(tensor, original[name]), name
+
+
+def test_the_last_blocks_may_be_smaller(tmp_path: Path) -> None:
+    tmp_path.joinpath("config.json").write_text(
+        json.dumps({"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 3]}})
+    )
+    codes = torch.arange(1, 71).reshape(10, 7).to(torch.float8_e4m3fn)
+    scales = torch.arange(1, 10).reshape(3, 3).to(torch.bfloat16)
+    save_file({"a.weight": codes, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    out = blocks_in_bf16(Checkpoint(tmp_path), tmp_path / "bf16", silent)
+    found = load_file(out / "model.safetensors")["a.weight"].float()
+    for row, column in np.ndindex(10, 7):
+        assert found[row, column] == codes[row, column].float() * (1 + 3 * (row // 4) + column // 3)
+
+
+def test_a_build_widens_them_on_the_way(pair: tuple[Path, Any], tmp_path: Path) -> None:
+    """A build of the widened checkpoint has the same weights. Without weights, it has the same graph."""
+    root, _ = pair
+    sources = str(root / "target"), str(root / "drafter")
+    bundle = build(*sources, tmp_path / "a")
+    widened = blocks_in_bf16(Checkpoint(root / "target"), tmp_path / "bf16", silent)
+    other = build(str(widened), sources[1], tmp_path / "b")
+    weights = "weights/target/model.safetensors"
+    assert bundle.manifest["files"][weights] == other.manifest["files"][weights]
+    for field in ("parameters", "weight_bytes"):
+        assert bundle.manifest["target"][field] == other.manifest["target"][field]
+    outline = build(*sources, tmp_path / "c", weights="none")
+    assert outline.manifest["target"] == bundle.manifest["target"]
+    with pytest.raises(CheckpointError, match="already FP8 in blocks"):
+        quantize(root / "target", tmp_path / "q", "int4")
+    with pytest.raises(CheckpointError, match="is FP8 in blocks, which the memory plan for TensorRT-LLM"):
+        build(*sources, tmp_path / "d", engine="tensorrt-llm", options=TensorRTLLMOptions(gpu="h200"))
+
+
+def test_wrong_scales_are_named(pair: tuple[Path, Any], tmp_path: Path) -> None:
+    root, _ = pair
+    tensors = load_file(root / "target" / "model.safetensors")
+    for file in (root / "target").glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    name = next(name for name in tensors if name.endswith("_scale_inv"))
+
+    def refused(changed: dict[str, torch.Tensor], said: str) -> None:
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=said):
+            blocks_in_bf16(Checkpoint(tmp_path), tmp_path / "out", silent)
+
+    refused({n: t for n, t in tensors.items() if n != name}, f"expected a matrix with {name}")
+    refused(tensors | {name: tensors[name][:1].clone()}, r"one number for each block of \[16, 16\]")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [128]
+    write_json(tmp_path / "config.json", config)
+    with pytest.raises(CheckpointError, match=r"weight_block_size is .128., expected rows and columns"):
+        Checkpoint(tmp_path)
