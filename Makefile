@@ -5,13 +5,14 @@
 #   .venv-docs    the documentation site (docs)
 #   .venv-wheel   the package as a wheel installs it (docs-commands)
 #   .venv-3.12, .venv-3.13, .venv-wheel-3.12, .venv-wheel-3.13  the same as .venv-test and .venv-wheel (test-pythons)
+#   .venv-clients clients of OpenAI's API, each in a folder of its own (clients)
 #   .venv-deploy  linters of the container and Kubernetes files (lint-deploy)
 #   .venv-server  tritonserver from `dflash-trt[triton-local]`, which needs an older numpy (test)
 #   .venv-floors, .venv-newest  the core alone, in the oldest versions that pyproject.toml allows, and in the newest
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo docs docs-commands test test-pythons test-floors test-newest lint lint-deploy lock bench fuzz clean
+.PHONY: help demo docs docs-commands test clients test-pythons test-floors test-newest lint lint-deploy lock bench fuzz clean
 
 # The first interpreter that runs (a pyenv shim may exist and fail), is new enough and can create a venv.
 RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
@@ -22,6 +23,12 @@ python_of = $(or $(PYTHON_$(1)),$(shell for p in python$(1) $(or $(PYENV_ROOT),$
     $$p -c 'import sys, venv, ensurepip; sys.exit("%d.%d" % sys.version_info[:2] != "$(1)")' 2>/dev/null && echo $$p && break; done))
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TORCH := $(shell grep -om1 'torch==[0-9.]*' pyproject.toml)
+CLIENTS := langchain litellm lm_eval aiperf harmony
+CLIENT_langchain := langchain-openai
+CLIENT_litellm := litellm mcp
+CLIENT_lm_eval := lm-eval[api] transformers
+CLIENT_aiperf := aiperf
+CLIENT_harmony := openai-harmony bpe-openai
 CORE_TESTS := tests/test_core.py tests/test_packaging.py tests/decoding/sampling $(addprefix tests/decoding/output/test_,automaton.py stopping.py)
 # The lowest version of each dependency in pyproject.toml, as an exact version.
 FLOORS := import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
@@ -30,6 +37,7 @@ FLOORS := import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['
 help:
 	@echo 'make demo    SmolLM2 and the pair tiny answer with and without drafts, side by side'
 	@echo 'make test    run the tests (installs torch into .venv-test)'
+	@echo 'make clients run the clients of OpenAI'"'"'s API against the server, each in an environment of its own'
 	@echo 'make lint    ruff, mypy, and the direction of imports between the rooms'
 	@echo 'make lint-deploy'
 	@echo '             check the Dockerfiles, compose and Kubernetes files'
@@ -67,6 +75,10 @@ $(PYTHONS:%=test-%): test-%: .venv-test/installed
 	@$(MAKE) .venv-$*/installed PYTHON='$(call python_of,$*)'
 	@.venv-$*/bin/python -m pytest --numprocesses 2 --dist loadfile
 
+clients: .venv-test/installed $(CLIENTS:%=.venv-clients/%/installed)
+	@CLIENTS=$(CURDIR)/.venv-clients .venv-test/bin/python -m pytest client_tests \
+	    $(addprefix tests/serving/openai/test_,openai_client.py curl.py)
+
 test-floors: .venv-floors/installed
 	@.venv-floors/bin/python -m pytest $(CORE_TESTS)
 
@@ -82,6 +94,8 @@ lock: .venv-test/installed
 	@echo "mkdocs-material mkdocstrings[python]" | tr ' ' '\n' | .venv-test/bin/uv pip compile --quiet --upgrade \
 	    --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url --output-file requirements/docs.txt -
 	$(call lock,server,--python-platform x86_64-manylinux_2_35 --extra test-server)
+	@$(foreach client,$(CLIENTS),echo '$(CLIENT_$(client))' | tr ' ' '\n' | .venv-test/bin/uv pip compile --quiet --upgrade \
+	    --python-version 3.11 --no-header --no-annotate --no-emit-index-url --output-file requirements/clients/$(client).txt -;)
 
 lint: .venv-test/installed
 	@.venv-test/bin/ruff check .
@@ -115,7 +129,7 @@ fuzz: .venv-test/installed
 	@.venv-test/bin/python -m tests.fuzz.run --minutes $(or $(MINUTES),0)
 
 clean:
-	rm -rf .venv .venv-docs .venv-deploy site .venv-test .venv-3.* .venv-wheel* .venv-server .venv-floors .venv-newest build dist
+	rm -rf .venv .venv-clients .venv-docs .venv-deploy site .venv-test .venv-3.* .venv-wheel* .venv-server .venv-floors .venv-newest build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(wildcard dflash_trt plugins build_scripts tests) -name __pycache__ -prune -exec rm -rf {} +
 
@@ -135,6 +149,11 @@ clean:
 .venv-server/installed: pyproject.toml requirements/server.txt
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) --constraint requirements/server.txt --editable '.[test-server]'
+	@touch $@
+
+.venv-clients/%/installed: requirements/clients/%.txt
+	$(call venv,$(@D))
+	@$(@D)/bin/python $(PIP) --requirement $<
 	@touch $@
 
 .venv-deploy/installed: requirements/deploy.txt

@@ -90,7 +90,8 @@ def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(wheel: Path) 
 
 
 def test_the_source_distribution_has_what_builds_tests_and_documents_it(sdist: Path) -> None:
-    for folder in (*PACKED, "docs", "examples", "requirements", "tests", "server_tests", "build_scripts"):
+    tests = ("tests", "server_tests", "client_tests")
+    for folder in (*PACKED, *tests, "docs", "examples", "requirements", "build_scripts"):
         assert files(sdist / folder) == files(ROOT / folder), folder
     for name in ("LICENSE", "Makefile", "README.md", "pyproject.toml"):
         assert (sdist / name).read_bytes() == (ROOT / name).read_bytes()

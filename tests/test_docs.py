@@ -18,7 +18,9 @@ from dflash_trt import cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-FOLDERS = "dflash_trt|plugins|build_scripts|tests|server_tests|docs|examples|triton_repo|requirements"
+FOLDERS = (
+    "dflash_trt|plugins|build_scripts|tests|server_tests|client_tests|docs|examples|triton_repo|requirements"
+)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 
 

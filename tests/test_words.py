@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("dflash_trt", "plugins", "build_scripts", "triton_repo", "examples", "tests", "server_tests")
+TESTS = ("tests", "server_tests", "client_tests")
+FOLDERS = ("dflash_trt", "plugins", "build_scripts", "triton_repo", "examples", *TESTS)
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 # Their strings are training data, not prose of the project.
 DATA = ROOT / "build_scripts" / "corpus"
@@ -52,7 +53,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
             if text is not None and isinstance(node.body[0], ast.Expr):
                 docstrings.add(id(node.body[0].value))
                 yield node.body[0].lineno, text
-    if not path.is_relative_to(DATA) and path.parts[len(ROOT.parts)] not in ("tests", "server_tests"):
+    if not path.is_relative_to(DATA) and path.parts[len(ROOT.parts)] not in TESTS:
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
                 parts = (part.value if isinstance(part, ast.Constant) else "X" for part in node.values)

@@ -1,0 +1,47 @@
+"""LiteLLM: an answer, a stream, an asynchronous answer, a completion, a call, a schema, and a refusal."""
+
+import asyncio
+import json
+import sys
+
+import litellm
+
+ASKED = [{"role": "user", "content": "What should I eat in Borvik?"}]
+PARAMETERS = {"type": "object", "properties": {"amount": {"type": "integer"}}, "required": ["amount"]}
+TOOL = {"type": "function", "function": {"name": "convert_money", "parameters": PARAMETERS}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+common = {"api_base": sys.argv[1], "api_key": "none", "temperature": 0, "max_retries": 0}
+chat = {"model": "openai/tiny", "messages": ASKED, "max_tokens": 40, **common}
+whole = litellm.completion(**chat)
+chunks = list(litellm.completion(**chat, stream=True, stream_options={"include_usage": True}))
+later = asyncio.run(litellm.acompletion(**chat))
+legacy = litellm.text_completion(model="text-completion-openai/tiny", prompt="x = [", max_tokens=12, **common)
+call = litellm.completion(**chat | {"max_tokens": 80}, tools=[TOOL], tool_choice="required")
+form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
+shaped = litellm.completion(**chat | {"max_tokens": 60}, response_format=form)
+try:
+    litellm.completion(**chat | {"model": "openai/other"})
+    refused = ""
+except litellm.NotFoundError as error:
+    refused = str(error)
+print(
+    json.dumps(
+        {
+            "whole": whole.choices[0].message.content,
+            "tokens": whole.usage.completion_tokens,
+            "reason": whole.choices[0].finish_reason,
+            "chunks": [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices],
+            "later": later.choices[0].message.content,
+            "completion": legacy.choices[0].text,
+            "calls": [each.function.model_dump() for each in call.choices[0].message.tool_calls],
+            "trip": json.loads(shaped.choices[0].message.content),
+            "refused": refused,
+        }
+    )
+)

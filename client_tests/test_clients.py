@@ -1,0 +1,171 @@
+"""Clients that people use get from the server what `LLM` gives in this process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client_tests.conftest import FOLDER, Run, environment, printed
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.serving.openai.channels import Channels
+from dflash_trt.serving.openai.parsing import Part, Plain
+from dflash_trt.text.tokenizer import Tokenizer
+from tests.serving.openai.conftest import Server
+
+GPT_OSS = FOLDER.parent / "dflash_trt" / "shipped" / "tiny-gpt-oss" / "target"
+QUESTION = [{"role": "user", "content": "What should I eat in Borvik?"}]
+
+
+def expected(llm: LLM) -> tuple[str, int, str]:
+    """Text, number of tokens and finish reason of the answer that the clients ask for."""
+    answer = llm.chat(QUESTION, SamplingParams(max_tokens=40))
+    return answer.text, len(answer.token_ids), str(answer.finish_reason)
+
+
+def test_langchain(client: Run, llm: LLM) -> None:
+    found = client("langchain")
+    text, tokens, reason = expected(llm)
+    assert (found["whole"], found["tokens"], found["reason"]) == (text, tokens, reason)
+    assert "".join(found["chunks"]) == text
+    assert sum(map(bool, found["chunks"])) > 1
+    assert found["streamed_tokens"] == tokens
+    assert found["several"] == [text] * 3
+    (call,) = found["calls"]
+    assert call["name"] == "convert_money"
+    assert isinstance(call["args"]["amount"], int)
+    assert set(found["trip"]) == {"city", "days"}
+    assert found["completion"] == llm.generate("x = [", SamplingParams(max_tokens=12)).text
+
+
+def test_litellm(client: Run, llm: LLM) -> None:
+    found = client("litellm")
+    text, tokens, reason = expected(llm)
+    assert (found["whole"], found["tokens"], found["reason"]) == (text, tokens, reason)
+    assert "".join(found["chunks"]) == found["later"] == text
+    (call,) = found["calls"]
+    assert call["name"] == "convert_money"
+    assert isinstance(json.loads(call["arguments"])["amount"], int)
+    assert list(found["trip"]) == ["city"]
+    assert found["completion"] == llm.generate("x = [", SamplingParams(max_tokens=12)).text
+    assert "this server has tiny" in found["refused"]
+
+
+ITEMS: list[dict[str, Any]] = [
+    {"question": "What should I eat in Borvik?", "choices": [" soup", " bread and butter"], "gold": 0},
+    {"question": "x = [", "choices": ["1, 2]", "def"], "gold": 0},
+    {"question": "def add(a, b):", "choices": [" return a + b", " print"], "gold": 1},
+]
+TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+target_delimiter: ""
+"""
+
+
+def test_lm_eval(client: Run, llm: LLM, tiny: Path, tmp_path: Path) -> None:
+    data = tmp_path / "items.jsonl"
+    data.write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
+    choosing = "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: gold\n"
+    (tmp_path / "choosing.yaml").write_text(TASK.format(name="choosing", data=data) + choosing)
+    writing = (
+        "output_type: generate_until\ndoc_to_target: gold\n"
+        'generation_kwargs: {until: ["\\n"], max_gen_toks: 12}\nmetric_list: [{metric: bypass}]\n'
+    )
+    (tmp_path / "writing.yaml").write_text(TASK.format(name="writing", data=data) + writing)
+    found = client("lm_eval", str(tiny), str(tmp_path))
+    right = 0
+    for item, resps in zip(ITEMS, found["choosing"], strict=True):
+        sums = [log_likelihood(llm, item["question"], choice) for choice in item["choices"]]
+        assert [value for value, _ in resps] == pytest.approx(sums, rel=1e-4, abs=1e-4)
+        right += sums.index(max(sums)) == item["gold"]
+    assert found["accuracy"] == pytest.approx(right / len(ITEMS))
+    params = SamplingParams(max_tokens=12, stop=["\n"])
+    assert found["writing"] == [llm.generate(item["question"], params).text for item in ITEMS]
+
+
+def log_likelihood(llm: LLM, context: str, continuation: str) -> float:
+    made = llm.generate(context + continuation, SamplingParams(max_tokens=1, prompt_logprobs=True))
+    assert made.prompt_logprobs is not None
+    start = len(llm.tokenizer.encode(context))
+    return sum(value for value in made.prompt_logprobs[start:] if value is not None)
+
+
+def test_aiperf(server: Server, tiny: Path, tmp_path: Path) -> None:
+    words = f"""profile --model tiny --url {server.url} --endpoint-type chat --streaming --request-count 6
+        --concurrency 2 --tokenizer {tiny} --synthetic-input-tokens-mean 20 --output-tokens-mean 8
+        --extra-inputs ignore_eos:true --artifact-dir {tmp_path} --ui none"""
+    # Offline it takes no directory for a tokenizer. It needs no hub for one, either.
+    printed(environment("aiperf") / "aiperf", *words.split(), offline=False)
+    (report,) = tmp_path.rglob("profile_export_aiperf.json")
+    found = json.loads(report.read_text())
+    assert found["request_count"]["avg"] == 6
+    assert found["output_sequence_length"]["avg"] > 0
+    assert 0 < found["time_to_first_token"]["avg"] <= found["request_latency"]["avg"]
+
+
+MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+ANSWERS = {
+    "an answer": "<|channel|>final<|message|>It is 42.<|return|>",
+    "reasoning first": "<|channel|>analysis<|message|>We add.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>It is 42.<|return|>",
+    "no word of it": "<|channel|>analysis<|message|>Größe: 3 €.\n\n<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>日本語 🙂<|return|>",
+    "a call": "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.get_weather <|constrain|>json<|message|>{"city": "B"}<|call|>',
+    "a call without a type": '<|channel|>commentary to=functions.find<|message|>{"a": [1, 2]}<|call|>',
+    "the function before the channel": "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant "
+    'to=functions.get_weather<|channel|>commentary json<|message|>{"city": "B"}<|call|>',
+    "words before a call": "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant"
+    "<|channel|>commentary to=functions.find <|constrain|>json<|message|>{}<|call|>",
+    "two thoughts": "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis"
+    "<|message|> Two.<|end|><|start|>assistant<|channel|>final<|message|>Three.<|return|>",
+    "cut": "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant<|channel|>final<|message|>It is",
+}
+
+
+def test_openai_harmony_finds_the_same_messages(tmp_path: Path) -> None:
+    python = environment("harmony") / "python"
+    lines = "".join(json.dumps(answer) + "\n" for answer in ANSWERS.values())
+    out = printed(python, "-I", FOLDER / "clients" / "harmony.py", text=lines)
+    tokenizer = with_all_markers(tmp_path)
+    for (name, answer), messages in zip(ANSWERS.items(), json.loads(out), strict=True):
+        texts, calls = {"reasoning": "", "content": ""}, []
+        for message in messages:
+            text = "".join(part["text"] for part in message["content"])
+            if (recipient := message.get("recipient") or "").startswith("functions."):
+                calls.append((recipient.removeprefix("functions."), text))
+            else:
+                texts["reasoning" if message["channel"] == "analysis" else "content"] += text
+        parts = ours(tokenizer, answer)
+        for kind, text in texts.items():
+            assert "".join(part.text for part in parts if part.kind == kind) == text, name
+        assert [(part.call.name, part.call.arguments) for part in parts if part.call] == calls, name
+
+
+def with_all_markers(folder: Path) -> Tokenizer:
+    """The tokenizer of tiny-gpt-oss with the markers of the real one, of which it has a part."""
+    made = json.loads((GPT_OSS / "tokenizer.json").read_text())
+    known = {token["content"] for token in made["added_tokens"]}
+    first = max(made["model"]["vocab"].values()) + 1 + len(known)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    for number, marker in enumerate(m for m in MARKERS if m not in known):
+        made["added_tokens"].append({"id": first + number, "content": marker, **flags})
+    shutil.copytree(GPT_OSS, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    return Tokenizer(folder)
+
+
+def ours(tokenizer: Tokenizer, answer: str) -> list[Part]:
+    """The parts that this package finds, a token at a time."""
+    channels = Channels(tokenizer, "<|start|>assistant", Plain())
+    parts = list[Part]()
+    for token in tokenizer.encode(answer, add_special_tokens=False):
+        parts += channels.push(tokenizer.decode([token]), [token])
+    return [*parts, *channels.finish()]
