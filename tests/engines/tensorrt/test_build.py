@@ -144,6 +144,16 @@ def test_batches_and_capacities(
     assert ranges[1]["B"] == [1, max(1, batch // 2), batch]
 
 
+def test_plans_that_take_trees(pair: tuple[str, str], tmp_path: Path) -> None:
+    """Several candidates for each place, and which rows of a pass each row sees. Attention still skips tiles."""
+    bundle = rtx(pair, tmp_path / "b", tree_width=3)
+    assert bundle.manifest["tree_width"] == 3
+    assert bundle.manifest["tensorrt"]["plans"]["120"]["target"]["profiles"][1]["S"] == [1, 4, 4]
+    plan = (bundle.path / "plans/sm120/target.plan").read_bytes()
+    assert all(name in plan for name in (b"visible", b"depths"))
+    check_attention(bundle, 120)
+
+
 def test_the_same_inputs_are_built_once(pair: tuple[str, str], tmp_path: Path) -> None:
     steps: list[str] = []
     first = rtx(pair, tmp_path / "b")
