@@ -8,24 +8,22 @@ from __future__ import annotations
 import builtins
 import os
 import pathlib
-import sys
 from typing import Any
 
 if hasattr(os, "sched_getaffinity"):
     del os.sched_getaffinity
-sys.modules["fcntl"] = None  # type: ignore[assignment]
 
 _import = builtins.__import__
 
 
-def _without_resource(name: str, globals: Any = None, *arguments: Any, **options: Any) -> Any:
-    """Only the project lacks it: on Linux, torch and others import it without a fallback."""
-    if name == "resource" and str((globals or {}).get("__name__", "")).startswith(("dflash_", "tests.")):
-        raise ModuleNotFoundError("No module named 'resource'", name=name)
+def _without_unix(name: str, globals: Any = None, *arguments: Any, **options: Any) -> Any:
+    """Only the project lacks them. Other libraries have means of their own elsewhere, such as msvcrt for locks."""
+    if name in ("fcntl", "resource") and str((globals or {}).get("__name__", "")).startswith("dflash_"):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return _import(name, globals, *arguments, **options)
 
 
-builtins.__import__ = _without_resource
+builtins.__import__ = _without_unix
 
 _read_text = pathlib.Path.read_text
 
