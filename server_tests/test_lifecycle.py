@@ -148,6 +148,7 @@ def test_the_death_of_the_engine_is_reported_and_a_reload_recovers(tiny: Serving
     client, _ = busy(tiny)
     (engine,) = tiny.processes("dflash_trt.serving.worker")
     (server,) = tiny.processes("bin/tritonserver")
+    deaths = tiny.metric("dflash_engine_deaths_total")
     kill(engine)
     for _ in range(4):  # each request in flight is refused
         assert "the engine process ended (SIGKILL)" in answers_or_error(client)
@@ -159,6 +160,9 @@ def test_the_death_of_the_engine_is_reported_and_a_reload_recovers(tiny: Serving
     assert tiny.generate(model="ensemble", text_input="a", max_tokens=4)[0] == 200
     assert tiny.processes("bin/tritonserver") == [server]
     assert tiny.processes("dflash_trt.serving.worker") not in ([], [engine])
+    tiny.until(lambda: tiny.metric("dflash_engine_up") == 1)
+    for name in ("deaths", "restarts"):
+        assert tiny.metric(f"dflash_engine_{name}_total") == deaths + 1
 
 
 def test_the_death_of_the_backend_restarts_the_server(tiny: Serving) -> None:

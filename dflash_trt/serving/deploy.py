@@ -90,7 +90,8 @@ def deploy(
 def _write_model(folder: Path, bundle: Bundle, settings: Mapping[str, object], *, copy: bool) -> None:
     source, version = template() / MODEL, folder / "1"
     version.mkdir(parents=True)
-    shutil.copyfile(source / "1" / "model.py", version / "model.py")
+    for module in (source / "1").glob("*.py"):
+        shutil.copyfile(module, version / module.name)
     if copy:
         bundle.copy_to(version / "bundle")
     else:

@@ -7,8 +7,9 @@ import json
 import socket
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -31,21 +32,52 @@ class Error:
         self.text = text
 
 
+class Family:
+    """Triton's metrics. `values` has every sample by its name and labels."""
+
+    COUNTER = GAUGE = 0
+    values: ClassVar[dict[tuple[str, str], float]] = {}
+
+    def __init__(self, *, name: str, description: str, kind: int) -> None:
+        self.name = name
+
+    def Metric(self, *, labels: dict[str, str]) -> Any:
+        key = self.name.removeprefix("dflash_"), labels.get("reason", "")
+        self.values.setdefault(key, 0)  # Triton keeps it over a reload
+
+        def increment(by: float) -> None:
+            assert by > 0
+            self.values[key] += by
+
+        return SimpleNamespace(increment=increment, set=lambda value: self.values.update({key: value}))
+
+
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     triton = SimpleNamespace(
         TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
         TritonModelException=RuntimeError,
         TritonError=type(
-            "TritonError", (), {"INTERNAL": 1, "__init__": lambda s, text, code: setattr(s, "text", text)}
+            "TritonError",
+            (),
+            {
+                **dict.fromkeys(("INTERNAL", "UNAVAILABLE", "INVALID_ARG", "CANCELLED"), 1),
+                "__init__": lambda s, text, code: setattr(s, "text", text),
+            },
         ),
         InferenceResponse=lambda tensors=None, error=None: tensors if error is None else error.text,
         Tensor=lambda name, values: (name, values.tolist()),
         Logger=SimpleNamespace(log_error=print),
         unload_model=lambda name: None,
+        get_model_dir=lambda: str(tmp_path),
+        MetricFamily=Family,
     )
+    Family.values.clear()
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton)
-    spec = importlib.util.spec_from_file_location("model", template() / "dflash" / "1" / "model.py")
+    folder = template() / "dflash" / "1"
+    monkeypatch.syspath_prepend(str(folder))  # Triton does so, too
+    monkeypatch.delitem(sys.modules, "dflash_metrics", raising=False)
+    spec = importlib.util.spec_from_file_location("model", folder / "model.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -53,11 +85,12 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(model: Any) -> None:
+def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(model: Any, tmp_path: Path) -> None:
     triton, (ours, theirs) = model.TritonPythonModel(), socket.socketpair()
     senders = [Sender() for _ in range(3)]
     triton.pending = {i: model.PendingRequest(sender, set()) for i, sender in enumerate(senders)}
     triton.lock, triton.socket, triton.unread, triton.closing = threading.Lock(), ours, b"", True
+    triton.counts = model.Counts(tmp_path / "engine-ended")
     thread = threading.Thread(target=triton.receive)
     thread.start()
     good, told = {"text": "a", "token_ids": [1]}, theirs.makefile("rb")
@@ -80,6 +113,37 @@ def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(model: Any) -
     ]
     assert senders[1].sent[0][0].startswith("TypeError: ")
     assert senders[2].sent[1][0].startswith("AttributeError: ")
+
+
+def test_refusals_and_deaths_are_counted_also_over_a_reload(model: Any, tmp_path: Path) -> None:
+    for life in range(2):
+        triton, (ours, theirs) = model.TritonPythonModel(), socket.socketpair()
+        triton.name, triton.lock, triton.socket, triton.unread = "dflash", threading.Lock(), ours, b""
+        triton.closing, triton.metrics, triton.counts = (
+            False,
+            model.Metrics({}),
+            model.Counts(tmp_path / "engine-ended"),
+        )
+        triton.engine = SimpleNamespace(wait=lambda: -9)
+        triton.pending = {i: model.PendingRequest(Sender(), set()) for i in range(5)}
+        thread = threading.Thread(target=triton.receive)
+        thread.start()
+        errors = [["UNAVAILABLE", "full"], ["INVALID_ARG", "top_p is 2"], ["CANCELLED", "left"]]
+        answers: list[Any] = [[i, {"error": error, "busy": i == 0}] for i, error in enumerate(errors)]
+        theirs.sendall(json.dumps([*answers, ["metrics", []]]).encode() + b"\n")
+        theirs.close()  # the engine dies with two requests in flight
+        thread.join(20)
+        assert Family.values == {
+            ("engine_up", ""): 0,
+            ("engine_deaths_total", ""): life + 1,
+            ("engine_restarts_total", ""): life,
+            **{
+                ("requests_refused_total", reason): life + 1
+                for reason in ("cancelled", "invalid_request", "queue_full")
+            },
+            ("requests_refused_total", "engine_down"): 2 * (life + 1),
+            ("requests_refused_total", "error"): 0,
+        }
 
 
 def test_errors_have_the_names_of_the_api() -> None:

@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from dflash_metrics import REASONS, Counts, Metrics
 
 CANCELLATION_CHECK_SECONDS = 0.1
-COUNTERS = ("_total", "_bucket", "_sum", "_count")  # ends of their names
 SAMPLING = (
     "max_tokens",
     "min_tokens",
@@ -122,6 +122,7 @@ class TritonPythonModel:
         if "ready" not in first:
             self.engine.kill()
             raise pb_utils.TritonModelException(first.get("fatal") or f"while loading, {self.how_it_ended()}")
+        self.counts = Counts(Path(pb_utils.get_model_dir()) / "engine-ended")
         self.longest_line = first["longest_line"]
         threading.Thread(target=self.receive, name="answers", daemon=True).start()
         threading.Thread(target=self.watch, name="cancellation", daemon=True).start()
@@ -132,17 +133,16 @@ class TritonPythonModel:
             try:
                 message = read_request(request, pending)
             except Refused as error:
-                pending.refuse("INVALID_ARG", str(error))
+                self.refuse(pending, "INVALID_ARG", str(error))
                 continue
             except Exception as error:  # an unexpected error: this request must not wait forever
-                pending.refuse("INTERNAL", f"{type(error).__name__}: {error}")
+                self.refuse(pending, "INTERNAL", f"{type(error).__name__}: {error}")
                 continue
             message["id"] = next(self.numbers)
             line = json.dumps(message).encode()
             if len(line) > self.longest_line:
-                pending.refuse(
-                    "INVALID_ARG", f"{longest_input(message)}, and a request at most {self.longest_line}"
-                )
+                text = f"{longest_input(message)}, and a request at most {self.longest_line}"
+                self.refuse(pending, "INVALID_ARG", text)
                 continue
             with self.lock:
                 failure = self.failure
@@ -150,7 +150,12 @@ class TritonPythonModel:
                     self.pending[message["id"]] = pending
                     self.tell(line)
             if failure:
-                pending.refuse("UNAVAILABLE", failure)
+                self.refuse(pending, "UNAVAILABLE", failure)
+
+    def refuse(self, pending: PendingRequest, code: str, message: str, reason: str | None = None) -> None:
+        """Answer with an error, and count it under a reason, which the code gives unless it is named."""
+        self.counts.refuse(reason or REASONS[code])
+        pending.refuse(code, message)
 
     def finalize(self) -> None:
         """Triton unloads the model. No request is in flight."""
@@ -186,6 +191,7 @@ class TritonPythonModel:
                 for key, update in json.loads(line):
                     if key == "metrics":
                         self.metrics.show(update)
+                        self.metrics.show(self.counts.samples())
                         continue
                     place = key, update.get("index", 0)
                     if place in updates:
@@ -219,11 +225,12 @@ class TritonPythonModel:
                 response = pb_utils.InferenceResponse(tensors(pending, update))
                 pending.send(response, final=final and "error" not in update)
             if "error" in update:
-                pending.refuse(*update["error"])
+                self.refuse(pending, *update["error"], "queue_full" if update.get("busy") else None)
         except Exception as error:  # an unexpected error: this request gets it, the others continue
             with self.lock:
                 self.pending.pop(key, None)
                 self.tell(json.dumps({"cancel": key}).encode())
+            self.counts.refuse("error")
             pending.give_up(error)
 
     def watch(self) -> None:
@@ -251,7 +258,9 @@ class TritonPythonModel:
             all_pending, self.pending = list(self.pending.values()), {}
         pb_utils.Logger.log_error(f"dflash: {failure}; {len(all_pending)} requests are refused")
         for pending in all_pending:
-            pending.refuse("UNAVAILABLE", failure)
+            self.refuse(pending, "UNAVAILABLE", failure)
+        self.counts.engine_died()
+        self.metrics.show(self.counts.samples())
         with contextlib.suppress(
             OSError
         ):  # a sign for `dflash-trt serve` that nobody wanted the model to be unloaded
@@ -419,32 +428,3 @@ def tensors(pending: PendingRequest, update: dict[str, Any]) -> list[Any]:
             for name, nanoseconds in zip(TIMES, update["times"], strict=True):
                 outputs[name] = np.array([[nanoseconds]], dtype=np.int64)
     return [pb_utils.Tensor(name, values) for name, values in outputs.items()]
-
-
-class Metrics:
-    """The engine's counters and gauges on the server's metrics port."""
-
-    def __init__(self, labels: dict[str, str]) -> None:
-        self.labels, self.shown = labels, dict[tuple[str, str], tuple[Any, float]]()
-        self.families: dict[str, Any] = {}
-
-    def show(self, samples: list[tuple[str, str, dict[str, str], float]]) -> None:
-        """Show samples of (name, help, labels, value). Counters end in _total, or belong to a histogram."""
-        for name, text, labels, value in samples:
-            counter, key = name.endswith(COUNTERS), (name, json.dumps(labels))
-            if key not in self.shown:
-                try:
-                    metric = self.family(name, text, counter).Metric(labels=self.labels | labels)
-                except pb_utils.TritonModelException:  # the server runs without metrics
-                    return
-                self.shown[key] = metric, 0.0
-            metric, before = self.shown[key]
-            if value != before:
-                metric.increment(value - before) if counter else metric.set(value)
-                self.shown[key] = metric, value
-
-    def family(self, name: str, text: str, counter: bool) -> Any:
-        if name not in self.families:
-            kind = pb_utils.MetricFamily.COUNTER if counter else pb_utils.MetricFamily.GAUGE
-            self.families[name] = pb_utils.MetricFamily(name=name, description=text, kind=kind)
-        return self.families[name]
