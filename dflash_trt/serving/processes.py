@@ -1,14 +1,22 @@
-"""Processes of this machine, from /proc."""
+"""Processes of this machine, from /proc, and the limits of this one."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 Process = tuple[str, str, str]  # name, state, arguments
+
+
+def allow_open_files() -> None:
+    """Let this process have as many files open as the system allows. Each connection is one."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def descendants(root: int) -> dict[int, Process]:

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
+from dflash_trt.serving.processes import allow_open_files
 
 _LONGEST_PATH = 107  # characters of a Unix socket's path on Linux
 
@@ -110,9 +110,7 @@ def check_installed() -> None:
 def main(arguments: Sequence[str]) -> int:
     connection = socket.socket(fileno=int(arguments[0]))
     settings = Settings(**json.loads(arguments[1]))
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_open_files()
     return asyncio.run(serve(connection, settings))
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import resource
 import signal
 import socket
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
 from dflash_trt.serving import event_loop
+from dflash_trt.serving.processes import allow_open_files
 
 if TYPE_CHECKING:
     from dflash_trt.serving.openai.engine import Engine
@@ -66,9 +66,7 @@ def check_installed() -> None:
 def serve(settings: ServerSettings, ready: Callable[[], None], say: Callable[[str], None]) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit code. Raises DFlashError if it cannot start."""
     _set_up_logs(settings.json_logs)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_open_files()
     listening = _listen(settings.host, settings.port)
     with contextlib.closing(listening):
         return event_loop.run(_serve(settings, listening, ready, say))
