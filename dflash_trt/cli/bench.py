@@ -139,11 +139,13 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("--model and --ignore-eos need --server URL")
     from dflash_trt.hardware import processor
     from dflash_trt.prompts import read_prompts
+    from dflash_trt.reports import charts
     from dflash_trt.reports.benchmark import Load, bench
     from dflash_trt.runtime import Runtime
 
     if args.steps and (args.rate or args.svg or args.json):
         args.usage_error("--steps: not with --rate, --svg or --json, which are of loads")
+    charts.check(args.svg)
     closed = args.concurrency or ([] if args.rate else [1, 2, 4, 8, 16])
     most = max(closed, default=16)
     loads = [Load(n) for n in closed] + [Load(most, rate) for rate in args.rate]

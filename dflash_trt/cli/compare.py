@@ -89,8 +89,10 @@ def run(args: argparse.Namespace) -> int:
     from tempfile import TemporaryDirectory
 
     from dflash_trt.prompts import natural_prompts
+    from dflash_trt.reports import charts
     from dflash_trt.reports.comparison import categories_of, chart_of, compare, rows_of
 
+    charts.check(args.svg)
     prompts = natural_prompts(args.prompts, args.limit)
     with ExitStack() as stack, progress_display() as progress:
         if args.work is None:

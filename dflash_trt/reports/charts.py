@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from dflash_trt.errors import DFlashError
@@ -47,6 +48,16 @@ Series = Mapping[str, Sequence[float | None]]
 def available() -> bool:
     """Whether the library that draws is installed."""
     return find_spec("matplotlib") is not None
+
+
+def check(file: Path | None) -> None:
+    """Raise DFlashError if a chart cannot be drawn to `file`. To be asked before long work, whose result is drawn."""
+    if file is None:
+        return
+    if not available():
+        raise DFlashError(f"charts are drawn by matplotlib, which is not installed: {install('charts')}")
+    if not file.absolute().parent.is_dir() or file.is_dir():
+        raise DFlashError(f"--svg {file}: is a directory, or its directory does not exist")
 
 
 def _styled(draw: Callable[Arguments, str]) -> Callable[Arguments, str]:

@@ -89,3 +89,14 @@ def test_without_the_library_the_hint_installs_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(charts, "available", lambda: False)
     with pytest.raises(DFlashError, match="matplotlib, which is not installed: pip install"):
         charts.bar_chart({"a": {"b": 1.0}}, title="", y="")
+
+
+def test_a_command_asks_before_its_work_whether_it_can_draw(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing" / "drafters.svg"
+    assert main(["compare", "--target", "tiny", "--drafter", "tiny", "--svg", str(missing)]) == 1
+    assert f"--svg {missing}: is a directory, or its directory does not exist" in capsys.readouterr().err
+    monkeypatch.setattr(charts, "available", lambda: False)
+    assert main(["bench", "--server", "http://127.0.0.1:9", "--svg", str(tmp_path / "load.svg")]) == 1
+    assert "matplotlib, which is not installed" in capsys.readouterr().err
