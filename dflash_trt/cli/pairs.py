@@ -44,11 +44,11 @@ def run(args: argparse.Namespace) -> int:
         ]
     print_table([("name", "block", "checkpoints"), *rows], heading=True)
     print()
-    published = [
-        (drafter.repository, drafter.kind, "yes" if drafter.read else "no", drafter.licence, drafter.target)
-        for drafter in PUBLISHED
-    ]
-    print_table([("published drafter", "kind", "read", "licence", "target"), *published], heading=True)
+    published = []
+    for drafter in PUBLISHED:
+        kind = drafter.kind if drafter.read else f"{drafter.kind}, not read"
+        published += [(drafter.repository, kind, drafter.licence), (f"  for {drafter.target}", "", "")]
+    print_table([("published drafter", "kind", "licence"), *published], heading=True)
     return 0
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeGuard
 
-from dflash_plugins.kernel_specs import attention_bytes
-
 from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import GIB, MemoryTraits
@@ -314,6 +312,8 @@ class _Layout:
 
     def _attention_parts(self, batch: int, chunk: int) -> int:
         """Memory of the partial results of one attention layer, of the model that needs more."""
+        from dflash_plugins.kernel_specs import attention_bytes
+
         found = []
         for c in (self.inventory.target, self.inventory.drafter):
             n, size = c.num_key_value_heads, c.head_dim

@@ -56,6 +56,7 @@ LIGHT = {
     ),
     *("dflash_trt.engines.tensorrt.options", "dflash_trt.trtllm", "dflash_trt.trtllm.entry"),
     *("dflash_trt.trtllm.memory", "dflash_trt.trtllm.options"),
+    *("dflash_plugins", "dflash_plugins.kernel_specs"),  # sizes of kernels, which import nothing
 }
 
 
