@@ -27,7 +27,7 @@ TYPES = {
     "frequency_penalty": "FP32", "seed": "UINT64", "stop_words": "BYTES", "bad_words": "BYTES", "end_id": "INT32",
     "pad_id": "INT32", "beam_width": "INT32", "ignore_eos": "BOOL", "stream": "BOOL", "exclude_input_in_output": "BOOL",
     "return_log_probs": "BOOL", "return_num_input_tokens": "BOOL", "return_num_output_tokens": "BOOL",
-    "return_perf_metrics": "BOOL", "speculate": "BOOL", "block_length": "INT32", "messages": "BYTES",
+    "return_perf_metrics": "BOOL", "speculate": "BOOL", "block_length": "INT32", "tree_nodes": "INT32", "messages": "BYTES",
     "chat_template_kwargs": "BYTES", "min_tokens": "INT32", "min_length": "INT32", "num_return_sequences": "INT32",
     "embedding_bias_words": "BYTES", "embedding_bias_weights": "FP32", "guided_decoding_guide_type": "BYTES",
     "guided_decoding_guide": "BYTES", "num_top_log_probs": "INT32", "priority": "INT32", "length_penalty": "FP32",
