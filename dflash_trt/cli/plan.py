@@ -87,11 +87,15 @@ def run(args: argparse.Namespace) -> int:
     if args.svg:
         args.svg.write_text(_chart(found), encoding="utf-8")
         print(f"drew {args.svg}", file=sys.stderr)
+    formats = {name for roles in found.weights.values() for sizes in roles.values() for name in sizes}
+    refused = registry.find(args.engine).refusal(settings.gpu.sm, inventory, formats)
     if args.json:
-        print_json({**found.to_dict(), "fits": found.fits})
+        print_json({**found.to_dict(), "fits": found.fits, "refused": refused})
     else:
         _print(found)
-    return 0 if found.fits else 1
+        if refused is not None:
+            print(f"{found.engine}: a build for {found.gpu} is refused: {refused}")
+    return 0 if found.fits and refused is None else 1
 
 
 def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:

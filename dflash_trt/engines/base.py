@@ -7,7 +7,7 @@ and described where none of its packages is installed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
@@ -215,6 +215,10 @@ class Engine(ABC):
         `missing`: packages of the core that are not there. `capabilities`: compute capabilities of the GPUs here, as
         120 for 12.0.
         """
+
+    def refusal(self, capability: int, inventory: Inventory, formats: Iterable[str]) -> str | None:
+        """The reason if a build for GPUs of this compute capability is refused. `formats`: those of the weights."""
+        return None
 
     def memory_settings(self, inventory: Inventory, options: Any) -> dict[str, Any]:
         """Fields of planning's `Settings` that follow from this engine's own options.

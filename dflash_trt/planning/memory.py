@@ -234,8 +234,7 @@ class _Layout:
         self.fixed_scratch = self.traits.scratch_bytes
         self.own_attention = settings.gpu.sm in self.traits.attention_kernels
         moe = inventory.target.moe
-        if self.fixed_scratch and moe is not None:
-            self.fixed_scratch += self._experts(moe, packed=packed_experts)
+        self.experts = 0 if moe is None else self._experts(moe, packed=packed_experts)
 
     def _per_token(self, side: str, element: float) -> int:
         c = self.inventory.config(side)
@@ -299,15 +298,16 @@ class _Layout:
         """Memory that both plans of an engine take in turns. 0 for engines that lend none.
 
         Measured (docs/planning.md): the drafter keeps its logits twice, and 8 bytes for each slot that a row of a
-        verification may see. The target keeps the widest rows of a prompt chunk, and 4 bytes for each slot. The
-        project's own attention has no masks, but parts of results.
+        verification may see. The target keeps the widest rows of a prompt chunk, 4 bytes for each slot, and what a
+        product over experts needs. The project's own attention has no masks, but parts of results.
         """
         if not self.fixed_scratch:
             return 0
         verified, slots = batch * self.s.block_size, 0 if self.own_attention else self.rows(length)
         drafter = verified * (2 * 4 * self.inventory.target.vocab_size + 8 * slots)
         chunk = max(verified, min(length, PREFILL_CHUNK))
-        largest = max(drafter, self._working(chunk) + 4 * chunk * slots) + self.fixed_scratch
+        target = self._working(chunk) + 4 * chunk * slots + self.experts
+        largest = max(drafter, target) + self.fixed_scratch
         return largest + self._attention_parts(batch, chunk) if self.own_attention else largest
 
     def _attention_parts(self, batch: int, chunk: int) -> int:

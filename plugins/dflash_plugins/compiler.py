@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from dflash_plugins.kernel_specs import TARGETS, Use
 from dflash_trt.errors import BuildError
 
-# The lowest version that supports all three targets. Drivers from CUDA 12.8 on read it. Triton's default is its
+# The lowest version that supports all targets. Drivers from CUDA 12.8 on read it. Triton's default is its
 # newest.
 PTX_VERSION = 87
 # Triton adds two undeclared pointers to the end of an entry: scratch memory of the program and of its profiler.
@@ -50,7 +50,7 @@ class Resources:
 
 
 def compile_kernel(use: Use, capability: int) -> Compiled:
-    """PTX of a kernel for sm_90a, sm_100a or sm_120a, from the cache if possible.
+    """PTX of a kernel for sm_89, sm_90a, sm_100a or sm_120a, from the cache if possible.
 
     The cache is $DFLASH_KERNEL_CACHE, by default dflash_trt/kernels in $XDG_CACHE_HOME or ~/.cache.
 
@@ -75,6 +75,11 @@ def compile_kernel(use: Use, capability: int) -> Compiled:
     return compiled
 
 
+def architecture(capability: int) -> str:
+    """The assembler's name of a target. From sm_90 on, "a" adds instructions that no other target has."""
+    return f"sm_{capability}{'a' if capability >= 90 else ''}"
+
+
 @cache
 def source_digest() -> str:
     """sha256 over the sources of the kernels: kernels/ and the constants of the host's noise and weights."""
@@ -95,11 +100,11 @@ def resources(compiled: Compiled, capability: int) -> Resources:
         source.write_text(compiled.ptx)
         command = [
             get_ptxas(capability).path,
-            *("-v", f"-arch=sm_{capability}a", str(source), "-o", str(source.with_suffix(".cubin"))),
+            *("-v", f"-arch={architecture(capability)}", str(source), "-o", str(source.with_suffix(".cubin"))),
         ]
         report = subprocess.run(command, capture_output=True, text=True)
     if report.returncode:
-        raise BuildError(f"ptxas refused {compiled.name} for sm_{capability}a: {report.stderr.strip()}")
+        raise BuildError(f"ptxas refused {compiled.name} for {architecture(capability)}: {report.stderr.strip()}")
     registers, spills = (
         int(re.findall(pattern, report.stderr)[0])
         for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")

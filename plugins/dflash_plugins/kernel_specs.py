@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Compute capability -> its tensor-core instruction in PTX.
-TARGETS = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+TARGETS = {89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 TILE_TOKENS = 4096  # as in kernels/sampling.py
 TILE_GROUPS = 128
 

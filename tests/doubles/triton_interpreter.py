@@ -65,16 +65,20 @@ def _create_inline_asm(
         if not words or words[0] == ".reg":
             continue
         name, target, *operands = words
-        a, b = (registers[o] if o in registers else np.uint32(int(o, 0)) for o in operands)
+        values = [registers[o] if o in registers else np.uint32(int(o, 0)) for o in operands]
+        if name == "mov.b32":
+            registers[target] = np.full_like(registers[f"${written}"], values[0])
+            continue
+        a, b = values[:2]
         if name in ("shl.b32", "shr.u32"):
             registers[target] = _shifted(int(b) if name == "shl.b32" else -int(b), a)
         elif name in ("and.b32", "or.b32"):
             registers[target] = a & b if name == "and.b32" else a | b
         else:
-            kind = {"mul.rn.bf16x2": ml_dtypes.bfloat16, "mul.rn.f16x2": np.float16}[name]
-            pairs = [np.ascontiguousarray(each).view(kind).astype(np.float32) for each in (a, b)]
+            kind = {"fma.rn.bf16x2": ml_dtypes.bfloat16, "fma.rn.f16x2": np.float16}[name]
+            x, y, z = (np.ascontiguousarray(each).view(kind).astype(np.float64) for each in values)
             with np.errstate(over="ignore"):
-                registers[target] = (pairs[0] * pairs[1]).astype(kind).view(np.uint32)
+                registers[target] = (x * y + z).astype(np.float32).astype(kind).view(np.uint32)
     made = _Results()
     for i, kind in enumerate(types):
         numbers = registers[f"${i}"].view(np.uint16).reshape(shape)

@@ -256,6 +256,9 @@ def test_what_tensorrt_rtx_widens_is_counted(inventories: dict[str, Inventory]) 
         ("qwen3-4b", 8, 4096, 156.2e6),
         ("qwen3-4b", 8, 32_768, 186.0e6),
         ("gpt-oss-20b", 2, 4096, 370.0e6),
+        ("gpt-oss-20b", 2, 32_768, 399.4e6),
+        ("gpt-oss-20b", 8, 4096, 370.0e6),
+        ("gpt-oss-20b", 8, 32_768, 399.4e6),
     ],
 )
 def test_scratch_memory_follows_batch_and_capacity(
@@ -397,6 +400,14 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "does not fit on h100" in out
     assert "largest batch at 131072 tokens: 1\n" in out
+    ada = ["plan", "--target", "gpt-oss-20b", "--gpu", "rtx-4090", "--engine"]
+    assert main([*ada, "tensorrt"]) == 0  # the plugins' kernels are compiled for it
+    assert "is refused" not in capsys.readouterr().out
+    assert main([*ada, "tensorrt-rtx", "--json"]) == 1
+    refused = json.loads(capsys.readouterr().out)["refused"]
+    assert "89: has no MXFP4 arithmetic" in refused
+    assert main([*base, "--gpu", "b200", "--engine", "tensorrt-rtx"]) == 1
+    assert "a build for b200 is refused: --compute-capability 100: TensorRT-RTX serves" in capsys.readouterr().out
     assert main(["plan", "--gpus"]) == 0
     assert "DGX Spark" in capsys.readouterr().out
     llm = [*base, "--gpu", "b200", "--engine", "tensorrt-llm", "--precision", "target=fp8"]

@@ -103,13 +103,14 @@ def made(
     ("arguments", "expected"),
     [
         ({}, {"target", "drafter"}),
+        ({"capability": 89}, {"target", "drafter"}),
         ({"capability": 100}, {"target", "drafter"}),
         ({"capability": 120}, {"target", "drafter"}),
         ({"precision": "target=fp16"}, {"target", "drafter"}),
         ({"precision": "target=fp32"}, {"drafter"}),
         ({"precision": "drafter=fp32"}, {"target"}),
         ({"plugins": "none"}, set()),
-        ({"capability": 89}, set()),
+        ({"capability": 86}, set()),
         ({"engine": "tensorrt-rtx", "capability": 120}, set()),
     ],
 )
@@ -122,10 +123,13 @@ def test_who_gets_plugins(
     assert {role for role, each in found.dialects.items() if each.name == "tensorrt-plugins"} == expected
 
 
-def test_hopper_takes_mxfp4_experts_as_plugins_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert made(monkeypatch, expert_formats=("mxfp4",)).plugins
+@pytest.mark.parametrize("capability", [89, 90])
+def test_ada_and_hopper_take_mxfp4_experts_as_plugins_only(
+    monkeypatch: pytest.MonkeyPatch, capability: int
+) -> None:
+    assert made(monkeypatch, capability=capability, expert_formats=("mxfp4",)).plugins
     with pytest.raises(BuildError, match="MXFP4"):
-        made(monkeypatch, expert_formats=("mxfp4",), plugins="none")
+        made(monkeypatch, capability=capability, expert_formats=("mxfp4",), plugins="none")
 
 
 def test_without_triton_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dflash_plugins.kernel_specs import TARGETS as PLUGIN_TARGETS
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dflash_trt.decoding.scheduler import Scheduler
     from dflash_trt.engines.tensorrt.build import PlanJob
     from dflash_trt.formats.precision import Precision
+    from dflash_trt.planning.inventory import Inventory
 
 
 class TensorRTEntry(Engine):
@@ -104,6 +105,18 @@ class TensorRTEntry(Engine):
             run=ready and not absent and here,
             note="; ".join([serves, *([f"install {', '.join(absent)}"] if absent else [])]),
         )
+
+    def refusal(self, capability: int, inventory: Inventory, formats: Iterable[str]) -> str | None:
+        from dflash_trt.formats import FORMATS
+
+        moe, needed = inventory.target.moe, set(formats) & set(FORMATS)
+        if capability in self.memory.attention_kernels and moe is not None:
+            needed -= self.memory.expert_kernels & {moe.quantization}  # the plugins need no such arithmetic
+        try:
+            self.flavour.check_capabilities((capability,), (capability,), formats=needed)
+        except BuildError as error:
+            return str(error)
+        return None
 
     def container(self, manifest: Mapping[str, Any]) -> Container:
         """A plan runs only with the version that built it, and on torch. Both are wheels."""

@@ -24,13 +24,15 @@ def _unpacking(numbers: str, bits: int, shifts: tuple[int, ...]) -> str:
     Pair i is nibble i of both. A nibble is a sign, two bits of exponent and one of mantissa. `bits`: the places of the
     last three in two 16-bit floats. `shifts`: to the left, from each nibble to there. Such a float is too small by a
     power of two, also if it is subnormal. The scales make up for that.
+
+    sm_89 has no multiplication of two bfloat16. Adding -0 to a product changes no bit of it.
     """
-    lines = ["{", ".reg .b32 number, sign;"]
+    lines = ["{", ".reg .b32 number, sign, nothing;", "mov.b32 nothing, 0x80008000;"]
     for i, shift in enumerate(shifts):
         move = f"shl.b32 number, $4, {shift};" if shift > 0 else f"shr.u32 number, $4, {-shift};"
         lines += [move, f"and.b32 number, number, {bits:#010x};", f"shl.b32 sign, $4, {12 - 4 * i};"]
         lines += ["and.b32 sign, sign, 0x80008000;", "or.b32 number, number, sign;"]
-        lines.append(f"mul.rn.{numbers} ${i}, number, $5;")
+        lines.append(f"fma.rn.{numbers} ${i}, number, $5, nothing;")
     return "\n".join([*lines, "}"])
 
 
