@@ -52,7 +52,9 @@ def instructions_per_weight(compiled: compiler.Compiled, capability: int, use: u
         source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(compiled.ptx)
         ptxas = get_ptxas(capability).path
-        subprocess.run([ptxas, f"-arch={compiler.architecture(capability)}", str(source), "-o", str(cubin)], check=True)
+        subprocess.run(
+            [ptxas, f"-arch={compiler.architecture(capability)}", str(source), "-o", str(cubin)], check=True
+        )
         disassemble = [knobs.nvidia.nvdisasm.path, "-c", str(cubin)]
         lines = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout.splitlines()
     code = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)")

@@ -100,11 +100,19 @@ def resources(compiled: Compiled, capability: int) -> Resources:
         source.write_text(compiled.ptx)
         command = [
             get_ptxas(capability).path,
-            *("-v", f"-arch={architecture(capability)}", str(source), "-o", str(source.with_suffix(".cubin"))),
+            *(
+                "-v",
+                f"-arch={architecture(capability)}",
+                str(source),
+                "-o",
+                str(source.with_suffix(".cubin")),
+            ),
         ]
         report = subprocess.run(command, capture_output=True, text=True)
     if report.returncode:
-        raise BuildError(f"ptxas refused {compiled.name} for {architecture(capability)}: {report.stderr.strip()}")
+        raise BuildError(
+            f"ptxas refused {compiled.name} for {architecture(capability)}: {report.stderr.strip()}"
+        )
     registers, spills = (
         int(re.findall(pattern, report.stderr)[0])
         for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")

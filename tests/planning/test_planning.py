@@ -407,7 +407,10 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     refused = json.loads(capsys.readouterr().out)["refused"]
     assert "89: has no MXFP4 arithmetic" in refused
     assert main([*base, "--gpu", "b200", "--engine", "tensorrt-rtx"]) == 1
-    assert "a build for b200 is refused: --compute-capability 100: TensorRT-RTX serves" in capsys.readouterr().out
+    assert (
+        "a build for b200 is refused: --compute-capability 100: TensorRT-RTX serves"
+        in capsys.readouterr().out
+    )
     assert main(["plan", "--gpus"]) == 0
     assert "DGX Spark" in capsys.readouterr().out
     llm = [*base, "--gpu", "b200", "--engine", "tensorrt-llm", "--precision", "target=fp8"]
