@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli.options import each as each_of
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.sampling.philox import gumbel
@@ -47,7 +48,8 @@ def compare(llm: LLM, args: argparse.Namespace) -> None:
         for name, options in METHODS.items()
     ]
     args.work.mkdir(parents=True, exist_ok=True)
-    answers = Answers(args.work, [str(args.bundle), str(args.temperatures), str(args.max_tokens), *METHODS])
+    asked_for = [str(args.temperatures), str(args.max_tokens), *METHODS, *(prompt.id for prompt in prompts)]
+    answers = Answers(args.work, [Bundle.open(args.bundle)], asked_for)
     llms = dict.fromkeys(METHODS, llm)
     done = decode(
         methods, llms, prompts, asked(llm, prompts), answers, max_tokens=args.max_tokens, seconds=args.seconds

@@ -50,12 +50,16 @@ def available() -> bool:
     return find_spec("matplotlib") is not None
 
 
+def _require() -> None:
+    if not available():
+        raise DFlashError(f"charts are drawn by matplotlib, which is not installed: {install('charts')}")
+
+
 def check(file: Path | None) -> None:
     """Raise DFlashError if a chart cannot be drawn to `file`. To be asked before long work, whose result is drawn."""
     if file is None:
         return
-    if not available():
-        raise DFlashError(f"charts are drawn by matplotlib, which is not installed: {install('charts')}")
+    _require()
     if not file.absolute().parent.is_dir() or file.is_dir():
         raise DFlashError(f"--svg {file}: is a directory, or its directory does not exist")
 
@@ -65,8 +69,7 @@ def _styled(draw: Callable[Arguments, str]) -> Callable[Arguments, str]:
 
     @wraps(draw)
     def styled(*arguments: Arguments.args, **options: Arguments.kwargs) -> str:
-        if not available():
-            raise DFlashError(f"charts are drawn by matplotlib, which is not installed: {install('charts')}")
+        _require()
         import matplotlib
 
         with matplotlib.rc_context(_SETTINGS):

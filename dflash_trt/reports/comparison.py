@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 
 from dflash_trt.building.build import build
 from dflash_trt.building.sources import resolve_pair
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import Progress, silent
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.statistics import Statistics
@@ -68,26 +70,27 @@ class Method:
 class Answers:
     """The answers of a comparison so far, in `decoded.jsonl` of its directory.
 
-    The first line says what was asked for. Each further line has the answers to one prompt: the statistics and the
-    tokens of every method.
+    The first line says what was asked for, and of which bundles. Each further line has the answers to one prompt: the
+    statistics and the tokens of every method.
     """
 
-    def __init__(self, work: Path, asked_for: Sequence[str]) -> None:
+    def __init__(self, work: Path, bundles: Sequence[Bundle], asked_for: Sequence[str]) -> None:
+        """`work` exists. Raises RequestError if it has answers of other bundles, or to other questions."""
         self._file = work / "decoded.jsonl"
         self._lines: list[dict[str, Any]] = []
-        head = json.dumps({"asked_for": sha256("\0".join(asked_for).encode()).hexdigest()})
+        keys = [bundle.manifest["key"] for bundle in bundles]
+        head = json.dumps({"asked_for": sha256("\0".join([*keys, *asked_for]).encode()).hexdigest()})
         if not self._file.exists():
             self._file.write_text(head + "\n", encoding="utf-8")
             return
         first, *lines = read_text(self._file, _ANSWERS_BYTES, RequestError).split("\n")
         if first != head:
             raise RequestError(
-                f"{work}: holds a comparison of other prompts or options; choose another directory"
+                f"{work}: holds a comparison of other checkpoints, prompts or options; choose another directory"
             )
-        # A line that is not ended was cut off.
         self._lines = [parse_object(line, str(self._file), RequestError) for line in lines[:-1]]
-        kept = "\n".join([first, *lines[:-1], ""])
-        self._file.write_text(kept, encoding="utf-8")
+        if cut := len(lines[-1].encode()):  # a line that is not ended was cut off
+            os.truncate(self._file, self._file.stat().st_size - cut)
 
     def give(self, methods: Sequence[Method], prompts: Sequence[Prompt]) -> None:
         """Give the methods what they answered."""
@@ -132,14 +135,16 @@ def compare(
     the builds.
     """
     names = _names(drafters)
-    asked_for = [target, *drafters, max_tokens, *temperatures, tree_width, tree_nodes, threads]
-    answers = Answers(work, [*map(str, asked_for), *(f"{p.id} {p.content}" for p in prompts)])
+    asked_for = [max_tokens, *temperatures, tree_nodes, threads, *(f"{p.id} {p.content}" for p in prompts)]
     with ExitStack() as stack:
+        bundles: list[Bundle] = []
         llms: dict[str, LLM] = {}
         kinds: dict[str, dict[str, Any]] = {}
         for number, (name, drafter) in enumerate(zip(names, drafters, strict=True)):
             progress("build pairs", number, len(names))
-            bundle = build(target, drafter, work / f"bundle{number}", weights="link", tree_width=tree_width)
+            out = work / f"bundle{number}"
+            bundle = build(target, drafter, out, weights="link", tree_width=tree_width, force=True)
+            bundles.append(bundle)
             manifest = bundle.manifest
             kinds[name] = {
                 "drafter": manifest["drafter"]["name"],
@@ -150,6 +155,7 @@ def compare(
             llm = LLM(bundle.path, max_batch_size=1, prefix_cache_bytes=0, threads=threads)
             llms[name] = stack.enter_context(llm)
         progress("build pairs", len(names), len(names))
+        answers = Answers(work, bundles, [*map(str, asked_for)])
         methods = [
             each
             for t in temperatures

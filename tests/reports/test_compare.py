@@ -89,8 +89,13 @@ def test_a_comparison_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     calls.clear()
     assert compare(target, drafters, prompts, work, max_tokens=6) == whole
     assert calls == []
-    with pytest.raises(RequestError, match=r"work: holds a comparison of other prompts or options"):
+    with pytest.raises(
+        RequestError, match=r"work: holds a comparison of other checkpoints, prompts or options"
+    ):
         compare(target, drafters, prompts, work, max_tokens=7)
+    make_drafter(tmp_path / "one", Path(target), seed=5)  # trained further
+    with pytest.raises(RequestError, match=r"work: holds a comparison of other checkpoints"):
+        compare(target, drafters, prompts, work, max_tokens=6)
 
 
 def test_names_are_as_long_as_needed() -> None:
