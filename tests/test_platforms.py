@@ -11,6 +11,7 @@ import pytest
 
 from dflash_trt.errors import BuildError
 from dflash_trt.files import disk
+from dflash_trt.files.folder import Folder
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,20 +29,23 @@ def test_a_build_and_a_generation_without_what_only_linux_has(tmp_path: Path) ->
             cwd=tmp_path, env=environment, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+    served = subprocess.run(
+        [sys.executable, "-c", code, "serve", "bundles/tiny"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert served.returncode == 1
+    assert served.stderr == "dflash-trt: error: the server's processes need Linux or macOS; on Windows, serve in WSL 2\n"
 
 
 def test_without_flock_a_library_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "fcntl", None)
-    parent = disk.open_directory(tmp_path)
-    try:
+    with Folder(tmp_path) as parent:
         with disk.locked(tmp_path / "lock", parent) as first:
             assert first
             with disk.locked(tmp_path / "lock", parent) as second:
                 assert not second
         with disk.locked(tmp_path / "lock", parent) as again:
             assert again
-    finally:
-        os.close(parent)
 
 
 def test_two_builds_of_one_place_exclude_each_other_by_the_library_too(

@@ -13,14 +13,15 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, read_manifest, unlisted
 from dflash_trt.errors import BuildError, BundleError
-from dflash_trt.files.disk import locked, open_directory, sync_tree
+from dflash_trt.files.disk import locked, sync_tree
+from dflash_trt.files.folder import Folder
 from dflash_trt.logs import warn_once
 
 _log = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ class Workspace:
     out: Path
     kind: Kind
     area: Path
-    parent: int  # descriptor of the directory with `area` and `out`
-    descriptor: int  # descriptor of `area`
+    parent: Folder  # the directory with `area` and `out`
+    folder: Folder  # `area`
     done: bool = field(default=False)
     _replaces: bool = field(default=False)
 
@@ -102,9 +103,9 @@ class Workspace:
         """
         sync_tree(self.path)
         if self._replaces:
-            os.rename(self.out.name, _REPLACED, src_dir_fd=self.parent, dst_dir_fd=self.descriptor)
+            self.parent.rename(self.out.name, self.folder, _REPLACED)
         try:
-            os.rename(_NEW, self.out.name, src_dir_fd=self.descriptor, dst_dir_fd=self.parent)
+            self.folder.rename(_NEW, self.parent, self.out.name)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
@@ -112,8 +113,8 @@ class Workspace:
                 f"{self.out}: has appeared during the work; move it away and run this again: the finished work is "
                 "reused"
             ) from None
-        os.fsync(self.descriptor)
-        os.fsync(self.parent)
+        self.folder.sync()
+        self.parent.sync()
         self.done = True
 
     def empty(self) -> None:
@@ -158,12 +159,10 @@ def workspace(out: Path, kind: Kind) -> Iterator[Workspace]:
     out = Path(os.path.abspath(out))
     check_place(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    parent = open_directory(out.parent.resolve())
-    try:
-        with _lock(out, parent):
-            name = _resume(out, kind, parent) or _begin(out, kind, parent)
-            descriptor = open_directory(name, parent)
-            place = Workspace(out, kind, out.parent / name, parent, descriptor)
+    with Folder(out.parent.resolve()) as parent, _lock(out, parent):
+        name = _resume(out, kind, parent) or _begin(out, kind, parent)
+        with parent.inner(name) as area:
+            place = Workspace(out, kind, out.parent / name, parent, area)
             try:
                 for folder in (place.path, place.scratch):
                     folder.mkdir(exist_ok=True)
@@ -171,42 +170,38 @@ def workspace(out: Path, kind: Kind) -> Iterator[Workspace]:
             except (OSError, MemoryError) as error:
                 # There is no room for the work. An old bundle that is being replaced stays for the next run.
                 full = isinstance(error, MemoryError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
-                place.done = full and _REPLACED not in os.listdir(descriptor)
+                place.done = full and _REPLACED not in area.names()
                 raise
             finally:
                 if place.done or not any(any(folder.iterdir()) for folder in (place.path, place.scratch)):
                     _remove(out, name, parent)
-                os.close(descriptor)
-    finally:
-        os.close(parent)
 
 
 @contextmanager
-def _lock(out: Path, parent: int) -> Iterator[None]:
+def _lock(out: Path, parent: Folder) -> Iterator[None]:
     with locked(out.with_name(f".{out.name}.lock"), parent) as held:
         if not held:
             raise BuildError(f"{out}: another process is writing it; wait for it, or choose another --out")
         yield
 
 
-def _begin(out: Path, kind: Kind, parent: int) -> str:
+def _begin(out: Path, kind: Kind, parent: Folder) -> str:
     name = f".{out.name}.work-{secrets.token_hex(6)}"
-    os.mkdir(name, dir_fd=parent)
-    with _in(name, parent) as area:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with os.fdopen(os.open(_RECORD, flags, 0o666, dir_fd=area), "w") as file:
+    parent.make(name)
+    with parent.inner(name) as area:
+        with os.fdopen(area.file(_RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w") as file:
             json.dump({"format": _FORMAT, "kind": kind, "out": out.name}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.fsync(area)
+        area.sync()
     return name
 
 
-def _resume(out: Path, kind: Kind, parent: int) -> str | None:
+def _resume(out: Path, kind: Kind, parent: Folder) -> str | None:
     """The work directory of an interrupted run, put in order. This user's other work directories are removed."""
     found = None
     pattern = re.compile(re.escape(f".{out.name}.work-") + "[0-9a-f]{12}")
-    for name in sorted(filter(pattern.fullmatch, os.listdir(parent))):
+    for name in sorted(filter(pattern.fullmatch, parent.names())):
         recorded = _recorded(name, parent)
         if recorded is None:
             continue
@@ -219,63 +214,61 @@ def _resume(out: Path, kind: Kind, parent: int) -> str | None:
     return found
 
 
-def _recorded(name: str, parent: int) -> dict[str, Any] | None:
+def _recorded(name: str, parent: Folder) -> dict[str, Any] | None:
     """The purpose of a work directory: {} if the run was killed at its start, None if the directory is not ours."""
     try:
-        with _in(name, parent) as area:
-            if os.fstat(area).st_uid != os.geteuid():
+        with parent.inner(name) as area:
+            if not area.is_ours():
                 return None
-            with os.fdopen(
-                os.open(_RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=area)
-            ) as file:
+            with os.fdopen(area.file(_RECORD, os.O_RDONLY)) as file:
                 recorded = json.loads(file.read(4096) or "{}")
             ours = isinstance(recorded, dict) and recorded.get("format") == _FORMAT
-            return recorded if ours else {} if set(os.listdir(area)) == {_RECORD} else None
+            return recorded if ours else {} if set(area.names()) == {_RECORD} else None
     except FileNotFoundError:
-        with _in(name, parent) as area:
-            return None if os.listdir(area) else {}
+        with parent.inner(name) as area:
+            return None if area.names() else {}
     except (OSError, ValueError):
         return None
 
 
-def _settle(out: Path, name: str, parent: int) -> bool:
+def _settle(out: Path, name: str, parent: Folder) -> bool:
     """Put back an old bundle if its replacement was interrupted, or finish removing it. Returns False if it must
     stay.
     """
-    with _in(name, parent) as area:
-        inside = os.listdir(area)
+    with parent.inner(name) as area:
+        inside = area.names()
         if _REPLACED not in inside:
             return True
         if _NEW not in inside:
             return remove_bundle(out.parent / name / _REPLACED)
         if not os.path.lexists(out):
-            os.rename(_REPLACED, out.name, src_dir_fd=area, dst_dir_fd=parent)
-            os.fsync(area)
-            os.fsync(parent)
+            area.rename(_REPLACED, parent, out.name)
+            area.sync()
+            parent.sync()
             return True
         return False  # another one is in its place
 
 
-def _remove(out: Path, name: str, parent: int) -> None:
+def _remove(out: Path, name: str, parent: Folder) -> None:
     """Remove a work directory. A replaced bundle inside it loses only the files that its manifest lists.
 
     The record is removed last, so that an interrupted removal can be continued. Folders are renamed first. Otherwise
     the next run would take their remains for whole work.
     """
-    with _in(name, parent) as area:
+    with parent.inner(name) as area:
         for folder in (_REMOVED, _NEW, _SCRATCH):
             with suppress(FileNotFoundError):
                 if folder != _REMOVED:
-                    os.rename(folder, _REMOVED, src_dir_fd=area, dst_dir_fd=area)
-                shutil.rmtree(_REMOVED, dir_fd=area)
+                    area.rename(folder, area, _REMOVED)
+                area.remove_tree(_REMOVED)
         replaced = out.parent / name / _REPLACED
         if not remove_bundle(replaced):
             warn_once(_log, f"{replaced}: keeps files that the replaced bundle's manifest did not list")
             return
         for file in (_DIGESTS, f"{_DIGESTS}.part", _RECORD):
             with suppress(FileNotFoundError):
-                os.unlink(file, dir_fd=area)
-    os.rmdir(name, dir_fd=parent)
+                area.unlink(file)
+    parent.remove(name)
 
 
 def remove_bundle(path: Path) -> bool:
@@ -285,46 +278,36 @@ def remove_bundle(path: Path) -> bool:
     """
     if not os.path.lexists(path):
         return True
-    root = open_directory(path)
-    try:
-        if os.listdir(root):
-            manifest = read_manifest(path)
-            names = [PurePosixPath(name) for name in manifest["files"]]
-            for name in names:
-                with suppress(OSError), _folder(root, name.parent) as folder:
-                    os.unlink(name.name, dir_fd=folder)
-            for directory in sorted({p for name in names for p in name.parents if p.name}, reverse=True):
-                with suppress(OSError), _folder(root, directory.parent) as folder:
-                    os.rmdir(directory.name, dir_fd=folder)
-            if os.listdir(root) != [MANIFEST]:
+    with Folder(path) as root:
+        try:
+            if root.names() and not _emptied(root):
                 return False
-            os.unlink(MANIFEST, dir_fd=root)
-    except (BundleError, OSError):
-        return False
-    finally:
-        os.close(root)
+        except (BundleError, OSError):
+            return False
     os.rmdir(path)
     return True
 
 
+def _emptied(root: Folder) -> bool:
+    manifest = read_manifest(root.path)
+    names = [PurePosixPath(name) for name in manifest["files"]]
+    for name in names:
+        with suppress(OSError), _below(root, name.parent) as folder:
+            folder.unlink(name.name)
+    for directory in sorted({p for name in names for p in name.parents if p.name}, reverse=True):
+        with suppress(OSError), _below(root, directory.parent) as folder:
+            folder.remove(directory.name)
+    if root.names() != [MANIFEST]:
+        return False
+    root.unlink(MANIFEST)
+    return True
+
+
 @contextmanager
-def _folder(root: int, path: PurePosixPath) -> Iterator[int]:
-    """Open `path` below `root` and return the descriptor. Links on the way are refused."""
-    descriptor = os.dup(root)
-    try:
+def _below(root: Folder, path: PurePosixPath) -> Iterator[Folder]:
+    """The folder of that path below `root`. Links on the way are refused."""
+    with ExitStack() as stack:
+        folder = root
         for part in path.parts:
-            inner = open_directory(part, descriptor)
-            os.close(descriptor)
-            descriptor = inner
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _in(name: str, parent: int) -> Iterator[int]:
-    descriptor = open_directory(name, parent)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+            folder = stack.enter_context(folder.inner(part))
+        yield folder

@@ -98,6 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.bundle.manifest import Bundle
 
+    if not hasattr(os, "geteuid"):
+        raise DFlashError("the server's processes need Linux or macOS; on Windows, serve in WSL 2")
+
     if args.server is not None:
         bundle = Bundle.open(args.bundle)
         registry.engine_of(bundle).serve(bundle, args.server, host=args.host, port=args.http_port)

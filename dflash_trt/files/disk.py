@@ -17,6 +17,7 @@ from typing import BinaryIO
 import filelock
 
 from dflash_trt.errors import BuildError, CheckpointError
+from dflash_trt.files.folder import Folder, owned
 
 try:
     import fcntl
@@ -24,7 +25,6 @@ except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
 _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def cache_folder() -> Path:
@@ -69,7 +69,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        partial.rename(path)
+        partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -81,11 +81,19 @@ def sync_tree(directory: Path) -> None:
         for name in files:
             if not (path := Path(folder, name)).is_symlink():
                 _sync(path)
-        _sync(Path(folder))
+        with Folder(Path(folder)) as opened:
+            opened.sync()
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    """Flush a file. Windows flushes only what is open for writing, and a linked file may be read-only."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW if hasattr(os, "O_NOFOLLOW") else os.O_RDWR
+    try:
+        descriptor = os.open(path, flags)
+    except PermissionError:
+        if flags == os.O_RDWR:
+            return
+        raise
     try:
         os.fsync(descriptor)
     finally:
@@ -123,14 +131,9 @@ def _keep_time(source: int, destination: int) -> None:
     os.utime(destination, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def open_directory(name: str | Path, parent: int | None = None) -> int:
-    """Open a directory that is not a symbolic link and return the descriptor. Raises OSError."""
-    return os.open(name, _DIRECTORY, dir_fd=parent)
-
-
 @contextmanager
-def locked(path: Path, parent: int) -> Iterator[bool]:
-    """Hold the lock file `path` in the directory that is open as `parent`. Yields False if another process holds it.
+def locked(path: Path, parent: Folder) -> Iterator[bool]:
+    """Hold the lock file `path` in the directory `parent`. Yields False if another process holds it.
 
     The file is removed when the lock is released. Raises BuildError if `path` is a link, or not a regular file of
     this user.
@@ -142,14 +145,14 @@ def locked(path: Path, parent: int) -> Iterator[bool]:
     foreign, name = BuildError(f"{path}: is not a lock file of this user; remove it"), path.name
     while True:
         try:
-            held = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=parent)
+            held = parent.file(name, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
                 raise foreign from None
             raise
         try:
             found = os.fstat(held)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
+            if not stat.S_ISREG(found.st_mode) or not owned(found) or found.st_nlink > 1:
                 raise foreign
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,7 +165,7 @@ def locked(path: Path, parent: int) -> Iterator[bool]:
             try:
                 yield True
             finally:
-                os.unlink(name, dir_fd=parent)
+                parent.unlink(name)
             return
         finally:
             os.close(held)
@@ -183,9 +186,9 @@ def _portable_lock(path: Path) -> Iterator[bool]:
         lock.release()
 
 
-def _is(name: str, parent: int, expected: os.stat_result) -> bool:
+def _is(name: str, parent: Folder, expected: os.stat_result) -> bool:
     try:
-        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        found = parent.stat(name)
     except FileNotFoundError:
         return False
     return (found.st_dev, found.st_ino) == (expected.st_dev, expected.st_ino)

@@ -16,7 +16,8 @@ import pytest
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, write_manifest
 from dflash_trt.bundle.workspace import remove_bundle, workspace
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
-from dflash_trt.files.disk import locked, open_directory, own_file, whole_file
+from dflash_trt.files.disk import locked, own_file, whole_file
+from dflash_trt.files.folder import Folder
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.serving.deploy import deploy
 from tests.bundle.test_bundle import build_pair, built, bundle, checkpoints, leftovers, manifest_of
@@ -145,7 +146,7 @@ def test_a_lock_that_is_someone_elses_file_is_left_alone(tmp_path: Path) -> None
 
 
 def test_a_lock_is_held_once_also_when_its_file_was_removed_meanwhile(tmp_path: Path) -> None:
-    parent = open_directory(tmp_path)
+    parent = Folder(tmp_path)
     with locked(tmp_path / "lock", parent) as first:
         assert first
         with locked(tmp_path / "lock", parent) as second:
@@ -153,7 +154,7 @@ def test_a_lock_is_held_once_also_when_its_file_was_removed_meanwhile(tmp_path: 
     assert list(tmp_path.iterdir()) == []
     with locked(tmp_path / "lock", parent) as again:
         assert again
-    os.close(parent)
+    parent.close()
 
 
 @pytest.mark.parametrize("record", [None, "{}", '{"format": "other"}', "[]", "\x00"])

@@ -1,6 +1,7 @@
 """Hides what Linux has and other systems lack: python -m pytest -p tests.doubles.other_platform tests/cli
 
-macOS lacks sched_getaffinity and /proc; Windows also lacks fcntl and resource. Imported before the package.
+macOS lacks sched_getaffinity and /proc; Windows also lacks fcntl, resource, users' numbers and open directories.
+Imported before the package.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import os
 import pathlib
 from typing import Any
 
-if hasattr(os, "sched_getaffinity"):
-    del os.sched_getaffinity
+for missing in ("sched_getaffinity", "geteuid", "O_DIRECTORY", "O_NOFOLLOW"):
+    if hasattr(os, missing):
+        delattr(os, missing)
 
 _import = builtins.__import__
 
