@@ -14,11 +14,15 @@ from dflash_trt.training.head_sample import by_frequency
 from dflash_trt.training.target import FeatureCache, FrozenTarget
 
 _WINDOW = 16  # batches whose answers are grouped by length
+_STEP = 32  # T is a multiple of it: torch keeps compiled products of every shape that it has seen
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B answers with their prompts, padded to T: tokens [B, T]; first, ends [B]: an answer is tokens[first:ends]."""
+    """B answers with their prompts, padded to T: tokens [B, T]; first, ends [B]: an answer is tokens[first:ends].
+
+    T is a multiple of 32, so that there are few different shapes.
+    """
 
     answers: tuple[Answer, ...]
     tokens: Tensor
@@ -56,7 +60,7 @@ class Batches:
             self._epoch = (epoch, self._order(epoch))
         chosen = tuple(self.answers[i] for i in self._epoch[1][place])
         lengths = [min(len(answer.token_ids), self.max_length) for answer in chosen]
-        tokens = torch.zeros(len(chosen), max(lengths), dtype=torch.int64)
+        tokens = torch.zeros(len(chosen), -(-max(lengths) // _STEP) * _STEP, dtype=torch.int64)
         for row, (answer, length) in enumerate(zip(chosen, lengths, strict=True)):
             tokens[row, :length] = torch.tensor(answer.token_ids[:length])
         first = torch.tensor([len(answer.prompt_ids) for answer in chosen])
@@ -86,9 +90,10 @@ def features_of(batch: Batch, target: FrozenTarget, cache: FeatureCache | None) 
     if cache is not None:
         found = [cache.get(a, n) for a, n in zip(batch.answers, lengths, strict=True)]
         if all(part is not None for part in found):
-            padded = torch.nn.utils.rnn.pad_sequence(
-                [part for part in found if part is not None], batch_first=True
-            )
+            parts = [part for part in found if part is not None]
+            padded = parts[0].new_zeros(*batch.tokens.shape, parts[0].shape[-1])
+            for row, part in enumerate(parts):
+                padded[row, : len(part)] = part
             return padded.to(target.device, target.dtype)
     features = target.features(batch.tokens.to(target.device))
     if cache is not None:
