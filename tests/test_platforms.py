@@ -34,7 +34,10 @@ def test_a_build_and_a_generation_without_what_only_linux_has(tmp_path: Path) ->
         cwd=tmp_path, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert served.returncode == 1
-    assert served.stderr == "dflash-trt: error: the server's processes need Linux or macOS; on Windows, serve in WSL 2\n"
+    assert (
+        served.stderr
+        == "dflash-trt: error: the server's processes need Linux or macOS; on Windows, serve in WSL 2\n"
+    )
 
 
 def test_without_flock_a_library_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
