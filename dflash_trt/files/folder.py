@@ -18,11 +18,11 @@ class Folder:
 
     def __init__(self, path: Path, within: Folder | None = None) -> None:
         """Open `path`, or the directory of that name in `within`. A symbolic link is refused."""
-        self.path = within.path / path if within else path
+        self.path: Path = within.path / path if within else path
         self._descriptor: int | None = None
         if _OPENS:
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-            self._descriptor = os.open(path, flags, dir_fd=within and within._descriptor)
+            self._descriptor = os.open(path, flags, dir_fd=within._descriptor if within else None)
         elif self.path.is_symlink() or not self.path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path))
 
