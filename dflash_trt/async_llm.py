@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
+from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
@@ -35,6 +36,7 @@ class _Stream:
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[_Item]
     due: float
+    begun: bool = False  # whether it has got a chunk
 
 
 class AsyncLLM:
@@ -319,23 +321,30 @@ class AsyncLLM:
             self._deliver(scheduler.step(self._lengths))
 
     def _deliver(self, emissions: list[Emission]) -> None:
-        """Deliver the chunks that are due, with one wake-up per event loop."""
+        """Deliver the chunks that are due, with one wake-up per event loop.
+
+        First chunks and ends go before the others, which a server with many streams would otherwise write first.
+        """
         for emission in emissions:
             self._held.setdefault(emission.request, []).append(emission)
         now = perf_counter()
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[_Item], _Item]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[bool, asyncio.Queue[_Item], _Item]]] = {}
         for request, held in list(self._held.items()):
             stream = self._streams.get(request)
             if stream is not None:
                 if held[-1].finish_reason is None and now < stream.due:
                     continue
                 stream.due = now + self._stream_interval
-                by_loop.setdefault(stream.loop, []).extend((stream.queue, item) for item in items(held))
-                if held[-1].finish_reason is not None:  # its place is free, even if nobody reads the end
+                ended = held[-1].finish_reason is not None
+                can_wait, stream.begun = stream.begun and not ended, True
+                due = by_loop.setdefault(stream.loop, [])
+                due.extend((can_wait, stream.queue, item) for item in items(held))
+                if ended:  # its place is free, even if nobody reads the end
                     self._streams.pop(request, None)
             del self._held[request]
         for loop, due in by_loop.items():
             try:
+                due.sort(key=itemgetter(0))  # stable: a stream's items stay in order
                 loop.call_soon_threadsafe(_put, due)
             except RuntimeError:
                 self._forget(loop)
@@ -356,7 +365,7 @@ class AsyncLLM:
         for request, stream in streams.items():
             last: list[_Item] = [*items(self._held.pop(request, [])), self._failure]
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                stream.loop.call_soon_threadsafe(_put, [(stream.queue, item) for item in last])
+                stream.loop.call_soon_threadsafe(_put, [(False, stream.queue, item) for item in last])
 
 
 def _size(prompt: Prompt, params: SamplingParams) -> int:
@@ -368,6 +377,6 @@ def _size(prompt: Prompt, params: SamplingParams) -> int:
         return 0
 
 
-def _put(due: list[tuple[asyncio.Queue[_Item], _Item]]) -> None:
-    for queue, item in due:
+def _put(due: list[tuple[bool, asyncio.Queue[_Item], _Item]]) -> None:
+    for _, queue, item in due:
         queue.put_nowait(item)

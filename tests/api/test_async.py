@@ -8,14 +8,14 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams
+from dflash_trt import LLM, AsyncLLM, Completion, SamplingParams, async_llm
 from dflash_trt.building.build import build
 from dflash_trt.decoding.params import Chunk
 from dflash_trt.decoding.request import Request
@@ -125,6 +125,33 @@ def test_what_follows_a_chunk_too_soon_comes_as_one(bundle, monkeypatch) -> None
         assert [chunk.finish_reason for chunk in each] == [None] * (len(each) - 1) + ["length"]
     with pytest.raises(DFlashError, match="stream_interval is -1"):
         AsyncLLM(bundle, stream_interval=-1)
+
+
+def test_first_chunks_and_ends_are_delivered_before_others(bundle, monkeypatch) -> None:
+    delivered = list[list[tuple[object, bool]]]()  # per delivery: the streams, and whether they end
+
+    def watched(due: Any) -> None:
+        delivered.append([(queue, item.finish_reason is not None) for _, queue, item in due])
+        put(due)
+
+    async def body(llm: AsyncLLM) -> None:
+        params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (40, 7, 13, 5, 11)]
+        await asyncio.gather(*(drain(llm.stream(prompt(9, i), each)) for i, each in enumerate(params)))
+
+    async def drain(stream: AsyncGenerator[Chunk, None]) -> None:
+        async for _ in stream:
+            pass
+
+    put = async_llm._put
+    monkeypatch.setattr(async_llm, "_put", watched)
+    serve(bundle, body)
+    begun, mixed = set[object](), 0
+    for due in delivered:
+        can_wait = [queue in begun and not ends for queue, ends in due]
+        begun.update(queue for queue, _ in due)
+        assert can_wait == sorted(can_wait)
+        mixed += len(set(can_wait)) == 2
+    assert mixed > 2
 
 
 @pytest.mark.parametrize("how", ["aclose", "cancel", "break"])
