@@ -107,6 +107,9 @@ lint-deploy: .venv-deploy/installed
 	@.venv-deploy/bin/hadolint Dockerfile Dockerfile.openai
 	@.venv-deploy/bin/check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml compose.openai.yaml
 	@.venv-deploy/bin/kubernetes-validate --quiet --strict $(filter-out %/kustomization.yaml %/adapter-values.yaml,$(wildcard kubernetes/*.yaml))
+	@command -v kubectl >/dev/null || { echo 'kubectl is not installed: the kustomization is not built' >&2; exit 0; }; \
+	    kubectl kustomize kubernetes > .venv-deploy/objects.yaml && \
+	    .venv-deploy/bin/kubernetes-validate --quiet --strict .venv-deploy/objects.yaml
 
 # The site reads the modules without importing them, so it needs no dependency of the package.
 docs: .venv-docs/installed

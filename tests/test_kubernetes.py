@@ -8,10 +8,13 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from dflash_trt.cli import _parser
@@ -119,6 +122,18 @@ def test_the_objects_belong_together() -> None:
     assert (
         kustomization["images"][0]["name"] == deployment["spec"]["template"]["spec"]["containers"][0]["image"]
     )
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kustomize_builds_these_objects_with_the_tag() -> None:
+    command = ["kubectl", "kustomize", str(ROOT / "kubernetes")]
+    built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    kustomization = read("kustomization.yaml")
+    expected = {(found := read(name))["kind"]: found for name in kustomization["resources"]}
+    (image,) = kustomization["images"]
+    (container,) = expected["Deployment"]["spec"]["template"]["spec"]["containers"]
+    container["image"] = f"{image['name']}:{image['newTag']}"
+    assert {found["kind"]: found for found in yaml.safe_load_all(built)} == expected
 
 
 def test_the_autoscaler_reads_a_metric_that_the_server_and_the_adapter_have() -> None:
