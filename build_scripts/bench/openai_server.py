@@ -1,10 +1,15 @@
 """The overhead of the server of OpenAI's API: the same load on it and on `AsyncLLM` in this process, in one run.
 
-    python -m build_scripts.bench.openai_server BUNDLE [--concurrency 1,8,32] [--requests 64] [--repeat 3]
+    python -m build_scripts.bench.openai_server BUNDLE [--concurrency 1,8,32] [--requests 64] [--repeat 3] [--pause MS]
 
 Needs the extra `serve`. Closed loops of greedy streams at a fixed block length take turns. The client runs on the same
 cores as the server, and is part of the measurement. It goes before the engine's threads where the system lets it, so
-its own wait for a core does not count. The last line is one JSON document.
+its own wait for a core does not count. A stream keeps its connection for its next request.
+
+`beyond_engine_ms` is the mean time to the first token less the engine's own, which /metrics has. It is the way there
+and back, with the rest of the engine's step. A request that misses the begin of a round waits for the next one. With
+--pause a stream waits a random time, up to MS, before each request, so requests do not follow the rounds. The last
+line is one JSON document.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -21,6 +27,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any
+from urllib.request import urlopen
 
 from dflash_trt import AsyncLLM, SamplingParams
 from dflash_trt.cli.options import at_least, each
@@ -39,35 +46,63 @@ async def in_process(llm: AsyncLLM, ids: list[int], tokens: int) -> tuple[float,
     return first, text
 
 
-async def over_http(port: int, ids: list[int], tokens: int) -> tuple[float, str]:
-    """One stream of /v1/completions, read without a client library."""
-    body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n"
-    begin, first, text = perf_counter(), 0.0, ""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            first = first or perf_counter() - begin
-            text += json.loads(line[6:])["choices"][0]["text"]
-    writer.close()
-    return first, text
+class OverHttp:
+    """Streams of /v1/completions, read without a client library. Connections are kept for later requests."""
+
+    def __init__(self, port: int, tokens: int) -> None:
+        self._port, self._tokens = port, tokens
+        self._kept: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def __call__(self, ids: list[int]) -> tuple[float, str]:
+        body = {
+            "prompt": ids,
+            "max_tokens": self._tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+        begin, first, text = perf_counter(), 0.0, ""
+        connection = (
+            self._kept.pop() if self._kept else await asyncio.open_connection("127.0.0.1", self._port)
+        )
+        reader, writer = connection
+        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+        while (line := await reader.readline()) != b"0\r\n":  # the last chunk
+            if not line:
+                raise SystemExit("the server has closed a connection")
+            if line.startswith(b"data: {"):
+                first = first or perf_counter() - begin
+                text += json.loads(line[6:])["choices"][0]["text"]
+        await reader.readline()
+        self._kept.append(connection)
+        return first, text
 
 
-async def closed_loop(ask: Ask, prompts: list[list[int]], load: int) -> tuple[float, list[float], list[str]]:
+async def closed_loop(
+    ask: Ask, prompts: list[list[int]], load: int, pause: float
+) -> tuple[float, list[float], list[str]]:
     """Seconds of the whole, seconds to each first token, and the texts in the order of the prompts."""
     waiting = iter(enumerate(prompts))
-    firsts, texts = list[float](), [""] * len(prompts)
+    firsts, texts, rng = list[float](), [""] * len(prompts), random.Random(0)
 
     async def one() -> None:
         for number, ids in waiting:
+            await asyncio.sleep(rng.uniform(0, pause))
             first, texts[number] = await ask(ids)
             firsts.append(first)
 
     begin = perf_counter()
     await asyncio.gather(*(one() for _ in range(load)))
     return perf_counter() - begin, firsts, texts
+
+
+def first_tokens(metrics: str) -> tuple[float, float]:
+    """Number and sum of the seconds to the first token in the engine, in Prometheus' text format."""
+    name = "dflash_time_to_first_token_seconds"
+    found = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith(name))
+    return float(found[f"{name}_count"]), float(found[f"{name}_sum"])
 
 
 def go_first() -> None:
@@ -90,21 +125,26 @@ async def bench(args: argparse.Namespace, port: int) -> list[dict[str, Any]]:
             for p in read_prompts(None, 0)
         ]
         prompts = [found[n % len(found)] for n in range(args.requests)]
-        ways: dict[str, Ask] = {
-            "process": lambda ids: in_process(llm, ids, args.max_tokens),
-            "server": lambda ids: over_http(port, ids, args.max_tokens),
+        url = f"http://127.0.0.1:{port}/metrics"
+        ways: dict[str, tuple[Ask, Callable[[], str]]] = {
+            "process": (lambda ids: in_process(llm, ids, args.max_tokens), llm.metrics.prometheus),
+            "server": (OverHttp(port, args.max_tokens), lambda: urlopen(url, timeout=30).read().decode()),
         }
         for load in args.concurrency:
             some = prompts if load > 1 else prompts[: max(8, args.requests // 4)]
             seconds: dict[str, list[float]] = {name: [] for name in ways}
             firsts: dict[str, list[float]] = {name: [] for name in ways}
+            beyond: dict[str, list[float]] = {name: [] for name in ways}
             texts: dict[str, list[str]] = {}
             for turn in range(args.repeat + 1):  # the first turn warms up
-                for name, ask in ways.items():
-                    took, first, texts[name] = await closed_loop(ask, some, load)
+                for name, (ask, metrics) in ways.items():
+                    count, total = first_tokens(metrics())
+                    took, first, texts[name] = await closed_loop(ask, some, load, args.pause / 1e3)
+                    ended, sum_of_all = first_tokens(metrics())
                     if turn:
                         seconds[name].append(took)
                         firsts[name] += first
+                        beyond[name].append(statistics.mean(first) - (sum_of_all - total) / (ended - count))
             ratios = [p / s for p, s in zip(seconds["process"], seconds["server"], strict=True)]
             row = {
                 "concurrency": load,
@@ -112,6 +152,10 @@ async def bench(args: argparse.Namespace, port: int) -> list[dict[str, Any]]:
                 "throughput_ratio": statistics.median(ratios),
                 "tokens_per_second": len(some) * args.max_tokens / statistics.median(seconds["server"]),
                 "ttft_ms": {name: 1e3 * statistics.median(values) for name, values in firsts.items()},
+                "mean_ttft_ms": {name: 1e3 * statistics.mean(values) for name, values in firsts.items()},
+                "beyond_engine_ms": {
+                    name: 1e3 * statistics.median(values) for name, values in beyond.items()
+                },
             }
             rows.append(row)
             print(json.dumps(row), flush=True)
@@ -127,6 +171,9 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=at_least(1), default=64)
     parser.add_argument("--block-length", type=at_least(1), default=8)
     parser.add_argument("--stream-interval", type=at_least(0), default=50, metavar="MS", help="of the server")
+    parser.add_argument(
+        "--pause", type=at_least(0), default=0, metavar="MS", help="the longest before a request"
+    )
     parser.add_argument("--threads", type=at_least(1))
     args = parser.parse_args()
     with socket.socket() as free:
