@@ -195,11 +195,15 @@ def main() -> int:
         folder, done = Path(temporary), set[str]()
         for pair in ("tiny", "smollm2-135m"):
             needed = Shown("", f"dflash-trt build --target {pair}")
-            if any(each.command == needed.command for each in shown):
-                continue
-            if any(f"bundles/{pair}" in each.command for each in shown) and not reason_to_skip(
-                needed.command, installed
-            ):
+            first = next(
+                (
+                    e.command
+                    for e in shown
+                    if re.search(rf"bundles/{pair}\b(?!-)|{needed.command}$", e.command)
+                ),
+                None,
+            )
+            if first not in (None, needed.command) and not reason_to_skip(needed.command, installed):
                 if args.cheap and SLOW.search(needed.command):
                     continue
                 for fault in run(needed, python, folder):

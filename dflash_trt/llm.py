@@ -31,8 +31,7 @@ class LLM:
     prefill_chunk: prompt tokens per pass.
     threads: CPU threads per pass (default: every core this process may use).
     prefix_cache_bytes: memory limit for cache rows of finished requests. Prompts with the same beginning reuse them.
-    0
-        reuses no rows at all.
+        0 reuses no rows at all.
     check: how thoroughly the bundle is verified first, see `Bundle.open`.
 
     One call generates at a time (`AsyncLLM` serves many). The memory is freed by `close()`, at the end of a `with`, or
@@ -251,9 +250,7 @@ class LLM:
     def _decode(
         self, requests: list[Request], speculate: bool, length: int | None, nodes: int | None
     ) -> Generator[Emission]:
-        self._runtime.check_block_length(length)
-        self._runtime.check_tree_nodes(nodes)
-        return self._run(requests, speculate, length, nodes)
+        return self._run(requests, speculate, *self._runtime.checked(length, nodes))
 
     def _run(
         self, requests: list[Request], speculate: bool, length: int | None, nodes: int | None

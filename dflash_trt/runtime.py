@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -59,6 +61,9 @@ class Runtime:
         check: Check,
     ) -> None:
         began = perf_counter()
+        max_batch_size, prefill_chunk, prefix_cache_bytes = map(
+            _plain, (max_batch_size, prefill_chunk, prefix_cache_bytes)
+        )
         limits = {"max_batch_size": (max_batch_size, 1), "prefill_chunk": (prefill_chunk, 1)}
         limits["prefix_cache_bytes"] = (prefix_cache_bytes, 0)
         for name, (value, least) in limits.items():
@@ -125,8 +130,7 @@ class Runtime:
 
         The adaptive policy times some passes when it is first requested. Nothing may run then.
         """
-        self.check_block_length(block_length)
-        self.check_tree_nodes(tree_nodes)
+        block_length, tree_nodes = self.checked(block_length, tree_nodes)
         if not speculate:
             return FixedLength(1)
         if tree_nodes:
@@ -160,6 +164,13 @@ class Runtime:
         if not (isinstance(self.pair, Pair) and self.pair.trees):
             return 0
         return min(self.pair.arrays.most_nodes, self.pair.capacity // 2)
+
+    def checked(self, block_length: int | None, tree_nodes: int | None) -> tuple[int | None, int | None]:
+        """Both as Python's integers. Raises RequestError if this bundle does not support them."""
+        block_length, tree_nodes = _plain(block_length), _plain(tree_nodes)
+        self.check_block_length(block_length)
+        self.check_tree_nodes(tree_nodes)
+        return block_length, tree_nodes
 
     def check_tree_nodes(self, tree_nodes: int | None) -> None:
         """Raise RequestError if this bundle does not support trees of so many nodes."""
@@ -221,8 +232,9 @@ class Runtime:
         """Make a request that this bundle can serve; tokenizes. `deadline` is a time of perf_counter. Raises
         RequestError.
         """
-        self.check_block_length(block_length)
-        self.check_tree_nodes(tree_nodes)
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params is {quoted(params)}, expected a SamplingParams")
+        block_length, tree_nodes = self.checked(block_length, tree_nodes)
         if self.driver is not None:
             self.driver.check(params, draft=draft)
         try:
@@ -259,7 +271,7 @@ class Runtime:
         listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray | memoryview)
         if not listed and not (isinstance(prompt, np.ndarray) and prompt.ndim == 1):
             raise RequestError(
-                f"the prompt is {quoted(prompt)}, a {type(prompt).__name__}, expected a text or a list of token ids"
+                f"the prompt is {quoted(prompt)} ({type(prompt).__name__}), expected a text or a list of token ids"
             )
         if not len(prompt):
             raise RequestError("the prompt is empty: give at least one token")
@@ -306,6 +318,11 @@ class Runtime:
         """The token sequences of words: each at the start of a text, and after a space."""
         spellings = dict.fromkeys(spelling for word in words for spelling in (word, f" {word.lstrip()}"))
         return [ids for s in spellings if (ids := self.tokenizer.encode(s, add_special_tokens=False))]
+
+
+def _plain(value: T) -> T:
+    """An integer of any library, such as NumPy's, as Python's. Anything else stays as it is."""
+    return cast(T, int(value)) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _characters(value: object, most: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
@@ -12,10 +13,10 @@ from filelock import FileLock
 
 from dflash_trt.building.build import build
 from dflash_trt.building.progress import progress_display
-from dflash_trt.bundle.manifest import Bundle, Check, digest
-from dflash_trt.checkpoint.catalogue import KnownPair, known_configs, known_pair
-from dflash_trt.errors import BundleError
-from dflash_trt.files.disk import cache_folder
+from dflash_trt.bundle.manifest import MANIFEST, Bundle, Check, digest
+from dflash_trt.checkpoint.catalogue import PAIRS, KnownPair, known_configs, known_pair
+from dflash_trt.errors import BundleError, did_you_mean
+from dflash_trt.files.disk import cache_folder, whole_file
 
 _log = logging.getLogger(__name__)
 
@@ -34,22 +35,36 @@ def open_bundle(bundle: str | Path, check: Check) -> Bundle:
         return Bundle.open(bundle, check)
     place = cache_folder() / "bundles" / pair.name
     place.parent.mkdir(parents=True, exist_ok=True)
+    note, inputs = place.parent / f".{pair.name}.inputs", _inputs(pair)
     with FileLock(place.parent / f".{pair.name}.first-use"):  # another process may be building it
         with suppress(BundleError):
             found = Bundle.open(place, check)
-            if _is_current(found, pair):
+            if note.is_file() and note.read_text() == f"{found.manifest['key']} {inputs}":
                 _log.info("%s is in the cache: %s", pair.name, place)
                 return found
         print(f"building {pair.name} into {place} (once)", file=sys.stderr)
         with progress_display() as progress:
-            return build(pair.name, None, place, force=True, progress=progress)
+            built = build(pair.name, None, place, force=True, progress=progress)
+        # The bundle has them in other files if the build quantized them.
+        with whole_file(note) as file:
+            file.write(f"{built.manifest['key']} {inputs}".encode())
+        return built
 
 
 def check_path(path: Path) -> None:
-    """Raise BundleError for the name of a pair where a bundle is expected: how to build it, or where it is."""
-    pair = None if os.path.lexists(path) else known_pair(str(path))
-    if pair is None:
+    """Raise BundleError for a directory that does not exist: the name of a pair, or what may have been meant.
+
+    A pair's name says how to build it, or where it is.
+    """
+    if os.path.lexists(path):
         return
+    pair = known_pair(str(path))
+    if pair is None:
+        beside = [str(found.parent) for found in path.parent.glob(f"*/{MANIFEST}")]
+        near = did_you_mean(str(path), [*beside, *(each.name for each in PAIRS)])
+        raise BundleError(
+            f"{path}: no such directory{near}; `dflash-trt build --out {path}` makes a bundle there"
+        )
     built = Path("bundles") / pair.name
     way = (
         f"give {built}"
@@ -59,15 +74,12 @@ def check_path(path: Path) -> None:
     raise BundleError(f"{path}: is the name of a pair, not the directory of a bundle; {way}")
 
 
-def _is_current(bundle: Bundle, pair: KnownPair) -> bool:
-    """Whether a bundle has the checkpoints that come with this package; an update may bring other ones."""
-    listed = bundle.manifest["files"]
-    for role, repository, folder in zip(
-        ("target", "drafter"), (pair.target_repo, pair.drafter_repo), known_configs(pair.name), strict=True
+def _inputs(pair: KnownPair) -> str:
+    """A digest of the weights of a pair that this package has. An update may bring others."""
+    parts = []
+    for repository, folder in zip(
+        (pair.target_repo, pair.drafter_repo), known_configs(pair.name), strict=True
     ):
         if repository is None:
-            for file in folder.glob("*.safetensors"):
-                entry = listed.get(f"weights/{role}/{file.name}")
-                if entry is None or entry["sha256"] != digest(file):
-                    return False
-    return True
+            parts += [digest(file) for file in sorted(folder.glob("*.safetensors"))]
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()

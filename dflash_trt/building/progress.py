@@ -45,8 +45,12 @@ def progress_display() -> Iterator[Progress]:
 
 def _bars() -> Bars:
     from rich.console import Console
+    from rich.control import Control, ControlType
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
     columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    return Bars(*columns, console=Console(stderr=True))
+    console = Console(stderr=True)
+    if console.is_terminal:  # `loading` may have begun this line
+        console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+    return Bars(*columns, console=console)

@@ -28,7 +28,7 @@ examples:
   dflash-trt build --target Qwen/Qwen3-8B --max-seq-len 8192
   dflash-trt build --target gpt-oss-120b --weights none
   dflash-trt build --target tiny --engine tensorrt-rtx --compute-capability 89 120
-  dflash-trt build --target smollm2-135m --precision target=int8,drafter=int8,head=int8
+  dflash-trt build --target smollm2-135m --precision target=int8 --out bundles/smollm2-135m-int8
   dflash-trt build --target tiny --precision target=fp8,drafter=nvfp4,head=fp8 --out bundles/tiny-fp8
   dflash-trt build --target gpt-oss-120b --engine tensorrt-llm --gpu b200 --tp 8 --ep 8
   dflash-trt build --from-plan plan.json --out bundles/planned

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli import generate
 from dflash_trt.cli.options import add_tree_nodes, block_length
+from dflash_trt.cli.output import loading
 from dflash_trt.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -55,10 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.llm import LLM
-
     params = generate.sampling_params(args, most=MAX_TOKENS)
-    with LLM(args.bundle, max_batch_size=1) as llm:
+    with loading(args.bundle):
+        from dflash_trt.llm import LLM
+
+        opened = LLM(args.bundle, max_batch_size=1)
+    with opened as llm:
         conversation = Conversation(llm, params, args)
         if sys.stdin.isatty():
             with suppress(ImportError):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli.options import add_tree_nodes, block_length
-from dflash_trt.cli.output import print_json
+from dflash_trt.cli.output import loading, print_json
 from dflash_trt.errors import DFlashError, RequestError
 
 if TYPE_CHECKING:
@@ -150,8 +150,6 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt is None and sys.stdin.isatty():
         args.usage_error("no prompt: give it with --prompt, or on standard input")
 
-    from dflash_trt import LLM
-
     params = sampling_params(args, stop=tuple(args.stop or ()), structured_outputs=_form(args))
     drafting: dict[str, Any] = {
         "speculate": not args.no_draft,
@@ -159,7 +157,11 @@ def run(args: argparse.Namespace) -> int:
         "tree_nodes": args.tree_nodes,
     }
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
-    with LLM(args.bundle, max_batch_size=1) as llm:
+    with loading(args.bundle):
+        from dflash_trt import LLM
+
+        opened = LLM(args.bundle, max_batch_size=1)
+    with opened as llm:
         if args.chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]
             prompt = llm.chat_prompt(

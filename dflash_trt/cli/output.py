@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
 
@@ -33,6 +34,20 @@ def line_width() -> int:
     """Columns of the terminal; 100 elsewhere, so that what is written to a file can be read."""
     given = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
     return shutil.get_terminal_size().columns if given else 100
+
+
+@contextmanager
+def loading(place: object) -> Iterator[None]:
+    """A line on standard error while a bundle is loaded, on a terminal. It disappears afterwards."""
+    shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    if shown:
+        line = f"loading {place} ..."[: shutil.get_terminal_size().columns - 1]
+        print(line, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def colours(stream: TextIO) -> bool:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
-from dflash_trt.errors import BundleError, RequestError
+from dflash_trt.building import first_use
+from dflash_trt.building.build import build
+from dflash_trt.errors import BundleError, DFlashError, RequestError
+from dflash_trt.formats.precision import Precision
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +64,18 @@ def test_a_bundle_with_another_drafter_than_the_packages_is_built_again(
     assert (place / "manifest.json").read_text() == whole
 
 
+def test_a_drafter_that_the_build_quantizes_is_built_once(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of smollm2-135m, by default: the bundle has other files than the package."""
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(cache / "quantized"))
+    monkeypatch.setattr(first_use, "build", partial(build, precision=Precision(drafter="int8")))
+    LLM("tiny", max_batch_size=1)
+    assert "building tiny" in capsys.readouterr().err
+    LLM("tiny", max_batch_size=1)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_path_is_never_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BundleError, match="tiny: "):
@@ -67,6 +83,15 @@ def test_a_path_is_never_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "tiny").mkdir()
     with pytest.raises(BundleError, match=r"no manifest\.json"):
         LLM("tiny")
+
+
+def test_a_name_that_nothing_has_names_the_nearest(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LLM("tiny", max_batch_size=1)
+    with pytest.raises(BundleError, match=r"tinny: no such directory \(did you mean 'tiny'\?\)"):
+        LLM("tinny")
+    place = cache / "bundles" / "tiny"
+    with pytest.raises(BundleError, match=rf"did you mean '{place}'"):
+        LLM(place.with_name("tinyy"))
 
 
 def test_without_with_the_memory_is_freed_with_the_object() -> None:
@@ -116,3 +141,20 @@ def test_parameters_are_numpy_scalars_too() -> None:
     assert [type(v) for v in (given.max_tokens, given.temperature, given.ignore_eos)] == [int, float, bool]
     with pytest.raises(RequestError, match="max_tokens is"):
         SamplingParams(max_tokens=np.float64(4))  # type: ignore[arg-type]
+
+
+def test_arguments_are_numpy_integers_too() -> None:
+    two, four = np.int64(2), np.uint8(4)
+    llm = LLM("tiny", max_batch_size=two)  # type: ignore[arg-type]
+    answer = llm.generate("12 + 7", SamplingParams(max_tokens=12, ignore_eos=True), block_length=four)  # type: ignore[call-overload]
+    assert answer.statistics.block_length_histogram[4]
+    assert all(type(count) is int for count in answer.statistics.block_length_histogram)
+    with pytest.raises(RequestError, match="block_length is 9, expected"):
+        llm.generate("12 + 7", block_length=np.int64(9))  # type: ignore[call-overload]
+    with pytest.raises(DFlashError, match="max_batch_size is 0, expected an integer, 1 or more"):
+        LLM("tiny", max_batch_size=np.int64(0))  # type: ignore[arg-type]
+
+
+def test_parameters_of_another_type_are_named() -> None:
+    with pytest.raises(RequestError, match=r"sampling_params is \{'max_tokens': 4\}, expected a SamplingParams"):
+        LLM("tiny", max_batch_size=1).generate("12 + 7", {"max_tokens": 4})  # type: ignore[call-overload]
