@@ -19,9 +19,11 @@ from rich.text import Text
 
 from dflash_trt import LLM
 from dflash_trt.cli import _parser, chat, generate
+from dflash_trt.prompts import natural_prompts
 
 ROOT = Path(__file__).parent.parent
-QUESTIONS = ("What is the capital of France?", "Give me three tips for sleeping better.")
+# The first held-out natural prompts of a category: not chosen by their acceptance.
+CATEGORY, NUMBER = "chat", 2
 # The fonts that rich's format would fetch.
 FONTS = re.compile(r"@font-face \{\{.*?\}\}", re.DOTALL)
 
@@ -37,6 +39,12 @@ class Recorded(chat.Conversation):
         self.text.append(text, style)
 
 
+def questions() -> list[str]:
+    """What is asked."""
+    found = [prompt.content for prompt in natural_prompts(None, 0) if prompt.category == CATEGORY][:NUMBER]
+    return [content if isinstance(content, str) else content[-1]["content"] for content in found]
+
+
 def record(bundle: str, max_tokens: int) -> str:
     """The SVG of a conversation with a bundle, or with a known pair."""
     words = ["chat", f"bundles/{Path(bundle).name}", "--max-tokens", str(max_tokens)]
@@ -44,7 +52,7 @@ def record(bundle: str, max_tokens: int) -> str:
         conversation = Recorded(llm, _parser().parse_args(words))
         conversation.text.append(f"$ dflash-trt {' '.join(words)}\n", "bold")
         llm.generate(llm.chat_prompt([{"role": "user", "content": "Hello"}]))  # a warm-up
-        for question in QUESTIONS:
+        for question in questions():
             conversation.text.append(f"{chat.PROMPT}{question}\n", "bold")
             conversation.ask(question)
     with open(os.devnull, "w") as nothing:

@@ -45,9 +45,10 @@ def progress_display() -> Iterator[Progress]:
 
 def _bars() -> Bars:
     from rich.console import Console
-    from rich.control import Control, ControlType
+    from rich.control import Control
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
+    from rich.segment import ControlType
 
     columns = (TextColumn("{task.description:<18}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = Console(stderr=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli import engine_options, from_plan
 from dflash_trt.cli.options import at_least
-from dflash_trt.cli.output import byte_count, print_json
+from dflash_trt.cli.output import byte_count, print_json, print_text
 from dflash_trt.engines import registry
 
 # Settings of an engine of its own scheduler that are shown with their reasons.
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         weights = {"copy": "its own", "link": "linked with the checkpoints'", "none": "none"}[
             found["weights"]
         ]
-        print(f"{out}: {shape}, {size}, weights {weights}, built in {seconds:.1f} s")
+        print_text(f"{out}: {shape}, {size}, weights {weights}, built in {seconds:.1f} s")
         for name in _CHOSEN:
             if name in found.get("choices", {}):
                 print(f"{name} {found['choices'][name]}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli import generate
 from dflash_trt.cli.options import add_tree_nodes, block_length
-from dflash_trt.cli.output import loading
+from dflash_trt.cli.output import Words, loading, print_text
 from dflash_trt.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
         if sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401  # gives input() a history and editing
-            print(f"{args.bundle}: up to {llm.max_seq_len} tokens. /help shows the commands, Ctrl-D ends.")
+            print_text(
+                f"{args.bundle}: up to {llm.max_seq_len} tokens. /help shows the commands, Ctrl-D ends."
+            )
         while (line := _read()) is not None:
             if line.startswith("/") and line.split()[0] in COMMANDS:
                 if not conversation.command(line):
@@ -102,7 +104,7 @@ class Conversation:
         from rich.console import Console
 
         self.llm, self.params = llm, params
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console, self.words = Console(highlight=False, soft_wrap=True), Words(self._emit)
         self.system, self.variables = args.system, args.chat_template_kwargs
         self.speculate = not args.no_draft
         self.drafting = {"block_length": args.block_length, "tree_nodes": args.tree_nodes}
@@ -179,10 +181,13 @@ class Conversation:
         self._print(f"[{text}]\n", "dim")
 
     def _print(self, text: str, style: str = "") -> None:
+        self.words.write(text, style)
+        sys.stdout.flush()
+
+    def _emit(self, text: str, style: str) -> None:
         from rich.text import Text
 
         self.console.print(Text(text, style), end="")
-        sys.stdout.flush()
 
 
 def _figures(s: Statistics) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli.options import add_tree_nodes, block_length
-from dflash_trt.cli.output import loading, print_json
+from dflash_trt.cli.output import Words, loading, print_json
 from dflash_trt.errors import DFlashError, RequestError
 
 if TYPE_CHECKING:
@@ -171,8 +171,10 @@ def run(args: argparse.Namespace) -> int:
             completion = llm.generate(prompt, params, **drafting)
             print_json({**vars(completion), "statistics": completion.statistics.to_dict()})
             return 0
+        words = Words(lambda text, _: print(text, end=""))
         for chunk in llm.stream(prompt, params, **drafting):
-            print(chunk.text, end="", flush=True)
+            words.write(chunk.text)
+            sys.stdout.flush()
     print()
     if args.stats and chunk.statistics is not None:
         _print_statistics(chunk.statistics)

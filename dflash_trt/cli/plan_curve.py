@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli import plan_slo
 from dflash_trt.cli.options import at_least, each
-from dflash_trt.cli.output import print_json, print_table
+from dflash_trt.cli.output import print_json, print_table, print_text
 
 if TYPE_CHECKING:
     from dflash_trt.planning.acceptance import Acceptance, Chain
@@ -250,19 +250,20 @@ def _print(curves: Curves) -> None:
     _print_sources(curves)
     if PLAIN in curves.points:
         fastest = curves.fastest(PLAIN)
-        print(
+        print_text(
             f"plain decoding reaches {fastest.speed:.0f} tokens/s per user, at batch {fastest.batch} on "
             f"{_count(fastest.gpus, curves.unit)}"
         )
     print(f"\ntokens/s per {curves.unit} at the same speed per user:")
-    rows = [("tokens/s per user", "plain", "", "best block", "", "ratio", *([CHAIN] if curves.chain else []))]
+    chain = [CHAIN] if curves.chain else []
+    rows = [("per user", "plain", "batch", "drafted", "block", "batch", "ratio", *chain)]
     for share in _SPEEDS:
         speed = share * curves.top_speed
         plain, block = curves.best(PLAIN, speed * 0.999), curves.best_block(speed * 0.999)
         row = [
             f"{speed:.0f} ({share:.0%})",
-            *_cells(plain, curves.unit, with_method=False),
-            *_cells(block, curves.unit),
+            *_cells(plain, curves.unit),
+            *_cells(block, curves.unit, drafted=True),
             _ratio(block, plain),
         ]
         if curves.chain:
@@ -303,7 +304,7 @@ def _print_speed(curves: Curves, speed: float, node: int, *, as_json: bool) -> i
             print(f"{name}: no setting reaches {speed:g} tokens/s per user")
             continue
         length = "" if point.method == PLAIN else f", {point.method}"
-        print(
+        print_text(
             f"{name}: {_users(point, node)} users at {point.speed:.0f} tokens/s on a node of {node}: groups of "
             f"{_count(point.gpus, curves.unit)}, batch {point.batch}{length}"
         )
@@ -311,13 +312,13 @@ def _print_speed(curves: Curves, speed: float, node: int, *, as_json: bool) -> i
 
 
 def _print_sources(curves: Curves) -> None:
-    print(
+    print_text(
         f"{curves.target} on {curves.place}, {curves.context} tokens of context; a model, not a measured curve"
     )
-    print(f"times: {curves.times}")
-    print(f"acceptance: {curves.acceptance.source}")
+    print_text(f"times: {curves.times}")
+    print_text(f"acceptance: {curves.acceptance.source}")
     if curves.chain is not None:
-        print(f"EAGLE-3: {curves.chain.length:g} tokens a round, {curves.chain.source}")
+        print_text(f"EAGLE-3: {curves.chain.length:g} tokens a round, {curves.chain.source}")
 
 
 def _settings(point: Point) -> dict[str, Any]:
@@ -333,11 +334,12 @@ def _users(point: Point, node: int) -> int:
     return point.batch * (node // point.gpus)
 
 
-def _cells(point: Point | None, unit: str, *, with_method: bool = True) -> tuple[str, str]:
+def _cells(point: Point | None, unit: str, *, drafted: bool = False) -> tuple[str, ...]:
+    """Tokens per second of a unit, the block length if it drafts, and the batch."""
     if point is None:
-        return "-", ""
-    method = f"{point.method}, " if with_method else ""
-    return f"{point.throughput:.0f}", f"{method}batch {point.batch} on {_count(point.gpus, unit)}"
+        return ("-", *([""] if drafted else []), "")
+    block = [point.method.removeprefix("block ")] if drafted else []
+    return f"{point.throughput:.0f}", *block, f"{point.batch} on {_count(point.gpus, unit)}"
 
 
 def _count(number: int, unit: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dflash_trt.cli.output import print_json, print_table
+from dflash_trt.cli.output import print_json, print_table, print_text
 
 if TYPE_CHECKING:
     from dflash_trt.planning.acceptance import Acceptance
@@ -96,9 +96,9 @@ def answer(
         )
         print_json(plan and plan.to_dict())
         return 0 if plan else 1
-    print(f"{target} on {place}, {context} tokens of context; a model, not a measured setting")
-    print(f"times: {times}")
-    print(f"acceptance: {acceptance.source}")
+    print_text(f"{target} on {place}, {context} tokens of context; a model, not a measured setting")
+    print_text(f"times: {times}")
+    print_text(f"acceptance: {acceptance.source}")
     rows = [("precision", "layout", "batch", "tokens/s per user", f"per {unit}", "users on a node")]
     for text, choice in found:
         if choice is None:
@@ -109,10 +109,10 @@ def answer(
         rows.append((text or "as stored", layout, str(choice.batch), *speeds, str(choice.users)))
     print_table(rows)
     if chosen is None:
-        print(f"no setting keeps --slo {args.slo}")
+        print_text(f"no setting keeps --slo {args.slo}")
         return 1
     steps = (f"{block if block > 1 else 'plain'} up to {n}" for n, block in chosen.schedule)
-    print(f"chosen: {chosen.precision or 'as stored'}, the first precision that is fast enough")
-    print(f"block length by active requests: {', '.join(steps)}")
-    print("to build it: add --json > plan.json, then `dflash-trt build --from-plan plan.json`")
+    print_text(f"chosen: {chosen.precision or 'as stored'}, the first precision that is fast enough")
+    print_text(f"block length by active requests: {', '.join(steps)}")
+    print_text("to build it: add --json > plan.json, then `dflash-trt build --from-plan plan.json`")
     return 0

@@ -156,5 +156,7 @@ def test_arguments_are_numpy_integers_too() -> None:
 
 
 def test_parameters_of_another_type_are_named() -> None:
-    with pytest.raises(RequestError, match=r"sampling_params is \{'max_tokens': 4\}, expected a SamplingParams"):
+    with pytest.raises(
+        RequestError, match=r"sampling_params is \{'max_tokens': 4\}, expected a SamplingParams"
+    ):
         LLM("tiny", max_batch_size=1).generate("12 + 7", {"max_tokens": 4})  # type: ignore[call-overload]

@@ -83,6 +83,7 @@ def test_a_conversation_in_a_terminal(bundle: Path) -> None:
     try:
         terminal.until(r"Ctrl-D ends\.")
         terminal.until("> $")
+        assert terminal.shown.startswith(f"loading {bundle} ..."[:79] + "\r\x1b[K")
         answer = terminal.ask("Add 1.")
         accepted = re.search(r"acceptance length (\d+\.\d+)", answer)
         assert accepted is not None

@@ -1,0 +1,89 @@
+"""Text on a terminal: lines and answers are broken between words."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+from dflash_trt.cli.output import Words, loading, print_text
+
+
+class Screen(io.StringIO):
+    """A terminal of 20 columns. It shows what the characters and the controls that were written leave."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        rows = [""]
+        for text, back, cleared in re.findall(r"([^\033\r]+)|\033\[(\d+)D|(\r?\033\[K)", self.getvalue()):
+            if back:
+                rows[-1] = rows[-1][: -int(back)]
+            elif cleared.startswith("\r"):
+                rows[-1] = ""
+            for number, part in enumerate(text.split("\n")):
+                rows += [""] if number else []
+                rows[-1] += part
+        return rows
+
+
+def shown(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """The screen instead of standard output and error. Not a fixture: pytest sets both again before a test."""
+    made = Screen()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}", made)
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("TERM", "xterm")
+    return made
+
+
+def test_a_word_in_pieces_is_taken_back_to_the_next_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = shown(monkeypatch)
+    words = Words(lambda text, style: print(text, end=""))
+    for piece in (
+        "The blue sky is",
+        " Ray",
+        "leigh scat",
+        "ter",
+        "ing.",
+        "\n\nAnd",
+        " so it goes on and",
+        " on",
+        "!",
+    ):
+        words.write(piece)
+    assert screen.lines() == [
+        "The blue sky is ",
+        "Rayleigh ",
+        "scattering.",
+        "",
+        "And so it goes on ",
+        "and on!",
+    ]
+
+
+def test_a_word_longer_than_a_line_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = shown(monkeypatch)
+    words = Words(lambda text, style: print(text, end=""))
+    for piece in ("See ", "a" * 15, "b" * 15, " c"):
+        words.write(piece)
+    assert "".join(screen.lines()) == "See " + "a" * 15 + "b" * 15 + " c"
+
+
+def test_lines_are_wrapped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = shown(monkeypatch)
+    print_text("tokens per second with 1 and 4 requests")
+    assert screen.lines() == ["tokens per second", "  with 1 and 4", "  requests", ""]
+    monkeypatch.setattr(Screen, "isatty", lambda self: False)
+    screen.truncate(0), screen.seek(0)
+    print_text("tokens per second with 1 and 4 requests")
+    assert screen.lines()[0] == "tokens per second with 1 and 4 requests"
+
+
+def test_what_is_loaded_is_shown_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = shown(monkeypatch)
+    with loading("bundles/a-long-name"):
+        assert screen.lines() == ["loading bundles/a-l"]
+    assert screen.lines() == [""]
