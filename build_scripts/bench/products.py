@@ -6,6 +6,9 @@ The shapes are those of SmolLM2-135M, without its head. Weights are random. Also
 memory with NumPy.
 
 gemm: float32.  nbitsBxN: MatMulNBits, B bits in blocks of N, inputs in eight bits.  integer: MatMulInteger, bytes.
+w8a8-u8, w8a8-s8: products of integers between float32 inputs and results. Each row is divided by its largest magnitude
+and rounded to eight bits, so that it depends on no other row. Weights are in unsigned or signed bytes, with a scale per
+output. Unsigned ones are exact on every processor. Without VNNI, sums of signed ones may saturate.
 """
 
 from __future__ import annotations
@@ -26,6 +29,23 @@ from dflash_trt.hardware import cores, processor
 
 SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576))  # inputs, outputs of a layer's products
 ROWS = (1, 2, 4, 8, 16)
+_TINY = 2.0**-100  # the smallest magnitude assumed for a row
+
+
+def by_rows(
+    g: GraphBuilder, x: ir.Value, weight: np.ndarray[Any, Any], scale: np.ndarray[Any, Any]
+) -> ir.Value:
+    """x [rows, in] @ weight [in, out], in integers, with a scale for each row; `weight` is in bytes, `scale` [out]."""
+    largest = g.op("ReduceMax", g.op("Abs", x), g.constant([-1]), keepdims=1)
+    largest = g.op("Max", largest, g.constant(_TINY, np.float32))
+    zero = g.constant(128, np.uint8)
+    codes = g.op("QuantizeLinear", g.op("Div", x, largest), g.constant(1 / 127, np.float32), zero)
+    y = g.op(
+        *("MatMulIntegerToFloat", codes, g.constant(weight, weight.dtype), g.constant(1 / 127, np.float32)),
+        *(g.constant(scale, np.float32), zero, zero if weight.dtype == np.uint8 else None),
+        domain=MICROSOFT_DOMAIN,
+    )
+    return g.op("Mul", y, largest)
 
 
 def graph(kernel: str, layers: int) -> tuple[bytes, int]:
@@ -43,6 +63,11 @@ def graph(kernel: str, layers: int) -> tuple[bytes, int]:
             elif kernel == "integer":
                 arrays = [random.integers(-127, 127, (inputs, outputs), dtype=np.int8)]
                 y = g.op("MatMulInteger", x[inputs], g.constant(arrays[0], np.int8))
+            elif kernel.startswith("w8a8"):
+                codes = random.integers(-127, 127, (inputs, outputs), dtype=np.int8)
+                weight = (codes.astype(np.int16) + 128).astype(np.uint8) if kernel == "w8a8-u8" else codes
+                arrays = [weight, random.random(outputs, dtype=np.float32)]
+                y = by_rows(g, x[inputs], *arrays)
             else:
                 bits, block = map(int, kernel.removeprefix("nbits").split("x"))
                 blocks = -(-inputs // block)
@@ -50,7 +75,7 @@ def graph(kernel: str, layers: int) -> tuple[bytes, int]:
                     random.integers(0, 255, (outputs, blocks, block * bits // 8), dtype=np.uint8),
                     random.random((outputs, blocks), dtype=np.float32),
                 ]
-                weight, scale = (g.constant(array, array.dtype) for array in arrays)
+                packed, factors = (g.constant(array, array.dtype) for array in arrays)
                 sizes: dict[str, Any] = {
                     "K": inputs,
                     "N": outputs,
@@ -58,7 +83,7 @@ def graph(kernel: str, layers: int) -> tuple[bytes, int]:
                     "block_size": block,
                     "accuracy_level": 4,
                 }
-                y = g.op("MatMulNBits", x[inputs], weight, scale, domain=MICROSOFT_DOMAIN, **sizes)
+                y = g.op("MatMulNBits", x[inputs], packed, factors, domain=MICROSOFT_DOMAIN, **sizes)
             total += sum(array.nbytes for array in arrays)
             kind = ir.DataType.INT32 if kernel == "integer" else FLOAT
             g.output(y, f"y{i}_{j}", kind, ["M", outputs])
@@ -109,7 +134,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument(
-        "--kernels", nargs="+", default=["gemm", "nbits8x32", "nbits8x64", "nbits4x32", "integer"]
+        "--kernels",
+        nargs="+",
+        default=["gemm", "nbits8x32", "nbits8x64", "nbits4x32", "integer", "w8a8-u8", "w8a8-s8"],
     )
     args = parser.parse_args()
     print(f"{processor()}, {args.threads} threads, onnxruntime {ort.__version__}")
