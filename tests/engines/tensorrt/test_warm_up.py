@@ -15,6 +15,7 @@ import torch
 from dflash_trt import LLM, SamplingParams, logs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.engines.tensorrt import plans, warm_up
 from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
@@ -106,6 +107,15 @@ def test_no_request_meets_a_shape_that_was_not_prepared(bundles: dict[str, Bundl
             shape[1] for e in engines for (p, n), shape in e._shapes.items() if p == PREFILL and n in "tokens"
         }
         assert lengths <= {16, 32, CHUNK}
+
+
+def test_the_block_length_learns_from_the_device(bundles: dict[str, Bundle]) -> None:
+    """By default it is adaptive on every engine. It gets the log-probabilities of drafts from the device."""
+    with LLM(bundles["tensorrt"].path) as llm:
+        tokens(llm)
+        policy = llm._runtime.lengths(True, None)
+        assert isinstance(policy, AdaptiveLength)
+        assert len(policy._recent) > 1
 
 
 def test_prefill_has_few_lengths() -> None:
