@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,8 +17,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress_display() -> Iterator[Progress]:
-    """A progress bar per step in a terminal or a notebook, one line per step elsewhere; all on standard error."""
-    if not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+    """A progress bar per step in a terminal or a notebook, one line per step elsewhere; all on standard error.
+
+    A notebook without ipywidgets has no bars either.
+    """
+    notebook = "ipykernel" in sys.modules and find_spec("ipywidgets") is not None
+    if not (sys.stderr.isatty() or notebook):
         finished: set[str] = set()
 
         def line(step: str, done: int, total: int) -> None:

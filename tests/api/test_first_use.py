@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -101,6 +103,17 @@ def test_without_with_the_memory_is_freed_with_the_object() -> None:
     del llm
     gc.collect()
     assert not free.alive
+
+
+def test_a_notebook_without_widgets_shows_lines(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rich's bars would be empty there, below a warning."""
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(cache / "notebook"))
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)  # as if it were not installed
+    LLM("tiny", max_batch_size=1)
+    assert "copy weights: done" in capsys.readouterr().err
 
 
 def test_an_event_loop_may_be_running_as_in_a_notebook() -> None:
