@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     with LLM(args.bundle, max_batch_size=max(args.batch_sizes)) as llm:
         block_size = llm.block_size
         if not args.json:
-            print(f"{len(prompts)} prompts, {args.max_tokens} tokens each, top-p {TOP_P} where sampled")
+            count = "1 prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
+            print(f"{count}, {args.max_tokens} tokens each, top-p {TOP_P} where sampled")
             print(
                 COLUMNS.format(
                     "temperature",

@@ -1,7 +1,7 @@
 """Hides what Linux has and other systems lack: python -m pytest -p tests.doubles.other_platform tests/cli
 
 macOS lacks sched_getaffinity and /proc; Windows also lacks fcntl, resource, users' numbers and open directories.
-Imported before the package.
+Imported before the package. Tests of the server are left out: it needs Linux or macOS.
 """
 
 from __future__ import annotations
@@ -37,3 +37,7 @@ def _without_proc(self: pathlib.Path, *arguments: Any, **options: Any) -> str:
 
 
 pathlib.Path.read_text = _without_proc  # type: ignore[method-assign]
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
+    return True if "/tests/serving" in collection_path.as_posix() else None
