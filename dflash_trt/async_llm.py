@@ -318,7 +318,8 @@ class AsyncLLM:
                 scheduler.submit(request)
             for request in departures:
                 scheduler.cancel(request)
-            self._deliver(scheduler.step(self._lengths))
+            for emissions in scheduler.parts(self._lengths):
+                self._deliver(emissions)
 
     def _deliver(self, emissions: list[Emission]) -> None:
         """Deliver the chunks that are due, with one wake-up per event loop.

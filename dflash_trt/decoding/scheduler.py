@@ -92,10 +92,26 @@ class Scheduler:
         An error of one request ends that request. This raises only an engine's failure or an interruption. Then
         `clear` drops every request and repairs the scheduler.
         """
+        return [emission for part in self.parts(lengths) for emission in part]
+
+    def parts(self, lengths: Lengths) -> Iterator[list[Emission]]:
+        """Do one `step`, and give the results as they come: those of the round, then each first token.
+
+        A consumer that does not take all parts leaves the step cut short.
+        """
         self.cut_short = True
-        emissions = self._step(lengths)
+        emissions = self._give_up()
+        if self.active:
+            self._close_up()
+            emissions += self._round(lengths)
+        budget = self.pair.prefill_chunk
+        while budget > 0 and (self.filling or (self.waiting and len(self.active) < self.max_batch_size)):
+            if emissions:
+                yield self._counted(emissions)
+                emissions = []
+            budget -= self._prefill(budget, emissions)
+        yield self._counted(emissions)
         self.cut_short = False
-        return emissions
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -112,14 +128,8 @@ class Scheduler:
             self.pair.clear(slot)
         self.cut_short = False
 
-    def _step(self, lengths: Lengths) -> list[Emission]:
-        emissions = self._give_up()
-        if self.active:
-            self._close_up()
-            emissions += self._round(lengths)
-        budget = self.pair.prefill_chunk
-        while budget > 0 and (self.filling or (self.waiting and len(self.active) < self.max_batch_size)):
-            budget -= self._prefill(budget, emissions)
+    def _counted(self, emissions: list[Emission]) -> list[Emission]:
+        """The emissions, after the metrics have seen them."""
         running = [*self.active, *([self.filling] if self.filling else [])]
         used = sum(request.committed for request in running) / (self.max_batch_size * self.pair.capacity)
         self.metrics.observe_step(emissions, len(running), len(self.waiting), self.slots.counts, used)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -135,6 +136,10 @@ class Driver:
             pass
         self.metrics.observe_step(emissions, len(self._runs), 0)
         return emissions
+
+    def parts(self, lengths: Lengths) -> Iterator[list[Emission]]:
+        """One `step`, in one part."""
+        yield self.step(lengths)
 
     def forget(self) -> None:
         """No effect: bundles have TensorRT-LLM's block reuse off."""

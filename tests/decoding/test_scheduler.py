@@ -235,6 +235,22 @@ def test_prompts_share_a_chunk_and_no_step_spends_more_than_one() -> None:
             break
 
 
+def test_first_tokens_come_before_the_next_prompt_is_read() -> None:
+    pool, lengths = Pool(4, 4, chunk=10), Lengths(1)
+    first, *others = [request(prompt(3, i), SamplingParams(max_tokens=20)) for i in range(4)]
+    pool.scheduler.submit(first)
+    pool.scheduler.step(lengths)
+    for each in others:
+        pool.scheduler.submit(each)
+    got, read = [], []
+    for part in pool.scheduler.parts(lengths):
+        got.append([emission.request for emission in part])
+        read.append(sum(other.committed > 0 for other in others))
+    assert got == [[first], *([other] for other in others)]
+    assert read == [0, 1, 2, 3]
+    assert not pool.scheduler.cut_short
+
+
 @pytest.mark.parametrize("state", ["waiting", "filling", "active"])
 @pytest.mark.parametrize("how", ["cancelled", "timeout"])
 def test_who_leaves_is_gone_before_the_next_round(state: str, how: str, clock: Clock) -> None:
