@@ -56,7 +56,7 @@ def test_the_container_gets_longer_to_stop_than_requests_get_to_finish() -> None
 
 
 def test_the_images_extras_exist_and_the_other_base_is_the_one_serve_names(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = re.findall(r"EXTRA=([\w-]+)", DOCKERFILE)
@@ -64,7 +64,7 @@ def test_the_images_extras_exist_and_the_other_base_is_the_one_serve_names(
     manifest = {"engine": "onnxruntime", "versions": {}}
     monkeypatch.setattr(Bundle, "open", lambda path: SimpleNamespace(path=path, manifest=manifest))
     (base,) = re.findall(r"BASE=(nvcr\S+)", DOCKERFILE)
-    assert f" {base} " in container_command("bundle")
+    assert f" {base} " in container_command(tmp_path)
 
 
 def test_all_that_the_image_is_built_from_reaches_docker() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
@@ -99,7 +100,9 @@ def test_rounds_of_an_engine_that_cannot_decode_plainly(
     assert "plain: no setting reaches 300" in text
     assert "with drafts: 2 users at 357 tokens/s on a node of 2: groups of 2 GPUs, batch 2" in text
     assert main([*asked, "--curve"]) == 0
-    assert "block 8, batch 2" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert re.search(r"^per user +plain +batch +drafted +block +batch ", table, re.MULTILINE)
+    assert re.search(r" 8 +2 on 2 GPUs ", table)
     assert main([*asked, "--gpu", "b300", "--curve"]) != 0
     assert "--gpu b300: steps.json was measured on" in capsys.readouterr().err
 
