@@ -38,6 +38,11 @@ class Compiled:
     threads: int
     shared_bytes: int
 
+    @property
+    def stores(self) -> bool:
+        """Whether the kernel writes anything. Triton 3.7.1 compiles a tile of MoEGateUp for sm_100 to nothing."""
+        return "st.global" in self.ptx
+
 
 @dataclass(frozen=True)
 class Resources:

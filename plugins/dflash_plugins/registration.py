@@ -332,14 +332,14 @@ def _register(trt: Any, plugin: Plugin, capability: int) -> None:
         inputs, values, outputs = arguments[:count], arguments[count:-1], arguments[-1]
         attributes = dict(zip(plugin.attributes, values, strict=True))
         types = ", ".join(_type_name(t.dtype) for t in (*inputs, *outputs))
+        compiled = [compiled_for(inputs, attributes, tile) for tile in plugin.tiles]
         tactics = [
-            i
-            for i, tile in enumerate(plugin.tiles, 1)
-            if compiled_for(inputs, attributes, tile).shared_bytes <= SHARED_BYTES
+            i for i, each in enumerate(compiled, 1) if each.stores and each.shared_bytes <= SHARED_BYTES
         ]
         if not tactics:
             raise BuildError(
-                f"{name}: no tile shape takes {SHARED_BYTES} bytes of shared memory or less; build with --plugins none"
+                f"{plugin.name}: no tile shape takes {SHARED_BYTES} bytes of shared memory or less; "
+                "build with --plugins none"
             )
         return [trtp.AutoTuneCombination(types, "LINEAR", tactics)]
 
@@ -350,6 +350,10 @@ def _register(trt: Any, plugin: Plugin, capability: int) -> None:
         # Tactics count from 1; 0 is TensorRT's own default.
         tile = plugin.tiles[max(tactic, 1) - 1] if plugin.tiles else None
         compiled = compiled_for(inputs, attributes, tile)
+        if not compiled.stores:
+            raise BuildError(
+                f"{plugin.name}: Triton compiles it to a kernel that writes nothing; install another version"
+            )
         s = symbols(inputs)
         launch = trtp.KernelLaunchParams()
         for axis, size in zip("xyz", plugin.grid(s, attributes, tile), strict=False):

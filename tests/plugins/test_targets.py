@@ -190,6 +190,37 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
     ], done.stderr
 
 
+EMPTY = """
+from dflash_trt.errors import BuildError
+from dflash_plugins import compiler
+from dflash_plugins import registration as quick
+from tests.doubles import tensorrt_double
+from tests.doubles.plugin_targets import SIZES, Made
+def compiled(use, capability):
+    empty = use.function == "combine" or use.num_stages == 2
+    return compiler.Compiled("kernel", "" if empty else "st.global", 128, 1024)
+compiler.compile_kernel = compiled
+trt = tensorrt_double.install()
+quick.register(trt, 100)
+tiled, single = Made(trt, "MoEGateUp"), Made(trt, "MoECombine")
+tiled.described(SIZES)
+single.plugin.set_tactic(0)
+print(tiled.plugin.get_valid_tactics())
+try:
+    single.launch(single.described(SIZES)[1])
+except BuildError as error:
+    print(error)
+"""
+
+
+def test_a_kernel_that_writes_nothing_is_not_launched(tmp_path: Path) -> None:
+    done = run(tmp_path, "-c", EMPTY)
+    assert done.stdout.splitlines() == [
+        "[1, 2, 3]",
+        "MoECombine: Triton compiles it to a kernel that writes nothing; install another version",
+    ], done.stderr
+
+
 def test_plans_of_another_version_are_refused() -> None:
     version.check({"engine": "onnxruntime"}, "bundle")
     version.check({"tensorrt": {"plugins": {"version": version.VERSION}}}, "bundle")
