@@ -289,6 +289,7 @@ def remove_bundle(path: Path) -> bool:
 
 
 def _emptied(root: Folder) -> bool:
+    """Remove the listed files, and the manifest last. Returns False if others are left."""
     manifest = read_manifest(root.path)
     names = [PurePosixPath(name) for name in manifest["files"]]
     for name in names:
