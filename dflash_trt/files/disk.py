@@ -6,13 +6,14 @@ Everything that differs between operating systems is in this module: locks, flus
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import filelock
 
@@ -73,6 +74,12 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_object(path: Path, values: dict[str, Any]) -> None:
+    """Write `values` as JSON. `path` is replaced once the file is complete."""
+    with whole_file(path) as file:
+        file.write(json.dumps(values, indent=2).encode() + b"\n")
 
 
 def sync_tree(directory: Path) -> None:

@@ -19,6 +19,7 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 from dflash_trt.errors import DFlashError
+from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
 from dflash_trt.training.batches import Batches, features_of
 from dflash_trt.training.blocks import Weighting, draw_blocks, head_loss
@@ -226,8 +227,9 @@ def _same_recipe(file: Path, recipe: Recipe, accelerator: Accelerator) -> None:
                     f"{file}: {key} is {before.get(key)}, but now {value}: a run continues with its first "
                     "recipe; choose another --out"
                 )
+    accelerator.wait_for_everyone()  # the others read what was there before
     if accelerator.is_main_process:
-        file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write_object(file, values)
 
 
 def _any(mine: bool, accelerator: Accelerator) -> bool:

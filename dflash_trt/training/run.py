@@ -19,6 +19,7 @@ from torch import Tensor
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import DFlashError
+from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.drafters.eagle3 import usual_taps
@@ -87,10 +88,11 @@ def run(
     _check_ids(answers, target_config, data)
     config = _drafter_config(out / "drafter.json", target, target_config, design)
     begin = out / "beginning"
+    accelerator.wait_for_everyone()  # the others read what was there before
     if accelerator.is_main_process:
         begin.mkdir(parents=True, exist_ok=True)
-        (begin / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (out / "drafter.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_object(begin / "config.json", config)
+        write_object(out / "drafter.json", config)
     accelerator.wait_for_everyone()
     torch.manual_seed(recipe.seed)  # for the weights of a new drafter
     batches = Batches(answers, recipe.batch_size, recipe.max_length, recipe.seed)

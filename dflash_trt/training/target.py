@@ -114,11 +114,13 @@ class FeatureCache:
                     f"{label}: holds features of {found}, not of {key}; choose another --features"
                 )
         else:
-            if any(folder.iterdir()):
+            if any(file.suffix != ".part" for file in folder.iterdir()) and not label.exists():
                 raise DFlashError(
                     f"{folder}: is not empty and is not a feature cache; choose another --features"
                 )
-            label.write_text(json.dumps(key, indent=2) + "\n", encoding="utf-8")
+            partial = label.with_suffix(f".{os.getpid()}.part")  # several processes may begin at once
+            partial.write_text(json.dumps(key, indent=2) + "\n", encoding="utf-8")
+            partial.replace(label)
         self.folder = folder
 
     def get(self, answer: Answer, length: int) -> Tensor | None:
