@@ -12,6 +12,7 @@ input ends this process. SIGTERM cancels all requests. SIGINT is left to the ser
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import socket
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     except (DFlashError, OSError) as error:
         connection.sendall(json.dumps({"fatal": str(error)}).encode() + b"\n")
         return 1
+    gc.freeze()  # what exists now stays, so the collector need not look at it again
     return event_loop.run(Worker(llm).serve(connection))
 
 

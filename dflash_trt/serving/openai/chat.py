@@ -168,6 +168,11 @@ class Chat:
         """The finish reasons of the choices so far."""
         return [answer.finish_reason for answer in self.answers]
 
+    @property
+    def ended(self) -> bool:
+        """Whether all choices have ended."""
+        return all(self.reasons())
+
     async def whole(self, engine: Engine) -> dict[str, Any]:
         """The answer at once."""
         async with aclosing(self.run(engine)) as found:

@@ -86,6 +86,11 @@ class Completions:
         """The finish reasons of the choices so far."""
         return self._reasons
 
+    @property
+    def ended(self) -> bool:
+        """Whether all choices have ended."""
+        return len(self._reasons) == len(self.prepared.messages)
+
     async def whole(self, engine: Engine) -> dict[str, Any]:
         """The completions at once."""
         choices = [_Choice() for _ in self.prepared.messages]

@@ -82,20 +82,21 @@ def _biases(given: dict[str, float] | None) -> list[tuple[int, float]]:
     return [(int(key), bias) for key, bias in (given or {}).items()]
 
 
-async def updates(engine: Engine, messages: list[dict[str, Any]]) -> AsyncGenerator[tuple[int, Update], None]:
+def updates(engine: Engine, messages: list[dict[str, Any]]) -> AsyncGenerator[tuple[int, Update], None]:
     """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
-    if len(messages) == 1:
-        async with aclosing(_one(engine, messages[0])) as found:
-            async for update in found:
-                yield 0, update
-        return
+    return _one(engine, 0, messages[0]) if len(messages) == 1 else _several(engine, messages)
+
+
+async def _several(
+    engine: Engine, messages: list[dict[str, Any]]
+) -> AsyncGenerator[tuple[int, Update], None]:
     queue: asyncio.Queue[tuple[int, Update | ApiError]] = asyncio.Queue()
 
     async def pump(index: int, message: dict[str, Any]) -> None:
         try:
-            async with aclosing(_one(engine, message)) as found:
-                async for update in found:
-                    queue.put_nowait((index, update))
+            async with aclosing(_one(engine, index, message)) as found:
+                async for item in found:
+                    queue.put_nowait(item)
         except ApiError as error:
             queue.put_nowait((index, error))
 
@@ -114,7 +115,9 @@ async def updates(engine: Engine, messages: list[dict[str, Any]]) -> AsyncGenera
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _one(engine: Engine, message: dict[str, Any]) -> AsyncGenerator[Update, None]:
+async def _one(
+    engine: Engine, index: int, message: dict[str, Any]
+) -> AsyncGenerator[tuple[int, Update], None]:
     begun = False
     try:
         async with aclosing(engine.updates(message)) as found:
@@ -125,7 +128,7 @@ async def _one(engine: Engine, message: dict[str, Any]) -> AsyncGenerator[Update
                     raise ApiError(504, "the deadline passed before the first token", code="deadline")
                 begun = begun or bool(update["token_ids"])
                 tracing.engine_parts(update)
-                yield update
+                yield index, update
     except QueueFullError as error:
         raise ApiError(429, str(error), code="queue_full") from None
     except EngineDownError as error:

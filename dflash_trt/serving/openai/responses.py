@@ -176,6 +176,11 @@ class Responses:
         """The finish reasons of the choices so far."""
         return self.chat.reasons()
 
+    @property
+    def ended(self) -> bool:
+        """Whether all choices have ended."""
+        return self.chat.ended
+
     async def whole(self, engine: Engine) -> Json:
         """The response at once."""
         async with aclosing(self.chunks(engine)) as events:

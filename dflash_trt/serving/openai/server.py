@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -88,8 +89,8 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
     metrics = ServerMetrics(engine)
     app = make_app(model, engine, metrics.text, settings.max_seconds)
     if settings.origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+        app = CORSMiddleware(
+            app, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
     most = settings.max_body or max_request_bytes(model.max_seq_len)
@@ -124,6 +125,7 @@ async def _serve(
     )
     server = uvicorn.Server(config)
     await engine.start()
+    gc.freeze()  # what exists now stays, so the collector need not look at it again
     # uvicorn raises a signal again when it has ended. By then it has done its work.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
