@@ -19,8 +19,8 @@ from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.decoding.params import FinishReason, SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.errors import DecodingError, NonFiniteError
-from tests.decoding.test_scheduler import AnyLengths, Clock, Lengths, arrivals, finish, prompt
 from tests.doubles.fake_engines import BLOCK, Letters, Pool, expected, nothing, request, rows_of
+from tests.doubles.schedules import AnyLengths, Clock, Lengths, arrivals, finish, prompt
 
 
 class Panic(BaseException):

@@ -13,8 +13,8 @@ from dflash_trt.decoding.metrics import Distribution, Metrics, quantile
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.statistics import Statistics
-from tests.decoding.test_scheduler import AnyLengths, prompt
 from tests.doubles.fake_engines import BLOCK, Pool, request
+from tests.doubles.schedules import AnyLengths, prompt
 
 LINE = re.compile(r'(dflash_[a-z0-9_]+)(?:\{([a-z_]+)="([^"]*)"\})? (\S+)')
 

@@ -14,7 +14,7 @@ from dflash_trt import LLM
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
-from tests.decoding.test_scheduler import AnyLengths, Lengths, bundle, finish, prompt
+from tests.decoding.test_scheduler import bundle
 from tests.doubles.checkpoints import VOCAB as REAL_VOCAB
 from tests.doubles.fake_engines import (
     BLOCK,
@@ -26,6 +26,7 @@ from tests.doubles.fake_engines import (
     expected,
     request,
 )
+from tests.doubles.schedules import AnyLengths, Lengths, finish, prompt
 
 __all__ = ["bundle"]  # the fixture
 

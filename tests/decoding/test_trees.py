@@ -19,8 +19,8 @@ from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.sampler import sample
 from dflash_trt.engines.onnxruntime_caches import CachePool
 from dflash_trt.engines.tensorrt.caches import RowCaches
-from tests.decoding.test_scheduler import AnyLengths, finish, prompt
 from tests.doubles.fake_engines import TABLE, VOCAB, FakeTarget, Pool, StateTarget, expected, request, rows_of
+from tests.doubles.schedules import AnyLengths, finish, prompt
 
 
 class Trees:

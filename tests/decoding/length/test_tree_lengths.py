@@ -19,8 +19,8 @@ from dflash_trt.decoding.length.policy import FixedLength
 from dflash_trt.decoding.length.trees import TreeLengths, best_first, ranks_of
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
-from tests.decoding.test_scheduler import finish, prompt
 from tests.doubles.fake_engines import BLOCK, VOCAB, Pool, expected, request
+from tests.doubles.schedules import finish, prompt
 
 
 @st.composite

@@ -1,0 +1,98 @@
+"""The times of passes: measured at start-up, believed between, and followed while the engine runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dflash_trt.decoding.length.pass_times import PassTimes, measure
+
+
+def test_pass_times_between_what_was_measured() -> None:
+    times = PassTimes({1: {1: 1.0, 3: 2.0, 7: 4.0}, 4: {1: 3.0, 7: 15.0}}, [1, 2, 4])
+    assert times(1) == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0])
+    assert times(4) == pytest.approx([3, 5, 7, 9, 11, 13, 15])
+    assert times(2)[0] == pytest.approx(1 + 2 / 3)
+    assert times(2)[0] < times(3)[0] < times(4)[0]
+    assert times(64) == pytest.approx(times(4))
+
+
+def test_batches_that_start_up_did_not_measure_are_believed() -> None:
+    """The belief's shape, at the scale of what was measured, and each of its passes may be cold."""
+
+    def believed(batch: int, length: int) -> float:
+        return 10.0 + batch * length
+
+    times = PassTimes({1: {1: 1.1, 4: 1.4}}, [1, 2, 4], believed)
+    assert times(4)[[0, 3]] == pytest.approx([1.4, 2.6])
+    times = PassTimes({1: {1: 1.1, 4: 1.4}, 4: {1: 2.8, 4: 5.2}}, [1, 2, 4], believed)
+    assert times(4)[[0, 3]] == pytest.approx([2.8, 5.2])
+    assert times(2)[[0, 3]] == pytest.approx([1.2 * 2**0.5, 1.8 * 2**0.5])  # half way, in octaves
+    times.observe(2, 4, 100.0)
+    assert times(2)[3] == pytest.approx(1.8 * 2**0.5)
+    times.observe(2, 4, 100.0)
+    assert times(2)[3] > 3
+
+
+def test_a_pass_tells_of_passes_like_it() -> None:
+    times = PassTimes({1: {1: 1.0, 16: 1.0}, 16: {1: 1.0, 16: 1.0}}, [1, 4, 16])
+    for _ in range(2):  # the first one may be cold
+        times.observe(1, 8, 3.0)
+    one, sixteen = times(1), times(16)
+    assert one[7] == pytest.approx(3.0, rel=0.03)
+    assert one[7] > one[8] > one[15] > one[0] > 1.0
+    assert one[7] > times(4)[7] > sixteen[7] > 1.0
+
+
+def test_doubt_goes_with_measures_and_comes_back_without() -> None:
+    times = PassTimes({1: {1: 1.0, 16: 2.0}}, [1])
+    assert times.doubtful(1).all()
+    for length in 3 * list(range(1, 17)):
+        times.observe(1, length, 1.0)
+    assert not times.doubtful(1).any()
+    for _ in range(2000):
+        times.observe(1, 1, 1.0)
+    assert not times.doubtful(1)[0]
+    assert times.doubtful(1)[15]
+
+
+def test_pass_times_follow_the_machine() -> None:
+    times = PassTimes({1: {1: 1.0, 4: 2.0}}, [1])
+    for _ in range(200):
+        times.observe(1, 4, 3.0)
+    assert times(1)[3] == pytest.approx(3.0, rel=0.01)
+    assert 1.0 < times(1)[0] < 1.5  # some of it is momentary and shared
+    times.observe(1, 4, 300.0)
+    assert times(1)[3] < 1.1 * 3.0
+    for _ in range(20):
+        times.observe(1, 4, 9.0)
+    assert times(1)[3] == pytest.approx(9.0, rel=0.1)
+
+
+@pytest.mark.parametrize("seconds", [0.0003, 0.045, 0.3])
+def test_start_up_times_are_those_of_warm_passes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The first pass of each shape takes twenty times as long. Length 1 is measured like the others."""
+    clock, seen = [0.0], set[tuple[int, int]]()
+    monkeypatch.setattr("dflash_trt.decoding.length.pass_times.perf_counter", lambda: clock[0])
+
+    def run(batch: int, length: int) -> None:
+        warm = (batch, length) in seen
+        seen.add((batch, length))
+        clock[0] += seconds * (1 + length / 16) * (1 if warm else 20)
+
+    times = measure(run, [1, 2, 4], [1, 2, 8])
+    assert times(1)[[0, 1, 7]] == pytest.approx(seconds * np.array([1 + 1 / 16, 1 + 1 / 8, 1.5]))
+    assert clock[0] < 1.0 + 90 * 1.5 * seconds
+
+
+def test_a_busy_moment_of_start_up_meets_all_lengths_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, passes = [0.0], [0]
+    monkeypatch.setattr("dflash_trt.decoding.length.pass_times.perf_counter", lambda: clock[0])
+
+    def run(batch: int, length: int) -> None:
+        passes[0] += 1
+        busy = 8 <= passes[0] < 14
+        clock[0] += 0.01 * (4 if busy else 1)
+
+    times = measure(run, [1], [1, 2, 4, 8])
+    assert times(1) == pytest.approx(np.full(8, 0.01))
