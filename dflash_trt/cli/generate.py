@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
     )
     form = parser.add_argument_group(
-        "form of the text (needs the package llguidance)"
+        "form of the text, one of these (needs the package llguidance)"
     ).add_mutually_exclusive_group()
     form.add_argument(
         "--json-schema", type=Path, metavar="FILE", help="JSON that fits the schema in this file"

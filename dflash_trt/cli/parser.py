@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from dflash_trt.errors import did_you_mean
@@ -12,7 +13,24 @@ _WIDEST = 120  # characters of a line, of the texts here and of what is printed
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Wraps the prose of descriptions to the terminal. Indented lines, such as commands, stay as they are."""
+    """Wraps the prose of descriptions to the terminal. Indented lines, such as commands, stay as they are.
+
+    The usage line names what must be given. The other options stand below, each with its text.
+    """
+
+    def _format_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: str | None
+    ) -> str:
+        every, choices = list(actions), [group for group in groups if group.required]
+        one_of = [action for group in choices for action in group._group_actions]
+        needed = [a for a in every if a.required or not a.option_strings or a in one_of]
+        prog = self._prog
+        if len(needed) < len(every):
+            self._prog = f"{prog} [options]"
+        try:
+            return super()._format_usage(usage, needed, choices, prefix)
+        finally:
+            self._prog = prog
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs: list[str] = []

@@ -36,6 +36,24 @@ def test_help_has_examples(arguments: list[str], capsys: pytest.CaptureFixture[s
     assert f"examples:\n  dflash-trt {' '.join(arguments)}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "usage"),
+    [
+        ([], "dflash-trt [options] COMMAND ..."),
+        (["generate"], "dflash-trt generate [options] BUNDLE"),
+        (["build"], "dflash-trt build [options]"),
+        (["quantize"], "dflash-trt quantize [options] --scheme SCHEME --out DIR NAME_OR_PATH"),
+    ],
+)
+def test_usage_names_what_must_be_given(
+    arguments: list[str], usage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*arguments, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: {usage}\n\n")
+
+
 def test_the_texts_of_help_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for name, command in COMMANDS.items():
@@ -303,7 +321,7 @@ def test_inspect(
     assert "target.onnx" in found["files"]
     shown = Output(capsys, "inspect", bundle)
     assert "weights/drafter/model.safetensors" in shown.out
-    assert "quantization           target  none\n" in shown.out
+    assert "quantization           target   none\n" in shown.out
     neither = Output(capsys, "inspect", tmp_path)
     assert neither.code == 1
     assert "neither manifest.json nor config.json" in neither.err
