@@ -252,12 +252,12 @@ def test_two_builds_of_one_bundle_do_not_mix(checkpoints: Path, tmp_path: Path) 
     def wait(step: str, done: int, total: int) -> None:
         if step == "write graphs":
             reached.set()
-            assert go_on.wait(30)
+            assert go_on.wait(120)
 
     out = tmp_path / "bundle"
     first = threading.Thread(target=build_pair, args=(checkpoints, out), kwargs={"progress": wait})
     first.start()
-    assert reached.wait(30)
+    assert reached.wait(120)
     try:
         with pytest.raises(BuildError, match="another process"):
             build_pair(checkpoints, out)

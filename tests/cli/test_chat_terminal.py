@@ -64,7 +64,7 @@ class Terminal:
                 return
         raise AssertionError(self.shown)
 
-    def until(self, pattern: str, start: int = 0, seconds: float = 40) -> str:
+    def until(self, pattern: str, start: int = 0, seconds: float = 120) -> str:
         """Read until the pattern is shown behind `start`; what is shown there."""
         end = time.monotonic() + seconds
         while not re.search(pattern, self.shown[start:]):

@@ -122,7 +122,7 @@ class Engine:
 
     def end(self) -> int:
         self.socket.shutdown(socket.SHUT_WR)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 def test_the_engine_process_answers_and_ends_with_its_socket(bundle: Path) -> None:
@@ -204,7 +204,7 @@ def test_the_engine_process_says_why_it_cannot_start(bundle: Path, tmp_path: Pat
         (Engine(bundle, max_queue="-1"), "parameter max_queue is '-1', expected a whole number"),
     ):
         assert reason in json.loads(engine.file.readline())["fatal"]
-        assert engine.process.wait(20) == 1
+        assert engine.process.wait(60) == 1
 
 
 def test_sigterm_cancels_what_is_in_flight_and_takes_nothing_more(bundle: Path) -> None:
@@ -359,12 +359,12 @@ def test_since_when_backend_processes_are_dead() -> None:
 
 
 def test_descendants_are_found_at_any_depth() -> None:
-    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     child = subprocess.Popen([sys.executable, "-c", script])
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not (
         found := [
-            p for p, (_, _, a) in descendants(os.getpid()).items() if "sleep(60)" in a and "run" not in a
+            p for p, (_, _, a) in descendants(os.getpid()).items() if "sleep(600)" in a and "run" not in a
         ]
     ):
         assert time.monotonic() < end

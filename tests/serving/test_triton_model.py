@@ -103,7 +103,7 @@ def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(model: Any, t
     theirs.sendall(b"\n")
     assert json.loads(told.readline()) == {"cancel": 2}
     theirs.shutdown(socket.SHUT_WR)
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
     assert triton.pending == {}
     assert [[final for _, final in sender.sent] for sender in senders] == [
@@ -132,7 +132,7 @@ def test_refusals_and_deaths_are_counted_also_over_a_reload(model: Any, tmp_path
         answers: list[Any] = [[i, {"error": error, "busy": i == 0}] for i, error in enumerate(errors)]
         theirs.sendall(json.dumps([*answers, ["metrics", []]]).encode() + b"\n")
         theirs.close()  # the engine dies with two requests in flight
-        thread.join(20)
+        thread.join(60)
         assert Family.values == {
             ("engine_up", ""): 0,
             ("engine_deaths_total", ""): life + 1,

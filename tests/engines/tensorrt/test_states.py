@@ -60,7 +60,7 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
     with LLM(bundles[1].path, prefix_cache_bytes=1 << 22) as llm:
         pair: Any = llm._runtime.pair
         pair.arrays.samples = False  # Triton's interpreter is slow
-        for block_length in (BLOCK, 1, None):
+        for block_length in (None, 1, BLOCK):
             found = llm.generate(prompts(), params(), block_length=block_length)
             assert [c.token_ids for c in found] == expected
         assert sum(c.statistics.num_accepted_tokens for c in found) > 0
