@@ -61,7 +61,7 @@ def make_app(
     @app.exception_handler(405)
     async def no_route(request: Request, error: Any) -> Response:
         text = f"{request.method} {request.url.path[:200]} is not an endpoint of this server"
-        return JSONResponse(ApiError(error.status_code, text).body(), error.status_code)
+        return _refusal(ApiError(error.status_code, text))
 
     posts: dict[str, Endpoint] = {}
 
@@ -259,6 +259,7 @@ def _json(value: Any) -> Response:
 
 
 def _refusal(error: ApiError) -> Response:
+    FACTS.get()["error"] = error.message
     return JSONResponse(error.body(), error.status, error.headers())
 
 

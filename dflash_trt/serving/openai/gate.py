@@ -186,6 +186,7 @@ class _Visit:
     async def _refuse(self, error: ApiError) -> None:
         if self._started:
             return
+        FACTS.get()["error"] = error.message
         body = json.dumps(error.body()).encode()
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
         if error.status in (408, 413):

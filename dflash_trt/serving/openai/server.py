@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import logging
+import re
 import signal
 import socket
 import sys
@@ -67,6 +68,8 @@ def check_installed() -> None:
 def serve(settings: ServerSettings, ready: Callable[[], None], say: Callable[[str], None]) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit code. Raises DFlashError if it cannot start."""
     _set_up_logs(settings.json_logs)
+    if settings.json_logs:
+        say = logging.getLogger("dflash_trt").warning
     allow_open_files()
     listening = _listen(settings.host, settings.port)
     with contextlib.closing(listening):
@@ -123,7 +126,17 @@ async def _serve(
         ssl_keyfile=settings.certificate_key,
         backlog=4096,
     )
-    server = uvicorn.Server(config)
+
+    loop = asyncio.get_running_loop()
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            if not self.should_exit:
+                text = f"stopping; {engine.in_flight} requests in flight, {settings.grace:g} s for them to finish"
+                loop.call_soon_threadsafe(say, text)
+            super().handle_exit(sig, frame)
+
+    server = Server(config)
     await engine.start()
     gc.freeze()  # what exists now stays, so the collector need not look at it again
     # uvicorn raises a signal again when it has ended. By then it has done its work.
@@ -180,9 +193,15 @@ class _TextLines(logging.Formatter):
     """The same as text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{name}={value}" for name, value in getattr(record, "fields", {}).items())
+        fields = " ".join(f"{name}={_word(value)}" for name, value in getattr(record, "fields", {}).items())
         text = f"{self.formatTime(record)} {record.levelname.lower()} {record.getMessage()} {fields}".rstrip()
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def _word(value: Any) -> str:
+    """A field's value as one word. Quotes keep a client's spaces and line breaks within it."""
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if re.fullmatch(r"[!#-~]*", text) else json.dumps(text)
 
 
 def _set_up_logs(as_json: bool) -> None:

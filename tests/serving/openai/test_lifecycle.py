@@ -137,6 +137,7 @@ def test_a_signal_lets_requests_finish(start: Callable[..., Server]) -> None:
     running = Streaming(server, LONG | {"max_tokens": 100})
     server.until(running.begun)
     assert server.stop() == 0
+    assert "stopping; 1 requests in flight" in server.log
     *_, last, done = running.events()
     assert json.loads(last)["choices"][0]["finish_reason"] == "length"
     assert done == "[DONE]"

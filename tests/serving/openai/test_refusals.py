@@ -89,6 +89,9 @@ def test_requests_have_ids_in_answers_and_in_the_log(server: Server) -> None:
         len(server.post(COMPLETIONS, {"prompt": "x"}, **{"X-Request-Id": "a b"}).headers["x-request-id"])
         == 32
     )
+    server.http.get("/a%0Ab%20c")  # as one line, and with the reason
+    server.until(lambda: 'path="/a\\nb c" status=404' in server.log)
+    assert 'error="GET /ab c is not an endpoint of this server"' in server.log
 
 
 def test_refusals_are_counted_by_reason(server: Server) -> None:
@@ -120,7 +123,12 @@ def test_keys_tls_origins_and_logs_in_json(start: Callable[..., Server], tmp_pat
     assert allowed.headers["access-control-allow-origin"] == "https://a.example"
     others = server.http.options("/v1/completions", headers=asked | {"Origin": "https://b.example"})
     assert "access-control-allow-origin" not in others.headers
-    server.until(lambda: server.log.count('"path"') >= 7)
+    mine = {"Origin": "https://a.example", "Authorization": "Bearer secret-1"}
+    for body, status in (({"prompt": "x", "max_tokens": 1, "stream": True}, 200), ({"prompt": ""}, 400)):
+        answer = server.http.post("/v1/completions", json=body, headers=mine)
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    server.until(lambda: server.log.count('"path"') >= 9)
     lines = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
     assert {line["status"] for line in lines} >= {200, 401}
     assert "secret-" not in server.log
