@@ -13,6 +13,7 @@ from dflash_trt.bundle.contents import bring, key_of, read_inputs
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import Progress, Workspace, check_out, silent, workspace
 from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
+from dflash_trt.checkpoint.draft_vocabulary import FILE, read_draft_vocabulary
 from dflash_trt.checkpoint.pair import CheckpointPair, Side, Source
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines import registry
@@ -23,6 +24,8 @@ from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.quantization.convert import HEAD
 from dflash_trt.quantization.for_build import in_precision
+
+ALL = "all"  # of the target's tokens
 
 
 def build(
@@ -36,6 +39,7 @@ def build(
     engine: str = registry.DEFAULT,
     weights: Weights = "copy",
     precision: Precision | None = None,
+    draft_vocabulary: str | Path | None = None,
     options: EngineOptions | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -51,6 +55,8 @@ def build(
     package): nothing is fetched, and the bundle can be inspected but not run.
     `precision` is the dtype that the engine computes in: by default float32 on ONNX Runtime, else BF16. Or it is a
     number format, and the build quantizes the weights of linear layers to it. Such a checkpoint must not be quantized.
+    `draft_vocabulary` is a file of the tokens that may be drafted (docs/drafters.md), or "all". By default it is the
+    file that the drafter brings, if any.
     `options` are the engine's own: `TensorRTOptions` (dflash_trt/engines/tensorrt/options.py) for "tensorrt" and
     "tensorrt-rtx", `TensorRTLLMOptions` (dflash_trt/trtllm/options.py) for "tensorrt-llm", which needs them.
     Work happens in a sibling directory that is renamed at the end, so an interrupted build never looks finished;
@@ -85,9 +91,10 @@ def build(
         ),
         options=options,
     )
+    draft_tokens = _draft_tokens(pair, draft_vocabulary, entry)
     progress("read checkpoints", 1, 1)
     with workspace(out, "bundle") as place:
-        pair = _quantized(pair, settings.precision, place, progress, entry.weight_layout)
+        pair = _quantized(pair, settings.precision, draft_tokens, place, progress, entry.weight_layout)
         job = entry.job(pair, settings, place, progress)
         manifest = _describe(pair, settings, entry, job)
         inputs = read_inputs(job.files, place, progress)
@@ -129,7 +136,12 @@ def _read_pair(sources: tuple[Source, Source], engine: Engine, weights: Weights)
 
 
 def _quantized(
-    pair: CheckpointPair, precision: Precision, place: Workspace, progress: Progress, layout: WeightLayout
+    pair: CheckpointPair,
+    precision: Precision,
+    draft_tokens: list[int] | None,
+    place: Workspace,
+    progress: Progress,
+    layout: WeightLayout,
 ) -> CheckpointPair:
     """The pair in `precision`, with the drafter's own head if there is one."""
     target, drafter, head = in_precision(
@@ -139,10 +151,37 @@ def _quantized(
         place.scratch,
         progress,
         layout=layout,
+        draft_tokens=draft_tokens,
     )
     return CheckpointPair(
-        replace(pair.target, checkpoint=target), replace(pair.drafter, checkpoint=drafter), head
+        replace(pair.target, checkpoint=target), replace(pair.drafter, checkpoint=drafter), head, draft_tokens
     )
+
+
+def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: Engine) -> list[int] | None:
+    """The tokens that the drafter may draft; None for all.
+
+    Raises BuildError if `asked` is a file, and this pair or engine can only draft from all tokens.
+    """
+    if asked == ALL:
+        return None
+    file = pair.drafter.source.directory / FILE if asked is None else Path(asked)
+    if asked is None and not file.is_file():
+        return None
+    reason = None
+    if not engine.draft_vocabulary:
+        reason = f"--engine {engine.name} drafts with the target's whole head"
+    elif not pair.drafter.config.masks or "lm_head.weight" in pair.drafter.checkpoint.tensors:
+        reason = f"{pair.drafter.config.path} is of a drafter with its own head"
+    elif not isinstance(pair.target.checkpoint, Checkpoint):
+        reason = "--weights none makes the graphs without any head"
+    elif pair.target.checkpoint.quantization.algorithm(HEAD) is not None:
+        reason = f"the LM head in {pair.target.checkpoint.directory} is quantized"
+    if reason is None:
+        return read_draft_vocabulary(file, pair.target.config.vocab_size)
+    if asked is None:
+        return None
+    raise BuildError(f"--draft-vocabulary is {asked}, but {reason}: leave --draft-vocabulary out")
 
 
 def _describe(pair: CheckpointPair, settings: BuildSettings, engine: Engine, job: BuildJob) -> dict[str, Any]:

@@ -64,11 +64,15 @@ class Side(Generic[Config]):
 
 @dataclass(frozen=True)
 class CheckpointPair:
-    """A target, its drafter, and the drafter's own LM head, if it has one."""
+    """A target, its drafter, and the drafter's own LM head, if it has one.
+
+    `draft_tokens`: the token ids of that head's rows; None for all.
+    """
 
     target: Side[TargetConfig]
     drafter: Side[DrafterConfig]
     head: Checkpoint | Outline | None = None
+    draft_tokens: Sequence[int] | None = None
 
     @property
     def sides(self) -> tuple[Side[TargetConfig], Side[DrafterConfig]]:

@@ -91,6 +91,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a drafter beside a large head in INT8.",
     )
     parser.add_argument(
+        "--draft-vocabulary",
+        metavar="FILE",
+        help="tokens that may be drafted, of `train vocabulary`; all for every token of the target (default: the "
+        "drafter's draft_vocabulary.json, else all)",
+    )
+    parser.add_argument(
         "--max-batch-size",
         type=at_least(1),
         metavar="N",
@@ -132,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
             engine=args.engine,
             weights=args.weights,
             precision=parse_precision(args.precision),
+            draft_vocabulary=args.draft_vocabulary,
             options=engine_options.from_arguments(args),
             force=args.force,
             progress=progress,

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.checkpoint.draft_vocabulary import LEAST
 from dflash_trt.cli.options import at_least, each, share
 from dflash_trt.cli.output import print_json, print_table
 from dflash_trt.errors import DFlashError
@@ -29,6 +30,7 @@ examples:
   dflash-trt train drafter --target qwen3-4b --from z-lab/Qwen3-4B-DFlash-b16 --data answers.jsonl --out runs/tuned
   accelerate launch -m dflash_trt train drafter ...            # several GPUs or nodes
   dflash-trt train evaluate --target tiny --drafter runs/mine/best
+  dflash-trt train vocabulary --target qwen3-4b --data answers.jsonl --size 32768 --out draft_vocabulary.json
 """
 
 
@@ -366,6 +368,9 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
         "--target", required=True, metavar="NAME_OR_PATH", help="the model that the drafter is for"
     )
     parser.add_argument("--drafter", metavar="NAME_OR_PATH", help="default: the target's known drafter")
+    parser.add_argument(
+        "--draft-vocabulary", metavar="FILE", help="as of build: tokens that may be drafted, or all"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
     _add_questions(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -379,7 +384,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     target, drafter = resolve_pair(args.target, args.drafter)
     with TemporaryDirectory(prefix="dflash-trt-") as work:
-        figures = measure(target.directory, drafter.directory, _questions(args, args.temperature), Path(work))
+        questions = _questions(args, args.temperature)
+        figures = measure(target.directory, drafter.directory, questions, Path(work), args.draft_vocabulary)
     if args.json:
         print_json(figures)
         return 0
@@ -393,6 +399,57 @@ def _evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_vocabulary(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target", required=True, metavar="NAME_OR_PATH", help="the model that the drafter is for"
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="FILE", help="answers of `train regenerate`"
+    )
+    parser.add_argument(
+        "--size",
+        type=at_least(LEAST),
+        required=True,
+        metavar="N",
+        help="tokens that may be drafted: end tokens, then the most frequent of the answers, then the lowest ids",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="for `build --draft-vocabulary`; a build finds draft_vocabulary.json in the drafter's directory by itself",
+    )
+
+
+def _vocabulary(args: argparse.Namespace) -> int:
+    from dflash_trt.building.sources import resolve
+    from dflash_trt.checkpoint.draft_vocabulary import most_frequent
+    from dflash_trt.files.disk import whole_file
+    from dflash_trt.models.configs import read_target_config
+    from dflash_trt.training.answers import read_answers
+
+    config = read_target_config(resolve(args.target, "target").directory)
+    answers = [answer.answer_ids for answer in read_answers(args.data)]
+    count = sum(map(len, answers))
+    if not count:
+        raise DFlashError(f"--data {args.data}: has no answers")
+    if (largest := max(map(max, filter(None, answers)))) >= config.vocab_size:
+        raise DFlashError(
+            f"--data {args.data}: has token {largest}, but the target embeds {config.vocab_size}: the answers are of "
+            "another target"
+        )
+    tokens = most_frequent(answers, args.size, config.vocab_size, config.eos_token_ids)
+    with whole_file(args.out) as file:
+        file.write(json.dumps({"tokens": tokens}, separators=(",", ":")).encode() + b"\n")
+    kept = set(tokens)
+    share = sum(token in kept for answer in answers for token in answer) / count
+    print(
+        f"{args.out}: {len(tokens)} of {config.vocab_size} tokens, {share:.1%} of {count} tokens of the answers"
+    )
+    return 0
+
+
 _STEPS = {
     "regenerate": ("let the target answer prompts: the data to train on", _add_regenerate, _regenerate),
     "drafter": ("train a drafter and measure it regularly", _add_drafter, _drafter),
@@ -401,4 +458,5 @@ _STEPS = {
         _add_evaluate,
         _evaluate,
     ),
+    "vocabulary": ("choose the tokens that may be drafted", _add_vocabulary, _vocabulary),
 }

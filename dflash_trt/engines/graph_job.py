@@ -92,6 +92,7 @@ def graph_fields(
             "drafter": pair.drafter.checkpoint.quantization.name,
             "head": pair.head and pair.head.quantization.name,
         },
+        "draft_vocab_size": len(pair.draft_tokens) if pair.draft_tokens else pair.target.config.vocab_size,
         "cache_bytes_per_token": {name: cache_bytes_per_token(model) for name, model in models.items()},
         "versions": {name: version(name) for name in ("dflash-trt", "onnx-ir")},
     }

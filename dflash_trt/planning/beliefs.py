@@ -123,14 +123,16 @@ def work_of_bundle(manifest: Mapping[str, Any], target: TargetConfig, side: str,
     sizes, numbers = dict[str, float](), dict[str, float]()
     head = "head" if "head" in manifest["target"]["weight_bytes"] else "embedding"
     parts = [(side, role) for role in manifest[side]["weight_bytes"]]
+    share = dict.fromkeys(parts, 1.0)
     if side == DRAFTER and not {"head", "embedding"} & {role for _, role in parts}:
         parts.append((TARGET, head))
+        share[TARGET, head] = manifest.get("draft_vocab_size", target.vocab_size) / target.vocab_size
     for of, role in parts:
         packed = 2 if "4" in (manifest["quantization"].get(of) or "").partition("A")[0] else 1
         for dtype, size in manifest[of]["weight_bytes"][role].items():
             floats = size / _FLOATS[dtype] if dtype in _FLOATS else 0.0
-            sizes[role] = sizes.get(role, 0.0) + (floats * width or size)
-            numbers[role] = numbers.get(role, 0.0) + (floats or size * packed)
+            sizes[role] = sizes.get(role, 0.0) + (floats * width or size) * share[of, role]
+            numbers[role] = numbers.get(role, 0.0) + (floats or size * packed) * share[of, role]
     unread = {"experts", *({"embedding"} if "head" in sizes else ())}
     moe = target.moe if side == TARGET else None
     experts = moe.num_experts if moe is not None and "experts" in sizes else 0

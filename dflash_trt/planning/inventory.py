@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from dflash_trt.checkpoint import draft_vocabulary
 from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.quantization import Quantization, read_quantization
 from dflash_trt.checkpoint.roles import parameters_of, role_of
@@ -121,6 +122,16 @@ class Inventory:
                 before = sizes.get(kind, _Size(0, 0, 0))
                 sizes[kind] = _Size(*(one + other for one, other in zip(before, more, strict=True)))
         return found
+
+    @cached_property
+    def draft_rows(self) -> int:
+        """Rows of the head that the drafter takes from its target: those of its draft vocabulary, by default all."""
+        file = self.drafter.path.parent / draft_vocabulary.FILE
+        whole = self.target.vocab_size
+        own = not self.drafter.masks or any(t.name == "lm_head.weight" for t in self.tensors["drafter"])
+        if own or not file.is_file():
+            return whole
+        return len(draft_vocabulary.read_draft_vocabulary(file, whole))
 
     def group_size(self, side: str, scheme: str) -> int:
         """Weights per scale, as `dflash-trt quantize` chooses them."""

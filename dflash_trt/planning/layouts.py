@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dflash_trt.checkpoint.schema import TargetConfig
+from dflash_trt.engines import registry
 from dflash_trt.errors import BuildError
 from dflash_trt.planning import times
 from dflash_trt.planning.acceptance import Chain
@@ -85,7 +86,14 @@ def model_layouts(
             gpus=count,
             most=most,
             target=work_of(inventory, "target", gpu, gpus=count, precision=settings.precision),
-            drafter=work_of(inventory, "drafter", gpu, gpus=count, precision=settings.precision),
+            drafter=work_of(
+                inventory,
+                "drafter",
+                gpu,
+                gpus=count,
+                precision=settings.precision,
+                draft_vocabulary=registry.find(settings.engine).draft_vocabulary,
+            ),
             config=inventory.target,
             gpu=gpu,
             context=context,

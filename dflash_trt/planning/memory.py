@@ -368,13 +368,17 @@ def _weights(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str
     found = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, largest)
     if in_blocks and side == "target" and _integer(scheme):
         # The head has the target's format too. The table of a tied embedding stays beside it, as it is on disk.
-        found["head"] = _head(inventory, scheme, largest)
+        found["head"] = _head(inventory, scheme, largest, inventory.target.vocab_size)
         found["embedding"] = dict(inventory.stored("target")["embedding"])
+    whole = inventory.target.vocab_size
+    rows = inventory.draft_rows if registry.find(s.engine).draft_vocabulary else whole
     if side == "drafter" and s.precision.head is not None:  # its own copy of the target's head
-        found["head"] = _head(inventory, s.precision.head, largest)
+        found["head"] = _head(inventory, s.precision.head, largest, rows)
+    elif side == "drafter" and rows < whole:
+        found["head"] = _head(inventory, s.compute("drafter"), largest, rows)
     elif in_blocks and side == "drafter":  # the sessions of both models hold the head that they multiply
         target = s.precision.scheme("target")
-        found["head"] = _head(inventory, target if _integer(target) else s.compute("target"), largest)
+        found["head"] = _head(inventory, target if _integer(target) else s.compute("target"), largest, whole)
     return found
 
 
@@ -382,8 +386,8 @@ def _integer(scheme: str | None) -> TypeGuard[str]:
     return scheme is not None and FORMATS[scheme].integer_bits is not None
 
 
-def _head(inventory: Inventory, precision: str, largest_group: int | None) -> dict[str, int]:
-    rows, columns = inventory.target.vocab_size, inventory.target.hidden_size
+def _head(inventory: Inventory, precision: str, largest_group: int | None, rows: int) -> dict[str, int]:
+    columns = inventory.target.hidden_size
     form, group = FORMATS.get(precision), 0
     if form is not None:
         group = form.algorithm(calibrated=False, inputs=[columns]).group_size

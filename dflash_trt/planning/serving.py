@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_trt.checkpoint.catalogue import known_pair
+from dflash_trt.engines import registry
 from dflash_trt.planning import times
 from dflash_trt.planning.acceptance import Acceptance, published
 from dflash_trt.planning.curve import Layout
@@ -80,7 +81,14 @@ def serving(inventory: Inventory, settings: Settings, pair: str | None) -> Servi
         gpus=count,
         most=MAX_BATCH,
         target=work_of(inventory, "target", gpu, gpus=count, precision=settings.precision),
-        drafter=work_of(inventory, "drafter", gpu, gpus=count, precision=settings.precision),
+        drafter=work_of(
+            inventory,
+            "drafter",
+            gpu,
+            gpus=count,
+            precision=settings.precision,
+            draft_vocabulary=registry.find(settings.engine).draft_vocabulary,
+        ),
         config=inventory.target,
         gpu=gpu,
         context=min(USUAL_CONTEXT, settings.max_seq_len),

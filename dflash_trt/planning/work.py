@@ -46,9 +46,17 @@ class Work:
 
 
 def work_of(
-    inventory: Inventory, side: str, gpu: Gpu, *, gpus: int = 1, precision: Precision | None = None
+    inventory: Inventory,
+    side: str,
+    gpu: Gpu,
+    *,
+    gpus: int = 1,
+    precision: Precision | None = None,
+    draft_vocabulary: bool = True,
 ) -> Work:
     """The work of "target" or "drafter", its matrices and heads divided among `gpus` GPUs.
+
+    draft_vocabulary: whether the engine drafts from the drafter's own vocabulary, if it has one.
 
     Raises BuildError for a GPU without a known peak rate.
     """
@@ -62,8 +70,11 @@ def work_of(
     head = "head" if "head" in sizes else "embedding"
     if side == "drafter" and "head" not in sizes:  # the drafter uses the target's head
         target = inventory.weights("target", compute, None, gpus)
-        sizes["head"] = target.get("head", target.get("embedding", {}))
-        counts["head"] = inventory.target.vocab_size * inventory.target.hidden_size
+        whole = inventory.target.vocab_size
+        rows = inventory.draft_rows if draft_vocabulary else whole
+        stored = target.get("head", target.get("embedding", {}))
+        sizes["head"] = {name: size * rows // whole for name, size in stored.items()}
+        counts["head"] = rows * inventory.target.hidden_size
         head = "head"
     read = [role for role in sizes if role not in ("experts", "embedding")]
     if head == "embedding":

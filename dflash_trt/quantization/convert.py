@@ -99,7 +99,10 @@ def quantize_head(
     checkpoint = Checkpoint(source)
     layers = {HEAD: _head(checkpoint, scheme, largest_group)}
     _check_groups(layers)
-    return _convert(checkpoint, out, layers, [], {}, progress or silent)
+    table = [
+        tensor for tensor in checkpoint.tensors.values() if tensor.name == "d2t"
+    ]  # of a draft vocabulary
+    return _convert(checkpoint, out, layers, table, {}, progress or silent)
 
 
 def data_free(scheme: str, *, calibrated: bool = False, inputs: Sequence[int] = ()) -> Algorithm:
@@ -170,12 +173,18 @@ def _layers(
 
 def _head(checkpoint: Checkpoint, scheme: str, largest_group: int | None) -> _Layer:
     """The head as a layer. It is not calibrated: every row brings its own input scale."""
+    weight = head_weight(checkpoint)
+    return _Layer(HEAD, weight, data_free(scheme, inputs=_dividing([weight.shape[1]], largest_group)))
+
+
+def head_weight(checkpoint: Checkpoint) -> TensorInfo:
+    """The weight of the LM head, which may be the embedding. Raises BuildError if there is none."""
     weight = checkpoint.tensors.get(f"{HEAD}.weight") or checkpoint.tensors.get(f"{EMBEDDING}.weight")
     if weight is None:
         raise BuildError(
             f"{checkpoint.directory}: has no LM head; a drafter uses its target's head: quantize the target's"
         )
-    return _Layer(HEAD, weight, data_free(scheme, inputs=_dividing([weight.shape[1]], largest_group)))
+    return weight
 
 
 def _dividing(inputs: Sequence[int], largest_group: int | None) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_trt.bundle.workspace import Progress
@@ -17,6 +18,7 @@ from dflash_trt.formats.base import BLOCK, WeightLayout
 from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization import repack
 from dflash_trt.quantization.convert import HEAD, data_free, quantize, quantize_head
+from dflash_trt.quantization.draft_head import draft_head
 from dflash_trt.quantization.widen import blocks_in_bf16
 
 Weights = Checkpoint | Outline
@@ -30,6 +32,7 @@ def in_precision(
     progress: Progress,
     *,
     layout: WeightLayout = "stored",
+    draft_tokens: Sequence[int] | None = None,
 ) -> tuple[Weights, Weights, Weights | None]:
     """Target, drafter, and the head that the drafter has to itself, if any.
 
@@ -37,6 +40,7 @@ def in_precision(
 
     Scales come from the weights alone; calibrated ones are made before, by `dflash-trt quantize`. `layout`: how the
     engine reads quantized weights. An engine of blocks multiplies the head in them too: the target's gets its scheme.
+    `draft_tokens`: the drafter's own head has the rows of these tokens only. The target's head is not quantized then.
 
     Raises BuildError where a checkpoint is quantized already, otherwise than asked.
     """
@@ -46,8 +50,11 @@ def in_precision(
     }
     target = found["target"]
     head: Weights | None = None
+    if draft_tokens is not None and isinstance(target, Checkpoint):
+        place = _place(folder / "draft-head", target, json.dumps(list(draft_tokens)))
+        head = Checkpoint(draft_head(target, draft_tokens, place))
     if (scheme := precision.scheme("head")) is not None:
-        head = _head(target, scheme, folder / "head", layout, progress)
+        head = _head(head or target, scheme, folder / "head", layout, progress)
     for role, checkpoint in found.items():
         if (scheme := precision.scheme(role)) is None:
             continue

@@ -32,8 +32,12 @@ class Questions:
         return 2048 + self.max_tokens
 
 
-def measure(target: Path, drafter: Path, questions: Questions, work: Path) -> dict[str, Any]:
-    """Build the pair in `work` and decode with whole blocks. Returns figures per category, and for all under "all":
+def measure(
+    target: Path, drafter: Path, questions: Questions, work: Path, draft_vocabulary: str | Path | None = None
+) -> dict[str, Any]:
+    """Build the pair in `work` and decode with whole blocks. `draft_vocabulary` is that of `build`.
+
+    Returns figures per category, and for all under "all":
 
     acceptance_length: tokens per verification pass.
     acceptance_by_place[i]: share of passes that accepted the draft at position i of the block (from 0).
@@ -52,6 +56,7 @@ def measure(target: Path, drafter: Path, questions: Questions, work: Path) -> di
         str(drafter),
         work / "bundle",
         max_seq_len=min(longest, questions.max_seq_len),
+        draft_vocabulary=draft_vocabulary,
         force=True,
     )
     found: dict[str, list[Statistics]] = {}

@@ -40,6 +40,7 @@ class TensorRTLLMEntry(Engine):
     name = "tensorrt-llm"
     options = TensorRTLLMOptions
     weights_folder = ""
+    draft_vocabulary = False
     tokenizer_folder = "target"
     modules = ("tensorrt_llm", "jsonschema")
     memory = MEMORY

@@ -76,7 +76,7 @@ class BlockPass:
         features_dtype: ir.DataType | None = None,
         head: tuple[Checkpoint | Outline, str] | None = None,
     ) -> None:
-        self.config, self.target, self.dialect, self._head = config, target, dialect, head
+        self.config, self.target, self.dialect = config, target, dialect
         self.settings: BlockSettings = config.own or BlockSettings()
         g = self.g = GraphBuilder("drafter", dtype=dialect.dtype)
         taps = len(config.target_layer_ids) * config.hidden_size
@@ -107,10 +107,14 @@ class BlockPass:
         self.target_root = Module(g, target_checkpoint, target_folder, dialect)
         self.by_sequence = g.shape(batch, -1, config.hidden_size)
         self._context: ir.Value | None = None
+        self._head = None if head is None else Module(g, *head, dialect)
         self._vocabulary: DraftVocabulary | None = None
         if self.settings.vocabulary is not None or self.m.has("lm_head.weight"):
             size = self.settings.vocabulary or config.vocab_size
-            self._vocabulary = DraftVocabulary(self.m, config, size)
+            self._head, self._vocabulary = self.m, DraftVocabulary(self.m, config, size)
+        elif self._head is not None and self._head.has("d2t"):
+            size = self._head.checkpoint.tensors["d2t"].shape[0]
+            self._vocabulary = DraftVocabulary(self._head, config, size)
 
     def context(self) -> ir.Value:
         """The fused features [B, S, D] that every layer takes its context rows from."""
@@ -207,16 +211,15 @@ class BlockPass:
     def logits(self, rows: ir.Value) -> ir.Value:
         """Normed rows [rows, D] through the head: float32 [rows, V].
 
-        The head is the drafter's own, the target's, or the target's quantized copy.
+        The head is the drafter's own, the target's, or a copy of the target's: quantized, or with fewer rows, or both.
         """
-        if self._vocabulary is not None:
-            return self._vocabulary.logits(rows, self.m, self.config.hidden_size)
         if self._head is None:
-            logits = lm_head(rows, self.target_root, self.target)
-        else:
-            root = Module(self.g, *self._head, self.dialect)
-            logits = root.linear(rows, "lm_head", self.config.hidden_size, self.target.vocab_size)
-        return self.g.to_float(logits)
+            return self.g.to_float(lm_head(rows, self.target_root, self.target))
+        if self._vocabulary is not None:
+            return self._vocabulary.logits(rows, self._head, self.config.hidden_size)
+        return self.g.to_float(
+            self._head.linear(rows, "lm_head", self.config.hidden_size, self.target.vocab_size)
+        )
 
     def tokens(self, numbers: ir.Value) -> ir.Value:
         """The target's ids of tokens that the head numbers, of any shape."""

@@ -1,4 +1,4 @@
-"""Heads that a drafter brings itself, over the target's vocabulary or over some of its tokens."""
+"""Heads of a drafter's own, over the target's vocabulary or over some of its tokens."""
 
 from __future__ import annotations
 
