@@ -12,7 +12,7 @@
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo docs docs-commands test clients test-pythons test-floors test-newest lint lint-deploy lock bench fuzz clean
+.PHONY: help demo docs docs-commands test clients test-pythons test-platforms test-floors test-newest lint lint-deploy lock bench fuzz clean
 
 # The first interpreter that runs (a pyenv shim may exist and fail), is new enough and can create a venv.
 RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
@@ -46,6 +46,8 @@ help:
 	@echo '             run the commands of the pages from a wheel, and compare what they print; ALL=1 runs the slow ones'
 	@echo 'make test-pythons'
 	@echo '             run the commands of the pages and the tests on Python 3.12 and 3.13; make test-3.13 on one of them'
+	@echo 'make test-platforms'
+	@echo '             run the tests without what macOS and Windows lack'
 	@echo 'make test-floors, make test-newest'
 	@echo '             run the tests of the core with the oldest dependencies allowed, and with the newest'
 	@echo 'make lock    write the newest versions to requirements/, which determines the environments'
@@ -62,6 +64,9 @@ demo: .venv/installed
 test: .venv-test/installed .venv-server/installed
 	@.venv-test/bin/python -m pytest --numprocesses 2 --dist loadfile
 	@.venv-server/bin/python -m pytest server_tests
+
+test-platforms: .venv-test/installed
+	@.venv-test/bin/python -m pytest -p tests.doubles.other_platform --numprocesses 2 --dist loadfile
 
 # All of them run, also after one failed. An interpreter that is missing is a failure.
 test-pythons: $(PYTHONS:%=.venv-test/installed)

@@ -180,7 +180,7 @@ def locked(path: Path, parent: Folder) -> Iterator[bool]:
 
 @contextmanager
 def _portable_lock(path: Path) -> Iterator[bool]:
-    """The same lock by the library filelock, where the system has no flock. The file stays."""
+    """The same lock by the library filelock, where the system has no flock. On Windows, it removes the file too."""
     lock = filelock.FileLock(path, timeout=0)
     try:
         lock.acquire()

@@ -13,6 +13,10 @@ from dflash_trt.checkpoint.mapped import released
 
 SIZE = 4 << 20
 
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(), reason="memory is given back on Linux only"
+)
+
 
 def resident(file: Path) -> int:
     """Bytes of this process's mappings of `file` that are in memory."""

@@ -11,6 +11,8 @@ import os
 import pathlib
 from typing import Any
 
+import filelock
+
 for missing in ("sched_getaffinity", "geteuid", "O_DIRECTORY", "O_NOFOLLOW"):
     if hasattr(os, missing):
         delattr(os, missing)
@@ -37,6 +39,26 @@ def _without_proc(self: pathlib.Path, *arguments: Any, **options: Any) -> str:
 
 
 pathlib.Path.read_text = _without_proc  # type: ignore[method-assign]
+
+_exists = pathlib.Path.exists
+
+
+def _exists_without_proc(self: pathlib.Path, **options: Any) -> bool:
+    return not str(self).startswith("/proc/") and _exists(self, **options)
+
+
+pathlib.Path.exists = _exists_without_proc  # type: ignore[method-assign]
+
+_release = filelock.UnixFileLock._release
+
+
+def _release_as_on_windows(self: filelock.UnixFileLock) -> None:
+    """There the library removes the file of a lock that is released."""
+    _release(self)
+    pathlib.Path(self.lock_file).unlink(missing_ok=True)
+
+
+filelock.UnixFileLock._release = _release_as_on_windows  # type: ignore[method-assign]
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
