@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _SECONDS = 0.05
+_MAPS = Path("/proc/self/maps")
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def released(files: Iterable[Path]) -> Iterator[None]:
     The kernel may reclaim such pages, but counts them as this process's memory until then. A second read is served
     from the page cache. Works on Linux only; elsewhere nothing happens.
     """
-    if not sys.platform.startswith("linux"):
+    if not _MAPS.exists():
         yield
         return
     names = {str(file.resolve()) for file in files}
@@ -43,7 +43,7 @@ def _release(names: set[str]) -> None:
     """Release the pages of read-only mappings. No data is lost: such a page is a copy of the file."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in _MAPS.read_text().splitlines():
         addresses, permissions, _, _, _, *path = line.split(None, 5)
         if path and path[0] in names and permissions[1] == "-":
             start, end = (int(a, 16) for a in addresses.split("-"))
