@@ -60,8 +60,11 @@ class Arrays(Protocol):
     def nodes(self, count: int, nodes: int) -> Any:
         """The numbers 0 .. nodes-1 of the nodes, for each of `count` sequences: int64 [count, nodes]."""
 
-    def blocks(self, anchors: Sequence[int], length: int, mask: int) -> Any:
-        """Anchors, each followed by `length - 1` mask tokens: int64 [n, length], valid until the next call."""
+    def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> Any:
+        """Anchors, each followed by `length - 1` mask tokens: int64 [n, length], valid until the next call.
+
+        places: the waiting row of each slot that the anchor's features will be.
+        """
 
     def start_round(self, count: int) -> None:
         """Begin a round of `count` requests. The drafter's numbers count as finite."""
@@ -146,7 +149,7 @@ class HostArrays:
             found = self._nodes[count, nodes] = np.tile(np.arange(nodes), (count, 1))
         return found
 
-    def blocks(self, anchors: Sequence[int], length: int, mask: int) -> Array:
+    def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> Array:
         if length == 1:
             return np.array(anchors)[:, None]
         blocks = np.full((len(anchors), length), mask)

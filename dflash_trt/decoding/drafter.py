@@ -71,7 +71,8 @@ class Drafter:
         # A pass writes as many rows for each sequence as for the one that is furthest behind. They must fit for all.
         room = self.capacity - 1 - length - max(committed)
         self._catch_up(committed, arrays.most_waiting - 1 if length == 1 else room)
-        blocks = arrays.blocks([request.anchor for request in active], length, self.mask_token_id)
+        places = self.behind[:n] if length == 1 else [0] * n  # a pass reads what waits
+        blocks = arrays.blocks([request.anchor for request in active], length, self.mask_token_id, places)
         if length == 1:
             return Draft(arrays.readable(blocks), None, np.zeros((n, 0), np.float32))
         behind = self.behind[:n]

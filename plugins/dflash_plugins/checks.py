@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_plugins import attention, launch, moe, reference
+from dflash_plugins import attention, launch, moe, reference, round_reference, rounds
 from dflash_plugins import kernel_specs as uses
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.sampling.sampler import sample
@@ -34,6 +34,7 @@ def problems(device: torch.device | str, *, vocab: int, taps: int, hidden: int) 
         "BlockAcceptance": accepted(device),
         "Attention": attended(device),
         "MoE": experts(device),
+        "Round": between_passes(device, vocab, taps * hidden),
     }
 
 
@@ -98,6 +99,32 @@ def attended(device: torch.device | str) -> str:
         if not error <= 4 * _ROUNDING:
             return f"differs by {error:.3f} of the largest number"
     return ""
+
+
+def between_passes(device: torch.device | str, vocab: int, features: int) -> str:
+    """Chains of two sequences with rows that are not finite, features that find no room, and ones that find it."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((2, 3, vocab)).astype(np.float32)
+    logits[0, 1, -1], logits[1, 2, :], logits[1, 0, 0] = np.nan, -np.inf, -np.inf
+    drawn = {"features": (2, 3, features), "waiting": (3, 4, features)}
+    given = {n: torch.from_numpy(rng.standard_normal(s)).bfloat16() for n, s in drawn.items()}
+    given |= {"logits": torch.from_numpy(logits), "places": torch.tensor([0, 3])}
+    whole = {"block": (2, 3), "drafts": (2, 2, 2)}
+    blocks = {n: torch.from_numpy(rng.integers(0, vocab, s)) for n, s in whole.items()}
+    for written in ("tokens", "rows"):
+        blocks[written] = torch.zeros((2, 3), dtype=torch.int64)
+    given["finite"] = torch.zeros((2, 3), dtype=torch.int32)
+    counters = torch.zeros(6, dtype=torch.int32).to(device)
+    there, filled = ({n: t.clone().to(device) for n, t in each.items()} for each in (given, blocks))
+    rounds.fill_tokens(**filled, most=4)
+    rounds.end_round(**there, counters=counters)
+    round_reference.fill_tokens(**blocks)
+    round_reference.end_round(**given)
+    pairs = {"tokens": (filled, blocks), "rows": (filled, blocks), "finite": (there, given)}
+    for name, (found, expected) in (pairs | {"waiting": (there, given)}).items():
+        if not torch.equal(found[name].cpu(), expected[name]):
+            return f"`{name}` differs from that of torch's operators"
+    return "" if not counters.cpu().any() else "the counters are not zero again"
 
 
 def experts(device: torch.device | str) -> str:

@@ -140,6 +140,32 @@ def compact_rows(nodes: int) -> Use:
     return Use("compaction", "compact_rows", types, constants)
 
 
+def fill_tokens(most: int, *, drafted: bool) -> Use:
+    """The kernel that joins anchors and drafts to blocks of up to `most` tokens."""
+    types: Types = dict.fromkeys(("block", "tokens", "rows"), "*i64") | dict.fromkeys(
+        ("nodes", "width"), "i32"
+    )
+    constants: dict[str, Any] = {"SLOTS": power_of_two(most)}
+    if drafted:
+        types["drafts"] = "*i64"
+    else:
+        constants["drafts"] = None
+    return Use("rounds", "fill_tokens", types, constants, num_warps=1)
+
+
+def end_round(vocab: int, features: int, dtype: str, *, committing: bool) -> Use:
+    """The kernel behind the target's pass. With `committing`, it copies features of this type."""
+    types: Types = {"logits": "*fp32", "features": f"*{dtype}", "waiting": f"*{dtype}"}
+    types |= dict.fromkeys(("nodes", "room"), "i32") | dict.fromkeys(("counters", "finite"), "*i32")
+    sizes = {"VOCAB": vocab, "FEATURES": features, "TILES": vocabulary_tiles(vocab), "TILE": TILE_TOKENS}
+    constants: dict[str, Any] = dict(sizes)
+    if committing:
+        types["places"] = "*i64"
+    else:
+        constants["places"] = None
+    return Use("rounds", "end_round", types, constants)
+
+
 def gather_taps(taps: int, hidden: int, source: str, target: str, *, ragged: bool = False) -> Use:
     types: Types = {"taps": (f"*{source}",) * taps, "rows_per_sequence": "i32", "features": f"*{target}"}
     constants: dict[str, Any] = {"D": hidden, "SLOTS": power_of_two(hidden)}

@@ -358,3 +358,19 @@ def deferred() -> Iterator[type[Cuda]]:
             yield Cuda
     finally:
         GridExecutor.__call__ = call
+
+
+def by_operators(patch: Any) -> None:
+    """Between passes, torch's operators instead of kernels: Triton's interpreter is slow.
+
+    patch: pytest's MonkeyPatch. `steps.kernels` of a pair that is open chooses for that pair.
+    """
+    from dflash_trt.engines.tensorrt.round_steps import RoundSteps
+
+    begin = RoundSteps.__init__
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.kernels = False
+
+    patch.setattr(RoundSteps, "__init__", changed)

@@ -14,7 +14,7 @@ SIZES: dict[str, int] = {"vocab": 300, "taps": 2, "hidden": 48}
 
 def test_right_kernels_pass() -> None:
     assert checks.problems("cpu", **SIZES) == dict.fromkeys(
-        ("HiddenStateTap", "SampleRows", "BlockAcceptance", "Attention", "MoE"), ""
+        ("HiddenStateTap", "SampleRows", "BlockAcceptance", "Attention", "MoE", "Round"), ""
     )
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from dflash_plugins import launch, reference
+from dflash_plugins import launch, reference, round_reference
+from dflash_plugins import rounds as rounds_of
 from dflash_plugins.dialect import TensorRTPlugins
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,3 +139,75 @@ def test_taps_of_plugins_are_the_function_body() -> None:
     body = ir.to_proto(OnnxRuntime().hidden_state_tap(5))
     (expected,) = ReferenceEvaluator(body).run(None, plugin_graph.arrays(tensors), attributes={})
     assert np.array_equal(to_numpy(found.float()), expected)
+
+
+def copies(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if each is None else each.clone() for name, each in tensors.items()}
+
+
+@given(st.integers(1, 9), st.integers(0, 2**32 - 1), st.booleans())
+@settings(deadline=None, max_examples=25)
+def test_anchors_and_drafts_become_the_targets_tokens(nodes: int, seed: int, drafted: bool) -> None:
+    rng = np.random.default_rng(seed)
+    batch, width = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    drafts = torch.from_numpy(rng.integers(0, 2**40, (batch, nodes - 1, width)))
+    tensors: dict[str, Any] = {
+        "block": torch.from_numpy(rng.integers(0, 2**40, (batch, nodes))),
+        "drafts": drafts if drafted and nodes > 1 else None,
+        "tokens": torch.zeros(batch, nodes, dtype=torch.int64),
+        "rows": torch.zeros(batch, nodes, dtype=torch.int64),
+    }
+    found, expected = copies(tensors), copies(tensors)
+    rounds_of.fill_tokens(**found, most=9)
+    round_reference.fill_tokens(**expected)
+    assert torch.equal(found["tokens"], expected["tokens"])
+    assert torch.equal(found["rows"], expected["rows"])
+    assert expected["rows"].tolist() == [list(range(nodes))] * batch
+    if tensors["drafts"] is not None:
+        assert expected["tokens"][:, 1:].tolist() == drafts[:, :, 0].tolist()
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans()
+)
+@settings(deadline=None, max_examples=20)
+def test_a_round_ends_with_its_features_where_the_drafter_reads_them(
+    seed: int, dtype: torch.dtype, committing: bool
+) -> None:
+    """Slots that are behind by any count, rows without room, and every way in which a row of logits is not finite."""
+    rng = np.random.default_rng(seed)
+    batch, nodes, room = (int(rng.integers(1, most)) for most in (4, 6, 8))
+    vocab, size = (int(rng.choice(sizes)) for sizes in ([7, 4096, 9000], [5, 4100]))
+    logits = rng.standard_normal((batch, nodes, vocab)).astype(np.float32)
+    for b, i in np.ndindex(batch, nodes):
+        at = int(rng.integers(vocab))
+        kind = int(rng.integers(8))
+        if kind < 3:
+            logits[b, i, at] = (np.nan, np.inf, -np.inf)[kind]
+        elif kind == 3:
+            logits[b, i] = -np.inf
+    expected_finite = np.isfinite(logits.max(axis=-1))
+    features = torch.from_numpy(rng.standard_normal((batch, nodes, size))).to(dtype)
+    places = torch.from_numpy(rng.integers(0, room + 1, batch))
+    tensors: dict[str, Any] = {
+        "logits": torch.from_numpy(logits),
+        "features": features,
+        "places": places if committing else None,
+        "finite": torch.full((batch, nodes), 7, dtype=torch.int32),
+        "waiting": torch.zeros(batch + 1, room, size, dtype=dtype),
+    }
+    found, expected = copies(tensors), copies(tensors)
+    counters = torch.zeros(batch * nodes + 1, dtype=torch.int32)
+    for _ in range(2):  # the counters are ready for the next round
+        rounds_of.end_round(**found, counters=counters)
+        assert not counters.any()
+    round_reference.end_round(**expected)
+    for name in ("finite", "waiting"):
+        assert torch.equal(found[name], expected[name]), name
+    assert np.array_equal(found["finite"].numpy(), expected_finite)
+    for b, i in np.ndindex(batch, nodes):
+        place = int(places[b]) + i
+        if committing and expected_finite[b, i] and place < room:
+            assert torch.equal(found["waiting"][b, place], features[b, i])
+            found["waiting"][b, place] = 0
+    assert not found["waiting"].any()  # nothing else was written

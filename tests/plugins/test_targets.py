@@ -128,6 +128,29 @@ def test_the_noise_is_compiled_without_fused_operations(target: tuple[int, Any])
     assert plugins["SampleSelect"][0]["fused"] == 12
 
 
+RUNTIME = """
+from dflash_plugins import compiler
+from dflash_plugins import kernel_specs as uses
+launched = [uses.fill_tokens(16, drafted=drafted) for drafted in (False, True)]
+launched += [uses.end_round(201_088, 14_400, "bf16", committing=committing) for committing in (False, True)]
+launched.append(uses.compact_rows(16))
+for target in uses.TARGETS:
+    for use in launched:
+        made = compiler.compile_kernel(use, target)
+        found = compiler.resources(made, target)
+        assert made.stores, (use, target)
+        assert found.spill_bytes == 0, (use, found)
+        assert made.ptx.count("atom.") == (use.function == "end_round"), use
+print("compiled")
+"""
+
+
+def test_kernels_between_passes_compile_for_every_target(cache: Path) -> None:
+    """The runtime launches them, not a plan. They do not spill. One atomic addition ends a row of logits."""
+    done = run(cache, "-c", RUNTIME)
+    assert done.stdout == "compiled\n", done.stderr
+
+
 COMPILE_TWICE = """
 import time
 from dflash_plugins import compiler

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dflash_trt.decoding.caches import Kept
+from dflash_trt.engines.tensorrt.round_steps import kernels_run
 
 Tensor = torch.Tensor
 
@@ -22,8 +22,7 @@ class RowCaches:
 
     def __init__(self, arrays: Mapping[str, Tensor], stream: Any) -> None:
         self.arrays, self._stream = arrays, stream
-        on_gpu = any(rows.device.type == "cuda" for rows in arrays.values())
-        self.kernels = on_gpu and importlib.util.find_spec("triton") is not None
+        self.kernels = any(kernels_run(rows.device) for rows in arrays.values())
         self._kernel: Any = None
         self.row_bytes = sum(rows.shape[1] * rows.shape[3] * rows.element_size() for rows in arrays.values())
 

@@ -7,7 +7,6 @@ requests also read their rows of logits.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, prefill_length
 from dflash_trt.engines.tensorrt.round_memory import RoundMemory
+from dflash_trt.engines.tensorrt.round_steps import kernels_run
 from dflash_trt.engines.tensorrt.runtime_config import kernel_cache
 from dflash_trt.engines.tensorrt.states import HybridCaches
 from dflash_trt.engines.tensorrt.warm_up import warm_up
@@ -115,19 +115,29 @@ class DeviceArrays:
         drafter.bind(DECODE, "features", self._waiting)
         drafter.bind(PREFILL, "features", target.whole_buffer(PREFILL, "features"))
         self._round = RoundMemory(target, drafter, slots=slots, block_size=block_size, tree_width=tree_width)
-        self._nodes = torch.arange(block_size, device=device)
-        self._rows: tuple[int, int] | None = None  # the shape for which the target's rows are filled
-        # Rows of the target's last pass that wait to be copied to the drafter's input: slot, place, nodes.
+        # Where features of this round's chains wait, by slot, and which of them the end of the round put there [n, N].
+        self._places: Sequence[int] = ()
+        self._kept: Array = np.zeros((0, 0), bool)
+        # Other rows of the target's last pass that the drafter shall read: slot, place, nodes.
         self._committed: list[tuple[int, int, Sequence[int]]] = []
         self._features: torch.Tensor | None = None  # of that pass
-        self._whole = False  # whether all of them may be copied: no slot has other rows, and all are finite
-        self._drafted = False  # whether the drafter read all waiting rows in this round
         # The log-probabilities of this round's draft: all, and those of the chain.
         self._logprobs: DeviceArray | None = None
         self._best: DeviceArray | None = None
-        # Sampled requests are decided on the GPU if Triton is installed to compile the kernels, else on the host.
-        self.samples = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        # Where kernels run, they decide for sampled requests, else the host.
+        self.samples = kernels_run(device)
+        if self._round.steps.kernels:  # compiled now, not in the first round
+            self._rehearse_steps(drafter.buffer(DECODE, "draft_tokens", 1, 1, tree_width))
         self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
+
+    def _rehearse_steps(self, drafts: torch.Tensor) -> None:
+        """What a round does between its passes, on zeros and in slot 0. `drafts` [1, 1, W]."""
+        self._round.tokens(self._round.blocks([0], 1, 0, [0]), None)
+        self._round.tokens(self._round.blocks([0], 2, 0, [0]), drafts)
+        logits = self._target.buffer(DECODE, "logits", 1, 1, self._vocab)
+        features = self._target.buffer(DECODE, "features", 1, 1, self._waiting.shape[2])
+        for chains in (True, False):
+            self._round.end(logits, features, self._waiting, chains=chains)
 
     def problems(self, manifest: Mapping[str, Any]) -> list[str]:
         """The differences between the plans and the manifest."""
@@ -188,7 +198,6 @@ class DeviceArrays:
         with torch.cuda.stream(self._stream):
             if engine is self._drafter:
                 tensors = self._round.drafter_feeds(tensors)
-                self._drafted = True
             else:
                 self._flush()  # the pass overwrites the features
                 tensors = self._round.target_feeds(tensors)
@@ -212,18 +221,14 @@ class DeviceArrays:
         return DeviceArray(outputs, self._stream)
 
     def nodes(self, count: int, nodes: int) -> torch.Tensor:
-        rows = self._target.buffer(DECODE, "rows", count, nodes)
-        if self._rows != (count, nodes):
-            with torch.cuda.stream(self._stream):
-                rows.copy_(self._nodes[:nodes].expand(count, nodes))
-            self._rows = count, nodes
-        return rows
+        return self._target.buffer(DECODE, "rows", count, nodes)  # filled with the other feeds of the pass
 
-    def blocks(self, anchors: Sequence[int], length: int, mask: int) -> torch.Tensor:
-        return self._round.blocks(anchors, length, mask)
+    def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> torch.Tensor:
+        self._places = list(places)
+        return self._round.blocks(anchors, length, mask, places)
 
     def start_round(self, count: int) -> None:
-        self._drafted, self._logprobs, self._best = False, None, None
+        self._logprobs, self._best = None, None
         self._round.start()
 
     def check(self, logprobs: torch.Tensor, slot: int | None = None) -> None:
@@ -237,9 +242,8 @@ class DeviceArrays:
             return bool(torch.isfinite(numbers).all())
 
     def drafts(self, blocks: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> Draft:
-        drafted = self._target.buffer(DECODE, "tokens", *blocks.shape)
         with torch.cuda.stream(self._stream):
-            torch.cat((blocks[:, :1], tokens[:, :, 0]), dim=1, out=drafted)
+            drafted = self._round.tokens(blocks, tokens)
         self._logprobs = self.readable(logprobs)
         self._best = self.readable(logprobs[:, :, 0])
         candidates = Candidates(self.readable(tokens), self._logprobs) if tokens.shape[2] > 1 else None
@@ -260,33 +264,34 @@ class DeviceArrays:
         Also reads the tokens of the draft and its log-probabilities.
         """
         n, length = draft.tokens.shape
-        logits = outputs["logits"]
+        logits, chains = outputs["logits"], draft.parents is None
+        self._features = outputs["features"]
         with torch.cuda.stream(self._stream):
-            made = self._decide(active, outputs) if draft.parents is None else None
+            made = self._decide(active, outputs) if chains else None
             for name in ("accepted", "next_token") if made is not None else ():
                 self._target.buffer(DECODE, name, n).copy_(getattr(made, name))
-            self._round.largest(logits)
+            self._round.end(logits, self._features, self._waiting, chains=chains)
             found = self._round.results(n, length, 0 if self._logprobs is None else self._logprobs.shape[1])
         if isinstance(draft.tokens, DeviceArray):
             draft.tokens.read(found.tokens)
         if self._logprobs is not None and self._best is not None:
             self._logprobs.read(found.logprobs)
             self._best.read(found.logprobs[:, :, 0])
-        self._features, self._whole = outputs["features"], self._drafted and bool(found.finite.all())
+        self._kept = found.finite if chains else found.finite[:, :0]
         return Verified(
             found.accepted,
             found.next_token,
-            decided=[
-                draft.parents is None and (r.params.greedy if made is None else r.history is None)
-                for r in active
-            ],
+            decided=[chains and (r.params.greedy if made is None else r.history is None) for r in active],
             finite=None if found.finite.all() else found.finite,
             logits=self.readable(logits),
             drafts_finite=found.drafts_finite.tolist(),
         )
 
     def add_waiting(self, slot: int, at: int, features: torch.Tensor, nodes: Sequence[int]) -> None:
-        self._committed.append((slot, at, nodes))
+        count = len(nodes)
+        chain = nodes[-1] < count <= self._kept.shape[1] and at + count <= self.most_waiting
+        if not chain or self._places[slot : slot + 1] != [at] or not self._kept[slot, :count].all():
+            self._committed.append((slot, at, nodes))
 
     def waiting(self, counts: Sequence[int]) -> torch.Tensor:
         self._flush()
@@ -307,17 +312,12 @@ class DeviceArrays:
             self._waiting[slot].zero_()
 
     def _flush(self) -> None:
-        """Copy the committed rows, of all slots at once if they may all be copied. Nothing reads those beyond a slot's
-        count.
-        """
+        """Copy the committed rows that the end of the round left: those of trees, for which the host decides."""
         features, committed = self._features, self._committed
         if features is None or not committed:
             return
         self._committed = []
         with torch.cuda.stream(self._stream):
-            if self._whole and all(at == 0 and nodes[-1] < len(nodes) for _, at, nodes in committed):
-                self._waiting[: features.shape[0], : features.shape[1]].copy_(features)
-                return
             for slot, at, nodes in committed:
                 self._waiting[slot, at : at + len(nodes)].copy_(features[slot][chosen(nodes)])
 

@@ -14,6 +14,7 @@ import torch
 
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.profiles import DECODE
+from dflash_trt.engines.tensorrt.round_steps import RoundSteps
 
 Array = np.ndarray[Any, Any]
 
@@ -45,13 +46,14 @@ class RoundMemory:
             "drafter_start": (slots, torch.int64),
             "n_features": (slots, torch.int64),
             "target_start": (slots, torch.int64),
+            "places": (slots, torch.int64),
             "block": (slots * block_size, torch.int64),
             # From here on, results.
             "tokens": (slots * block_size, torch.int64),
             "accepted": (slots, torch.int64),
             "next_token": (slots, torch.int64),
             "logprobs": (slots * block_size * tree_width, torch.float32),
-            "largest": (slots * block_size, torch.float32),
+            "finite": (slots * block_size, torch.int32),
             "noted": (slots, torch.float32),
         }
         offsets, end = dict[str, int](), 0
@@ -71,7 +73,8 @@ class RoundMemory:
 
         self._there, self._here = parts(self._device), parts(self._host)
         self._numbers = {name: part.numpy() for name, part in self._here.items()}
-        self._stream, self._width = target.stream, tree_width
+        self._stream, self._width, self._target = target.stream, tree_width, target
+        self.steps = RoundSteps(target.device, slots=slots, block_size=block_size)
         drafter.bind(DECODE, "start", self._there["drafter_start"])
         drafter.bind(DECODE, "n_features", self._there["n_features"])
         drafter.bind(DECODE, "block", self._there["block"])
@@ -79,6 +82,8 @@ class RoundMemory:
         target.bind(DECODE, "start", self._there["target_start"])
         for name in ("tokens", "accepted", "next_token"):
             target.bind(DECODE, name, self._there[name])
+        self._nodes = torch.arange(block_size, device=target.device)
+        self._rows: tuple[int, ...] | None = None  # the shape for which the target's rows are filled
         self._sent = False  # whether the inputs of this round are on the device
         self._noted = False  # whether `noted` holds anything
 
@@ -90,9 +95,10 @@ class RoundMemory:
                 self._there["noted"].zero_()
             self._noted = False
 
-    def blocks(self, anchors: Sequence[int], length: int, mask: int) -> torch.Tensor:
-        """Anchors with mask tokens, [n, length]. They reach the device with the round's first pass."""
+    def blocks(self, anchors: Sequence[int], length: int, mask: int, places: Sequence[int]) -> torch.Tensor:
+        """Anchors with mask tokens, [n, length]. They and the places reach the device with the round's first pass."""
         count = len(anchors) * length
+        self._numbers["places"][: len(places)] = places
         block = self._numbers["block"][:count].reshape(len(anchors), length)
         block[:] = mask
         block[:, 0] = anchors
@@ -113,25 +119,41 @@ class RoundMemory:
 
     def target_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         found, start, tokens = dict(feeds), feeds["start"], feeds["tokens"]
-        if isinstance(tokens, np.ndarray):  # not of a round
-            return found
-        n, known = len(start), self._numbers["target_start"]
-        if not self._sent or not np.array_equal(known[:n], start):
-            self._filled("target_start", start, send=True)
-        found["start"] = self._there["target_start"][:n]
-        if not tokens.is_contiguous():
-            found["tokens"] = tokens.contiguous()
+        if not isinstance(tokens, np.ndarray):  # of a round
+            n, known = len(start), self._numbers["target_start"]
+            if not self._sent or not np.array_equal(known[:n], start):
+                self._filled("target_start", start, send=True)
+            found["start"] = self._there["target_start"][:n]
+            if tokens.data_ptr() == self._there["block"].data_ptr():  # nothing was drafted
+                found["tokens"] = self.tokens(tokens, None)
+            elif not tokens.is_contiguous():
+                found["tokens"] = tokens.contiguous()
+        rows = found["rows"]
+        if self._rows != tuple(rows.shape):
+            rows.copy_(self._nodes[: rows.shape[1]].expand(rows.shape))
+            self._rows = tuple(rows.shape)
         return found
+
+    def tokens(self, blocks: torch.Tensor, drafts: torch.Tensor | None) -> torch.Tensor:
+        """The target's tokens [n, N] from blocks and drafts. Fills its rows too."""
+        tokens, rows = (self._target.buffer(DECODE, name, *blocks.shape) for name in ("tokens", "rows"))
+        self.steps.fill_tokens(blocks, drafts, tokens, rows)
+        self._rows = tuple(rows.shape)
+        return tokens
 
     def note(self, slot: int, logprobs: torch.Tensor) -> None:
         """Remember whether these are finite: their sum is not, if one of them is not."""
         self._there["noted"][slot].add_(logprobs.sum())
         self._noted = True
 
-    def largest(self, logits: torch.Tensor) -> None:
-        """Compute the largest logit of each row [n, N, V]. Any NaN is the largest."""
+    def end(
+        self, logits: torch.Tensor, features: torch.Tensor, waiting: torch.Tensor, *, chains: bool
+    ) -> None:
+        """Find the finite rows of logits [n, N, V]. Copies features of chains to where they will wait."""
         n, length = logits.shape[:2]
-        torch.amax(logits, dim=-1, out=self._there["largest"][: n * length].view(n, length))
+        finite = self._there["finite"][: n * length].view(n, length)
+        places = self._there["places"][:n] if chains else None
+        self.steps.end_round(logits, features, places, finite=finite, waiting=waiting)
 
     def results(self, n: int, length: int, drafted: int) -> Results:
         """Wait for the pass, and read its results: n requests with `length` nodes and `drafted` drafts."""
@@ -146,7 +168,7 @@ class RoundMemory:
             accepted=read("accepted", n),
             next_token=read("next_token", n),
             tokens=read("tokens", n, length),
-            finite=np.isfinite(read("largest", n, length)),
+            finite=read("finite", n, length) != 0,
             drafts_finite=np.isfinite(logprobs).all(axis=(1, 2)) & np.isfinite(read("noted", n)),
             logprobs=logprobs,
         )
