@@ -142,9 +142,8 @@ def compact_rows(nodes: int) -> Use:
 
 def fill_tokens(most: int, *, drafted: bool) -> Use:
     """The kernel that joins anchors and drafts to blocks of up to `most` tokens."""
-    types: Types = dict.fromkeys(("block", "tokens", "rows"), "*i64") | dict.fromkeys(
-        ("nodes", "width"), "i32"
-    )
+    types: Types = dict.fromkeys(("block", "tokens", "rows"), "*i64")
+    types |= dict.fromkeys(("nodes", "width"), "i32")
     constants: dict[str, Any] = {"SLOTS": power_of_two(most)}
     if drafted:
         types["drafts"] = "*i64"

@@ -1,4 +1,4 @@
-"""What the kernels between the passes of a round compute, by torch's operators.
+"""The work of the kernels between the passes of a round, by torch's operators.
 
 It is the kernels' reference, and runs where Triton cannot. It needs no Triton.
 """

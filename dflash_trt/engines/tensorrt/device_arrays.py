@@ -131,7 +131,7 @@ class DeviceArrays:
         self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
 
     def _rehearse_steps(self, drafts: torch.Tensor) -> None:
-        """What a round does between its passes, on zeros and in slot 0. `drafts` [1, 1, W]."""
+        """Run the steps between passes on zeros, in slot 0. drafts: [1, 1, W]."""
         self._round.tokens(self._round.blocks([0], 1, 0, [0]), None)
         self._round.tokens(self._round.blocks([0], 2, 0, [0]), drafts)
         logits = self._target.buffer(DECODE, "logits", 1, 1, self._vocab)
@@ -218,7 +218,7 @@ class DeviceArrays:
         self._stream.synchronize()
 
     def readable(self, outputs: torch.Tensor) -> DeviceArray:
-        return DeviceArray(outputs, self._stream)
+        return DeviceArray(outputs, self._stream, self._round.on_host(outputs))
 
     def nodes(self, count: int, nodes: int) -> torch.Tensor:
         return self._target.buffer(DECODE, "rows", count, nodes)  # filled with the other feeds of the pass

@@ -104,6 +104,12 @@ class RoundMemory:
         block[:, 0] = anchors
         return self._there["block"][:count].view(len(anchors), length)
 
+    def on_host(self, tensor: torch.Tensor) -> Array | None:
+        """The numbers of `blocks`, which may not have reached the device. None for any other tensor."""
+        if tensor.data_ptr() != self._there["block"].data_ptr():
+            return None
+        return self._numbers["block"][: tensor.numel()].reshape(tuple(tensor.shape)).copy()
+
     def drafter_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """The feeds in this memory. The target's pass of the same round starts behind the drafter's features."""
         start, count = feeds["start"], feeds["n_features"]

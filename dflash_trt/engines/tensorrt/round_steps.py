@@ -1,4 +1,4 @@
-"""What lies between the passes of a round: one kernel behind the drafter's pass, and one behind the target's."""
+"""The steps between the passes of a round: one kernel behind the drafter's pass, and one behind the target's."""
 
 from __future__ import annotations
 

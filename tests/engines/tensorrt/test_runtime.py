@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from dflash_trt.bundle.manifest import Bundle, write_manifest
 from dflash_trt.engines.tensorrt import flavour, plans, warm_up
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE
-from dflash_trt.errors import BatchError, BuildError, BundleError, NonFiniteError, RequestError
+from dflash_trt.errors import BatchError, BuildError, BundleError, NonFiniteError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.serving.deploy import container_command
 from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
@@ -101,55 +99,6 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle], tem
         assert accepted > 0
         mixed = llm.generate(prompts()[:2], params(temperature)[:2], speculate=False)
         assert [c.token_ids for c in mixed] == expected[:2]
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory, here: Any) -> tuple[Bundle, Bundle]:
-    """A pair with two candidates for each place, and a window that ends within a tree; for both engines."""
-    directory = tmp_path_factory.mktemp("wide")
-    layers = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}
-    target = make_target(directory / "target", favourites=6, layers=2, **layers)
-    drafter = make_drafter(directory / "drafter", target, taps=(0, 1), block_size=BLOCK)
-    settings: dict[str, Any] = {"max_seq_len": 100, "tree_width": 2}
-    plain = build(str(target), str(drafter), directory / "onnxruntime", **settings)
-    settings |= {"engine": "tensorrt", "precision": FLOAT32}
-    options = TensorRTOptions(max_batch_size=3, prefill_chunk=16)
-    return plain, build(str(target), str(drafter), directory / "tensorrt", options=options, **settings)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kernel", [False, True], ids=["copies", "kernel"])
-def test_trees_give_the_tokens_of_onnxruntime(
-    wide: tuple[Bundle, Bundle], temperature: float, kernel: bool
-) -> None:
-    """Five requests in three slots, with penalties. Rows move by copies, or by the kernel in the interpreter."""
-    asked = [replace(p, presence_penalty=0.4 * (i % 2)) for i, p in enumerate(params(temperature))]
-    moved = list[Sequence[int]]()
-    with LLM(wide[0].path, threads=1) as reference:
-        expected = [c.token_ids for c in reference.generate(prompts(), asked, speculate=False)]
-    with LLM(wide[1].path, max_batch_size=3) as llm:
-        pair: Any = llm._runtime.pair
-        pair.arrays.samples, pair.target.caches.kernels = False, kernel
-        compact = pair.target.caches.compact
-        pair.target.caches.compact = lambda slot, start, nodes: (
-            moved.append(nodes) or compact(slot, start, nodes)
-        )
-        for nodes in (BLOCK, 4, 0) if not kernel else (BLOCK,):
-            found = llm.generate(prompts(), asked, tree_nodes=nodes)
-            assert [c.token_ids for c in found] == expected
-            assert (sum(c.statistics.num_trees for c in found) > 0) == (nodes > 0)
-        assert moved
-        assert (pair.target.caches._kernel is not None) == kernel
-
-
-def test_trees_are_as_large_as_the_plans_allow(wide: tuple[Bundle, Bundle]) -> None:
-    """The host would wait for the candidates, so a tree has to be asked for."""
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    with LLM(wide[1].path) as llm:
-        assert llm.most_tree_nodes == BLOCK
-        with pytest.raises(RequestError, match=rf"tree_nodes is {BLOCK + 1}, expected 2\.\.{BLOCK}, or 0"):
-            llm.generate([1, 2], params, tree_nodes=BLOCK + 1)
-        assert llm.generate([1, 2], params).statistics.num_trees == 0
 
 
 def test_the_container_gets_the_version_that_built_the_plans(bundles: tuple[Bundle, Bundle]) -> None:
@@ -294,7 +243,7 @@ def test_a_draft_that_spoils_a_round_ends_no_request(tmp_path: Path, here: Any) 
 def test_a_round_waits_once_and_copies_once_each_way(
     bundles: tuple[Bundle, Bundle], block_length: int | None, kernels: bool
 ) -> None:
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
     with LLM(bundles[1].path, prefix_cache_bytes=0) as llm:
         pair: Any = llm._runtime.pair
         expected = llm.generate(prompts()[0], params, block_length=block_length).token_ids
@@ -309,7 +258,7 @@ def test_a_round_waits_once_and_copies_once_each_way(
             return Counter(Cuda.counts), round(found.statistics.verify_time / 1e-3)
 
         prefill, _ = counted(1)
-        all_rounds, rounds = counted(40)
+        all_rounds, rounds = counted(30)
         per_round = all_rounds - prefill
         assert per_round["waits"] == rounds
         assert per_round["copies to the host"] == rounds
@@ -356,13 +305,16 @@ def test_nothing_is_allocated_in_a_round(
     bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No buffer of the engines moves, and none is allocated."""
+    asked = prompts()[:2], SamplingParams(max_tokens=9, ignore_eos=True)
     with LLM(bundles[1].path) as llm:
-        llm.generate(prompts(), params(0.0), block_length=BLOCK)
-        engines = (llm._runtime.pair.target, llm._runtime.pair.drafter.engine)
+        pair: Any = llm._runtime.pair
+        pair.arrays._round.steps.kernels = True
+        llm.generate(*asked, block_length=BLOCK)
+        engines = (pair.target, pair.drafter.engine)
         before = [{k: b.data_ptr() for k, b in e._buffers.items()} for e in engines]
         for name in ("zeros", "empty"):
             monkeypatch.setattr(torch, name, None)
-        llm.generate(prompts(), params(0.0), block_length=BLOCK)
+        llm.generate(*asked, block_length=BLOCK)
         assert [{k: b.data_ptr() for k, b in e._buffers.items()} for e in engines] == before
 
 
