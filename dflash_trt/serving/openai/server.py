@@ -132,8 +132,12 @@ async def _serve(
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
             if not self.should_exit:
-                text = f"stopping; {engine.in_flight} requests in flight, {settings.grace:g} s for them to finish"
-                loop.call_soon_threadsafe(say, text)
+                left = (
+                    f"; {n} requests in flight, {settings.grace:g} s to finish"
+                    if (n := engine.in_flight)
+                    else ""
+                )
+                loop.call_soon_threadsafe(say, f"stopping{left}")
             super().handle_exit(sig, frame)
 
     server = Server(config)
