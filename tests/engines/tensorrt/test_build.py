@@ -102,13 +102,13 @@ def check_attention(bundle: Bundle, capability: int) -> None:
         assert found.skipping == found.kernels, f"{role}: attention reads the whole capacity"
 
 
-@pytest.mark.parametrize("name", WIDE)
-def test_attention_of_published_targets(name: str, tmp_path: Path) -> None:
-    options = TensorRTOptions(capabilities=(120,), max_batch_size=8, prefill_chunk=64)
+@pytest.mark.parametrize(("name", "capability"), [*((name, 120) for name in WIDE), ("qwen3-4b, wide", 89)])
+def test_attention_of_published_targets(name: str, capability: int, tmp_path: Path) -> None:
+    options = TensorRTOptions(capabilities=(capability,), max_batch_size=8, prefill_chunk=64)
     bundle = rtx(make_pair(name, tmp_path), tmp_path / "bundle", options, max_seq_len=4096)
-    check_attention(bundle, 120)
+    check_attention(bundle, capability)
     # A cache is much larger than the rows of a pass here.
-    assert all(found.copies == {} for found in attention_of(bundle, 120).values()), (
+    assert all(found.copies == {} for found in attention_of(bundle, capability).values()), (
         "kernels over a whole cache"
     )
 
