@@ -8,7 +8,8 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -71,6 +72,22 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         await asyncio.sleep(0.001)
+
+
+@contextmanager
+def held(llm: AsyncLLM) -> Iterator[None]:
+    """Within the block the engine waits before it reads a prompt, so no request ends."""
+    go_on, prefill = threading.Event(), llm._runtime.pair.prefill
+
+    def waits(*arguments: Any, **options: Any) -> Any:
+        assert go_on.wait(600)
+        return prefill(*arguments, **options)
+
+    llm._runtime.pair.prefill = waits  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        go_on.set()
 
 
 @pytest.mark.parametrize("stream_interval", [0.0, 0.004])
@@ -233,10 +250,11 @@ def test_a_timeout_ends_with_the_tokens_so_far(bundle, alone, stream_interval, m
 
 def test_a_full_queue_is_refused_at_once(bundle) -> None:
     async def body(llm: AsyncLLM) -> None:
-        tasks = [asyncio.create_task(llm.generate(prompt(5, i), LONG)) for i in range(3)]
-        await until(lambda: llm.in_flight == 3)
-        with pytest.raises(BusyError, match="3 requests are in flight"):
-            await llm.generate(prompt(5), LONG)
+        with held(llm):
+            tasks = [asyncio.create_task(llm.generate(prompt(5, i), LONG)) for i in range(3)]
+            await until(lambda: llm.in_flight == 3)
+            with pytest.raises(BusyError, match="3 requests are in flight"):
+                await llm.generate(prompt(5), LONG)
         await asyncio.gather(*tasks)
         assert len((await llm.generate(prompt(5), SamplingParams(max_tokens=3))).token_ids) == 3
 
@@ -248,12 +266,13 @@ def test_a_full_queue_is_refused_at_once(bundle) -> None:
 @pytest.mark.parametrize("finish", [True, False])
 def test_close_finishes_or_cancels(bundle, alone, finish) -> None:
     async def body(llm: AsyncLLM) -> None:
-        tasks = [asyncio.create_task(llm.generate(*ASKED[i % 4])) for i in range(8)]
-        await until(lambda: llm.in_flight == 8)
-        closing = asyncio.create_task(llm.close(finish=finish))
-        await asyncio.sleep(0)
-        with pytest.raises(DFlashError, match="closed"):
-            await llm.generate(prompt(5), LONG)
+        with held(llm):
+            tasks = [asyncio.create_task(llm.generate(*ASKED[i % 4])) for i in range(8)]
+            await until(lambda: llm.in_flight == 8)
+            closing = asyncio.create_task(llm.close(finish=finish))
+            await asyncio.sleep(0)
+            with pytest.raises(DFlashError, match="closed"):
+                await llm.generate(prompt(5), LONG)
         completions = await asyncio.gather(*tasks)
         await closing
         for i, done in enumerate(completions):
@@ -273,8 +292,9 @@ def test_close_finishes_or_cancels(bundle, alone, finish) -> None:
 def test_an_error_inside_the_context_cancels_what_runs(bundle) -> None:
     async def main() -> None:
         async with AsyncLLM(bundle, threads=1) as llm:
-            task = asyncio.create_task(llm.generate(prompt(5), LONG))
-            await until(lambda: llm.in_flight == 1)
+            with held(llm):
+                task = asyncio.create_task(llm.generate(prompt(5), LONG))
+                await until(lambda: llm.in_flight == 1)
             seen.append(task)
             raise LookupError("of the caller")
 
