@@ -33,19 +33,19 @@ ELLIPSIS = "..."
 
 # A pattern of commands -> the reason why they are not run.
 SKIPPED = {
-    r"PATH|NAME|COMMAND|\.\.\.|checkpoints/|bundles/mine|runs/|my-": "has a place for the reader's own files",
+    r"PATH|NAME|COMMAND|\.\.\.|(?<!--out )checkpoints/|bundles/mine|runs/|my-": "has a place for the reader's files",
     r"prompts\.jsonl|answers\.jsonl|messages\.txt|person\.json": "needs the reader's own files",
     r"bundles/(gpt-oss|qwen3)": "needs a bundle of a large model",
     r"dflash-trt serve|dflash-trt selftest|bench .*--server": "runs until it is stopped, or needs a server",
     r"~/": "writes into the home directory",
     r"(Qwen|openai|z-lab|meta-llama)/|--target (qwen3|gpt-oss|llama)(?!.*(--weights none|--gpu))": "downloads a model",
     r"build .*--engine tensorrt|bundles/tiny-rtx": "needs an engine's package",
-    r"quantize .*(modelopt|--out checkpoints)": "writes a checkpoint of the reader",
+    r"quantize .*modelopt": "needs the package nvidia-modelopt",
     r"dflash-trt train": "trains",
 }
 # Commands whose output depends on the machine: only the first words of each line are compared.
 FIRST_WORDS = {"doctor": 1, "bench": 2}
-SLOW = re.compile(r"verify|bench|compare|smollm2")  # left out with --cheap
+SLOW = re.compile(r"verify|bench|compare|smollm2|calibration")  # left out with --cheap
 
 
 @dataclass
@@ -111,6 +111,8 @@ def comparable(command: str, line: str) -> str:
     words = next((n for name, n in FIRST_WORDS.items() if f"dflash-trt {name}" in command), None)
     if words is not None:
         return " ".join(line.split()[:words])
+    if line.startswith("tokens verified"):  # the adaptive length depends on the machine's speed
+        line = re.sub(r"\d+ x \d+(, \d+ x \d+)*", "#", line)
     if re.match(r"seconds:|first token|tokens verified|acceptance length|\s+[\d.]+\s+auto ", line):
         line = re.sub(r"\d+(\.\d+)?( x \d+)?(, # x #)*", "#", line)
     line = re.sub(r"(acceptance length|no drafts).*", "#", line) if line.startswith("[") else line

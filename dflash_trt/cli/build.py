@@ -26,8 +26,8 @@ EXAMPLES = """\
 examples:
   dflash-trt build --target tiny
   dflash-trt build --target Qwen/Qwen3-8B --max-seq-len 8192
-  dflash-trt build --target gpt-oss-120b --weights none
-  dflash-trt build --target tiny --engine tensorrt-rtx --compute-capability 89 120
+  dflash-trt build --target gpt-oss-120b --weights none --out bundles/graphs
+  dflash-trt build --target tiny --engine tensorrt-rtx --compute-capability 89 120 --out bundles/tiny-rtx
   dflash-trt build --target smollm2-135m --precision target=int8 --out bundles/smollm2-135m-int8
   dflash-trt build --target tiny --precision target=fp8,drafter=nvfp4,head=fp8 --out bundles/tiny-fp8
   dflash-trt build --target gpt-oss-120b --engine tensorrt-llm --gpu b200 --tp 8 --ep 8
