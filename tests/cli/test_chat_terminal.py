@@ -16,8 +16,10 @@ import pytest
 pty = pytest.importorskip("pty")
 ROOT = Path(__file__).parent.parent.parent
 # The terminal becomes the controlling one of the new session, so Ctrl-C reaches the program.
-START = """import fcntl, os, sys, termios
+# A shell starts background jobs with Ctrl-C ignored, which programs inherit.
+START = """import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.executable, [sys.executable, "-m", "dflash_trt", *sys.argv[1:]])"""
 PROMPT = r"\n\S*> $"
 CYAN = "\x1b[36m"  # of accepted drafts
