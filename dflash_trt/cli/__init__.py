@@ -55,7 +55,7 @@ examples:
   dflash-trt chat bundles/smollm2-135m
   dflash-trt generate bundles/smollm2-135m --chat --prompt "What is the capital of France?" --stats
   dflash-trt verify bundles/smollm2-135m --limit 2 --temperatures 0
-  dflash-trt bench bundles/smollm2-135m --requests 16
+  dflash-trt bench bundles/smollm2-135m --requests 8 --concurrency 1,4
 
 `dflash-trt COMMAND --help` shows the options and examples of one command.
 """
