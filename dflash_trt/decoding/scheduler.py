@@ -147,7 +147,7 @@ class Scheduler:
         drafted, draft = proposed.nodes, proposed
         own = dict[int, int]()  # of requests with a structure: leading drafts that are the drafter's own
         if any(request.structured for request in active):
-            draft, own = fit(active, proposed, min(lengths.most, room), pair.arrays)
+            draft, own = fit(active, proposed, min(lengths.most, room), pair.arrays, pair.drafter.behind)
         elif proposed.candidates is not None and (most_nodes := self._most_nodes) > 1:
             draft = lengths.grow(proposed, drafting, most_nodes)
         draft = draft.first(lengths.verify(draft, drafting)) if draft.nodes > 1 else draft

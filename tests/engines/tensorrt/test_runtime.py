@@ -19,6 +19,7 @@ import torch
 from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
+from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.engines.tensorrt import flavour, plans, warm_up
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE
@@ -408,6 +409,22 @@ def test_an_old_tensorrt_is_refused(here: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fake_tensorrt, "__version__", "10.9.0.34")
     with pytest.raises(BuildError, match=r"TensorRT 10\.9\.0\.34 is installed, expected 10\.15 or newer"):
         flavour.FLAVOURS["tensorrt"].load()
+
+
+def test_forced_tokens_of_rounds_without_a_draft_find_room(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their features wait for a drafter that is not asked. A slot has room for a block of them."""
+    pytest.importorskip("llguidance")
+    form = StructuredOutputs(grammar='start: ("abcdefghijklmnop" /[0-9]/)+')
+    params = SamplingParams(max_tokens=40, structured_outputs=form)
+    monkeypatch.setattr(AdaptiveLength, "draft", lambda *_: 1)
+    monkeypatch.setattr(AdaptiveLength, "verify", lambda _, draft, slots: draft.nodes)
+    with LLM(bundles[1].path, max_batch_size=2) as llm:
+        plain = llm.generate(prompts()[:2], params, speculate=False)
+        drafted = llm.generate(prompts()[:2], params)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert max(c.statistics.mean_acceptance_length for c in drafted) > 1
 
 
 def test_structured_outputs_and_prompt_logprobs_are_those_of_onnxruntime(
