@@ -34,7 +34,7 @@ ELLIPSIS = "..."
 # A pattern of commands -> the reason why they are not run.
 SKIPPED = {
     r"PATH|NAME|COMMAND|\.\.\.|(?<!--out )checkpoints/|bundles/mine|runs/|my-": "has a place for the reader's files",
-    r"prompts\.jsonl|answers\.jsonl|messages\.txt|person\.json": "needs the reader's own files",
+    r"prompts\.jsonl|answers\.jsonl|messages\.txt|person\.json|draft_vocabulary\.json": "needs the reader's own files",
     r"bundles/(gpt-oss|qwen3)": "needs a bundle of a large model",
     r"dflash-trt serve|dflash-trt selftest|bench .*--server": "runs until it is stopped, or needs a server",
     r"~/": "writes into the home directory",

@@ -34,6 +34,7 @@ from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.reports.environment import describe
 from dflash_trt.reports.inspection import inspect
 from dflash_trt.serving.deploy import container_command
+from tests.doubles import fake_tensorrt
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.tensorrt_matrix import CASES, FAMILIES, WIDE, Case, make_pair
 
@@ -340,6 +341,26 @@ def test_options_of_other_engines(pair: tuple[str, str], tmp_path: Path) -> None
         build(*pair, tmp_path / "b", options=SMALL)
     with pytest.raises(BuildError, match="--weights is none, but --engine tensorrt-rtx builds plans"):
         build("gpt-oss-20b", None, tmp_path / "b", engine="tensorrt-rtx", weights="none", options=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ((120,), "builds for the GPUs it finds \\(90\\).*or use --engine tensorrt-rtx"),
+        ((100,), "builds for the GPUs it finds \\(90\\); build on such a machine$"),
+        ((61,), "TensorRT serves 80"),
+    ],
+)
+def test_full_tensorrt_builds_for_what_is_there(asked: tuple[int, ...], message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        FLAVOURS["tensorrt"].check_capabilities(asked, [90], formats=())
+
+
+def test_an_old_tensorrt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", fake_tensorrt)
+    monkeypatch.setattr(fake_tensorrt, "__version__", "10.9.0.34")
+    with pytest.raises(BuildError, match=r"TensorRT 10\.9\.0\.34 is installed, expected 10\.15 or newer"):
+        FLAVOURS["tensorrt"].load()
 
 
 @pytest.mark.parametrize(("text", "value"), [("120", 120), ("12.0", 120), ("sm_89", 89), ("SM121", 121)])

@@ -6,6 +6,7 @@ open.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections import Counter
@@ -20,10 +21,10 @@ from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.engines.tensorrt import flavour, plans, warm_up
+from dflash_trt.engines.tensorrt import plans, warm_up
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE
-from dflash_trt.errors import BatchError, BuildError, BundleError, NonFiniteError
+from dflash_trt.errors import BatchError, BundleError, NonFiniteError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.serving.deploy import container_command
 from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
@@ -382,33 +383,12 @@ def test_a_plan_that_does_not_load_is_named(bundles: tuple[Bundle, Bundle], tmp_
     plan.unlink()
     plan.write_bytes(data)
     manifest = json.loads((path / "manifest.json").read_text())
-    import hashlib
-
     manifest["files"]["plans/sm90/target.plan"]["sha256"] = hashlib.sha256(data).hexdigest()
     write_manifest(path, manifest)
     with pytest.raises(
         BundleError, match=r"target\.plan: .* cannot load this plan.*: Magic tag does not match"
     ):
         LLM(path)
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ((120,), "builds for the GPUs it finds \\(90\\).*or use --engine tensorrt-rtx"),
-        ((100,), "builds for the GPUs it finds \\(90\\); build on such a machine$"),
-        ((61,), "TensorRT serves 80"),
-    ],
-)
-def test_full_tensorrt_builds_for_what_is_there(asked: tuple[int, ...], message: str) -> None:
-    with pytest.raises(BuildError, match=message):
-        flavour.FLAVOURS["tensorrt"].check_capabilities(asked, [90], formats=())
-
-
-def test_an_old_tensorrt_is_refused(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_tensorrt, "__version__", "10.9.0.34")
-    with pytest.raises(BuildError, match=r"TensorRT 10\.9\.0\.34 is installed, expected 10\.15 or newer"):
-        flavour.FLAVOURS["tensorrt"].load()
 
 
 def test_forced_tokens_of_rounds_without_a_draft_find_room(

@@ -1,0 +1,202 @@
+"""`dflash-trt train drafter`: train, measure, keep the best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.cli.options import at_least, each, share
+from dflash_trt.cli.train.questions import add_questions, questions_of
+from dflash_trt.errors import DFlashError
+from dflash_trt.extras import install
+
+SUMMARY = "train a drafter and measure it regularly"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", required=True, metavar="NAME_OR_PATH", help="the model that the drafter is for")
+    add(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the target's answers, from `train regenerate`",
+    )
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory of the run: checkpoints, state, log and curve",
+    )
+    add("--steps", type=at_least(1), required=True, metavar="N", help="number of steps")
+    add(
+        "--from",
+        dest="checkpoint",
+        metavar="NAME_OR_PATH",
+        help="a drafter to continue from (default: a new one)",
+    )
+    add(
+        "--kind",
+        choices=["dflash", "dflash2", "eagle3"],
+        help="kind of the drafter (default: dflash, or as --from); dflash2 can begin with a DFlash drafter",
+    )
+    add(
+        "--draft-vocabulary",
+        type=at_least(16),
+        metavar="N",
+        help="tokens of the head of an EAGLE-3 drafter: the most frequent of the answers (default: 8192)",
+    )
+    add("--layers", type=at_least(1), metavar="N", help="layers of a new drafter (default: 2)")
+    add(
+        "--taps",
+        type=each(at_least(0)),
+        metavar="L,...",
+        help="tapped target layers of a new drafter (default: 5, spread evenly)",
+    )
+    add(
+        "--block-size",
+        type=at_least(2),
+        metavar="K",
+        help="tokens of a block, including the anchor (default: 8, or as --from)",
+    )
+    add(
+        "--mask-token-id",
+        type=at_least(0),
+        metavar="ID",
+        help="mask token of a new drafter (default: an unused token)",
+    )
+    add(
+        "--batch-size",
+        type=at_least(1),
+        default=8,
+        metavar="N",
+        help="answers per step and process (default: 8)",
+    )
+    add(
+        "--anchors",
+        type=at_least(1),
+        default=64,
+        metavar="N",
+        help="limit of blocks per answer and step (default: 64)",
+    )
+    add(
+        "--max-length",
+        type=at_least(4),
+        default=1024,
+        metavar="N",
+        help="limit of tokens of prompt and answer (default: 1024)",
+    )
+    add(
+        "--head-tokens",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="tokens whose logits the loss has, drawn for each step (default: 0, all)",
+    )
+    add(
+        "--distill",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the target's own distribution in what a row shall predict, 0 to 1 (default: 0)",
+    )
+    add(
+        "--learning-rate", type=float, default=6e-4, metavar="R", help="highest learning rate (default: 6e-4)"
+    )
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="default: adamw")
+    add(
+        "--weighting",
+        choices=["dpace", "decay"],
+        default="dpace",
+        help="weights of the loss over a block (default: dpace)",
+    )
+    add(
+        "--shorter",
+        type=share,
+        default=0.2,
+        metavar="SHARE",
+        help="share of shortened blocks (default: 0.2)",
+    )
+    add("--seed", type=at_least(0), default=0, help="seed of weights, order and anchors (default: 0)")
+    add(
+        "--features",
+        type=Path,
+        metavar="DIR",
+        help="keep the target's features here (default: compute them each time)",
+    )
+    add(
+        "--save-every",
+        type=at_least(1),
+        default=50,
+        metavar="N",
+        help="steps between saved states (default: 50)",
+    )
+    add(
+        "--evaluate-every",
+        type=at_least(0),
+        default=500,
+        metavar="N",
+        help="steps between evaluations; 0: only at the end (default: 500)",
+    )
+    add_questions(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in ("accelerate", "safetensors", "torch", "transformers"):
+        if find_spec(name) is None:
+            raise DFlashError(f"{name} is not installed; training needs: {install('train')}")
+    from dflash_trt.building.sources import resolve
+    from dflash_trt.training.loop import Recipe
+    from dflash_trt.training.run import Design
+    from dflash_trt.training.run import run as train
+
+    recipe = Recipe(
+        steps=args.steps,
+        batch_size=args.batch_size,
+        anchors=args.anchors,
+        learning_rate=args.learning_rate,
+        optimizer=args.optimizer,
+        weighting=args.weighting,
+        shorter=args.shorter,
+        max_length=args.max_length,
+        head_tokens=args.head_tokens,
+        distill=args.distill,
+        seed=args.seed,
+    )
+    design = Design(
+        checkpoint=resolve(args.checkpoint, "drafter").directory if args.checkpoint else None,
+        kind=args.kind,
+        vocabulary=args.draft_vocabulary,
+        layers=args.layers,
+        taps=args.taps,
+        block_size=args.block_size,
+        mask_token_id=args.mask_token_id,
+    )
+
+    def report(line: dict[str, Any]) -> None:
+        print(json.dumps({key: value for key, value in line.items() if key != "figures"}), file=sys.stderr)
+
+    ended = train(
+        resolve(args.target, "target").directory,
+        args.target,
+        args.data,
+        args.out,
+        design,
+        recipe,
+        features=args.features,
+        questions=questions_of(args),
+        save_every=args.save_every,
+        evaluate_every=args.evaluate_every,
+        report=report,
+    )
+    if ended < args.steps:
+        print(f"{args.out}: ended after step {ended}, as asked; the same command goes on from there")
+        return 1
+    print(f"{args.out}: newest weights in checkpoint/, best weights in best/, curve in acceptance.svg")
+    return 0

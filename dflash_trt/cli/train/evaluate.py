@@ -1,0 +1,47 @@
+"""`dflash-trt train evaluate`: measure a drafter on held-out prompts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dflash_trt.cli.output import print_json, print_table
+from dflash_trt.cli.train.questions import add_questions, questions_of
+
+SUMMARY = "acceptance length of a drafter, by category and position in the block"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target", required=True, metavar="NAME_OR_PATH", help="the model that the drafter is for"
+    )
+    parser.add_argument("--drafter", metavar="NAME_OR_PATH", help="default: the target's known drafter")
+    parser.add_argument(
+        "--draft-vocabulary", metavar="FILE", help="as of build: tokens that may be drafted, or all"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
+    add_questions(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tempfile import TemporaryDirectory
+
+    from dflash_trt.building.sources import resolve_pair
+    from dflash_trt.training.evaluation import measure
+
+    target, drafter = resolve_pair(args.target, args.drafter)
+    with TemporaryDirectory(prefix="dflash-trt-") as work:
+        questions = questions_of(args, args.temperature)
+        figures = measure(target.directory, drafter.directory, questions, Path(work), args.draft_vocabulary)
+    if args.json:
+        print_json(figures)
+        return 0
+    places = max(len(part["acceptance_by_place"]) for part in figures.values())
+    rows = [["category", "tokens per pass", *(f"place {i}" for i in range(1, places + 1)), "passes"]]
+    for category, part in figures.items():
+        shares = [f"{share:.2f}" for share in part["acceptance_by_place"]]
+        shares += [""] * (places - len(shares))
+        rows.append([category, f"{part['acceptance_length']:.2f}", *shares, str(part["passes"])])
+    print_table(rows)
+    return 0
