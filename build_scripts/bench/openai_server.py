@@ -1,6 +1,7 @@
 """The overhead of the server of OpenAI's API: the same load on it and on `AsyncLLM` in this process, in one run.
 
-    python -m build_scripts.bench.openai_server BUNDLE [--concurrency 1,8,32] [--requests 64] [--repeat 3] [--pause MS]
+    python -m build_scripts.bench.openai_server BUNDLE [--concurrency 1,8,32] [--requests 64] [--repeat 3]
+        [--pause MS] [--pass-ms MS]
 
 Needs the extra `serve`. Closed loops of greedy streams at a fixed block length take turns. The client runs on the same
 cores as the server, and is part of the measurement. It goes before the engine's threads where the system lets it, so
@@ -8,8 +9,10 @@ its own wait for a core does not count. A stream keeps its connection for its ne
 
 `beyond_engine_ms` is the mean time to the first token less the engine's own, which /metrics has. It is the way there
 and back, with the rest of the engine's step. A request that misses the begin of a round waits for the next one. With
---pause a stream waits a random time, up to MS, before each request, so requests do not follow the rounds. The last
-line is one JSON document.
+--pause a stream waits a random time, up to MS, before each request, so requests do not follow the rounds.
+
+With --pass-ms the passes sleep instead of computing (sleeping_passes.py). Then server and client have the cores, as
+beside a GPU. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from time import perf_counter
 from typing import Any
 from urllib.request import urlopen
 
+from build_scripts.bench import sleeping_passes
 from dflash_trt import AsyncLLM, SamplingParams
 from dflash_trt.cli.options import at_least, each
 from dflash_trt.hardware import processor
@@ -174,6 +178,9 @@ def main() -> int:
     parser.add_argument(
         "--pause", type=at_least(0), default=0, metavar="MS", help="the longest before a request"
     )
+    parser.add_argument(
+        "--pass-ms", type=float, metavar="MS", help="passes sleep so long, and compute nothing"
+    )
     parser.add_argument("--threads", type=at_least(1))
     args = parser.parse_args()
     with socket.socket() as free:
@@ -182,8 +189,13 @@ def main() -> int:
     options = [f"--block-length={args.block_length}", f"--max-batch-size={max(args.concurrency)}"]
     options += [f"--stream-interval={args.stream_interval}", f"--http-port={port}"]
     options += [f"--threads={args.threads}"] if args.threads else []
-    command = [sys.executable, "-m", "dflash_trt", "serve", args.bundle, *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+    program, environment = ["-m", "dflash_trt"], dict(os.environ)
+    if args.pass_ms is not None:
+        sleeping_passes.install(args.pass_ms)
+        program, environment["PASS_MS"] = [sleeping_passes.__file__], str(args.pass_ms)
+    command = [sys.executable, *program, "serve", args.bundle, *options]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as server:
         try:
             assert server.stdout is not None
             if not server.stdout.readline():

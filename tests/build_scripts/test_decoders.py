@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import pytest
 
 from build_scripts import demo, picture
-from build_scripts.bench import natural
+from build_scripts.bench import natural, sleeping_passes
 from build_scripts.bench.calibration import figures
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.reports import charts
 
 
@@ -116,3 +120,16 @@ def test_the_demo_falls_back_to_the_shipped_pair_and_shows_equal_tokens(
     assert [line.split()[-1] for line in out.splitlines() if line.strip()[:2] in ("1 ", "2 ", "3 ")] == [
         "yes"
     ] * 3
+
+
+def test_passes_that_sleep_take_their_time_and_compute_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OnnxRuntimeEngine, "_load", OnnxRuntimeEngine._load)  # restored behind the test
+    sleeping_passes.install(20)
+    with LLM(build("tiny", None, tmp_path / "tiny").path) as llm:
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        begin = perf_counter()
+        (found,) = llm.generate(["Hello"], params, speculate=False)
+        assert perf_counter() - begin >= 5 * 0.02
+    assert found.token_ids == [0] * 5

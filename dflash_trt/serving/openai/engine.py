@@ -22,6 +22,7 @@ from dflash_trt.errors import DFlashError
 Update = dict[str, Any]
 # Pause before a restart: doubled each time, until an engine has served for STEADY_SECONDS.
 FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.25, 30.0, 60.0
+WORKER: tuple[str, ...] = ("-P", "-m", "dflash_trt.serving.worker")  # arguments of Python
 _ASK_SECONDS = 5.0
 _STOP_SECONDS = 10.0
 
@@ -162,7 +163,7 @@ class Engine:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "dflash_trt.serving.worker", str(theirs.fileno())),
+                *(sys.executable, *WORKER, str(theirs.fileno())),
                 json.dumps(self._settings),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
