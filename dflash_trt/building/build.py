@@ -14,6 +14,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import Progress, Workspace, check_out, silent, workspace
 from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
 from dflash_trt.checkpoint.draft_vocabulary import FILE, read_draft_vocabulary
+from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.pair import CheckpointPair, Side, Source
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines import registry
@@ -48,7 +49,8 @@ def build(
 
     `target` and `drafter` are names of known pairs, hub repositories or directories; a known pair brings its drafter.
     `max_seq_len` is in tokens, prompt and output together. `block_size` may be smaller than the drafter's.
-    `tree_width` is the number of candidates that the drafter gives for each place: 1 by default, more for draft trees.
+    `tree_width` is the number of candidates that the drafter gives for each place: 1 verifies chains, more draft trees.
+    By default it is 1, and 8 where trees were measured to pay (docs/trees.md).
     `weights`: "copy" gives the bundle files of its own (which share their blocks with the checkpoints' where the file
     system can), "link" makes hard links: nothing is copied, and who writes to the checkpoint's files breaks the bundle.
     With "none" the full-size graphs are made from the configurations alone (those of known pairs come with the
@@ -83,7 +85,7 @@ def build(
     )
     settings = BuildSettings(
         block_size=choose_block_size(block_size, pair.drafter.config),
-        tree_width=choose_tree_width(tree_width, pair.target.config, pair.drafter.config),
+        tree_width=_tree_width(tree_width, pair, precision, entry),
         max_seq_len=choose_max_seq_len(max_seq_len, pair.target.config, pair.drafter.config),
         weights=weights,
         precision=entry.choose_precision(
@@ -133,6 +135,17 @@ def _read_pair(sources: tuple[Source, Source], engine: Engine, weights: Weights)
         Side(sources[0], target, opened(sources[0].directory), f"{engine.weights_folder}target"),
         Side(sources[1], drafter, opened(sources[1].directory), f"{engine.weights_folder}drafter"),
     )
+
+
+def _tree_width(asked: int | None, pair: CheckpointPair, precision: Precision | None, engine: Engine) -> int:
+    """The candidates for each place. Raises BuildError for more than models and engine verify."""
+    scheme = precision.scheme("target") if precision is not None else None
+    formats = number_formats(pair.target.checkpoint) | ({scheme} if scheme is not None else set())
+    default = engine.default_tree_width(pair.target.config, formats)
+    width = choose_tree_width(asked, default, pair.target.config, pair.drafter.config)
+    if width > 1:
+        engine.check_trees(width, formats)
+    return width
 
 
 def _quantized(

@@ -23,13 +23,13 @@ def choose_block_size(asked: int | None, drafter: DrafterConfig) -> int:
     return asked
 
 
-def choose_tree_width(asked: int | None, target: TargetConfig, drafter: DrafterConfig) -> int:
-    """Candidates for each place, 1 by default. Raises BuildError for more than the drafter has, or a target without
-    trees.
+def choose_tree_width(asked: int | None, default: int, target: TargetConfig, drafter: DrafterConfig) -> int:
+    """Candidates for each place: `default`, or as many as the models allow. Raises BuildError for more than the drafter
+    has, or a target without trees.
     """
-    if asked is None:
-        return 1
     most = min(_TREE_WIDTH, drafter.vocab_size, drafter.most_candidates or drafter.vocab_size)
+    if asked is None:
+        return 1 if target.delta_layers else min(default, most)
     if not 1 <= asked <= most:
         raise BuildError(
             f"--tree-width is {asked}, expected 1..{most}: the most candidates that {drafter.path} allows for a place"

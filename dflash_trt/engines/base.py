@@ -7,7 +7,7 @@ and described where none of its packages is installed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
@@ -195,6 +195,13 @@ class Engine(ABC):
         `quantized`: whether the drafter or the target's head has a number format of its own already.
         """
         return asked
+
+    def default_tree_width(self, target: TargetConfig, formats: Collection[str]) -> int:
+        """The candidates of a build without `--tree-width`. `formats`: number formats of the target's layers."""
+        return 1
+
+    def check_trees(self, width: int, formats: Collection[str]) -> None:  # noqa: B027 - most verify any
+        """Raise BuildError if this engine verifies no trees with a target in these number formats."""
 
     @abstractmethod
     def job(

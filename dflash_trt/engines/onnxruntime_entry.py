@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 # From this size in float32 on, a drafter and its copy of the head are in INT8 by default. At 113 MB (SmolLM2-135M) a
 # drafter's pass of 8 rows took 9.2 ms instead of 13.8. A head of a few MB lies in the processor's caches.
 LARGE_HEAD_BYTES = 64 << 20
+# Candidates of a drafter beside a target with such a head. A pass of 6 rows took 1.2 passes of one with SmolLM2-135M,
+# so trees pay. Beside a small target the host takes longer to make a tree than the tree spares (docs/trees.md).
+TREE_WIDTH = 8
 
 
 class OnnxRuntimeEntry(Engine):
@@ -57,11 +60,21 @@ class OnnxRuntimeEntry(Engine):
         from dflash_trt.formats.int8 import GROUP, INT8
 
         free = asked.drafter is None and asked.head is None and not quantized
-        head = 4 * target.vocab_size * target.hidden_size
         in_groups = all(size % GROUP == 0 for size in (drafter.hidden_size, drafter.intermediate_size))
-        if not (free and drafter.masks and head >= LARGE_HEAD_BYTES and in_groups):
+        if not (free and drafter.masks and _has_large_head(target) and in_groups):
             return asked
         return replace(asked, drafter=INT8.name, head=INT8.name)
+
+    def default_tree_width(self, target: TargetConfig, formats: Collection[str]) -> int:
+        return TREE_WIDTH if _has_large_head(target) and not _in_integers(formats) else 1
+
+    def check_trees(self, width: int, formats: Collection[str]) -> None:
+        """The products of integers round their inputs. A tree changes these in their last bits, and so the tokens."""
+        if integers := _in_integers(formats):
+            raise BuildError(
+                f"--tree-width is {width}, but the target is in {', '.join(integers)}: with trees, "
+                f"--engine {self.name} would give other tokens than without drafts; leave it out"
+            )
 
     def job(
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
@@ -121,6 +134,17 @@ class OnnxRuntimeEntry(Engine):
 
     def container(self, manifest: Mapping[str, Any]) -> Container:
         return Container(gpus=False)
+
+
+def _has_large_head(target: TargetConfig) -> bool:
+    return 4 * target.vocab_size * target.hidden_size >= LARGE_HEAD_BYTES
+
+
+def _in_integers(formats: Collection[str]) -> list[str]:
+    """The formats whose products are of integers, and round their inputs to eight bits."""
+    from dflash_trt.formats import FORMATS
+
+    return sorted(name for name in formats if FORMATS[name].integer_bits is not None)
 
 
 def entry(name: str) -> Engine:

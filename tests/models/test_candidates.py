@@ -13,8 +13,10 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.statistics import Statistics
+from dflash_trt.engines import onnxruntime_entry
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError, RequestError
+from dflash_trt.formats.precision import Precision
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.reference import Drafter, load_target, target_outputs
 
@@ -82,6 +84,25 @@ def test_chains_take_the_first_candidates(pair: tuple[Path, Path, Path]) -> None
 def test_a_width_that_no_drafter_has(pair: tuple[Path, Path, Path], tmp_path: Path, width: int) -> None:
     with pytest.raises(BuildError, match=rf"--tree-width is {width}, expected 1\.\.64"):
         build(str(pair[0]), str(pair[1]), tmp_path / "out", tree_width=width)
+
+
+def test_large_targets_in_floats_get_trees_by_default(
+    pair: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def width(name: str, **settings: Any) -> int:
+        built = build(str(pair[0]), str(pair[1]), tmp_path / name, max_seq_len=96, **settings)
+        found: int = built.manifest["tree_width"]
+        return found
+
+    assert width("small") == 1
+    monkeypatch.setattr(onnxruntime_entry, "LARGE_HEAD_BYTES", 0)
+    assert width("large") == 8
+    assert width("asked", tree_width=2) == 2
+    assert width("int8", precision=Precision(target="int8")) == 1
+    with pytest.raises(
+        BuildError, match=r"--tree-width is 3, but the target is in int8: with trees, .*leave it out"
+    ):
+        width("refused", tree_width=3, precision=Precision(target="int8"))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
