@@ -1,16 +1,19 @@
 """Chains against draft trees, on the shipped natural prompts: tokens per pass and per second, with the same tokens.
 
-    python -m build_scripts.bench.trees BUNDLE [--temperatures T,...] [--prompts N] [--work DIR] [--seconds S]
+    python -m build_scripts.bench.trees BUNDLE [--chains BUNDLE] [--temperatures T,...] [--prompts N] [--work DIR]
+                                        [--seconds S]
     python -m build_scripts.bench.trees BUNDLE --noise [--temperatures T] [--seconds S]
 
-BUNDLE is built with --tree-width; 64 for --noise. Every method gets each prompt in turn. A call ends after S seconds,
-and the next one with the same DIR goes on behind it. --noise takes the rounds of one decoder. It counts the drafts that
-would have been accepted if the noise of the target's choice had ordered the candidates, by its weight.
+BUNDLE is built with --tree-width; 64 for --noise. --chains is a bundle of the same pair with --tree-width 1. Every
+method gets each prompt in turn. A call ends after S seconds, and the next one with the same DIR goes on behind it.
+--noise takes the rounds of one decoder. It counts the drafts that would have been accepted if the noise of the target's
+choice had ordered the candidates, by its weight.
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -39,18 +42,22 @@ def asked(llm: LLM, prompts: list[Prompt]) -> list[str | list[int]]:
     return [p.content if isinstance(p.content, str) else llm.chat_prompt(p.content) for p in prompts]
 
 
-def compare(llm: LLM, args: argparse.Namespace) -> None:
+def compare(llm: LLM, chains: LLM | None, args: argparse.Namespace) -> None:
     """The figures of all pieces so far. The ratios are of each prompt's time per token, with their standard error."""
     prompts = natural_prompts(None, args.prompts)
+    llms, ways, base = dict.fromkeys(METHODS, llm), dict(METHODS), "chain, adaptive"
+    if chains is not None:
+        base = "no candidates"
+        llms[base], ways[base] = chains, {}
     methods = [
         Method(name, temperature, options=options)
         for temperature in args.temperatures
-        for name, options in METHODS.items()
+        for name, options in ways.items()
     ]
     args.work.mkdir(parents=True, exist_ok=True)
-    asked_for = [str(args.temperatures), str(args.max_tokens), *METHODS, *(prompt.id for prompt in prompts)]
-    answers = Answers(args.work, [Bundle.open(args.bundle)], asked_for)
-    llms = dict.fromkeys(METHODS, llm)
+    asked_for = [str(args.temperatures), str(args.max_tokens), *ways, *(prompt.id for prompt in prompts)]
+    bundles = [Bundle.open(path) for path in (args.bundle, args.chains) if path is not None]
+    answers = Answers(args.work, bundles, asked_for)
     done = decode(
         methods, llms, prompts, asked(llm, prompts), answers, max_tokens=args.max_tokens, seconds=args.seconds
     )
@@ -67,14 +74,15 @@ def compare(llm: LLM, args: argparse.Namespace) -> None:
                 line += (
                     f", trees in {total.num_trees / rounds:.0%} of rounds, {total.mean_tree_nodes:.1f} nodes"
                 )
-            print(line)
-        trees, chains = (
-            np.array([s.time_per_output_token for _, s in found[name].found])
-            for name in ("tree, adaptive", "chain, adaptive")
-        )
-        ratio = np.log(chains / trees)
-        error = ratio.std(ddof=1) / np.sqrt(len(ratio)) if len(ratio) > 1 else float("nan")
-        print(f"adaptive trees to adaptive chains: {np.exp(ratio.mean()):.3f} times, error {error:.3f}")
+            print(f"{line}; {_ratio(each, found[base])} times {base}")
+
+
+def _ratio(method: Method, base: Method) -> str:
+    """The speed to that of another method, and its standard error over the prompts."""
+    ours, theirs = (np.array([s.time_per_output_token for _, s in each.found]) for each in (method, base))
+    ratio = np.log(theirs / ours)
+    error = ratio.std(ddof=1) / np.sqrt(len(ratio)) if len(ratio) > 1 else float("nan")
+    return f"{np.exp(ratio.mean()):.3f} +- {error:.3f}"
 
 
 def noise(llm: LLM, temperature: float, seconds: float) -> None:
@@ -122,6 +130,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("bundle", type=Path)
+    parser.add_argument("--chains", type=Path, metavar="BUNDLE")
     parser.add_argument("--temperatures", type=each_of(float), default=[0.0, 1.0])
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -129,11 +138,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("trees"))
     parser.add_argument("--noise", action="store_true")
     args = parser.parse_args()
-    with LLM(args.bundle, max_batch_size=1, prefix_cache_bytes=0) as llm:
+    alone: dict[str, Any] = {"max_batch_size": 1, "prefix_cache_bytes": 0}
+    with ExitStack() as opened:
+        llm = opened.enter_context(LLM(args.bundle, **alone))
         if args.noise:
             noise(llm, max(args.temperatures), args.seconds)
         else:
-            compare(llm, args)
+            chains = opened.enter_context(LLM(args.chains, **alone)) if args.chains is not None else None
+            compare(llm, chains, args)
 
 
 if __name__ == "__main__":

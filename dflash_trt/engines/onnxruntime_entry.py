@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 # From this size in float32 on, a drafter and its copy of the head are in INT8 by default. At 113 MB (SmolLM2-135M) a
 # drafter's pass of 8 rows took 9.2 ms instead of 13.8. A head of a few MB lies in the processor's caches.
 LARGE_HEAD_BYTES = 64 << 20
-# Candidates of a drafter beside a target with such a head. A pass of 6 rows took 1.2 passes of one with SmolLM2-135M,
-# so trees pay. Beside a small target the host takes longer to make a tree than the tree spares (docs/trees.md).
+# Candidates of a drafter beside a target with such a head. SmolLM2-135M was at least as fast with them, and up to 1.1
+# times as fast. Beside a small target the host takes longer to make a tree than the tree spares (docs/trees.md).
 TREE_WIDTH = 8
 
 
