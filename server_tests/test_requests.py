@@ -300,7 +300,7 @@ def test_any_request_is_answered_or_refused(served: Served, fields: dict[str, An
                 _, _, last = client.wait()
             except grpcclient.InferenceServerException as error:
                 last, said = True, str(error.message())
-    full = "requests are in flight, which is the limit" in said  # many sequences of one request fill the queue
+    full = "requests are in flight, which is the limit" in said  # by the sequences of one request
     assert not said or full or any(name in said for name in TYPES), said
     assert served.server.ready()
 
