@@ -37,27 +37,32 @@ from dflash_trt import AsyncLLM, SamplingParams
 from dflash_trt.cli.options import at_least, each
 from dflash_trt.hardware import processor
 from dflash_trt.prompts import read_prompts
+from dflash_trt.serving import event_loop
 
-# Seconds to the first token, and the text.
-Ask = Callable[[list[int]], Awaitable[tuple[float, str]]]
+# Seconds to the first token, and the answer, which is read when the clock has stopped.
+Ask = Callable[[list[int]], Awaitable[tuple[float, list[Any]]]]
 
 
-async def in_process(llm: AsyncLLM, ids: list[int], tokens: int) -> tuple[float, str]:
-    begin, first, text = perf_counter(), 0.0, ""
+async def in_process(llm: AsyncLLM, ids: list[int], tokens: int) -> tuple[float, list[Any]]:
+    begin, first, chunks = perf_counter(), 0.0, []
     async for chunk in llm.stream(ids, SamplingParams(max_tokens=tokens, ignore_eos=True)):
         first = first or perf_counter() - begin
-        text += chunk.text
-    return first, text
+        chunks.append(chunk)
+    return first, chunks
+
+
+def text_of_chunks(chunks: list[Any]) -> str:
+    return "".join(chunk.text for chunk in chunks)
 
 
 class OverHttp:
-    """Streams of /v1/completions, read without a client library. Connections are kept for later requests."""
+    """Streams of /v1/completions. Connections are kept for later requests."""
 
     def __init__(self, port: int, tokens: int) -> None:
         self._port, self._tokens = port, tokens
-        self._kept: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._kept: list[_Connection] = []
 
-    async def __call__(self, ids: list[int]) -> tuple[float, str]:
+    async def __call__(self, ids: list[int]) -> tuple[float, list[Any]]:
         body = {
             "prompt": ids,
             "max_tokens": self._tokens,
@@ -67,39 +72,66 @@ class OverHttp:
         }
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
-        begin, first, text = perf_counter(), 0.0, ""
-        connection = (
-            self._kept.pop() if self._kept else await asyncio.open_connection("127.0.0.1", self._port)
-        )
-        reader, writer = connection
-        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
-        while (line := await reader.readline()) != b"0\r\n":  # the last chunk
-            if not line:
-                raise SystemExit("the server has closed a connection")
-            if line.startswith(b"data: {"):
-                first = first or perf_counter() - begin
-                text += json.loads(line[6:])["choices"][0]["text"]
-        await reader.readline()
+        begin = perf_counter()
+        if self._kept:
+            connection = self._kept.pop()
+        else:
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_connection(_Connection, "127.0.0.1", self._port)
+        parts, first = await connection.ask(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
         self._kept.append(connection)
-        return first, text
+        return first - begin, parts
+
+
+class _Connection(asyncio.Protocol):
+    """One request after the other. It keeps the bytes, so that the client takes little of the cores."""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    async def ask(self, request: bytes) -> tuple[list[bytes], float]:
+        """The pieces of the answer, and the time (perf_counter) of the first event."""
+        self._parts, self._first = list[bytes](), 0.0
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        await self._ended
+        return self._parts, self._first
+
+    def data_received(self, data: bytes) -> None:
+        self._parts.append(data)
+        if not self._first and b"data: {" in data:
+            self._first = perf_counter()
+        if data.endswith(b"0\r\n\r\n"):  # the last chunk
+            self._ended.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(ConnectionError("the server has closed a connection"))
+
+
+def text_of_events(parts: list[Any]) -> str:
+    lines = b"".join(parts).splitlines()
+    return "".join(
+        json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith(b"data: {")
+    )
 
 
 async def closed_loop(
     ask: Ask, prompts: list[list[int]], load: int, pause: float
-) -> tuple[float, list[float], list[str]]:
-    """Seconds of the whole, seconds to each first token, and the texts in the order of the prompts."""
+) -> tuple[float, list[float], list[list[Any]]]:
+    """Seconds of the whole, seconds to each first token, and the answers in the order of the prompts."""
     waiting = iter(enumerate(prompts))
-    firsts, texts, rng = list[float](), [""] * len(prompts), random.Random(0)
+    firsts, answers, rng = list[float](), list[list[Any]]([[]] * len(prompts)), random.Random(0)
 
     async def one() -> None:
         for number, ids in waiting:
             await asyncio.sleep(rng.uniform(0, pause))
-            first, texts[number] = await ask(ids)
+            first, answers[number] = await ask(ids)
             firsts.append(first)
 
     begin = perf_counter()
     await asyncio.gather(*(one() for _ in range(load)))
-    return perf_counter() - begin, firsts, texts
+    return perf_counter() - begin, firsts, answers
 
 
 def first_tokens(metrics: str) -> tuple[float, float]:
@@ -130,9 +162,17 @@ async def bench(args: argparse.Namespace, port: int) -> list[dict[str, Any]]:
         ]
         prompts = [found[n % len(found)] for n in range(args.requests)]
         url = f"http://127.0.0.1:{port}/metrics"
-        ways: dict[str, tuple[Ask, Callable[[], str]]] = {
-            "process": (lambda ids: in_process(llm, ids, args.max_tokens), llm.metrics.prometheus),
-            "server": (OverHttp(port, args.max_tokens), lambda: urlopen(url, timeout=30).read().decode()),
+        ways: dict[str, tuple[Ask, Callable[[list[Any]], str], Callable[[], str]]] = {
+            "process": (
+                lambda ids: in_process(llm, ids, args.max_tokens),
+                text_of_chunks,
+                llm.metrics.prometheus,
+            ),
+            "server": (
+                OverHttp(port, args.max_tokens),
+                text_of_events,
+                lambda: urlopen(url, timeout=30).read().decode(),
+            ),
         }
         for load in args.concurrency:
             some = prompts if load > 1 else prompts[: max(8, args.requests // 4)]
@@ -141,10 +181,11 @@ async def bench(args: argparse.Namespace, port: int) -> list[dict[str, Any]]:
             beyond: dict[str, list[float]] = {name: [] for name in ways}
             texts: dict[str, list[str]] = {}
             for turn in range(args.repeat + 1):  # the first turn warms up
-                for name, (ask, metrics) in ways.items():
+                for name, (ask, read, metrics) in ways.items():
                     count, total = first_tokens(metrics())
-                    took, first, texts[name] = await closed_loop(ask, some, load, args.pause / 1e3)
+                    took, first, answers = await closed_loop(ask, some, load, args.pause / 1e3)
                     ended, sum_of_all = first_tokens(metrics())
+                    texts[name] = [read(answer) for answer in answers]
                     if turn:
                         seconds[name].append(took)
                         firsts[name] += first
@@ -200,7 +241,7 @@ def main() -> int:
             assert server.stdout is not None
             if not server.stdout.readline():
                 raise SystemExit("the server has not started")
-            rows = asyncio.run(bench(args, port))
+            rows = event_loop.run(bench(args, port))
         finally:
             server.terminate()
     print(json.dumps({"processor": processor(), "max_tokens": args.max_tokens, "rows": rows}))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
-def run(main: Coroutine[Any, Any, int]) -> int:
+def run(main: Coroutine[Any, Any, T]) -> T:
     """Run until `main` ends: uvloop's loop, where it is installed."""
     try:
         import uvloop

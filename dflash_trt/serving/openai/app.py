@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import dflash_trt
@@ -248,14 +248,13 @@ class _Events:
 
 def _event(value: dict[str, Any]) -> bytes:
     """One event. Those of responses have names."""
-    text = _to_json(value).encode(errors="replace")
     kind = value.get("type")
     name = b"" if kind is None else b"event: " + kind.encode() + b"\n"
-    return name + b"data: " + text + b"\n\n"
+    return name + b"data: " + to_json(value) + b"\n\n"
 
 
 def _json(value: Any) -> Response:
-    return Response(_to_json(value).encode(errors="replace"), media_type="application/json")
+    return Response(to_json(value), media_type="application/json")
 
 
 def _refusal(error: ApiError) -> Response:
@@ -292,7 +291,6 @@ def _card(model: Model) -> dict[str, Any]:
     }
 
 
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _STARTED = int(time.time())
 _PAGE = Path(__file__).with_name("page")
 # The page needs nothing from elsewhere, and no other page may frame it.

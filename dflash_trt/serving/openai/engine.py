@@ -12,6 +12,7 @@ import json
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from time import monotonic
@@ -24,6 +25,7 @@ Update = dict[str, Any]
 FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.25, 30.0, 60.0
 WORKER: tuple[str, ...] = ("-P", "-m", "dflash_trt.serving.worker")  # arguments of Python
 _ASK_SECONDS = 5.0
+_PER_TURN = 4  # updates
 _STOP_SECONDS = 10.0
 
 
@@ -55,8 +57,43 @@ class _Connection:
     pending: dict[int, asyncio.Queue[Update]] = field(default_factory=dict)
     asked: dict[int, asyncio.Future[Update]] = field(default_factory=dict)  # questions that are no requests
 
+    _arrived: deque[Any] = field(default_factory=deque)
+
     def tell(self, message: dict[str, Any]) -> None:
         self.transport.write(json.dumps(message).encode() + b"\n")
+
+    def deliver(self, updates: list[Any]) -> None:
+        """Give the updates to the requests, a few per turn of the loop.
+
+        A round may have one for each of many streams. New requests are read between the turns.
+        """
+        begun = bool(self._arrived)
+        self._arrived.extend(updates)
+        if not begun:
+            self._deliver_some()
+
+    def refuse(self, why: str) -> None:
+        """End all requests, behind the updates that have arrived."""
+        while self._arrived:
+            self._deliver_one()
+        for queue in self.pending.values():
+            queue.put_nowait({"error": ["UNAVAILABLE", why]})
+        for answer in self.asked.values():
+            if not answer.done():
+                answer.set_result({"error": why})
+
+    def _deliver_some(self) -> None:
+        for _ in range(min(len(self._arrived), _PER_TURN)):
+            self._deliver_one()
+        if self._arrived:
+            asyncio.get_running_loop().call_soon(self._deliver_some)
+
+    def _deliver_one(self) -> None:
+        key, update = self._arrived.popleft()
+        if (queue := self.pending.get(key)) is not None:
+            queue.put_nowait(update)
+        elif (answer := self.asked.get(key)) is not None and not answer.done():
+            answer.set_result(update)
 
 
 class Engine:
@@ -103,7 +140,7 @@ class Engine:
         if self._connection is not None:
             connection, self._connection = self._connection, None
             connection.transport.close()  # the end of its input ends the worker
-            self._refuse(connection, "the server is stopping")
+            connection.refuse("the server is stopping")
             await _end(connection.process)
 
     async def updates(self, message: dict[str, Any]) -> AsyncGenerator[Update, None]:
@@ -182,7 +219,7 @@ class Engine:
             await _end(process)
             raise
         connection = _Connection(process, transport, lines, first["longest_line"], monotonic())
-        lines.deliver = lambda updates: _deliver(connection, updates)
+        lines.deliver = connection.deliver
         return connection
 
     async def _keep_running(self, connection: _Connection) -> None:
@@ -195,7 +232,7 @@ class Engine:
             connection.transport.close()
             how = f"the engine {_how(await _end(connection.process))}"
             self._say(f"{how}; {len(connection.pending)} requests are refused; starting another one")
-            self._refuse(connection, how)
+            connection.refuse(how)
             steady = monotonic() - connection.born > STEADY_SECONDS
             pause = FIRST_PAUSE if steady else min(2 * pause, LONGEST_PAUSE)
             while self._connection is None:
@@ -207,13 +244,6 @@ class Engine:
                     pause = min(2 * pause, LONGEST_PAUSE)
             self.counts.restarts += 1
             self._say("the engine serves again")
-
-    def _refuse(self, connection: _Connection, why: str) -> None:
-        for queue in connection.pending.values():
-            queue.put_nowait({"error": ["UNAVAILABLE", why]})
-        for answer in connection.asked.values():
-            if not answer.done():
-                answer.set_result({"error": why})
 
 
 class _Lines(asyncio.Protocol):
@@ -245,14 +275,6 @@ class _Lines(asyncio.Protocol):
             self.first.set_result({})
         if not self.ended.done():
             self.ended.set_result(None)
-
-
-def _deliver(connection: _Connection, updates: list[Any]) -> None:
-    for key, update in updates:
-        if (queue := connection.pending.get(key)) is not None:
-            queue.put_nowait(update)
-        elif (answer := connection.asked.get(key)) is not None and not answer.done():
-            answer.set_result(update)
 
 
 async def _end(process: asyncio.subprocess.Process) -> int:

@@ -242,8 +242,13 @@ def _json_call(value: Any) -> Call | None:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str) and isinstance(_json(arguments), dict):
-        return Call(name, arguments)
-    return Call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+        return _call(name, arguments)
+    return _call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+def _call(name: str, arguments: str) -> Call:
+    """A call of texts from JSON. Its escapes may name halves of surrogate pairs, which UTF-8 does not have."""
+    return Call(*(text.encode(errors="replace").decode() for text in (name, arguments)))
 
 
 _XML = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
@@ -264,4 +269,4 @@ def _xml_call(text: str, schemas: Schemas) -> Call | None:
         known = isinstance(schema, dict) and schema.get("type") == "string"
         parsed = None if known else _json(value)
         arguments[name] = value if parsed is None and value.strip() != "null" else parsed
-    return Call(found[1], json.dumps(arguments, ensure_ascii=False))
+    return _call(found[1], json.dumps(arguments, ensure_ascii=False))

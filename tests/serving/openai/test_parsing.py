@@ -95,6 +95,21 @@ def test_calls_as_bare_objects(text: str, content: str, calls: object) -> None:
     assert read(lambda: parser(BareCalls), text) == (content, "", calls)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'{"name": "a\ud800", "arguments": {"city": "\udfff"}}',
+        r'{"name": "a\ud800", "arguments": "{\"city\": \"\udfff\"}"}',
+    ],
+)
+def test_calls_are_utf8_though_escapes_name_half_characters(text: str) -> None:
+    stage = BareCalls()
+    (part,) = [*stage.push(text), *stage.finish()]
+    assert part.call is not None
+    assert part.call.name == "a?"
+    assert json.loads(part.call.arguments.encode()) == {"city": "?"}
+
+
 def test_the_template_says_how_a_family_calls() -> None:
     assert isinstance(calls_of("... <tool_call> ...", SCHEMAS), TaggedCalls)
     assert isinstance(calls_of("<|python_tag|>", SCHEMAS), BareCalls)
