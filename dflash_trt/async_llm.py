@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import math
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
@@ -34,7 +34,7 @@ class _Stream:
     """The destination of a request's chunks. Before the time `due` (perf_counter), only the last chunk is delivered."""
 
     loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[_Item]
+    give: Callable[[_Item], None]  # called in the loop
     due: float
     begun: bool = False  # whether it has got a chunk
 
@@ -136,7 +136,8 @@ class AsyncLLM:
             EngineError: the engine failed and accepts no more requests.
             DFlashError: this object is closed.
         """
-        request, queue = await self._admit(
+        queue: asyncio.Queue[_Item] = asyncio.Queue()
+        request = await self._admit(
             prompt,
             sampling_params,
             speculate,
@@ -144,6 +145,7 @@ class AsyncLLM:
             tree_nodes,
             timeout,
             priority,
+            give=queue.put_nowait,
             interval_from=0.0,
         )
         first = True
@@ -151,6 +153,58 @@ class AsyncLLM:
             async for chunk in chunks:
                 yield opening(chunk, request) if first else chunk
                 first = False
+
+    async def deliver(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        give: Callable[[Chunk], None],
+        *,
+        speculate: bool = True,
+        block_length: int | None = None,
+        tree_nodes: int | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Call `give` with each chunk of `stream`, in this event loop, until the last one.
+
+        This takes less of the loop's time than `stream`, for a server with many streams.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        request: Request | None = None
+        first = True
+
+        def take(item: _Item) -> None:
+            nonlocal first
+            if ended.done():  # the caller has left
+                return
+            if isinstance(item, DFlashError):
+                ended.set_exception(item)
+                return
+            try:
+                give(opening(item, request) if first and request is not None else item)
+            except BaseException as error:
+                ended.set_exception(error)
+                return
+            first = False
+            if item.finish_reason is not None:
+                ended.set_result(None)
+
+        request = await self._admit(
+            prompt,
+            sampling_params,
+            speculate,
+            block_length,
+            tree_nodes,
+            timeout,
+            priority,
+            give=take,
+            interval_from=0.0,
+        )
+        try:
+            await ended
+        finally:
+            self._leave(request)
 
     async def generate(
         self,
@@ -164,7 +218,8 @@ class AsyncLLM:
         priority: int = 0,
     ) -> Completion:
         """Complete one prompt. See `stream`."""
-        request, queue = await self._admit(
+        queue: asyncio.Queue[_Item] = asyncio.Queue()
+        request = await self._admit(
             prompt,
             sampling_params,
             speculate,
@@ -172,6 +227,7 @@ class AsyncLLM:
             tree_nodes,
             timeout,
             priority,
+            give=queue.put_nowait,
             interval_from=math.inf,
         )
         async with contextlib.aclosing(self._follow(request, queue)) as chunks:
@@ -226,9 +282,10 @@ class AsyncLLM:
         timeout: float | None,
         priority: int,
         *,
+        give: Callable[[_Item], None],
         interval_from: float,
-    ) -> tuple[Request, asyncio.Queue[_Item]]:
-        """A place for a request, and the queue of its chunks. A thread tokenizes long texts.
+    ) -> Request:
+        """A place for a request, whose items go to `give`. A thread tokenizes long texts.
 
         A caller that leaves meanwhile gives its place back.
         """
@@ -259,13 +316,12 @@ class AsyncLLM:
                 )
             except TimeoutError:
                 request = self._runtime.late_request(params, perf_counter())
-            queue: asyncio.Queue[_Item] = asyncio.Queue()
             with self._wake:
                 if self._failure is not None or self._cancelling:
                     raise self._failure or DFlashError("this AsyncLLM is closed; open the bundle again")
-                self._streams[request] = _Stream(asyncio.get_running_loop(), queue, interval_from)
+                self._streams[request] = _Stream(asyncio.get_running_loop(), give, interval_from)
                 self._arrivals.append(request)
-            return request, queue
+            return request
         finally:
             with self._wake:
                 self._preparing -= 1
@@ -288,11 +344,15 @@ class AsyncLLM:
                 if item.finish_reason is not None:
                     return
         finally:
-            with self._wake:
-                self._streams.pop(request, None)
-                if request.stop.finish_reason is None:
-                    self._departures.append(request)
-                self._wake.notify()
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Nobody waits for the request any more. It is cancelled if it has not ended."""
+        with self._wake:
+            self._streams.pop(request, None)
+            if request.stop.finish_reason is None:
+                self._departures.append(request)
+            self._wake.notify()
 
     def _serve(self) -> None:
         """The engine thread. It also frees the engines, so that no pass is running then."""
@@ -329,7 +389,7 @@ class AsyncLLM:
         for emission in emissions:
             self._held.setdefault(emission.request, []).append(emission)
         now = perf_counter()
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[bool, asyncio.Queue[_Item], _Item]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[bool, Callable[[_Item], None], _Item]]] = {}
         for request, held in list(self._held.items()):
             stream = self._streams.get(request)
             if stream is not None:
@@ -339,7 +399,7 @@ class AsyncLLM:
                 ended = held[-1].finish_reason is not None
                 can_wait, stream.begun = stream.begun and not ended, True
                 due = by_loop.setdefault(stream.loop, [])
-                due.extend((can_wait, stream.queue, item) for item in items(held))
+                due.extend((can_wait, stream.give, item) for item in items(held))
                 if ended:  # its place is free, even if nobody reads the end
                     self._streams.pop(request, None)
             del self._held[request]
@@ -366,7 +426,7 @@ class AsyncLLM:
         for request, stream in streams.items():
             last: list[_Item] = [*items(self._held.pop(request, [])), self._failure]
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                stream.loop.call_soon_threadsafe(_put, [(False, stream.queue, item) for item in last])
+                stream.loop.call_soon_threadsafe(_put, [(False, stream.give, item) for item in last])
 
 
 def _size(prompt: Prompt, params: SamplingParams) -> int:
@@ -378,6 +438,6 @@ def _size(prompt: Prompt, params: SamplingParams) -> int:
         return 0
 
 
-def _put(due: list[tuple[bool, asyncio.Queue[_Item], _Item]]) -> None:
-    for _, queue, item in due:
-        queue.put_nowait(item)
+def _put(due: list[tuple[bool, Callable[[_Item], None], _Item]]) -> None:
+    for _, give, item in due:
+        give(item)

@@ -20,7 +20,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -184,15 +183,14 @@ class Worker:
         """Send the updates of one sequence."""
         options = {name: message[name] for name in ("speculate", "block_length", "tree_nodes", "timeout")}
         options["priority"] = message.get("priority", 0)
+
+        def send(part: Chunk | Completion) -> None:
+            self._send(key, self._about_prompt(part, message["echo"]) | _update(part, arrived) | index)
+
         if message["stream"]:
-            async with aclosing(self._llm.stream(prompt, params, **options)) as chunks:
-                async for chunk in chunks:
-                    about_prompt = self._about_prompt(chunk, message["echo"])
-                    self._send(key, about_prompt | _update(chunk, arrived) | index)
+            await self._llm.deliver(prompt, params, send, **options)
         else:
-            done = await self._llm.generate(prompt, params, **options)
-            about_prompt = self._about_prompt(done, message["echo"])
-            self._send(key, about_prompt | _update(done, arrived) | index)
+            send(await self._llm.generate(prompt, params, **options))
 
     def _ended(self, key: int, task: asyncio.Task[None]) -> None:
         """Answer the request, whatever ended its task."""
