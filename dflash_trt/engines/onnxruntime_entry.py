@@ -15,11 +15,13 @@ from dflash_trt.engines.base import (
     RunSettings,
     Weights,
 )
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, BundleError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
+
+    import onnx_ir as ir
 
     from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.bundle.workspace import Progress, Workspace
@@ -85,7 +87,7 @@ class OnnxRuntimeEntry(Engine):
         dialects: dict[str, Dialect] = {"target": OnnxRuntime(), "drafter": OnnxRuntime()}
         models = export(pair, dialects, "C", settings.tree_width, progress)
         return GraphJob(
-            manifest=graph_fields(pair, dialects, models),
+            manifest=graph_fields(pair, dialects, models) | {"integer_bits": _integer_bits(models["target"])},
             files=graph_files(pair),
             digests=graph_digests(models),
             link=settings.weights == "link",
@@ -98,6 +100,7 @@ class OnnxRuntimeEntry(Engine):
         from dflash_trt.decoding.scheduler import Scheduler
         from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 
+        _check_processor(bundle)
         manifest, slots = bundle.manifest, settings.max_batch_size
         target, drafter = (
             OnnxRuntimeEngine(
@@ -134,6 +137,25 @@ class OnnxRuntimeEntry(Engine):
 
     def container(self, manifest: Mapping[str, Any]) -> Container:
         return Container(gpus=False)
+
+
+def _integer_bits(target: ir.Model) -> list[int]:
+    """The bits of the weights that a graph multiplies as integers."""
+    return sorted({n.attributes["bits"].as_int() for n in target.graph if n.op_type == "MatMulNBits"})
+
+
+def _check_processor(bundle: Bundle) -> None:
+    """Raise BundleError if this processor rounds one row of the target's integers otherwise than several."""
+    from dflash_trt.engines.onnxruntime_products import rows_agree
+
+    # Bundles of earlier checkouts lack the field.
+    four = "W4A16_AWQ" in (bundle.manifest["quantization"]["target"] or "")
+    for bits in bundle.manifest.get("integer_bits", [4] if four else []):
+        if not rows_agree(bits):
+            raise BundleError(
+                f"{bundle.path}: the target has layers of {bits}-bit integers. This processor rounds one row of their "
+                "product otherwise than several, so drafts would change the tokens; build the bundle on this machine"
+            )
 
 
 def _has_large_head(target: TargetConfig) -> bool:

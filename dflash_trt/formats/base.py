@@ -72,7 +72,7 @@ class NumberFormat(ABC):
     expanded: str | None = None
     # Bits of the integers that hold its numbers exactly; None where there are none. A layer may then lie in blocks,
     # as unsigned integers [out, blocks, BLOCK * bits / 8], whose zero is 2 ** (bits - 1). Their float32 scales are
-    # [out, blocks].
+    # [out, blocks]. Numbers of fewer bits may have 8 there, too.
     integer_bits: int | None = None
 
     # Reading
@@ -91,8 +91,9 @@ class NumberFormat(ABC):
         """As `forms`, of a layer in blocks."""
         assert self.integer_bits is not None
         blocks = columns // BLOCK
+        shapes = [(rows, blocks, BLOCK * bits // 8) for bits in dict.fromkeys((self.integer_bits, 8))]
         return {
-            "weight": Form([(rows, blocks, BLOCK * self.integer_bits // 8)], ["U8"]),
+            "weight": Form(shapes, ["U8"]),
             "weight_scale": Form([(rows, blocks)], ["F32"]),
         }
 

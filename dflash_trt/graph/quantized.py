@@ -37,7 +37,7 @@ from dflash_trt.graph.experts import MICROSOFT_DOMAIN
 Activations = Literal["none", "static", "row"]
 # The smallest magnitude assumed for a row: far below any real one, and safe from overflow of the reciprocal.
 _TINY = 2.0**-100
-_INTEGERS = 4  # MatMulNBits's accuracy_level: inputs in eight bits
+INTEGERS = 4  # MatMulNBits's accuracy_level: inputs in eight bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +158,7 @@ def onnxruntime_integers(
 
     It rounds every row of x to eight bits, 32 numbers at a time, and adds in integers: a row does not depend on others.
     """
-    assert stored.format.integer_bits is not None
-    rows, blocks, _ = stored.weight.shape
+    rows, blocks, block_bytes = stored.weight.shape
     if stored.pre_quant_scale is not None:
         smooth = g.cast(g.raw_weight(stored.pre_quant_scale, folder), FLOAT, name=f"{name}/smooth")
         x = g.op("Mul", x, smooth, name=f"{name}/smoothed")
@@ -178,9 +177,9 @@ def onnxruntime_integers(
         domain=MICROSOFT_DOMAIN,
         K=blocks * BLOCK,
         N=rows,
-        bits=stored.format.integer_bits,
+        bits=8 * block_bytes // BLOCK,
         block_size=BLOCK,
-        accuracy_level=_INTEGERS,
+        accuracy_level=INTEGERS,
     )
 
 

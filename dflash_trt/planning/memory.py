@@ -14,7 +14,7 @@ from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import GIB, MemoryTraits
 from dflash_trt.errors import BuildError
-from dflash_trt.formats import FORMATS, SCHEMES
+from dflash_trt.formats import FORMATS, INT4, SCHEMES
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.dialect import SINK_PADDING
@@ -370,6 +370,7 @@ def _weights(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str
         # The head has the target's format too. The table of a tied embedding stays beside it, as it is on disk.
         found["head"] = _head(inventory, scheme, largest, inventory.target.vocab_size)
         found["embedding"] = dict(inventory.stored("target")["embedding"])
+        found |= {role: _on_this_processor(sizes) for role, sizes in found.items() if role != "experts"}
     whole = inventory.target.vocab_size
     rows = inventory.draft_rows if registry.find(s.engine).draft_vocabulary else whole
     if side == "drafter" and s.precision.head is not None:  # its own copy of the target's head
@@ -378,8 +379,21 @@ def _weights(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str
         found["head"] = _head(inventory, s.compute("drafter"), largest, rows)
     elif in_blocks and side == "drafter":  # the sessions of both models hold the head that they multiply
         target = s.precision.scheme("target")
-        found["head"] = _head(inventory, target if _integer(target) else s.compute("target"), largest, whole)
+        head = _head(inventory, target if _integer(target) else s.compute("target"), largest, whole)
+        found["head"] = _on_this_processor(head)
     return found
+
+
+def _on_this_processor(sizes: dict[str, int]) -> dict[str, int]:
+    """The sizes of a target's layers in blocks. A build gives INT4's numbers eight bits where it must."""
+    if INT4.name not in sizes:
+        return sizes
+    from dflash_trt.engines.onnxruntime_products import rows_agree
+
+    if rows_agree(4):
+        return sizes
+    # A block of 32 numbers has one scale in float32.
+    return sizes | {INT4.name: sizes[INT4.name] * (32 + 4) // (16 + 4)}
 
 
 def _integer(scheme: str | None) -> TypeGuard[str]:

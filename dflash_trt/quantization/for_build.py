@@ -105,14 +105,16 @@ def _laid_out(
     checkpoint: Checkpoint, layout: WeightLayout, folder: Path, role: str, progress: Progress
 ) -> Checkpoint:
     """The checkpoint with its weights as the engine reads them."""
+    out = folder / f"{role}-{layout}"
     if layout == "int4_by_row" and INT4.name in number_formats(checkpoint):
-        write = repack.int4_by_row
-    elif layout == "blocks" and repack.has_blocks(checkpoint):
-        write = repack.in_blocks
-    else:
-        return checkpoint
-    out = _place(folder / f"{role}-{layout}", checkpoint, layout)
-    return Checkpoint(write(checkpoint, out, progress))
+        return Checkpoint(repack.int4_by_row(checkpoint, _place(out, checkpoint, layout), progress))
+    if layout == "blocks" and repack.has_blocks(checkpoint):
+        from dflash_trt.engines.onnxruntime_products import rows_agree
+
+        eight_bits = role == "target" and not rows_agree(4)  # what a drafter drafts changes no token
+        out = _place(out, checkpoint, f"{layout} of {8 if eight_bits else 4} bits")
+        return Checkpoint(repack.in_blocks(checkpoint, out, progress, eight_bits=eight_bits))
+    return checkpoint
 
 
 def _largest_group(layout: WeightLayout) -> int | None:

@@ -40,10 +40,11 @@ def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
     return rewritten(checkpoint, out, repacked, progress)
 
 
-def in_blocks(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
+def in_blocks(checkpoint: Checkpoint, out: Path, progress: Progress, *, eight_bits: bool = False) -> Path:
     """Write the checkpoint with its layers of integers in blocks, as ONNX Runtime multiplies them.
 
-    Layers of one input lie one behind the other. Experts stay as they are.
+    Layers of one input lie one behind the other. Experts stay as they are. With `eight_bits` numbers of four bits take
+    eight.
     """
 
     def repacked(info: TensorInfo) -> list[Entry] | None:
@@ -52,7 +53,7 @@ def in_blocks(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
             return None
         if part != "weight":
             return []
-        return _blocks(checkpoint, info, form)
+        return _blocks(checkpoint, info, form, eight_bits)
 
     return rewritten(checkpoint, out, repacked, progress)
 
@@ -75,12 +76,12 @@ def _stored(checkpoint: Checkpoint, info: TensorInfo) -> tuple[NumberFormat | No
     return FORMATS[algorithm.scheme], part if part in ("weight", "weight_scale") else ""
 
 
-def _blocks(checkpoint: Checkpoint, info: TensorInfo, form: NumberFormat) -> list[Entry]:
+def _blocks(checkpoint: Checkpoint, info: TensorInfo, form: NumberFormat, eight_bits: bool) -> list[Entry]:
     name = info.name
     scales = checkpoint.array(f"{name}_scale")
     rows, by_row = len(scales), info.shape[0] == len(scales)
     together = rows // info.shape[0]  # rows that share bytes
-    bits = form.integer_bits
+    bits = 8 if eight_bits else form.integer_bits
     assert bits is not None
 
     def pieces() -> Iterator[tuple[str, NDArray[Any]]]:
@@ -96,7 +97,7 @@ def _blocks(checkpoint: Checkpoint, info: TensorInfo, form: NumberFormat) -> lis
     numbers_in_row = info.shape[1] * form.numbers_in_byte // together
     forms = form.block_forms(rows, numbers_in_row)
     first, second = (
-        Entry(f"{name.removesuffix('weight')}{suffix}", each.dtypes[0], each.shapes[0], given)
+        Entry(f"{name.removesuffix('weight')}{suffix}", each.dtypes[0], each.shapes[-eight_bits], given)
         for (suffix, each), given in zip(forms.items(), (pieces(), ()), strict=True)
     )
     return [first, second]

@@ -14,6 +14,7 @@ from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import stored_linear, widen
 from dflash_trt.checkpoint.roles import parameters_of
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.engines.onnxruntime_products import rows_agree
 from dflash_trt.formats import FORMATS
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.numbers import unpack_pairs
@@ -56,7 +57,7 @@ def session(checkpoint: Checkpoint, *, biased: bool = False, threads: int = 1) -
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def numbers(checkpoint: Checkpoint, algorithm: str) -> np.ndarray:
+def numbers(checkpoint: Checkpoint) -> np.ndarray:
     """The numbers that the blocks stand for, by the definition of MatMulNBits."""
     codes, scales = checkpoint.array("l.weight"), checkpoint.array("l.weight_scale")
     bits = codes.shape[2] * 8 // BLOCK
@@ -65,18 +66,21 @@ def numbers(checkpoint: Checkpoint, algorithm: str) -> np.ndarray:
     return found.reshape(OUT, IN)
 
 
+@pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_blocks_are_the_same_numbers(tmp_path: Path, algorithm: str) -> None:
+def test_blocks_are_the_same_numbers(tmp_path: Path, algorithm: str, eight_bits: bool) -> None:
     original = write(tmp_path / "l", algorithm)
     stored = stored_linear(original, "l", IN, OUT)
     assert stored is not None
     assert has_blocks(original)
-    found = Checkpoint(in_blocks(original, tmp_path / "blocks", silent))
-    np.testing.assert_array_equal(numbers(found, algorithm), widen(original, stored))
+    found = Checkpoint(in_blocks(original, tmp_path / "blocks", silent, eight_bits=eight_bits))
+    bits = 8 if eight_bits else FORMATS[stored.format.name].integer_bits
+    assert found["l.weight"].shape[2] * 8 == BLOCK * (bits or 0)
+    np.testing.assert_array_equal(numbers(found), widen(original, stored))
     assert parameters_of(found["l.weight"]) == parameters_of(original["l.weight"]) == OUT * IN
     if algorithm == "W4A16_AWQ":
         by_row = Checkpoint(int4_by_row(original, tmp_path / "by-row", silent))
-        again = Checkpoint(in_blocks(by_row, tmp_path / "again", silent))
+        again = Checkpoint(in_blocks(by_row, tmp_path / "again", silent, eight_bits=eight_bits))
         np.testing.assert_array_equal(again.array("l.weight"), found.array("l.weight"))
         np.testing.assert_array_equal(again.array("l.weight_scale"), found.array("l.weight_scale"))
 
@@ -105,12 +109,22 @@ def test_product_is_that_of_inputs_in_eight_bits(tmp_path: Path, algorithm: str)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_row_does_not_depend_on_other_rows(tmp_path: Path, algorithm: str, threads: int) -> None:
     """Bit for bit: drafting must not change the tokens."""
-    found = Checkpoint(in_blocks(write(tmp_path / "l", algorithm), tmp_path / "blocks", silent))
+    original = write(tmp_path / "l", algorithm)
+    found = Checkpoint(in_blocks(original, tmp_path / "blocks", silent, eight_bits=not rows_agree(4)))
     run = session(found, threads=threads)
     x = np.random.default_rng(1).standard_t(3, (64, IN)).astype(np.float32)
     alone = np.concatenate([run.run(None, {"x": row[None]})[0] for row in x])
     for rows in (2, 3, 4, 7, 8, 9, 16, 17, 33, 64):
         np.testing.assert_array_equal(run.run(None, {"x": x[:rows]})[0], alone[:rows])
+
+
+def test_the_probe_finds_what_a_layer_of_four_bits_does(tmp_path: Path) -> None:
+    found = Checkpoint(in_blocks(write(tmp_path / "l", "W4A16_AWQ"), tmp_path / "blocks", silent))
+    run = session(found)
+    x = np.random.default_rng(2).standard_normal((2, IN)).astype(np.float32)
+    same = np.array_equal(run.run(None, {"x": x})[0][:1], run.run(None, {"x": x[:1]})[0])
+    assert same == rows_agree(4)
+    assert rows_agree(8)
 
 
 def test_other_formats_have_no_blocks(tmp_path: Path) -> None:

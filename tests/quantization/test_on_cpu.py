@@ -12,7 +12,9 @@ import pytest
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines import onnxruntime_products
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
+from dflash_trt.errors import BundleError
 from dflash_trt.formats.precision import parse_precision
 
 LAYERS, LINEARS = 10, 4  # of tiny; products of a layer: q/k/v, o, gate/up, down
@@ -90,3 +92,36 @@ def test_drafts_do_not_change_the_tokens(bundle: Bundle, temperature: float) -> 
             for length in (1, llm.block_size)
         )
     assert drafted == plain
+
+
+def test_a_processor_that_rounds_one_row_otherwise_is_refused(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (used,) = bundle.manifest["integer_bits"]
+    monkeypatch.setattr(onnxruntime_products, "rows_agree", lambda bits: bits != used)
+    with pytest.raises(
+        BundleError, match=f"layers of {used}-bit integers.* build the bundle on this machine"
+    ):
+        LLM(bundle.path)
+    LLM(build("tiny", None, tmp_path / "floats").path).close()
+
+
+def test_weights_of_four_bits_take_eight_where_four_round_one_row_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precision = parse_precision("target=int4,drafter=int4,head=int4")
+    found = []
+    for agree in (True, False):
+        monkeypatch.setattr(onnxruntime_products, "rows_agree", lambda bits, agree=agree: agree)
+        made = build("tiny", None, tmp_path / str(agree), precision=precision)
+        assert made.manifest["integer_bits"] == [4 if agree else 8]
+        assert bits(made.path / "target.onnx") == {4 if agree else 8}
+        assert bits(made.path / "drafter.onnx") == {4}
+        found.append(made.manifest["target"])
+    four, eight = found
+    assert eight["parameters"] == four["parameters"]
+    assert eight["weight_bytes"]["head"]["U8"] == 2 * four["weight_bytes"]["head"]["U8"]
+
+
+def bits(path: Path) -> set[int]:
+    return {node.attributes["bits"].as_int() for node in ir.load(path).graph if node.op_type == "MatMulNBits"}

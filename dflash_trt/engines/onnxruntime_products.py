@@ -1,0 +1,54 @@
+"""Whether ONNX Runtime's products of integers give a row the same bits alone and beside others, on this processor.
+
+Drafting must not change the tokens, so they must. The kernels differ between processors: those of AVX2 round the
+product of four bits otherwise for one row than for several.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper
+
+from dflash_trt.formats.base import BLOCK
+from dflash_trt.graph.experts import MICROSOFT_DOMAIN
+from dflash_trt.graph.quantized import INTEGERS
+
+_IN, _OUT = 6 * BLOCK, 80
+_ROWS = (2, 3, 4, 5, 8, 16)
+
+
+@cache
+def rows_agree(bits: int) -> bool:
+    """Whether rows of a product with weights of 4 or 8 bits do not depend on the number of rows."""
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 256, (_OUT, _IN // BLOCK, BLOCK * bits // 8), dtype=np.uint8)
+    scales = random.uniform(0.5, 1.5, (_OUT, _IN // BLOCK)).astype(np.float32)
+    node = helper.make_node(
+        "MatMulNBits",
+        ["x", "codes", "scales"],
+        ["y"],
+        domain=MICROSOFT_DOMAIN,
+        K=_IN,
+        N=_OUT,
+        bits=bits,
+        block_size=BLOCK,
+        accuracy_level=INTEGERS,
+    )
+    graph = helper.make_graph(
+        [node],
+        "product",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", _IN])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", _OUT])],
+        [numpy_helper.from_array(codes, "codes"), numpy_helper.from_array(scales, "scales")],
+    )
+    domains = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT_DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=domains, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    x = random.standard_normal((max(_ROWS), _IN)).astype(np.float32)
+    alone = np.concatenate([session.run(None, {"x": row[None]})[0] for row in x])
+    return all(np.array_equal(session.run(None, {"x": x[:rows]})[0], alone[:rows]) for rows in _ROWS)
