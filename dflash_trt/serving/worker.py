@@ -4,9 +4,10 @@
 
 The Triton model (triton_repo/dflash/1/model.py) starts it, or the server of OpenAI's API (dflash_trt/serving/openai).
 The worker first writes {"ready": true} and the longest line it accepts. The server sends one object per line: a request
-with its id, {"cancel": id}, or {"id": id, "ask": "metrics"}. The answers are lists of [id, update]. An update has text
-and token_ids. The last update of a request also has finish_reason and statistics, or error: [code, message]. The end of
-input ends this process. SIGTERM cancels all requests. SIGINT is left to the server.
+with its id, {"cancel": id}, {"id": id, "ask": "metrics"}, or {"watch": "metrics"}, which asks for ["metrics", samples]
+every second. The answers are lists of [id, update]. An update has text and token_ids. The last update of a request also
+has finish_reason and statistics, or error: [code, message]. The end of input ends this process. SIGTERM cancels all
+requests. SIGINT is left to the server.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Worker:
         self._writer.write(json.dumps(ready).encode() + b"\n")
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._close)
-        show = asyncio.create_task(self._show_metrics())
+        shown = list[asyncio.Task[None]]()
         while not self._failed and (line := await self._next_line()):
             message = json.loads(line)
             if "cancel" in message:
@@ -102,11 +103,14 @@ class Worker:
                     task.cancel()
             elif "ask" in message:
                 self._send(message["id"], {"metrics": self._llm.metrics.prometheus()})
+            elif "watch" in message:
+                shown.append(asyncio.create_task(self._show_metrics()))
             else:
                 key = message["id"]
                 self._tasks[key] = asyncio.create_task(self._answer(key, message))
                 self._tasks[key].add_done_callback(partial(self._ended, key))
-        show.cancel()
+        for task in shown:
+            task.cancel()
         if self._failed:  # the requests in flight have already reported it
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             self._flush()

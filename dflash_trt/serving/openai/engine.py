@@ -25,7 +25,6 @@ Update = dict[str, Any]
 FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.25, 30.0, 60.0
 WORKER: tuple[str, ...] = ("-P", "-m", "dflash_trt.serving.worker")  # arguments of Python
 _ASK_SECONDS = 5.0
-_PER_TURN = 4  # updates
 _STOP_SECONDS = 10.0
 
 
@@ -63,14 +62,14 @@ class _Connection:
         self.transport.write(json.dumps(message).encode() + b"\n")
 
     def deliver(self, updates: list[Any]) -> None:
-        """Give the updates to the requests, a few per turn of the loop.
+        """Give the updates to the requests, one per turn of the loop.
 
         A round may have one for each of many streams. New requests are read between the turns.
         """
         begun = bool(self._arrived)
         self._arrived.extend(updates)
         if not begun:
-            self._deliver_some()
+            self._deliver_next()
 
     def refuse(self, why: str) -> None:
         """End all requests, behind the updates that have arrived."""
@@ -82,11 +81,11 @@ class _Connection:
             if not answer.done():
                 answer.set_result({"error": why})
 
-    def _deliver_some(self) -> None:
-        for _ in range(min(len(self._arrived), _PER_TURN)):
+    def _deliver_next(self) -> None:
+        if self._arrived:
             self._deliver_one()
         if self._arrived:
-            asyncio.get_running_loop().call_soon(self._deliver_some)
+            asyncio.get_running_loop().call_soon(self._deliver_next)
 
     def _deliver_one(self) -> None:
         key, update = self._arrived.popleft()

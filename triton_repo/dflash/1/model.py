@@ -124,6 +124,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(first.get("fatal") or f"while loading, {self.how_it_ended()}")
         self.counts = Counts(Path(pb_utils.get_model_dir()) / "engine-ended")
         self.longest_line = first["longest_line"]
+        self.tell(b'{"watch": "metrics"}')
         threading.Thread(target=self.receive, name="answers", daemon=True).start()
         threading.Thread(target=self.watch, name="cancellation", daemon=True).start()
 
