@@ -183,7 +183,7 @@ class _Visit:
         elif not message.get("more_body", False):
             self._done = True
             tracing.describe(self.id, FACTS.get())  # sending this ends the span
-        # asyncio.timeout takes four times as long, for every chunk of a stream.
+        # asyncio.timeout takes two to four times as long, for every chunk of a stream.
         late = self._task.get_loop().call_later(_WRITE_SECONDS, self._leave)
         try:
             await self._send(message)
