@@ -11,7 +11,8 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 # Longer than clients and load balancers keep idle connections: 5 s for the openai client, 60 s for most balancers. A
 # connection that both ends close at once loses a request.
 _IDLE_SECONDS = 75
+# For a client to confirm the end of a TLS connection, when the server stops. Clients with idle connections do not.
+_CONFIRM_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +131,7 @@ async def _serve(
     )
 
     loop = asyncio.get_running_loop()
+    background: list[asyncio.Task[None]] = []
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
@@ -140,6 +144,11 @@ async def _serve(
                 loop.call_soon_threadsafe(say, f"stopping{left}")
             super().handle_exit(sig, frame)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if settings.certificate is not None:
+                background.append(asyncio.create_task(_cut_unconfirmed(self.server_state.connections)))
+            await super().shutdown(sockets)
+
     server = Server(config)
     await engine.start()
     gc.freeze()  # what exists now stays, so the collector need not look at it again
@@ -147,14 +156,28 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     try:
-        told = asyncio.create_task(_when_started(server, ready))
+        background.append(asyncio.create_task(_when_started(server, ready)))
         await server.serve(sockets=[listening])
-        told.cancel()
     finally:
+        for task in background:
+            task.cancel()
         await engine.close()
         if provider is not None:
             await asyncio.to_thread(provider.shutdown)  # sends the last spans
     return 0
+
+
+async def _cut_unconfirmed(connections: Iterable[Any]) -> None:
+    """Cut those of uvicorn's connections that are closed, have sent everything, and wait for the client to confirm."""
+    closed: dict[Any, float] = {}
+    while True:
+        now = time.monotonic()
+        for connection in list(connections):
+            transport = connection.transport
+            sent = transport.is_closing() and transport.get_write_buffer_size() == 0
+            if sent and now - closed.setdefault(connection, now) >= _CONFIRM_SECONDS:
+                transport.abort()
+        await asyncio.sleep(0.1)
 
 
 async def _when_started(server: Any, ready: Callable[[], None]) -> None:

@@ -110,7 +110,7 @@ def test_keys_tls_origins_and_logs_in_json(start: Callable[..., Server], tmp_pat
     )  # fmt: skip
     server = start(
         f"--api-key-file={keys}", f"--tls-cert={cert}", f"--tls-key={key}", "--cors-origin=https://a.example",
-        "--log-format=json", "--served-model-name=mine", DFLASH_TRT_API_KEY="secret-3",
+        "--log-format=json", "--served-model-name=mine", "--grace=600", DFLASH_TRT_API_KEY="secret-3",
     )  # fmt: skip
     assert server.http.get("/v1/models").status_code == 401
     assert server.http.get("/v1/models", headers={"Authorization": "Bearer secret-4"}).status_code == 401
@@ -132,3 +132,4 @@ def test_keys_tls_origins_and_logs_in_json(start: Callable[..., Server], tmp_pat
     lines = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
     assert {line["status"] for line in lines} >= {200, 401}
     assert "secret-" not in server.log
+    assert server.stop() == 0  # the client's connection is open, and does not confirm that it ends
