@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,10 +46,7 @@ class CachePool:
             self._maps[name], flat = _zeros(self.slots, self.capacity, width, dtype)
             self.arrays[name] = flat.reshape(self.slots * self.capacity, width)
         self.row_bytes: int = sum(width * np.dtype(dtype).itemsize for width, dtype in caches.values())
-        try:
-            self._rows = [0] * self.slots
-        except (MemoryError, OverflowError) as error:
-            raise _no_memory(self.slots, self.capacity, 8 * self.slots) from error
+        self._rows: defaultdict[int, int] = defaultdict(int)
         self._packed, self._stride = range(0), self.capacity
 
     def place(self, first: int, ends: Sequence[int]) -> tuple[int, int]:
