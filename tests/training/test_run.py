@@ -248,13 +248,13 @@ def test_what_is_exported_is_what_was_trained(tmp_path: Path) -> None:
 def test_a_short_training_makes_drafts_longer(answers: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     questions = Questions(HELD_OUT, 32)
-    recipe = replace(SMALL, steps=100, anchors=16, learning_rate=1e-2, optimizer="muon", max_length=200)
+    recipe = replace(SMALL, steps=100, anchors=16, learning_rate=4e-3, max_length=200)
     run(TARGET, "tiny", answers, out, Design(layers=1), recipe, questions=questions, evaluate_every=50)
     history = read_history(out / "evaluation.jsonl")
     assert [entry["step"] for entry in history] == [50, 100]
     lengths = [average(entry["figures"]) for entry in history]
     assert 1 < lengths[0] < lengths[1]
-    assert lengths[1] > 1.2  # an untrained one has 1.0
+    assert lengths[1] > 1.1  # an untrained one has 1.0
     # A category counts its own passes. The best checkpoint is the one with the longest acceptance.
     figures = history[-1]["figures"]
     assert set(figures) == {"chat", "code", "math", "tools", ALL}
