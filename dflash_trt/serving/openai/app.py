@@ -233,7 +233,7 @@ class _Events:
                 else:
                     await send({"type": "http.response.body", "body": _event(chunk), "more_body": True})
         except ApiError as error:
-            facts["error"] = error.message
+            facts["error"], facts["failed"] = error.message, error.status
             end += _event(error.body() | ({"type": "error"} if named else {}))
         finally:
             await self._rest.aclose()

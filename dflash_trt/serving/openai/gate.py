@@ -37,10 +37,11 @@ _WRITE_SECONDS = 60.0  # after which a client that reads nothing is given up
 class Gate:
     """keys: one of these must come as `Authorization: Bearer KEY`; none means that anyone may come.
 
-    most: bytes of a body. observe: called with every status but those of the probes.
+    most: bytes of a body. observe: called for every request but the probes, with its status, and the one
+    that tells how it ended: a stream may fail after status 200.
     """
 
-    def __init__(self, app: App, *, keys: list[str], most: int, observe: Callable[[str, int], None]) -> None:
+    def __init__(self, app: App, *, keys: list[str], most: int, observe: Callable[[int, int], None]) -> None:
         self._app, self._most, self._observe = app, most, observe
         self._keys = [key.encode() for key in keys]
 
@@ -80,7 +81,7 @@ class _Visit:
         self,
         admit: Callable[[str, dict[bytes, bytes]], None],
         most: int,
-        observe: Callable[[str, int], None],
+        observe: Callable[[int, int], None],
     ) -> None:
         path = self._scope["path"]
         facts: dict[str, Any] = {}
@@ -106,7 +107,7 @@ class _Visit:
         finally:
             FACTS.reset(token)
             if path not in OPEN and not path.startswith("/page/"):
-                observe(path, self._status)
+                observe(self._status, facts.get("failed", self._status))
                 if not self._done:
                     tracing.describe(self.id, facts)
                 self._log(path, facts)
@@ -191,9 +192,10 @@ class _Visit:
             late.cancel()
 
     async def _refuse(self, error: ApiError) -> None:
-        if self._started:
-            return
         FACTS.get()["error"] = error.message
+        if self._started:
+            FACTS.get()["failed"] = error.status
+            return
         body = json.dumps(error.body()).encode()
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
         if error.status in (408, 413):

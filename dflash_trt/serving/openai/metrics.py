@@ -18,11 +18,11 @@ class ServerMetrics:
         self._answers: dict[int, int] = {}
         self._refused = dict.fromkeys(sorted(set(REASONS.values())), 0)
 
-    def observe(self, path: str, status: int) -> None:
-        """Count one answered request."""
+    def observe(self, status: int, end: int) -> None:
+        """Count one answered request. `end`: the status that tells how it ended."""
         self._answers[status] = self._answers.get(status, 0) + 1
-        if status >= 400:
-            self._refused[REASONS.get(status, "error")] += 1
+        if end >= 400:
+            self._refused[REASONS.get(end, "error")] += 1
 
     async def text(self) -> str:
         """Prometheus' text format 0.0.4. A dead engine has no metrics of its own, and engine_up 0."""

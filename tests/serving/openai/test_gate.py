@@ -45,7 +45,7 @@ async def visit(client: Client, pieces: int) -> tuple[int, int]:
             await send({"type": "http.response.body", "body": b"x", "more_body": piece < pieces - 1})
             sent += 1
 
-    def observe(path: str, status: int) -> None:
+    def observe(status: int, end: int) -> None:
         statuses.append(status)
 
     made = Gate(app, keys=[], most=100, observe=observe)

@@ -99,10 +99,13 @@ def test_an_engine_that_dies_is_replaced_and_its_requests_are_told(small: Server
     running = Streaming(small, LONG)
     small.until(running.begun)
     deaths = small.metric("dflash_engine_deaths_total")
+    refused = 'dflash_requests_refused_total{reason="engine_down"}'
+    before = small.metric(refused)
     os.kill(small.engine(), signal.SIGKILL)
     *_, error, done = running.events()
     assert json.loads(error)["error"]["type"] == "server_error"
     assert done == "[DONE]"
+    small.until(lambda: small.metric(refused) == before + 1)  # also a stream, which began with status 200
     statuses = set()
 
     def serves_again() -> bool:
