@@ -20,6 +20,20 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return number
 
 
+def port(text: str) -> int:
+    """A TCP port. 0 lets the system choose."""
+    if not 0 <= (value := int(text)) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 65535")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A time, 0 or more, at most ten years."""
+    if not 0 <= (value := float(text)) < 3e8:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 3e8")
+    return value
+
+
 def share(text: str) -> float:
     """A number from 0 to 1."""
     if not 0 <= (value := float(text)) <= 1:

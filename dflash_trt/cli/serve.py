@@ -6,10 +6,11 @@ import argparse
 import os
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from dflash_trt.cli.deploy import add_engine_arguments, engine_settings
-from dflash_trt.cli.options import at_least
+from dflash_trt.cli.options import at_least, port, seconds
 from dflash_trt.engines import registry
 from dflash_trt.errors import DFlashError
 
@@ -46,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to serve on (default: 127.0.0.1)"
     )
-    parser.add_argument("--http-port", type=int, default=8000, metavar="PORT", help="default: 8000")
+    parser.add_argument("--http-port", type=port, default=8000, metavar="PORT", help="default: 8000")
     parser.add_argument(
         "--server", choices=[e.server for e in registry.engines() if e.server],
         help="trtllm-serve: TensorRT-LLM's own, with OpenAI's API on the HTTP port; takes none of the options below",
     )  # fmt: skip
     parser.add_argument(
-        "--grace", type=float, default=30.0, metavar="SECONDS",
+        "--grace", type=seconds, default=30.0, metavar="SECONDS",
         help="time for requests to finish after a signal to stop (default: 30)",
     )  # fmt: skip
     openai = parser.add_argument_group("with --api openai")
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the longest body of a request (default: 1 MiB and 64 bytes per token of the context)",
     )  # fmt: skip
     openai.add_argument(
-        "--max-deadline", type=float, metavar="SECONDS",
+        "--max-deadline", type=seconds, metavar="SECONDS",
         help="the longest time that a request may take, with its time in the queue (default: as it asks)",
     )  # fmt: skip
     openai.add_argument(
@@ -85,9 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="send traces to this OpenTelemetry collector, as http://127.0.0.1:4318 (default: none are made)",
     )  # fmt: skip
     triton = parser.add_argument_group("with --api triton")
-    for name, port in _PORTS.items():
+    for name, number in _PORTS.items():
         option = f"--{name.replace('_', '-')}"
-        triton.add_argument(option, type=int, default=port, metavar="PORT", help=f"default: {port}")
+        triton.add_argument(option, type=port, default=number, metavar="PORT", help=f"default: {number}")
     triton.add_argument(
         "--log-level", default="warning", choices=("error", "warning", "info", "verbose"),
         help="log level of the server on standard error (default: warning)",
@@ -110,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"dflash-trt serve: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # nobody reads it, or the disk is full
+        print(f"dflash-trt serve: {text}", file=sys.stderr, flush=True)
 
 
 def _openai(args: argparse.Namespace) -> int:
@@ -119,6 +121,10 @@ def _openai(args: argparse.Namespace) -> int:
     check_installed()
     if (args.tls_cert is None) != (args.tls_key is None):
         raise DFlashError("--tls-cert and --tls-key: only one is given, expected both")
+    if args.max_deadline == 0:
+        raise DFlashError("--max-deadline is 0, expected more: no request could be answered")
+    if args.otlp_endpoint is not None and not args.otlp_endpoint.startswith(("http://", "https://")):
+        raise DFlashError(f"--otlp-endpoint {args.otlp_endpoint}: expected a URL, as http://127.0.0.1:4318")
     keys = _keys(args.api_key_file)
     settings = ServerSettings(
         bundle=args.bundle,
@@ -137,9 +143,10 @@ def _openai(args: argparse.Namespace) -> int:
         engine={name: str(value) for name, value in engine_settings(args).items() if value is not None},
         limit=args.max_batch_size + args.max_queue,
     )
-    url = f"http{'s' if args.tls_cert else ''}://{f'[{args.host}]' if ':' in args.host else args.host}:{args.http_port}"
+    host = f"[{args.host}]" if ":" in args.host else args.host
 
-    def ready() -> None:
+    def ready(port: int) -> None:
+        url = f"http{'s' if args.tls_cert else ''}://{host}:{port}"
         print(f"serving {args.bundle}; Ctrl-C stops")
         print(f"page     {url}/")
         print(f"API      {url}/v1")
@@ -152,7 +159,11 @@ def _openai(args: argparse.Namespace) -> int:
 
 def _keys(file: Path | None) -> list[str]:
     """The keys of a file and of the environment."""
-    keys = [] if file is None else [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    try:
+        text = "" if file is None else file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DFlashError(f"{file}: is not text in UTF-8 (byte {error.start})") from None
+    keys = [line.strip() for line in text.splitlines()]
     keys = [key for key in [*keys, os.environ.get(_KEY_VARIABLE, "").strip()] if key]
     if file is not None and not keys:
         raise DFlashError(f"{file}: has no API key, expected one per line")

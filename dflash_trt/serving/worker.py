@@ -3,11 +3,11 @@
     python -m dflash_trt.serving.worker FD SETTINGS
 
 The Triton model (triton_repo/dflash/1/model.py) starts it, or the server of OpenAI's API (dflash_trt/serving/openai).
-The worker first writes {"ready": true} and the longest line it accepts. The server sends one object per line: a request
-with its id, {"cancel": id}, {"id": id, "ask": "metrics"}, or {"watch": "metrics"}, which asks for ["metrics", samples]
-every second. The answers are lists of [id, update]. An update has text and token_ids. The last update of a request also
-has finish_reason and statistics, or error: [code, message]. The end of input ends this process. SIGTERM cancels all
-requests. SIGINT is left to the server.
+The worker first writes {"ready": true}, the longest line it accepts, and the bundle's key. The server sends one object
+per line: a request with its id, {"cancel": id}, {"id": id, "ask": "metrics"}, or {"watch": "metrics"}, which asks for
+["metrics", samples] every second. The answers are lists of [id, update]. An update has text and token_ids. The last
+update of a request also has finish_reason and statistics, or error: [code, message]. The end of input ends this
+process. SIGTERM cancels all requests. SIGINT is left to the server.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -46,6 +48,8 @@ _NAMES = {
 def main(arguments: Sequence[str]) -> int:
     connection = socket.socket(fileno=int(arguments[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    loaded = threading.Event()
+    threading.Thread(target=_end_while_loading, args=(connection, loaded), daemon=True).start()
     settings = json.loads(arguments[1])
     bundle = settings.pop("bundle")
     try:
@@ -53,8 +57,19 @@ def main(arguments: Sequence[str]) -> int:
     except (DFlashError, OSError) as error:
         connection.sendall(json.dumps({"fatal": str(error)}).encode() + b"\n")
         return 1
+    loaded.set()
     gc.freeze()  # what exists now stays, so the collector need not look at it again
     return event_loop.run(Worker(llm).serve(connection))
+
+
+def _end_while_loading(connection: socket.socket, loaded: threading.Event) -> None:
+    """End this process if the server ends before the bundle is loaded. Later `Worker.serve` does it."""
+    try:
+        more = bool(connection.recv(1, socket.MSG_PEEK))
+    except OSError:
+        more = False
+    if not more and not loaded.is_set():
+        os._exit(1)
 
 
 # Parameters that may be auto.
@@ -91,7 +106,8 @@ class Worker:
     async def serve(self, connection: socket.socket) -> int:
         """Serve until the end of input. Returns the exit code."""
         self._reader, self._writer = await asyncio.open_connection(sock=connection, limit=self._longest_line)
-        ready = {"ready": True, "longest_line": self._longest_line}
+        key = self._llm.bundle.manifest["key"]
+        ready = {"ready": True, "longest_line": self._longest_line, "key": key}
         self._writer.write(json.dumps(ready).encode() + b"\n")
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._close)
@@ -231,6 +247,8 @@ class Worker:
 
     def _flush(self) -> None:
         updates, self._updates = self._updates, []
+        if self._writer.is_closing():  # the server has ended
+            return
         self._writer.write(f"[{','.join(updates)}]\n".encode())
 
     async def _show_metrics(self) -> None:

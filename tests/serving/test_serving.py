@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving.deploy import container_command, deploy, template
@@ -131,7 +132,7 @@ def test_the_engine_process_answers_and_ends_with_its_socket(bundle: Path) -> No
     engine = Engine(bundle)
     ready = json.loads(engine.file.readline())
     assert ready.pop("longest_line") > 1 << 20
-    assert ready == {"ready": True}
+    assert ready == {"ready": True, "key": Bundle.open(bundle).manifest["key"]}
     engine.ask(1, prompt(9), max_tokens=30, temperature=1.0, seed=3)
     engine.ask(2, [10**6], max_tokens=3)
     engine.ask(3, prompt(5), max_tokens=200, ignore_eos=True)

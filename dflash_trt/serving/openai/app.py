@@ -160,6 +160,8 @@ def make_app(
     @app.get("/health")
     async def health() -> Response:
         """Whether this process works. It starts a dead engine again by itself, so it need not be restarted then."""
+        if engine.replaced:
+            raise ApiError(503, "the bundle was replaced; start the server again", code="bundle_replaced")
         return _json({"status": "ok", "engine": "serving" if engine.serves else "starting"})
 
     @app.get("/ready")

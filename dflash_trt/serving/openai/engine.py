@@ -25,7 +25,10 @@ Update = dict[str, Any]
 FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.25, 30.0, 60.0
 WORKER: tuple[str, ...] = ("-P", "-m", "dflash_trt.serving.worker")  # arguments of Python
 _ASK_SECONDS = 5.0
+_UNANSWERED = 6  # questions in a row, after which an engine is killed
+_LATE_SECONDS = 10.0  # after a request's deadline, which the engine should have answered
 _STOP_SECONDS = 10.0
+_LONGEST_TIMER = 1e8  # seconds
 
 
 class EngineDownError(DFlashError):
@@ -98,17 +101,19 @@ class _Connection:
 class Engine:
     """The engine process of one bundle. It is started again when it dies, until `close`.
 
-    settings: `AsyncLLM`'s arguments as texts, as the parameters of config.pbtxt. `limit`: requests in flight at most.
-    say: takes a line about a death or a restart.
+    settings: `AsyncLLM`'s arguments as texts, as the parameters of config.pbtxt. `key`: of the bundle's manifest.
+    limit: requests in flight at most. `say`: takes a line about a death or a restart.
     """
 
-    def __init__(self, settings: dict[str, str], *, limit: int, say: Callable[[str], None]) -> None:
-        self._settings, self._limit, self._say = settings, limit, say
+    def __init__(self, settings: dict[str, str], *, key: str, limit: int, say: Callable[[str], None]) -> None:
+        self._settings, self._key, self._limit, self._say = settings, key, limit, say
         self._numbers = itertools.count(1)
         self._connection: _Connection | None = None
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
+        self._closed: asyncio.Task[None] | None = None
         self.counts = Counts()
+        self.replaced = False  # whether another bundle has taken the place of this one
 
     @property
     def serves(self) -> bool:
@@ -131,11 +136,15 @@ class Engine:
 
     async def close(self) -> None:
         """Cancel all requests and end the process."""
+        if self._closed is None:
+            self._closed = asyncio.create_task(self._close())
+        await asyncio.shield(self._closed)
+
+    async def _close(self) -> None:
         self._closing = True
         if self._watch is not None:
             self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
+            await asyncio.gather(self._watch, return_exceptions=True)
         if self._connection is not None:
             connection, self._connection = self._connection, None
             connection.transport.close()  # the end of its input ends the worker
@@ -165,6 +174,11 @@ class Engine:
             )
         queue = connection.pending[key] = asyncio.Queue()
         connection.transport.write(line)
+        late = None
+        if (seconds := message["timeout"]) is not None and 0 <= seconds < _LONGEST_TIMER:
+            silent = {"error": ["DEADLINE", "the deadline passed, and the engine does not answer"]}
+            loop = asyncio.get_running_loop()
+            late = loop.call_later(seconds + _LATE_SECONDS, queue.put_nowait, silent)
         final = False
         try:
             while not final:
@@ -173,7 +187,9 @@ class Engine:
                 yield update
         finally:
             connection.pending.pop(key, None)
-            if not final:
+            if late is not None:
+                late.cancel()
+            if not final or update.get("error", [""])[0] == "DEADLINE":
                 connection.tell({"cancel": key})
 
     async def metrics(self) -> str:
@@ -213,9 +229,14 @@ class Engine:
                 raise DFlashError(
                     first.get("fatal") or f"while loading, the engine {_how(await process.wait())}"
                 )
+            if first["key"] != self._key:
+                self.replaced = True
+                raise DFlashError("the bundle was replaced; start the server again")
         except BaseException:
             ours.close()
-            await _end(process)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
             raise
         connection = _Connection(process, transport, lines, first["longest_line"], monotonic())
         lines.deliver = connection.deliver
@@ -225,13 +246,14 @@ class Engine:
         """Notice the death of the engine, answer its requests, and start another one."""
         pause = FIRST_PAUSE
         while True:
-            await connection.lines.ended
+            await self._until_end(connection)
             self._connection = None
             self.counts.deaths += 1
             connection.transport.close()
             how = f"the engine {_how(await _end(connection.process))}"
-            self._say(f"{how}; {len(connection.pending)} requests are refused; starting another one")
+            refused = len(connection.pending)
             connection.refuse(how)
+            self._say(f"{how}; {refused} requests are refused; starting another one")
             steady = monotonic() - connection.born > STEADY_SECONDS
             pause = FIRST_PAUSE if steady else min(2 * pause, LONGEST_PAUSE)
             while self._connection is None:
@@ -243,6 +265,20 @@ class Engine:
                     pause = min(2 * pause, LONGEST_PAUSE)
             self.counts.restarts += 1
             self._say("the engine serves again")
+
+    async def _until_end(self, connection: _Connection) -> None:
+        """Wait for the end of the engine. One that answers nothing is killed."""
+        unanswered = 0
+        while not (await asyncio.wait([connection.lines.ended], timeout=_ASK_SECONDS))[0]:
+            try:
+                await self.metrics()
+                unanswered = 0
+            except EngineDownError:
+                unanswered += 1
+            if unanswered == _UNANSWERED:
+                self._say(f"the engine has not answered {_UNANSWERED} times; it is killed")
+                with contextlib.suppress(ProcessLookupError):
+                    connection.process.kill()
 
 
 class _Lines(asyncio.Protocol):

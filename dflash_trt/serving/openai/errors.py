@@ -58,7 +58,7 @@ def from_engine(update: dict[str, Any]) -> ApiError:
     code, message = update["error"]
     if update.get("busy"):
         return ApiError(429, message)
-    status = {"INVALID_ARG": 400, "UNAVAILABLE": 503, "CANCELLED": 503}.get(code, 500)
+    status = {"INVALID_ARG": 400, "UNAVAILABLE": 503, "CANCELLED": 503, "DEADLINE": 504}.get(code, 500)
     return ApiError(status, message, _field(message) if status == 400 else None)
 
 

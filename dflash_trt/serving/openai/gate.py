@@ -97,10 +97,11 @@ class _Visit:
             except ConnectionError:  # the client has left
                 pass
             except asyncio.CancelledError:
-                if not self._left.is_set():
-                    raise
                 self._task.uncancel()
-                self._status = 499
+                if self._left.is_set():
+                    self._status = 499
+                else:
+                    await self._refuse(ApiError(503, "the server is stopping"))
             except Exception as error:
                 LOG.exception("a request failed", extra={"fields": {"request_id": self.id, "path": path}})
                 await self._refuse(ApiError(500, f"the server failed: {type(error).__name__}"))

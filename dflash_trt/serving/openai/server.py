@@ -7,13 +7,18 @@ import contextlib
 import gc
 import json
 import logging
+import math
+import os
 import re
 import signal
 import socket
+import ssl
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
 _IDLE_SECONDS = 75
 # For a client to confirm the end of a TLS connection, when the server stops. Clients with idle connections do not.
 _CONFIRM_SECONDS = 2.0
+_END_SECONDS = 5.0  # for requests to be told, after `grace`
+_SPANS_SECONDS = 3.0  # for the last spans to be sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +75,13 @@ def check_installed() -> None:
         raise DFlashError(f"{error.name} is not installed; install it with: {install('serve')}") from None
 
 
-def serve(settings: ServerSettings, ready: Callable[[], None], say: Callable[[str], None]) -> int:
-    """Serve until SIGINT or SIGTERM. Returns the exit code. Raises DFlashError if it cannot start."""
+def serve(settings: ServerSettings, ready: Callable[[int], None], say: Callable[[str], None]) -> int:
+    """Serve until SIGINT or SIGTERM. Returns the exit code. Raises DFlashError if it cannot start.
+
+    ready: takes the port, when clients may come. `say`: takes lines about the engine and the end.
+    """
+    _open_standard_files()
+    _check_certificate(settings)
     _set_up_logs(settings.json_logs)
     if settings.json_logs:
         say = logging.getLogger("dflash_trt").warning
@@ -91,24 +103,32 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
     from dflash_trt.serving.proxy import max_request_bytes
 
     model = Model(settings.bundle, settings.name)
-    engine = Engine({"bundle": str(settings.bundle), **settings.engine}, limit=settings.limit, say=say)
+    engine = Engine(
+        {"bundle": str(settings.bundle), **settings.engine},
+        key=model.bundle.manifest["key"], limit=settings.limit, say=say,
+    )  # fmt: skip
     metrics = ServerMetrics(engine)
     app = make_app(model, engine, metrics.text, settings.max_seconds)
-    if settings.origins:
-        app = CORSMiddleware(
-            app, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+    most = settings.max_body or max_request_bytes(model.max_seq_len)
+    gate: Any = Gate(app, keys=settings.keys, most=most, observe=metrics.observe)
+    if settings.origins:  # around the gate: browsers ask for permission without the key
+        gate = CORSMiddleware(
+            gate, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
-    most = settings.max_body or max_request_bytes(model.max_seq_len)
-    return Gate(app, keys=settings.keys, most=most, observe=metrics.observe), engine
+    return gate, engine
 
 
 async def _serve(
-    settings: ServerSettings, listening: socket.socket, ready: Callable[[], None], say: Callable[[str], None]
+    settings: ServerSettings,
+    listening: socket.socket,
+    ready: Callable[[int], None],
+    say: Callable[[str], None],
 ) -> int:
     import uvicorn
 
     from dflash_trt.serving.openai import tracing
+    from dflash_trt.serving.openai.connections import Connection
 
     provider = tracing.exporting(settings.traces) if settings.traces else None
     gate, engine = application(settings, say)
@@ -116,7 +136,7 @@ async def _serve(
         gate = tracing.start(gate, provider)
     config = uvicorn.Config(
         gate,
-        http="auto",
+        http=Connection,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -124,7 +144,7 @@ async def _serve(
         access_log=False,
         server_header=False,
         timeout_keep_alive=_IDLE_SECONDS,
-        timeout_graceful_shutdown=max(1, round(settings.grace)),
+        timeout_graceful_shutdown=math.ceil(settings.grace + _END_SECONDS),
         ssl_certfile=settings.certificate,
         ssl_keyfile=settings.certificate_key,
         backlog=4096,
@@ -132,6 +152,10 @@ async def _serve(
 
     loop = asyncio.get_running_loop()
     background: list[asyncio.Task[None]] = []
+
+    async def end_requests() -> None:
+        await asyncio.sleep(settings.grace)
+        await engine.close()
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
@@ -145,25 +169,28 @@ async def _serve(
             super().handle_exit(sig, frame)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            background.append(asyncio.create_task(end_requests()))
             if settings.certificate is not None:
                 background.append(asyncio.create_task(_cut_unconfirmed(self.server_state.connections)))
             await super().shutdown(sockets)
 
-    server = Server(config)
+    server, port = Server(config), listening.getsockname()[1]
     await engine.start()
     gc.freeze()  # what exists now stays, so the collector need not look at it again
     # uvicorn raises a signal again when it has ended. By then it has done its work.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     try:
-        background.append(asyncio.create_task(_when_started(server, ready)))
+        background.append(asyncio.create_task(_when_started(server, partial(ready, port))))
         await server.serve(sockets=[listening])
     finally:
         for task in background:
             task.cancel()
         await engine.close()
         if provider is not None:
-            await asyncio.to_thread(provider.shutdown)  # sends the last spans
+            sending = threading.Thread(target=provider.shutdown, daemon=True)  # sends the last spans
+            sending.start()
+            await asyncio.to_thread(sending.join, _SPANS_SECONDS)
     return 0
 
 
@@ -184,6 +211,31 @@ async def _when_started(server: Any, ready: Callable[[], None]) -> None:
     while not server.started:
         await asyncio.sleep(0.02)
     ready()
+
+
+def _open_standard_files() -> None:
+    """Open what is closed of standard input, output and error. Otherwise a socket would take its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+
+
+def _check_certificate(settings: ServerSettings) -> None:
+    """Raise DFlashError naming the options, before the bundle is loaded."""
+    if settings.certificate is None:
+        return
+
+    def no_password() -> str:
+        raise ValueError("the key is encrypted, expected one without a password")
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.certificate, settings.certificate_key, no_password)
+    except (OSError, ValueError) as error:
+        files = f"--tls-cert {settings.certificate} --tls-key {settings.certificate_key}"
+        raise DFlashError(f"{files}: {error}") from None
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,9 @@ from dflash_trt import LLM
 from dflash_trt.building.build import build
 
 OPTIONS = ("--block-length=8", "--max-batch-size=4", "--threads=1", "--stream-interval=0", "--grace=2")
+
+LONG = {"prompt": "x = [", "max_tokens": 480, "ignore_eos": True}
+COMPLETIONS = "/v1/completions"
 
 
 class Server:
@@ -76,6 +81,37 @@ class Server:
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
+
+
+class Streaming:
+    """A request on a socket of its own, read by a thread. `lines`: those of its answer so far."""
+
+    def __init__(self, server: Server, body: dict[str, Any], *, stream: bool = True) -> None:
+        self.lines: list[str] = []
+        text = json.dumps(body | {"stream": stream}).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        self.socket = socket.create_connection(("127.0.0.1", server.port))
+        self.socket.sendall(head.encode() + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        with self.socket.makefile() as answer:
+            for line in answer:
+                self.lines.append(line.strip())
+
+    def events(self) -> list[str]:
+        """The data of all events, when the stream has ended."""
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        return [line.removeprefix("data: ") for line in self.lines if line.startswith("data: ")]
+
+    def begun(self) -> bool:
+        return any(line.startswith("data: ") for line in self.lines)
+
+    def leave(self) -> None:
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
 
 
 @pytest.fixture(scope="session")

@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.serving.openai.conftest import Server
-
-LONG = {"prompt": "x = [", "max_tokens": 480, "ignore_eos": True}
-COMPLETIONS = "/v1/completions"
+from tests.serving.openai.conftest import COMPLETIONS, LONG, Server, Streaming
 
 
 @pytest.fixture(scope="module")
@@ -31,37 +26,6 @@ def small(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     made = Server(tiny, tmp_path_factory.mktemp("log") / "log", *options)
     yield made
     assert made.stop() == 0
-
-
-class Streaming:
-    """A request on a socket of its own, read by a thread. `lines`: those of its answer so far."""
-
-    def __init__(self, server: Server, body: dict[str, Any], *, stream: bool = True) -> None:
-        self.lines: list[str] = []
-        text = json.dumps(body | {"stream": stream}).encode()
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        self.socket = socket.create_connection(("127.0.0.1", server.port))
-        self.socket.sendall(head.encode() + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
-        self.thread = threading.Thread(target=self._read, daemon=True)
-        self.thread.start()
-
-    def _read(self) -> None:
-        with self.socket.makefile() as answer:
-            for line in answer:
-                self.lines.append(line.strip())
-
-    def events(self) -> list[str]:
-        """The data of all events, when the stream has ended."""
-        self.thread.join(60)
-        assert not self.thread.is_alive()
-        return [line.removeprefix("data: ") for line in self.lines if line.startswith("data: ")]
-
-    def begun(self) -> bool:
-        return any(line.startswith("data: ") for line in self.lines)
-
-    def leave(self) -> None:
-        self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
 
 
 def test_a_full_queue_is_429_and_clients_that_leave_make_room(small: Server) -> None:

@@ -1,0 +1,224 @@
+"""What operators meet: engines that hang, replaced bundles, full disks, wrong options, the end of the grace."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.cli import main
+from dflash_trt.serving.openai import engine as engines
+from dflash_trt.serving.openai.engine import Engine, EngineDownError
+from tests.serving.openai.conftest import COMPLETIONS, LONG, Server, Streaming
+
+SHORT = {"prompt": "x = [", "max_tokens": 3}
+MESSAGE: dict[str, Any] = {
+    "field": "the prompt", "prompt": [5, 6], "params": {"max_tokens": 3, "temperature": 0.0}, "end_id": -1,
+    "stream": False, "echo": False, "speculate": True, "block_length": None, "tree_nodes": None, "timeout": None,
+}  # fmt: skip
+
+
+def engine_of(bundle: Path, said: list[str]) -> Engine:
+    key = Bundle.open(bundle).manifest["key"]
+    return Engine({"bundle": str(bundle), "threads": "1"}, key=key, limit=4, say=said.append)
+
+
+@contextlib.asynccontextmanager
+async def running(bundle: Path, said: list[str]) -> AsyncIterator[Engine]:
+    engine = engine_of(bundle, said)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def last(engine: Engine, **changes: Any) -> dict[str, Any]:
+    """The last update of a request."""
+    *_, update = [update async for update in engine.updates(MESSAGE | changes)]
+    return update
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(120):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def test_an_engine_that_hangs_is_replaced_and_its_requests_get_their_deadline(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "_ASK_SECONDS", 0.5)
+    monkeypatch.setattr(engines, "_LATE_SECONDS", 0.2)
+    said: list[str] = []
+
+    async def run() -> None:
+        async with running(tiny, said) as engine:
+            assert (await last(engine))["finish_reason"] == "length"
+            hanging = engine.pid
+            assert hanging is not None
+            os.kill(hanging, signal.SIGSTOP)
+            assert (await last(engine, timeout=0.1))["error"][0] == "DEADLINE"
+            without = asyncio.create_task(last(engine))
+            await until(lambda: engine.counts.restarts == 1)
+            assert (await without)["error"] == ["UNAVAILABLE", "the engine ended (SIGKILL)"]
+            assert engine.pid != hanging
+            assert (await last(engine))["finish_reason"] == "length"
+
+    asyncio.run(run())
+    assert said[0] == "the engine has not answered 6 times; it is killed"
+
+
+def test_what_cannot_be_said_does_not_keep_an_engine_from_being_replaced(tiny: Path, tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "dflash_trt", "serve", str(tiny), f"--http-port={port}", "--threads=1"]
+    with Path("/dev/full").open("wb") as full, (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=full)
+    server = Server.__new__(Server)
+    server.process, server.port, server.log_file = process, port, tmp_path / "out"
+    server.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+    server.until(lambda: "metrics" in server.log)
+    stream = Streaming(server, LONG)
+    server.until(stream.begun)
+    os.kill(server.engine(), signal.SIGKILL)
+    assert "the engine ended (SIGKILL)" in stream.events()[-2]
+    server.until(lambda: server.post(COMPLETIONS, SHORT).status_code == 200)
+    assert server.metric("dflash_engine_restarts_total") == 1
+    assert server.stop() == 0
+
+
+def test_a_bundle_that_was_replaced_is_not_served_with_the_old_tokenizer(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = build("tiny", None, tmp_path / "other", max_seq_len=256).path
+    place = tmp_path / "bundle"
+    place.symlink_to(tiny)
+    server = Server(place, tmp_path / "log", "--threads=1")
+    place.unlink()
+    place.symlink_to(other)
+    os.kill(server.engine(), signal.SIGKILL)
+    server.until(lambda: "the bundle was replaced; start the server again" in server.log)
+    server.until(lambda: server.http.get("/health").status_code == 503)
+    assert server.http.get("/ready").status_code == 503
+    assert server.post(COMPLETIONS, SHORT).status_code == 503
+    assert server.stop() == 0
+
+
+def test_requests_are_told_when_the_grace_is_over(start: Callable[..., Server]) -> None:
+    server = start(
+        "--block-length=1", "--threads=1", "--stream-interval=0", "--max-batch-size=1", "--grace=0"
+    )
+    stream = Streaming(server, LONG)
+    server.until(stream.begun)
+    whole = Streaming(server, LONG, stream=False)
+    server.until(lambda: server.metric("dflash_num_requests_waiting") == 1)
+    assert server.stop() == 0
+    *_, error, done = stream.events()
+    assert json.loads(error)["error"]["message"] == "the server is stopping"
+    assert done == "[DONE]"
+    whole.events()
+    assert whole.lines[0] == "HTTP/1.1 503 Service Unavailable"
+    assert json.loads(whole.lines[-1])["error"]["message"] == "the server is stopping"
+    assert "Traceback" not in server.log
+
+
+def test_an_engine_ends_with_its_server_while_it_loads() -> None:
+    ours, theirs = socket.socketpair()
+    program = (
+        "import sys, time; from dflash_trt.serving import worker\n"
+        "worker.AsyncLLM = lambda *_, **__: print('loading', flush=True) or time.sleep(600)\n"
+        "worker.main(sys.argv[1:])"
+    )
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(theirs.fileno()), '{"bundle": "x"}'],
+            pass_fds=[theirs.fileno()], stdout=subprocess.PIPE,
+        )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"loading\n"
+    ours.close()
+    assert process.wait(60) == 1
+
+
+def test_a_port_of_the_systems_choice_is_shown(tiny: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dflash_trt", "serve", str(tiny), "--http-port=0", "--threads=1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    shown = {line.split()[0]: line.split()[1] for line in (process.stdout.readline() for _ in range(4))}
+    assert httpx.get(shown["metrics"], timeout=60).status_code == 200
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--http-port=70000"], "--http-port: 70000 is not between 0 and 65535"),
+        (["--grace=nan"], "--grace: nan is not between 0 and 3e8"),
+        (["--max-deadline=-1"], "--max-deadline: -1.0 is not between 0 and 3e8"),
+        (["--max-deadline=0"], "--max-deadline is 0, expected more"),
+        (["--otlp-endpoint=foo"], "--otlp-endpoint foo: expected a URL"),
+        (["--tls-cert=no.pem", "--tls-key=no.pem"], "--tls-cert no.pem --tls-key no.pem: "),
+        (["--api-key-file=latin1"], "latin1: is not text in UTF-8 (byte 0)"),
+    ],
+)
+def test_wrong_options_are_named_before_the_bundle_is_loaded(
+    options: list[str],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("latin1").write_bytes(b"\xe9\n")
+    with contextlib.suppress(SystemExit):
+        assert main(["serve", str(tmp_path / "missing"), *options]) == 1
+    assert why in capfd.readouterr().err
+
+
+def test_an_encrypted_key_is_refused_without_asking_for_a_password(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-passout", "pass:abcdef", "-days", "1",
+         "-subj", "/CN=localhost", "-keyout", key, "-out", cert], check=True, capture_output=True,
+    )  # fmt: skip
+    assert main(["serve", str(tiny), f"--tls-cert={cert}", f"--tls-key={key}"]) == 1
+    assert "the key is encrypted, expected one without a password" in capfd.readouterr().err
+
+
+def test_a_file_of_keys_from_windows_is_read(tmp_path: Path) -> None:
+    from dflash_trt.cli.serve import _keys
+
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xef\xbb\xbfsecret-1\r\nsecret-2\r\n")
+    assert _keys(file) == ["secret-1", "secret-2"]
+
+
+def test_a_closed_engine_takes_no_requests(tiny: Path) -> None:
+    async def run() -> None:
+        engine = engine_of(tiny, [])
+        await engine.start()
+        await asyncio.gather(engine.close(), engine.close())
+        with pytest.raises(EngineDownError):
+            await last(engine)
+
+    asyncio.run(run())
