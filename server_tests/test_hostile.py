@@ -254,7 +254,10 @@ def test_a_second_server_on_taken_ports_does_not_say_that_it_serves(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_running(bundles: dict[str, Path], tmp_path: Path, number: signal.Signals) -> None:
-    server = Serving(bundles["tiny"], tmp_path / "log", "--grace=2")
+    server = Serving(bundles["tiny"], tmp_path / "log", "--grace=2", "--stream-interval=0")
+    fields = {"text_input": "x = [", "max_tokens": 500, "ignore_eos": True, "speculate": False}
+    stream = server.generate_stream(**fields)
+    next(stream)  # a request that runs
     processes = server.processes("")
     assert len(processes) >= 4  # tritonserver, backend, engine, proxy
     server.process.send_signal(number)

@@ -87,8 +87,10 @@ def test_a_deadline_ends_a_request_with_what_it_has(tiny: Serving) -> None:
             if late["output_ids"].shape[1]:
                 break
         assert 0 < late["output_ids"].shape[1] < 450
-        (early,) = client.all(**LONG, timeout=1)
-        assert (early["output_ids"].shape, early["text_output"].tolist()) == ((1, 0), [[b""]])
+        for more in ({}, {"num_top_log_probs": 2}):
+            (early,) = client.all(**LONG, **more, timeout=1)
+            assert (early["output_ids"].shape, early["text_output"].tolist()) == ((1, 0), [[b""]])
+            assert early["finish_reason"].tolist() == [[b"timeout"]]
     status, answer = tiny.generate(**LONG, parameters={"timeout": 50_000})
     assert (status, answer["finish_reason"]) == (200, "timeout")
     status, answer = tiny.generate(text_input="a", max_tokens=4, parameters={"timeout": 60_000_000})
@@ -149,6 +151,7 @@ def test_the_death_of_the_engine_is_reported_and_a_reload_recovers(tiny: Serving
     (engine,) = tiny.processes("dflash_trt.serving.worker")
     (server,) = tiny.processes("bin/tritonserver")
     deaths = tiny.metric("dflash_engine_deaths_total")
+    tiny.until(lambda: tiny.metric("dflash_num_requests_waiting") == 2)
     kill(engine)
     for _ in range(4):  # each request in flight is refused
         assert "the engine process ended (SIGKILL)" in answers_or_error(client)
@@ -161,8 +164,23 @@ def test_the_death_of_the_engine_is_reported_and_a_reload_recovers(tiny: Serving
     assert tiny.processes("bin/tritonserver") == [server]
     assert tiny.processes("dflash_trt.serving.worker") not in ([], [engine])
     tiny.until(lambda: tiny.metric("dflash_engine_up") == 1)
+    tiny.until(lambda: idle(tiny) and tiny.metric("dflash_kv_cache_usage_perc") == 0)
     for name in ("deaths", "restarts"):
         assert tiny.metric(f"dflash_engine_{name}_total") == deaths + 1
+
+
+def test_an_engine_that_is_told_to_end_is_loaded_again(tiny: Serving) -> None:
+    (engine,) = tiny.processes("dflash_trt.serving.worker")
+    os.kill(engine, signal.SIGTERM)
+    statuses = set()
+
+    def serves() -> bool:
+        statuses.add(tiny.generate(text_input="a", max_tokens=2)[0])
+        return tiny.processes("dflash_trt.serving.worker") not in ([], [engine]) and tiny.ready()
+
+    tiny.until(serves)
+    assert statuses <= {200, 400, 503}  # and not 404: the model will be there again
+    assert tiny.generate(text_input="a", max_tokens=2)[0] == 200
 
 
 def test_the_death_of_the_backend_restarts_the_server(tiny: Serving) -> None:

@@ -198,6 +198,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"text_input": "a", "bad_words": [b"\x80"]}, "bad_words is not valid UTF-8"),
     ({"text_input": "a", "seed": [1, 2]}, "seed|text_input"),
     ({"text_input": ["a", "b"]}, "text_input"),
+    # The engine's own parser of JSON reads fewer levels than the first one.
+    *(({"messages": "[" * depth + "]" * depth}, "messages") for depth in (101, 970, 980, 985, 990, 2000)),
+    (
+        {
+            "text_input": "a",
+            "guided_decoding_guide_type": "choice",
+            "guided_decoding_guide": "[" * 985 + "]" * 985,
+        },
+        "guided_decoding_guide",
+    ),
 ]
 
 

@@ -115,6 +115,11 @@ def _say(text: str) -> None:
         print(f"dflash-trt serve: {text}", file=sys.stderr, flush=True)
 
 
+def _shown(host: str) -> str:
+    """An address as URLs write it."""
+    return f"[{host}]" if ":" in host else host
+
+
 def _openai(args: argparse.Namespace) -> int:
     from dflash_trt.serving.openai.server import ServerSettings, check_installed, serve
 
@@ -143,7 +148,7 @@ def _openai(args: argparse.Namespace) -> int:
         engine={name: str(value) for name, value in engine_settings(args).items() if value is not None},
         limit=args.max_batch_size + args.max_queue,
     )
-    host = f"[{args.host}]" if ":" in args.host else args.host
+    host = _shown(args.host)
 
     def ready(port: int) -> None:
         url = f"http{'s' if args.tls_cert else ''}://{host}:{port}"
@@ -178,6 +183,10 @@ def _triton(args: argparse.Namespace) -> int:
     from dflash_trt.serving.proxy import Settings, Sockets, check_installed, max_request_bytes
     from dflash_trt.serving.supervisor import Supervisor
 
+    host = _shown(args.host)
+    for name in ("http_port", *_PORTS):
+        if getattr(args, name) == 0:
+            raise DFlashError(f"--{name.replace('_', '-')} is 0, expected a port: Triton does not choose one")
     with tempfile.TemporaryDirectory(prefix="dflash-trt-") as temporary:  # only this user may enter it
         directory = Path(temporary)
         server = find_server(directory)
@@ -205,9 +214,9 @@ def _triton(args: argparse.Namespace) -> int:
 
         def ready() -> None:
             print(f"serving {args.bundle}, model dflash; Ctrl-C stops")
-            print(f"HTTP     http://{args.host}:{args.http_port}/v2/models/dflash/generate")
-            print(f"gRPC     {args.host}:{args.grpc_port}")
-            print(f"metrics  http://{args.host}:{args.metrics_port}/metrics", flush=True)
+            print(f"HTTP     http://{host}:{args.http_port}/v2/models/dflash/generate")
+            print(f"gRPC     {host}:{args.grpc_port}")
+            print(f"metrics  http://{host}:{args.metrics_port}/metrics", flush=True)
 
         if args.host not in ("127.0.0.1", "::1", "localhost"):
             _say(f"anyone who reaches {args.host} may use the model: there is no authentication")

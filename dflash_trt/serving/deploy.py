@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,6 +47,10 @@ def deploy(
     Returns `out`. Raises DFlashError if the bundle is incomplete, a setting is out of range, or `out` is in use.
     """
     check_path(Path(bundle))
+    if re.search(r"\s", str(out.absolute())):
+        raise DFlashError(
+            f"{out.absolute()}: has a space, and tritonserver cannot read such a path; choose another one"
+        )
     opened = Bundle.open(bundle)
     numbers = {"max_batch_size": (max_batch_size, 1), "max_queue": (max_queue, 0)}
     numbers["stream_interval_ms"] = (stream_interval_ms, 0)
@@ -74,6 +80,10 @@ def deploy(
     source = template()
     if name is not None:
         _check_name(name)
+        if os.path.lexists(out) and not out.is_dir():
+            raise DFlashError(
+                f"{out}: is a file, expected the directory of a repository; choose another --out"
+            )
         out.mkdir(parents=True, exist_ok=True)
     with workspace(out if name is None else out / name, "repository") as place:
         place.empty()
@@ -143,9 +153,14 @@ RESTRICTED = "model-repository,shared-memory,trace,logging"
 
 def bare_command(repository: str | Path) -> str:
     """A command that starts tritonserver on a repository without `dflash-trt serve --api triton`, bound to loopback."""
+    # By name, because '*' would also load the work directory of a `deploy --name` that runs or was interrupted.
+    models = " ".join(
+        f"--load-model {path.parent.name}" for path in sorted(Path(repository).glob("[!.]*/config.pbtxt"))
+    )
     return (
         "secret=$(openssl rand -hex 32)\n"
-        f"tritonserver --model-repository {repository} --model-control-mode explicit --load-model '*' \\\n"
+        f"tritonserver --model-repository {shlex.quote(str(repository))} --model-control-mode explicit \\\n"
+        f"    {models} \\\n"
         "    --http-address 127.0.0.1 --grpc-address 127.0.0.1 --metrics-address 127.0.0.1 \\\n"
         f"    --http-restricted-api {RESTRICTED}:dflash-secret=$secret \\\n"
         f"    --grpc-restricted-protocol {RESTRICTED}:dflash-secret=$secret"

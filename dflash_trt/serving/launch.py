@@ -93,8 +93,11 @@ def server_arguments(
         "log-info": "true" if shown >= 2 else "false",
         "log-warning": "true" if shown >= 1 else "false",
         "exit-timeout-secs": 3600,  # `Supervisor` limits the time instead
+        **dict.fromkeys(("allow-http", "allow-grpc", "allow-metrics"), "true"),
     }
     for option in others:
-        if (name := option.partition("=")[0].removeprefix("--")) in arguments and option.startswith("--"):
+        name = option.partition("=")[0].removeprefix("--")
+        # tritonserver also takes the beginnings of names.
+        if option.startswith("--") and any(known.startswith(name) for known in arguments):
             raise DFlashError(f"--{name}: is set by `dflash-trt serve` itself; leave it out")
     return [*(f"--{name}={value}" for name, value in arguments.items()), *others]

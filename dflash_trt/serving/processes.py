@@ -42,6 +42,11 @@ def _process(pid: int) -> Process:
     return "", "", ""
 
 
+def is_running(pid: int) -> bool:
+    """Whether this process exists, and has not ended."""
+    return _process(pid)[1] not in ("", "Z", "X")
+
+
 def is_same(pid: int, process: Process) -> bool:
     """Whether `pid` is still the same process. Process ids are reused."""
     return bool(process[2]) and _process(pid)[2] == process[2]

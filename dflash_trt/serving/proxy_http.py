@@ -39,6 +39,7 @@ _GENERATE = re.compile(rf"{_MODEL}/generate(?:_stream)?", re.A)
 _METRICS = re.compile("/metrics")
 _NOTHING = re.compile("(?!)")
 _STREAM = "text/event-stream"
+_UNLOADED = b"has no available versions"  # Triton's words
 _LOST = "the server ended before it answered; it is being restarted"
 
 
@@ -186,10 +187,10 @@ class HttpProxy:
         url = f"http://localhost{request.path}"
         async with self._session.request(method, url, data=body, headers=headers) as answer:
             if answer.content_type != _STREAM:
-                kind = answer.headers.get("Content-Type", "text/plain")
-                return web.Response(
-                    status=answer.status, body=await answer.read(), headers={"Content-Type": kind}
-                )
+                kind, content = answer.headers.get("Content-Type", "text/plain"), await answer.read()
+                if answer.status == 404 and _UNLOADED in content:  # it may come back: not the client's fault
+                    return _error(503, "the model is not loaded now; try again")
+                return web.Response(status=answer.status, body=content, headers={"Content-Type": kind})
             response = web.StreamResponse(status=answer.status, headers={"Content-Type": _STREAM})
             await response.prepare(request)
             try:

@@ -107,6 +107,7 @@ class Supervisor:
     def _watch(self, process: subprocess.Popen[bytes], ready: Callable[[], None], say: Say) -> int:
         """Watch until a stop or a restart is due. Returns the exit code; 0 if the server is still running."""
         serves, dead = False, dict[int, float]()
+        reload = Reload(lambda: self._ask("POST", f"/v2/repository/models/{MODEL}/load", timeout=600))
         while not self._stop.wait(_LOOK_SECONDS if serves else 0.1):
             if (code := process.poll()) is not None:
                 again = ": restarting it" if self._served else ""
@@ -124,10 +125,10 @@ class Supervisor:
                 elif not serves:
                     say("tritonserver serves again")
                 self._served = serves = True
-                self._engine_ended.unlink(missing_ok=True)
-            elif serves and self._engine_ended.exists() and self._ask("GET", "/v2/health/live"):
+                reload.is_done()
+            elif self._engine_ended.exists() and reload.is_due() and self._ask("GET", "/v2/health/live"):
                 say("the model is not ready: reloading it")
-                self._ask("POST", f"/v2/repository/models/{MODEL}/load", timeout=600)
+                reload.start()
         return 0
 
     def _end(self, process: subprocess.Popen[bytes], say: Say) -> None:
@@ -162,6 +163,30 @@ class Supervisor:
             finally:
                 connection.close()
         return False
+
+
+class Reload:
+    """Loading the model again, in a thread, because it takes long. After a failure there is a growing pause."""
+
+    def __init__(self, load: Callable[[], object]) -> None:
+        self._load, self._thread = load, threading.Thread()
+        self._pause, self._next = FIRST_PAUSE, 0.0
+
+    def is_due(self) -> bool:
+        return not self._thread.is_alive() and monotonic() >= self._next
+
+    def start(self) -> None:
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def is_done(self) -> None:
+        """The model is ready, so the next attempt need not wait."""
+        self._pause, self._next = FIRST_PAUSE, 0.0
+
+    def _run(self) -> None:
+        self._load()
+        self._next = monotonic() + self._pause
 
 
 class Proxy:

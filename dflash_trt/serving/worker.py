@@ -33,8 +33,11 @@ from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import BusyError, DecodingError, DFlashError, RequestError, quoted
 from dflash_trt.runtime import Prompt
 from dflash_trt.serving import event_loop
+from dflash_trt.serving.processes import is_running
 
 METRICS_SECONDS = 1.0
+_LAST_SECONDS = 2.0
+_LOOK_SECONDS = 1.0
 # Fields of SamplingParams and StructuredOutputs: the inputs of the Triton model.
 _NAMES = {
     "stop": "stop_words",
@@ -52,6 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     threading.Thread(target=_end_while_loading, args=(connection, loaded), daemon=True).start()
     settings = json.loads(arguments[1])
     bundle = settings.pop("bundle")
+    if (server := settings.pop("server", "")) and is_running(int(server)):  # else it cannot be seen
+        threading.Thread(target=_end_after, args=(int(server), os.getppid()), daemon=True).start()
     try:
         llm = AsyncLLM(bundle, **_options(settings))
     except (DFlashError, OSError) as error:
@@ -70,6 +75,18 @@ def _end_while_loading(connection: socket.socket, loaded: threading.Event) -> No
         more = False
     if not more and not loaded.is_set():
         os._exit(1)
+
+
+def _end_after(server: int, backend: int) -> None:
+    """End this process and Triton's backend, its parent, when the server has ended.
+
+    A backend that was sending an answer then waits for the server forever, in C, where no thread of it can end it.
+    """
+    while is_running(server):
+        time.sleep(_LOOK_SECONDS)
+    if os.getppid() == backend:
+        os.kill(backend, signal.SIGKILL)
+    os._exit(1)
 
 
 # Parameters that may be auto.
@@ -142,7 +159,13 @@ class Worker:
             return b""
 
     def _close(self) -> None:
-        self._closing = asyncio.create_task(self._llm.close(finish=False))
+        self._closing = asyncio.create_task(self._stop())
+
+    async def _stop(self) -> None:
+        """Cancel all requests. Then end, unless the server ends this process: a signal may have come from elsewhere."""
+        await self._llm.close(finish=False)
+        await asyncio.sleep(_LAST_SECONDS)
+        self._fail()
 
     async def _answer(self, key: int, message: dict[str, Any]) -> None:
         arrived = time.time_ns()

@@ -18,7 +18,10 @@ def test_the_user_s_options_come_last() -> None:
     assert server_arguments(Path("repository"), sockets, "warning", own) == [*plain, *own]
 
 
-@pytest.mark.parametrize("option", ["--model-repository=x", "--http-address", "--load-model=y"])
+@pytest.mark.parametrize(
+    "option",
+    ["--model-repository=x", "--http-address", "--load-model=y", "--model-repo=x", "--allow-http=false"],
+)
 def test_options_that_serve_sets_are_refused(option: str) -> None:
     name = option.partition("=")[0]
     with pytest.raises(DFlashError, match=f"{name}: is set by"):

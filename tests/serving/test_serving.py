@@ -9,8 +9,9 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError
+from dflash_trt.serving import supervisor
 from dflash_trt.serving.deploy import container_command, deploy, template
 from dflash_trt.serving.launch import find_server, server_arguments
 from dflash_trt.serving.processes import descendants
@@ -357,6 +359,58 @@ def test_since_when_backend_processes_are_dead() -> None:
     dead = dead_since(tree("S", "Z"), dead, 11.5)
     assert dead == {1: 11.5}
     assert dead_since(tree("Z", "Z"), dead, 12.5) == {0: 12.5, 1: 11.5}
+
+
+def test_the_model_is_loaded_again_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(supervisor, "monotonic", lambda: now[0])
+    begun, go = threading.Event(), threading.Event()
+
+    def load() -> None:
+        begun.set()
+        go.wait(60)
+
+    reload = supervisor.Reload(load)
+    assert reload.is_due()
+    reload.start()
+    assert begun.wait(60)
+    assert not reload.is_due()  # it runs, and nobody waits for it
+    go.set()
+    pauses = []
+    for _ in range(10):
+        wait(lambda: reload._next > now[0] and not reload._thread.is_alive())
+        pauses.append(reload._next - now[0])
+        assert not reload.is_due()
+        now[0] = reload._next
+        assert reload.is_due()
+        reload.start()
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30]
+    wait(lambda: not reload._thread.is_alive())
+    reload.is_done()
+    assert reload.is_due()
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_repository_is_where_tritonserver_can_read_it(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DFlashError, match="my models: has a space"):
+        deploy(bundle, tmp_path / "my models")
+    (tmp_path / "file").touch()
+    with pytest.raises(DFlashError, match="file: is a file, expected the directory of a repository"):
+        deploy(bundle, tmp_path / "file", name="other")
+    out = tmp_path / "models;ls"
+    (out / ".other.work-0123456789ab").mkdir(parents=True)  # of an interrupted run
+    assert main(["deploy", str(bundle), "--out", str(out), "--name", "mine"]) == 0
+    shown = capsys.readouterr().out
+    assert f"--model-repository '{out}'" in shown
+    assert re.findall("--load-model ([^ ]+)", shown) == ["mine"]
 
 
 def test_descendants_are_found_at_any_depth() -> None:

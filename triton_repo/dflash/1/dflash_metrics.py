@@ -23,7 +23,7 @@ class Metrics:
     """The engine's counters and gauges on the server's metrics port."""
 
     def __init__(self, labels: dict[str, str]) -> None:
-        self.labels, self.shown = labels, dict[tuple[str, str], tuple[Any, float]]()
+        self.labels, self.shown = labels, dict[tuple[str, str], tuple[Any, float | None]]()
         self.families: dict[str, Any] = {}
 
     def show(self, samples: list[tuple[str, str, dict[str, str], float]]) -> None:
@@ -35,11 +35,19 @@ class Metrics:
                     metric = self.family(name, text, counter).Metric(labels=self.labels | labels)
                 except pb_utils.TritonModelException:  # the server runs without metrics
                     return
-                self.shown[key] = metric, 0.0
+                # Triton keeps a gauge over a reload, so the first value is always set.
+                self.shown[key] = metric, 0.0 if counter else None
             metric, before = self.shown[key]
             if value != before:
                 metric.increment(value - before) if counter else metric.set(value)
                 self.shown[key] = metric, value
+
+    def rest(self) -> None:
+        """The gauges of an engine that has ended become 0."""
+        for (name, labels), (metric, _) in self.shown.items():
+            if not name.endswith(COUNTERS):
+                metric.set(0.0)
+                self.shown[name, labels] = metric, 0.0
 
     def family(self, name: str, text: str, counter: bool) -> Any:
         if name not in self.families:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -54,6 +55,7 @@ GUIDES = {
     "ebnf_grammar": "grammar",
     "choice": "choice",
 }
+MAX_NESTING = 100  # levels of lists and objects in an input of JSON
 TIMES = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
 
 
@@ -104,6 +106,7 @@ class TritonPythonModel:
         given = json.loads(args["model_config"])["parameters"]
         settings = {key: value["string_value"] for key, value in given.items()}
         python = settings.pop("python", "") or sys.executable
+        settings["server"] = str(os.getppid())
         settings["bundle"] = str((Path(pb_utils.get_model_dir()) / settings["bundle"]).resolve())
         self.pending: dict[int, PendingRequest] = {}
         self.lock = threading.Lock()  # guards the following fields, and writing to the engine
@@ -261,6 +264,7 @@ class TritonPythonModel:
         for pending in all_pending:
             self.refuse(pending, "UNAVAILABLE", failure)
         self.counts.engine_died()
+        self.metrics.rest()
         self.metrics.show(self.counts.samples())
         with contextlib.suppress(
             OSError
@@ -372,8 +376,24 @@ def guide(kinds: list[str], texts: list[str]) -> dict[str, Any] | None:
 def read_json(name: str, text: str, kind: type) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(read := json.loads(text), kind):
+            check_nesting(name, read)
             return read
     raise Refused(f"{name} is {text[:40]!r}, expected JSON of a {kind.__name__}")
+
+
+def check_nesting(name: str, value: Any) -> None:
+    """Raise Refused for lists and objects inside one another that the engine's JSON parser might not read."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise Refused(f"{name} has more than {MAX_NESTING} levels of lists and objects")
 
 
 def longest_input(message: dict[str, Any]) -> str:
@@ -416,7 +436,8 @@ def tensors(pending: PendingRequest, update: dict[str, Any]) -> list[Any]:
     if "index" in update:
         outputs["sequence_index"] = np.array([[update["index"]]], dtype=np.int32)
     if "top_logprobs" in update:
-        pairs = np.array(update["top_logprobs"], np.float64).reshape(1, len(ids), -1, 2)
+        shape = (1, len(ids), -1, 2) if ids else (1, 0, 0, 2)
+        pairs = np.array(update["top_logprobs"], np.float64).reshape(shape)
         outputs["top_log_prob_ids"] = pairs[..., 0].astype(np.int32)
         outputs["top_log_probs"] = pairs[..., 1].astype(np.float32)
     if "finish_reason" in update:
