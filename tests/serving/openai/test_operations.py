@@ -1,4 +1,4 @@
-"""What operators meet: engines that hang, replaced bundles, full disks, wrong options, the end of the grace."""
+"""Engines that hang, replaced bundles, full disks, wrong options, and the end of the grace."""
 
 from __future__ import annotations
 
