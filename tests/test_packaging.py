@@ -45,6 +45,7 @@ def test_the_core_imports_nothing_that_only_extras_install() -> None:
         "app",
         "chat",
         "completions",
+        "connections",
         "errors",
         "gate",
         "generation",
