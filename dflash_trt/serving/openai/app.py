@@ -236,7 +236,7 @@ class _Events:
                     await send({"type": "http.response.body", "body": _event(chunk), "more_body": True})
         except ApiError as error:
             facts["error"], facts["failed"] = error.message, error.status
-            end += _event(error.body() | ({"type": "error"} if named else {}))
+            end += _event(answering.error(error) if isinstance(answering, Responses) else error.body())
         finally:
             await self._rest.aclose()
             facts["completion_tokens"], facts["finish_reason"] = (

@@ -127,21 +127,28 @@ class Chat:
         if body.logprobs:
             more = {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
         schemas = {tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None
-        form = of_calls(body, tools or [], calls_of(model.template, schemas)) or of_format(body)
+        called, template = of_calls(body, tools or [], calls_of(model.template, schemas)), model.template
+        form = called or of_format(body)
+        calling = model.template if called or form is None else ""  # an answer of another form has no calls
         if form is not None:
             more["structured_outputs"] = form
-            if "<|channel|>" in model.template and not text.endswith("<|message|>"):
-                # The form is that of the answer, so the answer begins here.
-                text += "<|channel|>final<|message|>"
-                ids = [*ids, *await model.encode("<|channel|>final<|message|>", special=False)]
+            # The form is that of the answer, so the answer begins here.
+            begin = ""
+            if "<|channel|>" in template and not text.endswith("<|message|>"):
+                begin = "<|channel|>final<|message|>"
+            elif text.rstrip().endswith("<think>"):
+                begin = "\n</think>\n\n"
+            if begin:
+                text += begin
+                ids = [*ids, *await model.encode(begin, special=False)]
         prepared = prepare(model, body, [ids], max_tokens=given, more=more, most_seconds=most_seconds)
         answers = []
         for _ in range(prepared.n):
-            calls = calls_of(model.template, schemas)
+            calls = calls_of(calling, schemas)
             parser: Parser | Channels
-            if "<|channel|>" in model.template:
+            if "<|channel|>" in template:
                 parser = Channels(model.tokenizer, text, calls)
-            elif "<think>" in model.template or "</think>" in model.template:
+            elif "<think>" in template or "</think>" in template:
                 parser = Parser(Think(text.rstrip().endswith("<think>")), calls)
             else:
                 parser = Parser(calls_of("", None), calls)

@@ -50,7 +50,10 @@ class Completions:
         """Tokenize the prompts. Raises ApiError."""
         model.check_name(body.model)
         prompts = [await _ids(model, prompt, body.add_special_tokens) for prompt in _prompts(body.prompt)]
-        tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        tokens = body.max_tokens
+        if tokens is None:
+            room = model.max_seq_len - max(map(len, prompts), default=0)
+            tokens = max(1, min(_DEFAULT_TOKENS, room))
         more: dict[str, Any] = {}
         if body.logprobs is not None:
             more = {"logprobs": True, "top_logprobs": body.logprobs, "prompt_logprobs": bool(body.echo)}
@@ -79,8 +82,11 @@ class Completions:
     def _echo(self, index: int) -> tuple[str, list[int]]:
         if not self.body.echo:
             return "", []
-        ids = self.prepared.prompts[index // self.prepared.n]
-        return self.model.tokenizer.decode(ids), ids
+        at = index // self.prepared.n
+        given, ids = _prompts(self.body.prompt)[at], self.prepared.prompts[at]
+        return given if isinstance(given, str) else self.model.tokenizer.decode(
+            ids, skip_special_tokens=False
+        ), ids
 
     def reasons(self) -> list[str | None]:
         """The finish reasons of the choices so far."""

@@ -106,7 +106,7 @@ class Engine:
     """
 
     def __init__(self, settings: dict[str, str], *, key: str, limit: int, say: Callable[[str], None]) -> None:
-        self._settings, self._key, self._limit, self._say = settings, key, limit, say
+        self._settings, self._key, self.limit, self._say = settings, key, limit, say
         self._numbers = itertools.count(1)
         self._connection: _Connection | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -162,7 +162,7 @@ class Engine:
         connection = self._connection
         if connection is None or self._closing:
             raise EngineDownError("the engine is being started; try again in some seconds")
-        if len(connection.pending) >= self._limit:
+        if len(connection.pending) >= self.limit:
             raise QueueFullError(
                 f"{len(connection.pending)} requests are in flight, which is the limit; try again later"
             )

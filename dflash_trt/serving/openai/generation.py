@@ -84,6 +84,12 @@ def _biases(given: dict[str, float] | None) -> list[tuple[int, float]]:
 
 def updates(engine: Engine, messages: list[dict[str, Any]]) -> AsyncGenerator[tuple[int, Update], None]:
     """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
+    if len(messages) > engine.limit:  # not 429: it would never fit
+        raise ApiError(
+            400,
+            f"the request asks for {len(messages)} answers, but this server takes {engine.limit} at once",
+            "n",
+        )
     return _one(engine, 0, messages[0]) if len(messages) == 1 else _several(engine, messages)
 
 

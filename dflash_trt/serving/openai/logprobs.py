@@ -22,7 +22,7 @@ def of_chat(model: Model, update: Update) -> dict[str, Any] | None:
 
 def _entry(model: Model, token: int, logprob: float) -> dict[str, Any]:
     text = model.token_text(token)
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode(errors="replace"))}
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(model.token_bytes(token))}
 
 
 def of_completion(

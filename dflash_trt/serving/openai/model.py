@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,11 @@ from dflash_trt.serving.openai.protocol import Message, Tool
 from dflash_trt.text.text_thread import TextThread
 from dflash_trt.text.tokenizer import Tokenizer
 
+# Characters that stand for bytes in vocabularies of bytes: printable ones for themselves, the others from 256 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))
+}
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -105,6 +112,18 @@ class Model:
     def token_text(self, token: int) -> str:
         """A token as text, special tokens included."""
         return self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """A token's bytes. They may be a part of a character, which its text cannot show."""
+        text = self.token_text(token)
+        if "\ufffd" not in text:
+            return text.encode(errors="replace")
+        piece = self.tokenizer.backend.id_to_token(token) or ""
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+            return bytes.fromhex(found[1])
+        with contextlib.suppress(KeyError):
+            return bytes(_BYTES[character] for character in piece)
+        return text.encode(errors="replace")
 
 
 def text_of(content: Any) -> str:

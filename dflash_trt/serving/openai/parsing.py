@@ -240,6 +240,8 @@ def _objects(text: str) -> list[Any]:
 def _json_call(value: Any) -> Call | None:
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
         return None
+    if not {"arguments", "parameters"} & value.keys() and len(value) > 1:  # some other object with a name
+        return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str) and isinstance(_json(arguments), dict):
         return _call(name, arguments)

@@ -99,7 +99,7 @@ class Sampling(Body):
     def sampling(self) -> dict[str, Any]:
         """The given fields of `SamplingParams`."""
         given = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
-        return {"top_k": 0} | given if given.get("top_k") == -1 else given  # -1: all tokens, as in vLLM
+        return given | {"top_k": 0} if given.get("top_k") == -1 else given  # -1: all tokens, as in vLLM
 
 
 assert set(SAMPLING) <= set(SamplingParams.__dataclass_fields__)

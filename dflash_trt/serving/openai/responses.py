@@ -125,19 +125,42 @@ class ResponsesRequest(Body):
         if isinstance(self.input, str):
             yield {"role": "user", "content": self.input}
             return
+        # One message of a chat has the reasoning, the text and the calls of the assistant's turn.
+        turn: Json = {}
         for at, item in enumerate(self.input):
             if item.type == "reasoning":
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + _reasoning(item, at)
                 continue
             if item.type == "function_call":
                 call = {"name": item.name or "", "arguments": item.arguments or "{}"}
                 called = {"id": item.call_id, "type": "function", "function": call}
-                yield {"role": "assistant", "content": None, "tool_calls": [called]}
+                turn["tool_calls"] = [*turn.get("tool_calls", []), called]
+                continue
+            if item.role == "assistant" and not {"content", "tool_calls"} & turn.keys():
+                turn["content"] = _text(item.content, at)
+                continue
+            yield from _turn(turn)
+            turn = {}
+            if item.role == "assistant":
+                turn["content"] = _text(item.content, at)
             elif item.type == "function_call_output":
                 yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, at)}
             elif item.role is None:
                 raise ApiError(400, f"input[{at}].role is missing", f"input[{at}].role")
             else:
                 yield {"role": item.role, "content": _text(item.content, at)}
+        yield from _turn(turn)
+
+
+def _turn(turn: Json) -> Iterator[Json]:
+    """The assistant's message, unless there is nothing but reasoning."""
+    if {"content", "tool_calls"} & turn.keys():
+        yield {"role": "assistant", "content": None} | turn
+
+
+def _reasoning(item: InputMessage, at: int) -> str:
+    """The text of a reasoning item, or its summary."""
+    return _text(item.content or item.summary, at)
 
 
 def _text(content: Any, at: int) -> str:
@@ -287,6 +310,14 @@ class Responses:
         )
         yield self._event("response.output_item.done", output_index=index, item=item)
 
+    def error(self, error: ApiError) -> Json:
+        """The event of an error in the middle of a stream."""
+        body = error.body()
+        return (
+            self._event("error", **{name: body["error"][name] for name in ("code", "message", "param")})
+            | body
+        )
+
     def _event(self, kind: str, **fields: Any) -> Json:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
@@ -295,7 +326,7 @@ class Responses:
         usage, body = self.chat.usage, self.body
         counts = {
             "input_tokens": usage.prompt,
-            "input_tokens_details": {"cached_tokens": usage.cached},
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": usage.completion,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt + usage.completion,

@@ -52,18 +52,22 @@ def of_calls(body: ChatRequest, tools: list[Tool], calls: Stage) -> dict[str, An
         f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}",
     ]
     for i, function in enumerate(functions):
-        schema = {
-            "type": "object",
-            "properties": {"name": {"const": function.name}, key: _object(function.parameters)},
-            "required": ["name", key],
-            "additionalProperties": False,
-            # As Python writes JSON, which chat templates show. A model that may write blanks sometimes writes no end.
-            "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-        }
-        rules.append(f"call{i}: %json {json.dumps(schema)}")
+        # The arguments are a rule of their own, so that the references of their schema begin at its root.
+        before = f'{{"name": {json.dumps(function.name)}, "{key}": '
+        rules.append(f'call{i}: {json.dumps(before)} arguments{i} "}}"')
+        rules.append(f"arguments{i}: %json {json.dumps(_object(function.parameters) | _BLANKS)}")
     return {"grammar": "\n".join(rules) + "\n"}
 
 
+# As Python writes JSON, which chat templates show. A model that may write blanks sometimes writes no end.
+_BLANKS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+
+
 def _object(schema: dict[str, Any] | None) -> dict[str, Any]:
-    """The schema of arguments. Every object passes what is no schema of an object."""
-    return schema if schema and schema.get("type") == "object" else {"type": "object"}
+    """The schema of arguments, which are an object. Without one there are none."""
+    if schema is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    kinds = schema.get("type", "object")
+    if kinds == "object" or (isinstance(kinds, list) and "object" in kinds):
+        return schema if "$ref" in schema else schema | {"type": "object"}
+    return {"type": "object"}
