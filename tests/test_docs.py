@@ -103,13 +103,6 @@ def options(command: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.is_relative_to(ROOT / "docs")], ids=lambda p: p.name)
-def test_a_page_begins_with_what_its_reader_can_do(page: Path) -> None:
-    title, after = page.read_text().split("\n\n")[:2]
-    assert title.startswith("# ")
-    assert after.startswith("After reading this page you ")
-
-
 def test_every_page_is_in_the_readme_and_in_the_site() -> None:
     readme, site = (ROOT / "README.md").read_text(), (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
