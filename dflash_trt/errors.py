@@ -10,10 +10,6 @@ import difflib
 import json
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from dflash_trt.decoding.params import Completion
 
 _VALUE_CHARACTERS = 60
 _NAME_CHARACTERS = 200
@@ -61,7 +57,7 @@ class BatchError(DecodingError):
     outcomes: one entry per request, in the order of the list: its Completion, or the RequestError that ended it.
     """
 
-    def __init__(self, outcomes: Sequence[Completion | RequestError]) -> None:
+    def __init__(self, outcomes: Sequence[object]) -> None:
         failed = [(i, o) for i, o in enumerate(outcomes) if isinstance(o, RequestError)]
         first, error = failed[0]
         super().__init__(

@@ -105,7 +105,7 @@ class Runtime:
         if isinstance(self.scheduler, Scheduler):
             self.pair = self.scheduler.pair
         else:
-            self.pair = self.driver = self.scheduler
+            self.pair = self.driver = cast("Driver", self.scheduler)
         _log.info(
             "opened %s for %s in %.2f s: block %d, %d tokens, %d slots",
             *(self.bundle.path, manifest["engine"], perf_counter() - began),

@@ -18,9 +18,9 @@ import numpy as np
 
 from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.inventory import take_inventory
 from dflash_trt.planning import times
 from dflash_trt.planning.gpus import Gpu, find_gpu
-from dflash_trt.planning.inventory import take_inventory
 from dflash_trt.planning.work import Work, work_of
 
 PUBLISHED = Path(__file__).with_name("published_times.json")

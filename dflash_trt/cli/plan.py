@@ -14,7 +14,7 @@ from dflash_trt.cli.output import print_json, print_table
 from dflash_trt.engines import registry
 
 if TYPE_CHECKING:
-    from dflash_trt.planning.inventory import Inventory
+    from dflash_trt.models.inventory import Inventory
     from dflash_trt.planning.memory import MemoryEstimate, Settings
 
 SUMMARY = "show the GPU memory of a pair, and the context and batch that fit"
@@ -106,8 +106,8 @@ def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     from dflash_trt.checkpoint.quantization import Quantization
     from dflash_trt.formats.precision import parse_precision
     from dflash_trt.models.configs import read_drafter_config, read_target_config
+    from dflash_trt.models.inventory import take_inventory
     from dflash_trt.planning.gpus import find_gpu
-    from dflash_trt.planning.inventory import take_inventory
     from dflash_trt.planning.memory import Settings
     from dflash_trt.quantization.convert import HEAD
 

@@ -13,9 +13,9 @@ from dflash_trt.cli.options import at_least, each
 from dflash_trt.cli.output import print_json, print_table, print_text
 
 if TYPE_CHECKING:
+    from dflash_trt.models.inventory import Inventory
     from dflash_trt.planning.acceptance import Acceptance, Chain
     from dflash_trt.planning.curve import Curves, Point
-    from dflash_trt.planning.inventory import Inventory
     from dflash_trt.planning.memory import Settings
 
 # Speeds per user, relative to the fastest plain decoding.

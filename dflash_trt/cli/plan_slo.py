@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from dflash_trt.cli.output import print_json, print_table, print_text
 
 if TYPE_CHECKING:
+    from dflash_trt.models.inventory import Inventory
     from dflash_trt.planning.acceptance import Acceptance
-    from dflash_trt.planning.inventory import Inventory
     from dflash_trt.planning.memory import Settings
     from dflash_trt.planning.slo import Choice
 

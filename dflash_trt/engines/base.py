@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from dflash_trt.bundle.workspace import Progress, Workspace
     from dflash_trt.checkpoint.pair import CheckpointPair
     from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
-    from dflash_trt.decoding.scheduler import Scheduler
+    from dflash_trt.decoding.loop import DecodingLoop
     from dflash_trt.formats.base import WeightLayout
     from dflash_trt.formats.precision import Precision
-    from dflash_trt.planning.inventory import Inventory
-    from dflash_trt.trtllm.driver import Driver
+    from dflash_trt.models.inventory import Inventory
 
 # "copy": the bundle's own files. "link": hard links to the checkpoints' files. "none": graphs only.
 Weights = Literal["copy", "link", "none"]
@@ -210,7 +209,7 @@ class Engine(ABC):
         """This engine's part of a build of `pair`. Raises BuildError if it is impossible."""
 
     @abstractmethod
-    def open(self, bundle: Bundle, settings: RunSettings) -> Scheduler | Driver:
+    def open(self, bundle: Bundle, settings: RunSettings) -> DecodingLoop:
         """Load a bundle of this engine. Raises DFlashError where this machine cannot run it."""
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:  # formats are a layer below checkpoint/ and graph/, which pass these objects in
-    from dflash_trt.checkpoint.linears import StoredLinear
-    from dflash_trt.graph.builder import GraphBuilder
-    from dflash_trt.graph.quantized import LinearKind
 
 Shape = tuple[int, ...]
 Floats = NDArray[np.float32]
@@ -129,48 +123,7 @@ class NumberFormat(ABC):
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
         """Codes and scales of some rows of a weight, by the end of their tensors' names."""
 
-    # Graphs: `kind` describes the layer's storage, `inputs` are its tensors as values of the graph.
-
-    def operator(self, kind: LinearKind) -> str:
-        """The name of a layer's `dflash::` operator, without the suffixes that all formats share."""
-        return f"{self.name.upper()}Linear"
-
-    @abstractmethod
-    def weight(
-        self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool
-    ) -> ir.Value:
-        """The codes `raw`, as they are on disk, in the engine's type for them."""
-
-    @abstractmethod
-    def onnxruntime_weight(
-        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
-    ) -> ir.Value:
-        """float32 [out, in]. ONNX Runtime folds casts and look-ups of constants when it loads, but never
-        DequantizeLinear.
-        """
-
-    @abstractmethod
-    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
-        """[out, in] in the graph's dtype. A packed constant may only feed a DequantizeLinear."""
-
-    # Formats that quantize inputs too.
-    unit_input_scale = 1.0  # for rows whose largest magnitude is 1
-
-    def onnxruntime_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
-        """x, float32, rounded as the format does, in float32."""
-        raise NotImplementedError(f"{self.name} quantizes weights only")
-
-    def tensorrt_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
-        """x rounded as the format does, in the graph's dtype."""
-        raise NotImplementedError(f"{self.name} quantizes weights only")
-
-    # Stacks of experts. Their codes and scales are bytes, because no other type can be gathered.
-
     @property
     @abstractmethod
     def byte_values(self) -> NDArray[np.float32]:
         """The numbers in each of the 256 possible bytes of a weight, [256, numbers_in_byte]."""
-
-    @abstractmethod
-    def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
-        """The factor of each row or group, float32."""

@@ -5,21 +5,14 @@ Source: OCP 8-bit Floating Point v1.0, and the checkpoints of NVIDIA's Model Opt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
-from . import bodies
 from .base import ONE, Algorithm, Floats, Form, NumberFormat, Shape
 from .numbers import E4M3, E4M3_MAX, encode_e4m3, scale_for
-
-if TYPE_CHECKING:
-    from dflash_trt.checkpoint.linears import StoredLinear
-    from dflash_trt.graph.builder import GraphBuilder
-    from dflash_trt.graph.quantized import LinearKind
 
 _STATIC = Algorithm("FP8", "fp8", activations=True, static=True)
 _BY_ROW = Algorithm("FP8_PER_CHANNEL_PER_TOKEN", "fp8", activations=True)
@@ -75,42 +68,7 @@ class FP8(NumberFormat):
         scales = fp8_scale(np.abs(rows).max(axis=1))
         return {"weight": encode_e4m3(rows / scales.reshape(-1, 1)), "weight_scale": scales}
 
-    def weight(
-        self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool
-    ) -> ir.Value:
-        return raw
-
-    def onnxruntime_weight(
-        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
-    ) -> ir.Value:
-        weight, scale = inputs["weight"], inputs["scale"]
-        if not resident:
-            return g.op("DequantizeLinear", weight, scale, name="widened", axis=0)
-        column = g.op("Reshape", scale, g.constant([-1, 1]), name="column")
-        return g.op("Mul", g.op("Cast", weight, to=int(bodies.FLOAT)), column, name="widened")
-
-    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
-        return g.op(
-            *("DequantizeLinear", inputs["weight"], inputs["scale"]),
-            name="widened",
-            axis=0,
-            output_dtype=int(g.dtype),
-        )
-
-    unit_input_scale = 1 / E4M3_MAX
-
-    def onnxruntime_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
-        codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(bodies.E4M3))
-        return g.op("DequantizeLinear", codes, scale, name="x_rounded")
-
-    def tensorrt_input(self, g: GraphBuilder, scale: ir.Value, x: ir.Value) -> ir.Value:
-        codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(bodies.E4M3))
-        return g.op("DequantizeLinear", codes, scale, name="x_rounded", output_dtype=int(g.dtype))
-
     @property
     def byte_values(self) -> NDArray[np.float32]:
         values: NDArray[np.float32] = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)[:, None]
         return values
-
-    def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
-        return parts["scale"]

@@ -5,22 +5,15 @@ Model Optimizer packs two rows into a byte, ONNX and TensorRT pack two columns (
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
-from . import bodies
 from .base import BLOCK, FLOAT_DTYPES, Algorithm, Floats, Form, NumberFormat, Shape
 from .numbers import INT4_MAX, pack_rows, unpack_pairs, unpack_rows
-
-if TYPE_CHECKING:
-    from dflash_trt.checkpoint.linears import StoredLinear
-    from dflash_trt.graph.builder import GraphBuilder
-    from dflash_trt.graph.quantized import LinearKind
 
 _AWQ = Algorithm("W4A16_AWQ", "int4", group_size=128)
 _BYTES = np.arange(256, dtype=np.uint8)
@@ -84,51 +77,6 @@ class INT4(NumberFormat):
         repeated = numbers.shape[1] // BLOCK // scale.shape[1]
         return (numbers.astype(np.int8) ^ 8) - 8, np.repeat(scale.astype(np.float32), repeated, axis=1)
 
-    def operator(self, kind: LinearKind) -> str:
-        return f"INT4Linear{kind.group_size}{'' if kind.by_row else 'x2'}"
-
-    def weight(
-        self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool
-    ) -> ir.Value:
-        rows, columns = stored.weight.shape
-        return g.reinterpret(raw, bodies.INT4, (rows, 2 * columns) if stored.by_row else (rows, columns, 2))
-
-    def onnxruntime_weight(
-        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
-    ) -> ir.Value:
-        weight = inputs["weight"]
-        scale = g.op("Cast", inputs["scale"], name="scale_float", to=int(bodies.FLOAT))
-        if not kind.by_row:  # the weight is [out/2, in, 2]: bring its scales, [out, groups], into that order
-            pairs = g.op("Reshape", scale, g.shape(-1, 2, g.dim(scale, 1)), name="scale_pairs")
-            scale = g.op("Transpose", pairs, name="scale_by_pair", perm=[0, 2, 1])
-        if resident:
-            split = [0, -1, kind.group_size, 2][: 3 if kind.by_row else 4]
-            numbers = g.op("Cast", weight, to=int(bodies.FLOAT))
-            numbers = g.op("Reshape", numbers, g.constant(split), name="by_block")
-            widened = g.op("Mul", numbers, g.unsqueeze(scale, 2), name="widened_by_block")
-            whole = [0, -1] if kind.by_row else [0, -1, 2]
-            widened = g.op("Reshape", widened, g.constant(whole), name="widened")
-        else:
-            widened = g.op(
-                *("DequantizeLinear", weight, scale), name="widened", axis=1, block_size=kind.group_size
-            )
-        if kind.by_row:
-            return widened
-        by_row = g.op("Transpose", widened, name="by_row", perm=[0, 2, 1])
-        return g.op("Reshape", by_row, g.shape(-1, g.dim(x, 1)), name="rows")
-
-    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
-        scales = g.op("Cast", inputs["scale"], name="scales", to=int(g.dtype))
-        return g.op(
-            *("DequantizeLinear", inputs["weight"], scales),
-            name="widened",
-            axis=1,
-            block_size=kind.group_size,
-        )
-
     @property
     def byte_values(self) -> NDArray[np.float32]:
         return ((_NIBBLES ^ 8) - 8).astype(np.float32)
-
-    def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
-        return g.op("Cast", parts["scale"], name="factors", to=int(bodies.FLOAT))

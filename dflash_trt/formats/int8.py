@@ -5,23 +5,14 @@ The numbers of GGUF's Q8_0, with scales in float32. `W8A16` is Model Optimizer's
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
-from dflash_trt.errors import BuildError
-
-from . import bodies
 from .base import FLOAT_DTYPES, Algorithm, Floats, Form, NumberFormat, Shape
 from .numbers import INT8_MAX, scale_for
-
-if TYPE_CHECKING:
-    from dflash_trt.checkpoint.linears import StoredLinear
-    from dflash_trt.graph.builder import GraphBuilder
-    from dflash_trt.graph.quantized import LinearKind
 
 GROUP = 32
 _W8A16 = Algorithm("W8A16", "int8", group_size=GROUP)
@@ -74,33 +65,7 @@ class INT8(NumberFormat):
     ) -> tuple[NDArray[np.int8], Floats]:
         return codes, scale.astype(np.float32)
 
-    def weight(
-        self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool
-    ) -> ir.Value:
-        return raw
-
-    def onnxruntime_weight(
-        self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
-    ) -> ir.Value:
-        scale = g.op("Cast", inputs["scale"], name="scale_float", to=int(bodies.FLOAT))
-        if not resident:
-            return g.op(
-                *("DequantizeLinear", inputs["weight"], scale), name="widened", axis=1, block_size=GROUP
-            )
-        numbers = g.op("Cast", inputs["weight"], to=int(bodies.FLOAT))
-        numbers = g.op("Reshape", numbers, g.constant([0, -1, GROUP]), name="numbers_by_block")
-        return bodies.times_factors(g, numbers, scale)
-
-    def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
-        raise BuildError(
-            "INT8 weights are in groups of 32, which TensorRT does not read: use --engine onnxruntime, or quantize "
-            "to int4 or fp8"
-        )
-
     @property
     def byte_values(self) -> NDArray[np.float32]:
         values: NDArray[np.float32] = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
         return values[:, None]
-
-    def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
-        return g.op("Cast", parts["scale"], name="factors", to=int(bodies.FLOAT))

@@ -20,8 +20,8 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.formats.mxfp4 import widened_blocks
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.lowering.mxfp4 import widened_blocks
 
 MICROSOFT_DOMAIN = "com.microsoft"
 Storage = Literal["float", "mxfp4"]

@@ -9,7 +9,7 @@ rounds the input to the weight's kind of numbers:
     "static"  one calibrated scale for all rows
     "row"     every row is divided by its largest magnitude first, and its result multiplied by it after: a row's
               result then does not depend on its neighbours, which one scale for a whole pass would make it do
-The formats themselves, and the nodes that each dialect gets for them, are in dflash_trt/formats.
+dflash_trt/formats has the numbers, dflash_trt/graph/lowering the nodes that each dialect gets for them.
 
 The bodies for ONNX Runtime compute in float32 on the exact numbers that the codes stand for, with the input rounded as
 the format rounds it. A layer in blocks of integers has no such operator: it is one node, `onnxruntime_integers`.
@@ -21,44 +21,25 @@ packed numbers. Weights stay packed in its plans.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.tensors import TensorInfo
-from dflash_trt.formats import FORMATS, NumberFormat
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.experts import MICROSOFT_DOMAIN
+from dflash_trt.graph.lowering import LOWERINGS, Activations, LinearKind
 
-Activations = Literal["none", "static", "row"]
 # The smallest magnitude assumed for a row: far below any real one, and safe from overflow of the reciprocal.
 _TINY = 2.0**-100
 INTEGERS = 4  # MatMulNBits's accuracy_level: inputs in eight bits
 
 
-@dataclass(frozen=True, slots=True)
-class LinearKind:
-    """The properties that determine the body of one of the operators."""
-
-    scheme: str
-    group_size: int
-    activations: Activations
-    smoothed: bool
-    biased: bool
-    by_row: bool
-
-    @property
-    def format(self) -> NumberFormat:
-        return FORMATS[self.scheme]
-
-    @property
-    def operator(self) -> str:
-        variants = (self.activations, "smoothed" * self.smoothed, "biased" * self.biased)
-        return "_".join([self.format.operator(self), *filter(None, variants)])
+def operator_name(kind: LinearKind) -> str:
+    variants = (kind.activations, "smoothed" * kind.smoothed, "biased" * kind.biased)
+    return "_".join([LOWERINGS[kind.scheme].operator(kind), *filter(None, variants)])
 
 
 def kind_of(stored: StoredLinear, *, biased: bool) -> LinearKind:
@@ -92,9 +73,9 @@ def tensors(
         count = info.nbytes // 4
         return raw(info, FLOAT, *([count] if count > 1 else []))
 
-    form = stored.format
-    found = {"scale": flat(stored.scale) if form.scale_by_row else raw(stored.scale)}
-    found["weight"] = form.weight(g, stored, raw(stored.weight), packed_as_bytes=packed_as_bytes)
+    lowering = LOWERINGS[stored.algorithm.scheme]
+    found = {"scale": flat(stored.scale) if stored.format.scale_by_row else raw(stored.scale)}
+    found["weight"] = lowering.weight(g, stored, raw(stored.weight), packed_as_bytes=packed_as_bytes)
     for name in ("global_scale", "input_scale"):
         info = getattr(stored, name)
         if info is not None:
@@ -140,11 +121,11 @@ def onnxruntime_linear(
     `resident`: the weight is widened to float32 once, as the engine loads. Otherwise every pass widens it again: many
     times slower, in the memory of the packed weights and one widened one.
     """
-    g = GraphBuilder(kind.operator)
+    g = GraphBuilder(operator_name(kind))
     x = g.input("x", dtype, ["rows", "in"])
     inputs = {name: ir.Value(name=name) for name in INPUTS if name in present}
     g.graph.inputs.extend(inputs.values())
-    weight = kind.format.onnxruntime_weight(g, kind, inputs, x, resident)
+    weight = LOWERINGS[kind.scheme].onnxruntime_weight(g, kind, inputs, x, resident)
     x = x if dtype == FLOAT else g.op("Cast", x, name="x_float", to=int(FLOAT))
     y = product(g, kind, inputs, x, weight)
     g.output(y if dtype == FLOAT else g.op("Cast", y, to=int(dtype)), "y", dtype, ["rows", "out"])
@@ -194,7 +175,7 @@ def product(
     if kind.activations == "row":
         x, factor = split_rows(g, x)
     if kind.activations != "none":
-        x = kind.format.onnxruntime_input(g, input_scale(g, kind, inputs), x)
+        x = LOWERINGS[kind.scheme].onnxruntime_input(g, input_scale(g, kind, inputs), x)
     bias = g.op("Cast", inputs["bias"], name="bias_float", to=int(FLOAT)) if kind.biased else None
     return _product(g, x, weight, factor, bias, FLOAT)
 
@@ -203,7 +184,7 @@ def input_scale(g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value
     """A row that was divided by its largest magnitude is at most 1."""
     if kind.activations == "static":
         return inputs["input_scale"]
-    return g.constant(kind.format.unit_input_scale, np.float32)
+    return g.constant(LOWERINGS[kind.scheme].unit_input_scale, np.float32)
 
 
 def tensorrt_linear(
@@ -226,5 +207,5 @@ def tensorrt_linear(
             x, factor = split_rows(g, g.op("Cast", x, name="x_float", to=int(FLOAT)))
             x = g.op("Cast", x, name="x_by_row", to=int(g.dtype))
         if kind.activations != "none":
-            x = kind.format.tensorrt_input(g, input_scale(g, kind, inputs), x)
-        return _product(g, x, kind.format.tensorrt_weight(g, kind, inputs), factor, bias, g.dtype)
+            x = LOWERINGS[kind.scheme].tensorrt_input(g, input_scale(g, kind, inputs), x)
+        return _product(g, x, LOWERINGS[kind.scheme].tensorrt_weight(g, kind, inputs), factor, bias, g.dtype)

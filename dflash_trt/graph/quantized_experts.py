@@ -19,13 +19,14 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.tensors import TensorInfo
-from dflash_trt.formats.bodies import lookup
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.lowering import LOWERINGS, LinearKind
+from dflash_trt.graph.lowering.bodies import lookup
 from dflash_trt.graph.quantized import (
     INPUTS,
-    LinearKind,
     input_scale,
     kind_of,
+    operator_name,
     product,
     split_rows,
     tensors,
@@ -163,7 +164,7 @@ def _signature(stack: Stack) -> str:
     if stack.kind is None:
         return "Linear"
     per_row = stack.kind.format.scale_by_row and stack.stored[0].scale.nbytes > 4
-    return stack.kind.operator + "_per_row" * per_row
+    return operator_name(stack.kind) + "_per_row" * per_row
 
 
 def _by_expert(
@@ -209,7 +210,7 @@ def _widened(g: GraphBuilder, kind: LinearKind, columns: int, parts: Mapping[str
     form = kind.format
     found = [lookup(g, g.constant(table, np.float32), parts["weight"]) for table in form.byte_values.T]
     if not kind.group_size:
-        return g.op("Mul", found[0], form.expert_factors(g, parts), name="widened")
+        return g.op("Mul", found[0], LOWERINGS[kind.scheme].expert_factors(g, parts), name="widened")
     numbers = found[0]
     if form.numbers_in_byte == 2:
         axis = 2 if kind.by_row else 1  # the two in a byte are neighbours in a row, or in a column
@@ -217,7 +218,7 @@ def _widened(g: GraphBuilder, kind: LinearKind, columns: int, parts: Mapping[str
         numbers = g.op("Concat", *halves, name="numbers", axis=axis)
     groups = columns // kind.group_size
     numbers = g.op("Reshape", numbers, g.constant([-1, groups, kind.group_size]), name="numbers_by_block")
-    factors = form.expert_factors(g, parts)
+    factors = LOWERINGS[kind.scheme].expert_factors(g, parts)
     widened = g.op("Mul", numbers, g.unsqueeze(factors, 2), name="widened_by_block")
     return g.op("Reshape", widened, g.constant([-1, columns]), name="widened")
 
@@ -270,7 +271,7 @@ def _tensorrt_linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) ->
         weights = [g.cast(g.raw_weight(info, folder), g.dtype) for info in stack.plain]
     else:
         each = [tensors(g, stored, folder, packed_as_bytes=False) for stored in stack.stored]
-        weights = [kind.format.tensorrt_weight(g, kind, inputs) for inputs in each]
+        weights = [LOWERINGS[kind.scheme].tensorrt_weight(g, kind, inputs) for inputs in each]
         if kind.smoothed:
             smooth = [g.unsqueeze(g.cast(inputs["pre_quant_scale"], g.dtype), 0, 1) for inputs in each]
             x = g.op("Mul", x, _concat(g, smooth), name="smoothed")
@@ -281,7 +282,7 @@ def _tensorrt_linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) ->
             factor = _concat(g, [g.unsqueeze(inputs["input_scale"], 0, 1, 2) for inputs in each])
             x, scale = g.op("Div", g.to_float(x), factor, name="by_scale"), g.scalar(1.0, FLOAT)
         if factor is not None:
-            x = kind.format.tensorrt_input(g, scale, g.to_dtype(x, FLOAT))
+            x = LOWERINGS[kind.scheme].tensorrt_input(g, scale, g.to_dtype(x, FLOAT))
     weight = _concat(g, [g.unsqueeze(value, 0) for value in weights])
     y = g.op("MatMul", x, g.op("Transpose", weight, name="transposed", perm=[0, 2, 1]), name="product")
     if factor is None:

@@ -13,7 +13,6 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
-from dflash_trt.formats.bodies import TRT_DOMAIN
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind
 from dflash_trt.graph.delta_net_chunks import chunked_delta
@@ -26,6 +25,7 @@ from dflash_trt.graph.dialect import (
     mask_name,
 )
 from dflash_trt.graph.experts import Experts, Storage, declared
+from dflash_trt.graph.lowering.bodies import TRT_DOMAIN
 from dflash_trt.graph.quantized import tensorrt_linear
 from dflash_trt.graph.quantized_experts import Projection, Stack, tensorrt_experts
 from dflash_trt.graph.tensorrt_experts import mxfp4_experts, router_shares, shared

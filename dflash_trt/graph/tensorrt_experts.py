@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from dflash_trt.formats.base import BLOCK
-from dflash_trt.formats.mxfp4 import tensorrt_blocks
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.experts import Experts
+from dflash_trt.graph.lowering.mxfp4 import tensorrt_blocks
 
 WIDENED_BYTES = 1 << 28  # widened weights of one product: eight of gpt-oss's experts
 

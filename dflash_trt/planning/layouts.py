@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.engines import registry
 from dflash_trt.errors import BuildError
+from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning import times
 from dflash_trt.planning.acceptance import Chain
 from dflash_trt.planning.gpus import Gpu
-from dflash_trt.planning.inventory import Inventory
 from dflash_trt.planning.memory import Settings, estimate_memory
 from dflash_trt.planning.work import Work, check_rates, work_of
 

@@ -20,8 +20,8 @@ from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.dialect import SINK_PADDING
 from dflash_trt.graph.tensorrt_experts import at_a_time
 from dflash_trt.models.delta_net import state_bytes
+from dflash_trt.models.inventory import NUMBER_BYTES, Inventory, weight_bytes
 from dflash_trt.planning.gpus import Gpu
-from dflash_trt.planning.inventory import NUMBER_BYTES, Inventory, weight_bytes
 
 PREFILL_CHUNK = 512
 # Formats that TensorRT's operators multiply as they are. Experts in the others are widened first (docs/tensorrt.md).

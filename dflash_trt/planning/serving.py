@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from dflash_trt.checkpoint.catalogue import known_pair
 from dflash_trt.engines import registry
+from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning import times
 from dflash_trt.planning.acceptance import Acceptance, published
 from dflash_trt.planning.curve import Layout
-from dflash_trt.planning.inventory import Inventory
 from dflash_trt.planning.layouts import MAX_BATCH, ModelLayout
 from dflash_trt.planning.memory import Settings
 from dflash_trt.planning.operators import best_layouts

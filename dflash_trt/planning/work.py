@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from dflash_trt.checkpoint.schema import DecoderConfig
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision
+from dflash_trt.models.inventory import NUMBER_BYTES, Inventory
 from dflash_trt.planning.gpus import Gpu
-from dflash_trt.planning.inventory import NUMBER_BYTES, Inventory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines.base import BuildJob, BuildSettings
 from dflash_trt.errors import BuildError
-from dflash_trt.planning.inventory import Inventory, take_inventory
+from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.trtllm.configuration import ENGINE, Configuration, configure, describe
 from dflash_trt.trtllm.drafter import as_it_is, drafter_config, write_weights
 from dflash_trt.trtllm.launch import launch_files

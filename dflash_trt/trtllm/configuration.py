@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_trt.errors import BuildError
+from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.gpus import Gpu, find_gpu
-from dflash_trt.planning.inventory import Inventory
 from dflash_trt.planning.layouts import MAX_BATCH
 from dflash_trt.planning.memory import MemoryEstimate, Settings, arena_bytes, estimate_memory, gib
 from dflash_trt.planning.serving import WORTH, Serving, serving

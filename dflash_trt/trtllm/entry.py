@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dflash_trt.checkpoint.pair import CheckpointPair
     from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
     from dflash_trt.formats.precision import Precision
-    from dflash_trt.planning.inventory import Inventory
+    from dflash_trt.models.inventory import Inventory
     from dflash_trt.trtllm.build import ConfigurationJob
     from dflash_trt.trtllm.driver import Driver
 

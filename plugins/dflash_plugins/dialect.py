@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_plugins.version import NAMESPACE, versioned
-from dflash_trt.formats.bodies import TRT_DOMAIN
 from dflash_trt.graph.builder import BOOL, DFLASH_DOMAIN, DFLASH_VERSION, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import AttentionInputs, AttentionKind, Dialect, mask_name
 from dflash_trt.graph.experts import Storage, declared
+from dflash_trt.graph.lowering.bodies import TRT_DOMAIN
 from dflash_trt.graph.tensorrt import TensorRT
 
 

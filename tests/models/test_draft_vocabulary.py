@@ -19,7 +19,7 @@ from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
-from dflash_trt.planning.inventory import take_inventory
+from dflash_trt.models.inventory import take_inventory
 from dflash_trt.training.answers import Answer, AnswerFile
 from tests.doubles.checkpoints import make_target
 from tests.doubles.kind_checkpoints import make_dflare, make_dflash2, make_eagle3, make_jetspec

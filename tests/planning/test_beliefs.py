@@ -15,9 +15,9 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.inventory import take_inventory
 from dflash_trt.planning.beliefs import beliefs, steps_file, work_of_bundle
 from dflash_trt.planning.gpus import find_gpu
-from dflash_trt.planning.inventory import take_inventory
 from dflash_trt.planning.work import work_of
 from dflash_trt.runtime import Runtime, new_adaptive
 from tests.doubles.checkpoints import make_drafter, make_target

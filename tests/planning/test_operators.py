@@ -16,10 +16,10 @@ import pytest
 from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.cli import main
 from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.inventory import take_inventory
 from dflash_trt.planning import times
 from dflash_trt.planning.acceptance import published
 from dflash_trt.planning.gpus import find_gpu
-from dflash_trt.planning.inventory import take_inventory
 from dflash_trt.planning.layouts import ModelLayout, model_layouts
 from dflash_trt.planning.memory import Settings
 from dflash_trt.planning.operators import best_layouts, operator_layouts

@@ -17,8 +17,8 @@ from dflash_trt.cli import main
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision, parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.planning.gpus import find_gpu, gpus
-from dflash_trt.planning.inventory import Inventory, take_inventory
 from dflash_trt.planning.memory import GIB, Settings, arena_bytes, estimate_memory
 from dflash_trt.quantization.convert import quantize
 

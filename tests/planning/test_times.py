@@ -16,12 +16,12 @@ from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, RequestError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.planning import acceptance as lengths
 from dflash_trt.planning import times
 from dflash_trt.planning.acceptance import Acceptance
 from dflash_trt.planning.curve import CHAIN, PLAIN, Curves, compute_curves
 from dflash_trt.planning.gpus import find_gpu
-from dflash_trt.planning.inventory import Inventory, take_inventory
 from dflash_trt.planning.layouts import model_layouts
 from dflash_trt.planning.memory import Settings
 from dflash_trt.planning.work import work_of

@@ -14,8 +14,8 @@ import yaml
 from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
 from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
+from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.planning.gpus import gpus
-from dflash_trt.planning.inventory import Inventory, take_inventory
 from dflash_trt.planning.memory import GIB, Settings, arena_bytes
 from dflash_trt.planning.serving import Serving, serving
 from dflash_trt.trtllm.configuration import Configuration, configure

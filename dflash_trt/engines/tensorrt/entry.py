@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dflash_trt.decoding.scheduler import Scheduler
     from dflash_trt.engines.tensorrt.build import PlanJob
     from dflash_trt.formats.precision import Precision
-    from dflash_trt.planning.inventory import Inventory
+    from dflash_trt.models.inventory import Inventory
 
 
 class TensorRTEntry(Engine):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import onnx_ir as ir
 
-if TYPE_CHECKING:
-    from dflash_trt.graph.builder import GraphBuilder
+from dflash_trt.graph.builder import GraphBuilder
 
 TRT_DOMAIN = "trt"  # its operators are those of TensorRT's own parser
 FLOAT = ir.DataType.FLOAT
