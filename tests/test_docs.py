@@ -7,13 +7,12 @@ import importlib
 import importlib.util
 import re
 import shlex
-import xml.etree.ElementTree as ET
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
-from build_scripts import picture, site_pages
+from build_scripts import site_pages
 from dflash_trt import cli
 
 ROOT = Path(__file__).parent.parent
@@ -109,39 +108,6 @@ def test_every_page_is_in_the_readme_and_in_the_site() -> None:
         name = page.relative_to(ROOT / "docs").as_posix()
         assert f": {name}\n" in site
         assert page.stem == "api" or f"](docs/{name})" in readme
-
-
-def test_the_picture_shows_the_table_of_the_readme() -> None:
-    speeds = picture.read_table((ROOT / "README.md").read_text())
-    assert picture.PICTURE.read_text() == picture.draw(speeds)
-    assert [s.pair for s in speeds] == ["tiny", "tiny-gpt-oss"]
-    document = ET.fromstring(picture.PICTURE.read_text())
-    bars = [r for r in document.iter("{http://www.w3.org/2000/svg}rect") if r.get("width") == "26"]
-    heights = {
-        kind: [float(r.get("height") or 0) for r in bars if r.get("class") == kind]
-        for kind in ("plain", "drafting")
-    }
-    for kind, rows in (("plain", [s.plain for s in speeds]), ("drafting", [s.drafting for s in speeds])):
-        wanted = [v for row in rows for v in row.values()]
-        scale = heights[kind][0] / wanted[0]
-        assert heights[kind] == pytest.approx([v * scale for v in wanted], abs=0.2)
-
-
-def test_the_table_of_the_readme_is_that_of_the_measurements() -> None:
-    measured = (ROOT / "docs" / "measurements.md").read_text()
-    for speeds in picture.read_table((ROOT / "README.md").read_text()):
-        table = measured[measured.index(f"| `{speeds.pair}` | math") :]
-        for start, row in (("| plain |", speeds.plain), ("| **drafting, 8", speeds.drafting)):
-            line = next(x for x in table.splitlines() if x.startswith(start))
-            cells = [c.strip().strip("*").split()[0] for c in line.strip("|").split("|")[1:]]
-            assert [float(c) for c in cells] == list(row.values())
-
-
-def test_a_table_that_does_not_fit_is_named() -> None:
-    with pytest.raises(ValueError, match=r"no table that begins with: \| tokens per second"):
-        picture.read_table("# nothing\n")
-    with pytest.raises(ValueError, match="does not fit the table's header"):
-        picture.read_table("| tokens per second | math |\n|---|---|\n| `tiny`, plain | 1 | 2 |\n")
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,14 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from build_scripts import picture
 from build_scripts.bench import peer_models
 from build_scripts.bench.peers import PACKAGES, Task, installed, package_of
 from dflash_trt.building.build import build
@@ -218,14 +218,28 @@ def seconds_of(record: Record) -> tuple[int, float]:
     return (512, record["first"]) if record["part"] == "prefill" else (count, record["seconds"])
 
 
-def rate(records: Iterable[Record]) -> float | None:
-    """Tokens per second: of each item the median of its rounds."""
+def by_item(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
+    """Tokens and seconds of each item, as the medians of its rounds."""
     items: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for record in records:
         items[record["item"]].append(seconds_of(record))
-    counts = sum(statistics.median(n for n, _ in values) for values in items.values())
-    seconds = sum(statistics.median(s for _, s in values) for values in items.values())
-    return counts / seconds if seconds else None
+    return {
+        item: (statistics.median(n for n, _ in values), statistics.median(s for _, s in values))
+        for item, values in items.items()
+    }
+
+
+def rate(records: Iterable[Record]) -> float | None:
+    """Tokens per second over all items."""
+    counts = list(by_item(records).values())
+    return sum(n for n, _ in counts) / sum(s for _, s in counts) if counts else None
+
+
+def quartiles(records: Iterable[Record]) -> list[float]:
+    """The first and the third quartile of the items' tokens per second."""
+    rates = [n / s for n, s in by_item(records).values()]
+    first, _, third = statistics.quantiles(rates, method="inclusive") if len(rates) > 1 else [rates[0]] * 3
+    return [first, third]
 
 
 def tables(records: list[Record]) -> tuple[str, Record]:
@@ -255,6 +269,8 @@ def tables(records: list[Record]) -> tuple[str, Record]:
                 "ratio": (row["all"] or 0) / (rate(r for r in group if r["peer"] == peers[0]) or 1),
                 "acceptance_length": 1 + sum(r["accepted"] for r in mine) / rounds if rounds else None,
                 "same_answers": sum(same) / len(same),
+                "items": len(same),
+                "quartiles": quartiles(mine),
                 "peak_mb": max((r.get("peak_mb", 0) for r in mine), default=0),
             }
             cells = [
@@ -341,15 +357,49 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{processor()}, {args.threads} threads; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
     print(text)
     if args.svg is not None:
-        rows = found.get("decode@0", {})
-        speeds = {label(peer): row["all"] for peer, row in rows.items() if row["all"]}
-        args.svg.write_text(picture.bars(speeds, f"Tokens per second, one request, {processor()}"))
+        args.svg.write_text(chart(found["decode@0"], f"{processor()}, {args.threads} threads"))
     print(
         json.dumps(
             {"processor": processor(), "threads": args.threads, "versions": versions(), "tables": found}
         )
     )
     return 0
+
+
+# Without a background, and with other colours in dark mode: an image in a README follows the viewer's mode.
+STYLE = """\
+text { font: 13px sans-serif; fill: #24292f } .title { font-weight: bold } .spread { stroke: #24292f }
+.other { fill: #8c959f } .ours { fill: #0969da }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .spread { stroke: #e6edf3 } .other { fill: #7d8590 } .ours { fill: #58a6ff }
+}"""
+
+
+def chart(rows: Mapping[str, Record], machine: str) -> str:
+    """An SVG document: a bar for each decoder's tokens per second, and a line from the first to the third quartile."""
+    left, step, width = 230, 28, 760
+    scale = (width - left - 60) / max(row["quartiles"][1] for row in rows.values())
+    count = max(row["items"] for row in rows.values())
+    title = f"SmolLM2-135M, tokens per second: {count} prompts, quartiles over prompts"
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {60 + step * len(rows)}" role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{STYLE}</style>",
+        f'<text class="title" x="0" y="16">{escape(title)}</text>',
+        f'<text x="0" y="36">{escape(machine)}</text>',
+    ]
+    for i, (peer, row) in enumerate(rows.items()):
+        y, (low, high) = 52 + step * i, (left + scale * each for each in row["quartiles"])
+        kind = "ours" if peer.partition(":")[0].partition("-")[0] in OURS else "other"
+        out.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(label(peer))}</text>')
+        out.append(f'<rect class="{kind}" x="{left}" y="{y}" width="{row["all"] * scale:.1f}" height="18"/>')
+        out.append(
+            f'<path class="spread" d="M{low:.1f} {y + 9}H{high:.1f}M{low:.1f} {y + 5}v8M{high:.1f} {y + 5}v8"/>'
+        )
+        out.append(
+            f'<text x="{max(high, left + row["all"] * scale) + 6:.1f}" y="{y + 14}">{row["all"]:.0f}</text>'
+        )
+    return "\n".join([*out, "</svg>"]) + "\n"
 
 
 def listed(text: str) -> list[str]:

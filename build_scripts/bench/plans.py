@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import struct
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,6 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from build_scripts.bench.build import measure
-from build_scripts.bench.generated import SHIPPED
 from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.tensors import Outline
 from dflash_trt.graph.tensorrt import TensorRT
@@ -35,7 +36,9 @@ from dflash_trt.models.drafters import build_drafter
 from dflash_trt.models.target import build_target
 from dflash_trt.reports.inspection import inspect
 
+SHIPPED = Path(__file__).resolve().parents[2] / "dflash_trt" / "shipped" / "tiny"
 _CHUNK, _PIECE = 8 << 20, 4 << 20
+_SECONDS = 0.02  # between two samples of a process
 
 
 def main() -> None:
@@ -165,6 +168,22 @@ def _kind(name: str, dtype: str) -> str:
     if dtype == "F8_E4M3":
         return "eighths"
     return "factors" if name.endswith(("_scale", "_scale_2")) else "numbers"
+
+
+def measure(command: list[str]) -> tuple[float, int]:
+    """Seconds and peak resident bytes of one process. ru_maxrss would include this process's own memory."""
+    begin, peak = time.perf_counter(), 0
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        while process.poll() is None:
+            found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text(), re.M)
+            peak = max(peak, int(found[1]) << 10 if found else 0)  # a finished process has none
+            time.sleep(_SECONDS)
+        seconds = time.perf_counter() - begin
+        if process.returncode:
+            errors.seek(0)
+            sys.exit(f"{' '.join(command)} failed:\n{errors.read().decode()[-2000:]}")
+    return seconds, peak
 
 
 if __name__ == "__main__":

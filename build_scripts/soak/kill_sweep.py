@@ -34,13 +34,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from build_scripts.bench.generated import write_pair
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import MANIFEST, Bundle
 from dflash_trt.errors import DFlashError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.serving.deploy import deploy
+from tests.doubles.checkpoints import make_drafter, make_target
 
 CALLS = {
     *("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.utime"),
@@ -285,7 +285,7 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory(dir=args.dir) as work:
         pair = Path(work) / "pair"
-        write_pair(pair, hidden=32, layers=4, intermediate=32, vocab=2048, heads=(1, 1), drafter_layers=1)
+        make_drafter(pair / "drafter", make_target(pair / "target"), block_size=16)
         build(str(pair / "target"), str(pair / "drafter"), pair / "bundle")
         for name in args.operations or OPERATIONS:
             begin = time.monotonic()

@@ -7,16 +7,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import pytest
 
-from build_scripts import demo, picture
+from build_scripts import demo
 from build_scripts.bench import natural, sleeping_passes
-from build_scripts.bench.calibration import figures
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
-from dflash_trt.reports import charts
 
 
 def record(item: str, peer: str, first: float, seconds: float, **more: Any) -> dict[str, Any]:
@@ -77,14 +74,6 @@ def test_decoders_run_in_processes_of_their_own_and_agree(
     assert found["decode@0"]["draft:default"]["acceptance_length"] > 1
     assert "dflash-trt, whole blocks" in (tmp_path / "speed.svg").read_text()
 
-    if charts.available():
-        document = {"processor": "P", "tables": found}
-        drawn = picture.natural(document, "draft:default")
-        assert ">chat<" in drawn
-        assert f">{found['decode@0']['draft:default']['ratio']:.2f}x<" in drawn
-        with pytest.raises(ValueError, match="no row adaptive:default, only: plain:default, draft:default"):
-            picture.natural(document)
-
     # Measurements were kept: tables of them need no decoder.
     assert natural.main([*options, "--parts", "none"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tables"] == found
@@ -93,17 +82,6 @@ def test_decoders_run_in_processes_of_their_own_and_agree(
 def test_a_decoder_that_is_not_known_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"'vllm:bf16' is no KIND:WEIGHTS; kinds: plain, "):
         natural.main(["--target", "tiny", "--models", str(tmp_path), "--peers", "vllm:bf16"])
-
-
-def test_calibration_counts_drafts_behind_right_ones() -> None:
-    sure, unsure = np.log(np.array([0.95, 0.95])), np.log(np.array([0.2, 0.6]))
-    found = figures([(sure, 2, 2), (sure, 1, 2), (unsure, 0, 2)])
-    assert [(row["said"], row["drafts"], row["right"]) for row in found["bins"]] == [
-        ("0.1 to 0.3", 1, 0.0),
-        ("0.9 to 1", 4, 0.75),
-    ]
-    assert [(row["place"], row["drafts"]) for row in found["places"]] == [(1, 3), (2, 2)]
-    assert found["log_loss"]["word"] > 0
 
 
 def test_the_demo_falls_back_to_the_shipped_pair_and_shows_equal_tokens(

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from build_scripts.bench.plan_kernels import attention_of
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.tensorrt import plans
@@ -36,6 +35,7 @@ from dflash_trt.reports.inspection import inspect
 from dflash_trt.serving.deploy import container_command
 from tests.doubles import fake_tensorrt
 from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.plan_kernels import attention_of
 from tests.doubles.tensorrt_matrix import CASES, FAMILIES, WIDE, Case, make_pair
 
 SMALL = TensorRTOptions(capabilities=(120,), max_batch_size=2, prefill_chunk=16)

@@ -1,1 +1,0 @@
-"""Training of the targets of the shipped pairs."""
