@@ -1,30 +1,43 @@
-# Serves a bundle: docker build -t dflash-trt . (docs/serving.md, "In a container").
-# The base has Python, the extra adds tritonserver. NVIDIA's image already has tritonserver:
-#   docker build -t dflash-trt --build-arg BASE=nvcr.io/nvidia/tritonserver:26.07-py3 --build-arg EXTRA=triton .
+# Serves a bundle. By OpenAI's API (docs/openai.md): docker build -t dflash-trt .
+# By Triton Inference Server (docs/serving.md):      docker build -t dflash-trt-triton --target triton .
+# On NVIDIA's images, which have TensorRT in the version that built a bundle, or a tritonserver already:
+#   docker build -t dflash-trt --build-arg BASE=nvcr.io/nvidia/tensorrt:26.07-py3 .
+#   docker build -t dflash-trt-triton --target triton \
+#       --build-arg BASE=nvcr.io/nvidia/tritonserver:26.07-py3 --build-arg TRITONSERVER= .
 ARG BASE=python:3.11-slim-bookworm
 
-# A separate stage: the final image has neither sources nor build tools.
+# A stage of its own: the final images have neither sources nor build tools.
 FROM ${BASE} AS wheel
 WORKDIR /src
 COPY . .
 RUN python3 -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-FROM ${BASE}
-ARG EXTRA=triton-local
-# NVIDIA's image marks its Python as managed by the distribution, and its Python backend starts that Python.
+FROM ${BASE} AS base
+# Some images mark their Python as managed by the distribution, and Triton's Python backend starts that Python.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 PYTHONUNBUFFERED=1
-COPY requirements/server.txt /opt/dflash-trt/constraints.txt
-COPY --from=wheel /wheels /opt/dflash-trt/wheels
-RUN python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/constraints.txt \
-        "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[${EXTRA}]" \
-    && rm -r /opt/dflash-trt/wheels
-
-# A user id without an account. No file of the image belongs to it.
-USER 65532:65532
 ENV HOME=/tmp
 WORKDIR /tmp
+COPY requirements/server.txt requirements/test.txt /opt/dflash-trt/
+COPY --from=wheel /wheels /opt/dflash-trt/wheels
+
+FROM base AS triton
+ARG TRITONSERVER=nvidia-pytriton
+RUN python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/server.txt ${TRITONSERVER} \
+        "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[triton]"
+# A user id without an account. No file of the image belongs to it.
+USER 65532:65532
 EXPOSE 8000 8001 8002
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
     CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/v2/health/ready', timeout=4)"]
 # Listen on all addresses of the container. The start of the container decides who reaches them.
 ENTRYPOINT ["dflash-trt", "serve", "/bundle", "--api", "triton", "--host", "0.0.0.0"]
+
+FROM base AS openai
+RUN python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/test.txt \
+        "$(echo /opt/dflash-trt/wheels/dflash_trt-*.whl)[serve]" \
+        opentelemetry-exporter-otlp-proto-http opentelemetry-instrumentation-asgi opentelemetry-sdk
+USER 65532:65532
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
+    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/ready', timeout=4)"]
+ENTRYPOINT ["dflash-trt", "serve", "/bundle", "--host", "0.0.0.0"]

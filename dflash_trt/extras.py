@@ -1,4 +1,4 @@
-"""How to install what an extra of this package needs."""
+"""How to install what an extra of this package, or a single option, needs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,33 @@ import re
 from importlib import metadata
 
 _NAME = "dflash-trt"
+# Packages that single options use.
+_OPTIONS = {
+    "charts": ["matplotlib>=3.8"],
+    "completion": ["shtab>=1.7"],
+    "tracing": [
+        "opentelemetry-exporter-otlp-proto-http>=1.30",
+        "opentelemetry-instrumentation-asgi>=0.51b0",
+        "opentelemetry-sdk>=1.30",
+    ],
+    # It holds a tritonserver, and needs NumPy below 2: an environment of its own.
+    "tritonserver": ["nvidia-pytriton>=0.7,<0.8"],
+}
 
 
-def install(extra: str) -> str:
-    """The pip command for an extra's packages. It names the packages themselves, as no index has this one."""
+def install(*names: str) -> str:
+    """The pip command for the packages of extras, of single options, or of one package of an extra ("serve:llguidance").
+
+    It names the packages themselves, as no index has this one.
+    """
     try:
-        needed = _needed(extra)
+        needed = [each for name in names for each in _OPTIONS.get(name) or _needed(*name.split(":"))]
     except metadata.PackageNotFoundError:  # run from its source
         needed = []
     return (
         f"pip install {' '.join(map(_quoted, needed))}"
         if needed
-        else f"pip install '.[{extra}]' in a checkout"
+        else f"pip install '.[{','.join(name.partition(':')[0] for name in names)}]' in a checkout"
     )
 
 
@@ -25,16 +40,11 @@ def _quoted(requirement: str) -> str:
     return requirement if re.fullmatch(r"[\w.-]+", requirement) else f"'{requirement}'"
 
 
-def _needed(extra: str) -> list[str]:
-    """Requirements of an extra, and of the extras that it names."""
+def _needed(extra: str, package: str = "") -> list[str]:
+    """Requirements of an extra: all of them, or that of one package."""
     found: list[str] = []
     for line in metadata.requires(_NAME) or []:
         requirement, _, marker = (part.strip() for part in line.partition(";"))
-        if not re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker):
-            continue
-        own = re.fullmatch(rf"{_NAME}\[([\w,-]+)\]", requirement)
-        if own:
-            found += [each for name in own[1].split(",") for each in _needed(name)]
-        else:
+        if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker) and requirement.startswith(package):
             found.append(requirement)
-    return list(dict.fromkeys(found))
+    return found

@@ -18,17 +18,18 @@ from dflash_trt.serving.deploy import container_command
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
+# The stages that all images share, and that of Triton.
+STAGES = DOCKERFILE.partition("\nFROM base AS openai")[0]
 PORTS = {"http_port", "grpc_port", "metrics_port"}
 
 
 def instructions(name: str) -> list[str]:
-    text = re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.M).replace("\\\n", " ")
+    text = re.sub(r"^#.*\n", "", STAGES, flags=re.M).replace("\\\n", " ")
     return [line.removeprefix(name).strip() for line in text.splitlines() if line.startswith(f"{name} ")]
 
 
 def service() -> dict[str, object]:
-    (found,) = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"].values()
-    return dict(found)
+    return dict(yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["triton"])
 
 
 def served() -> dict[str, object]:
@@ -55,15 +56,14 @@ def test_the_container_gets_longer_to_stop_than_requests_get_to_finish() -> None
     assert int(str(service()["stop_grace_period"]).removesuffix("s")) > float(str(served()["grace"]))
 
 
-def test_the_images_extras_exist_and_the_other_base_is_the_one_serve_names(
+def test_the_images_extras_exist_and_the_other_bases_are_those_that_the_engines_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = re.findall(r"EXTRA=([\w-]+)", DOCKERFILE)
-    assert set(named) == {"triton", "triton-local"} <= set(extras)
+    assert set(re.findall(r"whl\)\[([\w-]+)\]", DOCKERFILE)) == {"triton", "serve"} <= set(extras)
     manifest = {"engine": "onnxruntime", "versions": {}}
     monkeypatch.setattr(Bundle, "open", lambda path: SimpleNamespace(path=path, manifest=manifest))
-    (base,) = re.findall(r"BASE=(nvcr\S+)", DOCKERFILE)
+    (base,) = re.findall(r"BASE=(nvcr\S+/tritonserver:\S+)", DOCKERFILE)
     assert f" {base} " in container_command(tmp_path)
 
 

@@ -1,6 +1,6 @@
 """The container, compose and Kubernetes files of OpenAI's API agree with the package and with each other.
 
-`make lint-deploy` checks them with hadolint and with the schemas of compose and Kubernetes. Nothing is started here.
+`make lint` checks them with hadolint and with the schemas of compose and Kubernetes. Nothing is started here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.serving.openai.gate import OPEN
 
 ROOT = Path(__file__).parent.parent
-DOCKERFILE = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile.openai").read_text(), flags=re.M).replace("\\\n", " ")
-COMPOSE = yaml.safe_load((ROOT / "compose.openai.yaml").read_text())["services"]
+WHOLE = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M).replace("\\\n", " ")
+# The stages that all images share, and that of OpenAI's API.
+DOCKERFILE = (
+    WHOLE.partition("\nFROM base AS triton")[0]
+    + "\nFROM base AS openai"
+    + WHOLE.partition("\nFROM base AS openai")[2]
+)
+COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
 LABELS = {"app.kubernetes.io/name": "dflash-trt"}
 
 
@@ -45,8 +51,7 @@ def served(words: list[str]) -> dict[str, Any]:
 
 def test_the_image_has_what_the_server_needs() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (wanted,) = re.findall(r"^ARG EXTRA=([\w,]+)$", DOCKERFILE, re.M)
-    assert set(wanted.split(",")) <= set(extras)
+    assert set(re.findall(r"whl\)\[([\w-]+)\]", DOCKERFILE)) == {"serve"} <= set(extras)
     assert instruction("EXPOSE") == str(served([])["http_port"])
     assert not instruction("USER").startswith(("0", "root"))
     (path,) = re.findall(r"127\.0\.0\.1:8000(/\w+)", DOCKERFILE)
@@ -59,9 +64,9 @@ def test_the_image_has_what_the_server_needs() -> None:
 
 
 def test_compose_starts_it_with_prometheus_and_grafana() -> None:
-    server = COMPOSE["dflash-trt"]
+    server = COMPOSE["openai"]
     arguments = served(server["command"])
-    assert server["build"]["dockerfile"] == "Dockerfile.openai"
+    assert server["build"] == "."  # the last stage
     assert server["volumes"][0].endswith(f":{arguments['bundle']}:ro")
     assert int(server["stop_grace_period"].removesuffix("s")) > arguments["grace"]
     assert all(port.startswith("127.0.0.1:") for service in COMPOSE.values() for port in service["ports"])
@@ -70,7 +75,7 @@ def test_compose_starts_it_with_prometheus_and_grafana() -> None:
             assert (ROOT / volume.split(":")[0]).is_file(), volume
     prometheus = yaml.safe_load((ROOT / "monitoring/prometheus.yaml").read_text())
     assert prometheus["scrape_configs"][0]["static_configs"][0]["targets"] == [
-        f"dflash-trt:{arguments['http_port']}"
+        f"openai:{arguments['http_port']}"
     ]
     inside = {volume.split(":")[1] for volume in COMPOSE["prometheus"]["volumes"]}
     assert set(prometheus["rule_files"]) <= inside

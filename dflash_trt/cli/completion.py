@@ -9,7 +9,7 @@ from typing import Any
 SUMMARY = "print a script that completes commands and options in a shell"
 DESCRIPTION = """\
 Print a script that completes commands, options, their values and files. Its package is installed by
-pip install '.[completion]', from a checkout.
+pip install shtab.
 """
 EXAMPLES = """\
 examples:

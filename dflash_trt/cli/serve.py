@@ -20,7 +20,7 @@ Serve a bundle until Ctrl-C or SIGTERM. By default clients speak OpenAI's API: c
 with a chat at /. It needs the extra `serve`, and serves every engine.
 
 `--api triton` starts Triton Inference Server instead, with its HTTP and gRPC protocols. The server is the tritonserver
-on the PATH, or the one of nvidia-pytriton's wheel: pip install '.[triton-local]' in a checkout. Without either, this
+on the PATH, or the one of nvidia-pytriton's wheel: pip install '.[triton]' nvidia-pytriton in a checkout. Without either, this
 prints the command that serves the bundle in a container.
 
 An engine that dies is started again, and so are Triton's processes. Words after `--` are tritonserver's own options.
@@ -192,7 +192,7 @@ def _triton(args: argparse.Namespace) -> int:
         server = find_server(directory)
         if server is None:
             _say(
-                f"there is no tritonserver on the PATH; get one with {install('triton-local')}, or "
+                f"there is no tritonserver on the PATH; get one with {install('triton', 'tritonserver')}, or "
                 "serve in a container:"
             )
             print(container_command(args.bundle))

@@ -306,7 +306,7 @@ def test_the_server_on_the_path_is_taken_and_without_one_the_container_is_told(
     assert find_server(tmp_path / "work") is None
     assert main(["serve", str(bundle), "--api", "triton"]) == 1
     out, err = capsys.readouterr()
-    assert "nvidia-pytriton" in err or "triton-local" in err
+    assert "nvidia-pytriton" in err
     assert "\ndocker run " in out
     assert f'-v "{bundle.resolve()}:/bundle:ro"' in out
     assert "dflash-trt serve /bundle" in out

@@ -129,7 +129,7 @@ class Structures:
             from llguidance import LLMatcher
         except ImportError:
             raise RequestError(
-                f"structured_outputs needs the package llguidance: {install('structured')}"
+                f"structured_outputs needs the package llguidance: {install('serve:llguidance')}"
             ) from None
         try:
             name, grammar = _grammar(LLMatcher, form)
