@@ -21,7 +21,7 @@ _OPTIONS = {
 
 
 def install(*names: str) -> str:
-    """The pip command for the packages of extras, of single options, or of one package of an extra ("serve:llguidance").
+    """The pip command for extras, single options, or one package of an extra ("serve:llguidance").
 
     It names the packages themselves, as no index has this one.
     """
