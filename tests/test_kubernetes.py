@@ -24,11 +24,8 @@ from dflash_trt.serving.openai.gate import OPEN
 ROOT = Path(__file__).parent.parent
 WHOLE = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M).replace("\\\n", " ")
 # The stages that all images share, and that of OpenAI's API.
-DOCKERFILE = (
-    WHOLE.partition("\nFROM base AS triton")[0]
-    + "\nFROM base AS openai"
-    + WHOLE.partition("\nFROM base AS openai")[2]
-)
+SHARED, _, STAGES = WHOLE.partition("\nFROM base AS triton")
+DOCKERFILE = SHARED + STAGES[STAGES.index("\nFROM base AS openai") :]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
 LABELS = {"app.kubernetes.io/name": "dflash-trt"}
 

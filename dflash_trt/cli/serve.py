@@ -20,8 +20,8 @@ Serve a bundle until Ctrl-C or SIGTERM. By default clients speak OpenAI's API: c
 with a chat at /. It needs the extra `serve`, and serves every engine.
 
 `--api triton` starts Triton Inference Server instead, with its HTTP and gRPC protocols. The server is the tritonserver
-on the PATH, or the one of nvidia-pytriton's wheel: pip install '.[triton]' nvidia-pytriton in a checkout. Without either,
-this prints the command that serves the bundle in a container.
+on the PATH, or the one of nvidia-pytriton's wheel: pip install '.[triton]' nvidia-pytriton in a checkout. Without
+either, this prints the command that serves the bundle in a container.
 
 An engine that dies is started again, and so are Triton's processes. Words after `--` are tritonserver's own options.
 """
