@@ -13,6 +13,8 @@ FROM ${BASE}
 ARG EXTRA=triton-local
 # NVIDIA's image marks its Python as managed by the distribution, and its Python backend starts that Python.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 PYTHONUNBUFFERED=1
+# Libraries report nothing to their makers (SECURITY.md, "What leaves the machine"); 0 turns a report on.
+ENV ORT_DISABLE_TELEMETRY=1 HF_HUB_DISABLE_TELEMETRY=1 TRTLLM_NO_USAGE_STATS=1
 COPY requirements/server.txt /opt/dflash-trt/constraints.txt
 COPY --from=wheel /wheels /opt/dflash-trt/wheels
 RUN python3 -m pip install --no-cache-dir --constraint /opt/dflash-trt/constraints.txt \

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ COMMANDS = {
 }
 # Places that commands with charts write to; SECURITY.md lists them, too.
 DRAW = ("bench", "train drafter")
+TRAIN = ("train drafter",)
 CHARTS = ("~/.cache/matplotlib", "~/.config/matplotlib", "~/.cache/fontconfig", "/var/cache/fontconfig")
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs Linux with seccomp's user notifications")
@@ -143,12 +145,26 @@ def test_a_command_sends_nothing_and_writes_only_what_is_listed(
         if not any(Path(stray).is_relative_to(each) for each in places)
     }  # fmt: skip
     assert strays == set()
-    assert list(place.temporary.iterdir()) == []
+    left = {path.name for path in place.temporary.iterdir()}
+    assert {each for each in left if name not in TRAIN or not each.startswith("torchinductor_")} == set()
 
 
 def test_every_place_is_listed() -> None:
     text = (ROOT / "SECURITY.md").read_text()
-    assert [each for each in CHARTS if f"`{each}`" not in text] == []
+    assert [each for each in (*CHARTS, "torchinductor_USER") if f"`{each}`" not in text] == []
+
+
+def test_the_images_and_security_md_name_the_variables_that_the_package_sets() -> None:
+    show = "import os; before = set(os.environ); import dflash_trt; print(*set(os.environ) - before)"
+    path = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    names = subprocess.run(
+        [sys.executable, "-c", show], env=path, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "ORT_DISABLE_TELEMETRY" in names
+    for file in ("Dockerfile", "Dockerfile.openai"):
+        (line,) = re.findall("^ENV (ORT_.*)$", (ROOT / file).read_text(), re.M)
+        assert set(line.split()) == {f"{name}=1" for name in names}
+    assert [name for name in names if f"| `{name}` |" not in (ROOT / "SECURITY.md").read_text()] == []
 
 
 def test_all_commands_run() -> None:
