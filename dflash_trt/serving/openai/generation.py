@@ -76,7 +76,7 @@ def prepare(
 
 
 def cache_salt(key_digest: str, given: str | None) -> str:
-    """The salt of a request's cache rows, from the digest of its API key and its own `cache_salt`: 64 digits or none."""
+    """A request's salt for the engine, of its API key's digest and its own `cache_salt`: 64 digits, or none."""
     if not key_digest and given is None:
         return ""
     text = f"{key_digest} {given or ''}"
