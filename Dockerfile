@@ -16,6 +16,8 @@ FROM ${BASE} AS base
 # Some images mark their Python as managed by the distribution, and Triton's Python backend starts that Python.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 PYTHONUNBUFFERED=1
 ENV HOME=/tmp
+# Libraries report nothing to their makers (SECURITY.md, "What leaves the machine"); 0 turns a report on.
+ENV ORT_DISABLE_TELEMETRY=1 HF_HUB_DISABLE_TELEMETRY=1 TRTLLM_NO_USAGE_STATS=1
 WORKDIR /tmp
 COPY requirements/server.txt requirements/test.txt /opt/dflash-trt/
 COPY --from=wheel /wheels /opt/dflash-trt/wheels

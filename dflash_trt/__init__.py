@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,11 @@ __all__ = [
     "StructuredOutputs",
     "__version__",
 ]
+
+# Each of these libraries reports its use to its maker unless its variable is set when it is imported. Other processes
+# inherit the variables. A value that the user has set stays.
+for _variable in ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY", "TRTLLM_NO_USAGE_STATS"):
+    os.environ.setdefault(_variable, "1")
 
 _HOME = {
     "LLM": "dflash_trt.llm",

@@ -228,12 +228,15 @@ class Runtime:
         block_length: int | None = None,
         tree_nodes: int | None = None,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> Request:
         """Make a request that this bundle can serve; tokenizes. `deadline` is a time of perf_counter. Raises
         RequestError.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {quoted(params)}, expected a SamplingParams")
+        if not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt is {quoted(cache_salt)}, expected a text")
         block_length, tree_nodes = self.checked(block_length, tree_nodes)
         if self.driver is not None:
             self.driver.check(params, draft=draft)
@@ -251,7 +254,7 @@ class Runtime:
             form = params.structured_outputs
             structure = None if form is None else self._structures.compile(form)
             made = self._request(ids, params, draft, deadline, block_length, priority, structure)
-            made.tree_nodes = tree_nodes
+            made.tree_nodes, made.cache_salt = tree_nodes, cache_salt
             return made
         except MemoryError as error:
             raise RequestError(

@@ -79,6 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the longest time that a request may take, with its time in the queue (default: as it asks)",
     )  # fmt: skip
     openai.add_argument(
+        "--enable-prompt-tokens-details", action="store_true",
+        help="show clients how many tokens of their prompt were cached; without keys, or with one key for several "
+        "clients, this tells them what others have sent (default: only with several keys)",
+    )  # fmt: skip
+    openai.add_argument(
         "--log-format", default="text", choices=("text", "json"), help="a line per request (default: text)"
     )
     openai.add_argument(
@@ -145,6 +150,7 @@ def _openai(args: argparse.Namespace) -> int:
         grace=args.grace,
         json_logs=args.log_format == "json",
         traces=args.otlp_endpoint,
+        prompt_details=args.enable_prompt_tokens_details,
         engine={name: str(value) for name, value in engine_settings(args).items() if value is not None},
         limit=args.max_batch_size + args.max_queue,
     )

@@ -65,21 +65,23 @@ def common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
 
 
 Children = dict[tuple[int, ...], Page]
+Tree = tuple[str, bool]
+"""The salt of a tree's requests, and whether its pages have the drafter's part."""
 
 
 class Prefixes:
-    """Pages in two trees: with the drafter's part, and without. The least recently used page is dropped first.
+    """Pages in two trees per salt: with the drafter's part, and without. The least recently used page is dropped first.
 
-    Pages begin at multiples of `page` tokens, so prefixes share the pages of their common beginning. Only the last
-    page of a prefix may be shorter. At most `limit_bytes` are kept.
+    Requests share no pages with those of another salt. Pages begin at multiples of `page` tokens, so prefixes share the
+    pages of their common beginning. Only the last page of a prefix may be shorter. At most `limit_bytes` are kept.
     """
 
     def __init__(self, pair: Pair, limit_bytes: int, page: int = PAGE) -> None:
         self.pair, self.page = pair, page
         self.counts = PrefixCounts(limit_bytes)
-        self._trees: dict[bool, Children] = {True: {}, False: {}}
+        self._trees: dict[Tree, Children] = {}  # none is empty
         # The oldest page first, each with its tree. A page is newer than its descendants, so the oldest one has none.
-        self._used: dict[Page, bool] = {}
+        self._used: dict[Page, Tree] = {}
         if (least := pair.kept_bytes(page, draft=True)) > limit_bytes:
             warn_once(
                 _log,
@@ -89,12 +91,13 @@ class Prefixes:
 
     def clear(self) -> None:
         """Forget everything, including the partial work of an interruption."""
-        self._trees, self._used = {True: {}, False: {}}, {}
+        self._trees, self._used = {}, {}
         self.counts.tokens = self.counts.bytes = 0
 
-    def find(self, tokens: Sequence[int], *, draft: bool) -> tuple[list[Page], int]:
+    def find(self, tokens: Sequence[int], *, draft: bool, salt: str = "") -> tuple[list[Page], int]:
         """The pages with the most of `tokens`, and the number of tokens; with `draft`, with the drafter's part."""
-        found = [self._walk(self._trees[tree], tokens) for tree in ([True] if draft else [True, False])]
+        trees = [(salt, each) for each in ([True] if draft else [True, False])]
+        found = [self._walk(self._trees.get(tree, {}), tokens) for tree in trees]
         return max(found, key=lambda each: each[1])
 
     def restore(self, slot: int, path: Sequence[Page], length: int, *, draft: bool) -> None:
@@ -104,21 +107,22 @@ class Prefixes:
         self.counts.reused_tokens += length
         self.counts.reused_bytes += sum(page.kept.size for page in path)
 
-    def keep(self, slot: int, tokens: Sequence[int], *, draft: bool) -> None:
+    def keep(self, slot: int, tokens: Sequence[int], *, draft: bool, salt: str = "") -> None:
         """Keep a copy of the tokens that are not kept yet: from the first on, as many as fit.
 
         The slot can be cut to the length of `tokens`.
         """
-        path, length = self.find(tokens, draft=draft)
+        path, length = self.find(tokens, draft=draft, salt=salt)
         if length == len(tokens):
             self._touch(path)
             return
-        children, path = self._trees[draft], []
+        tree = (salt, draft)
+        children, path = self._trees.get(tree, {}), []
         for start in range(0, len(tokens), self.page):
             part = tuple(tokens[start : start + self.page])
             page = children.get(part)
             if page is None:
-                page = self._copy(slot, start, part, children, path, draft=draft)
+                page = self._copy(slot, start, part, children, path, tree)
             elif start + len(part) == len(tokens):  # its slot could not be cut there
                 self._renew(slot, page, path, draft=draft)
             if page is None:
@@ -153,9 +157,9 @@ class Prefixes:
         part: tuple[int, ...],
         siblings: Children,
         path: Sequence[Page],
-        *,
-        draft: bool,
+        tree: Tree,
     ) -> Page | None:
+        draft = tree[1]
         if not self._make_room(self.pair.kept_bytes(len(part), draft=draft), path):
             return None
         try:
@@ -167,7 +171,9 @@ class Prefixes:
                 self._remove(shorter)
         page = Page(part, start, kept, siblings)
         siblings[part] = page
-        self._used[page] = draft
+        if not start:
+            self._trees[tree] = siblings
+        self._used[page] = tree
         self.counts.tokens += len(part)
         self.counts.bytes += kept.size
         self.counts.kept_tokens += len(part)
@@ -197,7 +203,9 @@ class Prefixes:
     def _remove(self, page: Page) -> int:
         """Remove a page. Returns its bytes."""
         del page.siblings[page.tokens]
-        del self._used[page]
+        tree = self._used.pop(page)
+        if not self._trees.get(tree, True):
+            del self._trees[tree]
         self.counts.tokens -= len(page.tokens)
         self.counts.bytes -= page.kept.size
         return page.kept.size

@@ -279,7 +279,7 @@ class Scheduler:
         request.slot = min(set(range(self.max_batch_size)) - taken)
         if request.params.prompt_logprobs:  # every row has to be computed
             return Source(0, 0)
-        return self.slots.find(request.slot, request.prompt, self.active, draft=request.draft)
+        return self.slots.find(request, self.active)
 
     def _give_up(self) -> list[Emission]:
         """Remove the requests that were cancelled or are out of time."""

@@ -13,11 +13,15 @@ from dflash_trt.decoding.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The content of a slot: `tokens`, and the lengths to which the target's and the drafter's caches can be cut."""
+    """The content of a slot: `tokens`, and the lengths to which the target's and the drafter's caches can be cut.
+
+    salt: that of its request. Only requests with the same one may reuse it.
+    """
 
     tokens: Sequence[int]
     target: Sequence[int]
     drafter: Sequence[int]
+    salt: str
 
     def longest(self, most: int, *, draft: bool) -> int:
         """The longest prefix of up to `most` tokens; with `draft`, also in the drafter's caches."""
@@ -56,20 +60,25 @@ class Slots:
     def contents(self, request: Request) -> Contents:
         """The content of a request's slot."""
         lengths = self.pair.lengths(request.slot, request.committed, draft=request.draft)
-        return Contents(request.taken_in, *lengths)
+        return Contents(request.taken_in, *lengths, request.cache_salt)
 
-    def find(self, slot: int, prompt: Sequence[int], live: Sequence[Request], *, draft: bool) -> Source:
-        """The place with the most tokens of a prompt: a slot, preferably `slot` itself, or kept pages.
+    def find(self, request: Request, live: Sequence[Request]) -> Source:
+        """The place with the most tokens of a request's prompt: a slot, preferably its own, or kept pages.
 
-        `live` are the requests in flight. With `draft`, the place must have the drafter's part too.
+        `live` are the requests in flight. The place was filled with the request's salt. If the request takes drafts, it
+        has the drafter's part too.
         """
+        slot, prompt, draft, salt = request.slot, request.prompt, request.draft, request.cache_salt
         if self.prefixes is None:
             return Source(0, slot)
         held = {each.slot: self.contents(each) for each in live} | self.lying
         sources = [Source(0, slot)]
-        sources += [Source(contents.shared(prompt, draft=draft), each) for each, contents in held.items()]
+        sources += [
+            Source(contents.shared(prompt, draft=draft), each)
+            for each, contents in held.items() if contents.salt == salt
+        ]  # fmt: skip
         best = max(sources, key=lambda each: (each.length, each.slot == slot))
-        path, kept = self.prefixes.find(prompt[:-1], draft=draft)
+        path, kept = self.prefixes.find(prompt[:-1], draft=draft, salt=salt)
         return Source(kept, slot, path) if kept > best.length else best
 
     def occupy(self, slot: int, source: Source, *, draft: bool) -> None:
@@ -103,7 +112,7 @@ class Slots:
             both = contents.longest(request.committed, draft=True)
         length = both or contents.longest(request.committed, draft=False)
         assert self.prefixes is not None
-        self.prefixes.keep(request.slot, contents.tokens[:length], draft=both > 0)
+        self.prefixes.keep(request.slot, contents.tokens[:length], draft=both > 0, salt=request.cache_salt)
 
     def move(self, request: Request, slot: int) -> None:
         """Move a request in flight to a free slot, over the rows there."""

@@ -225,7 +225,7 @@ class Worker:
     ) -> None:
         """Send the updates of one sequence."""
         options = {name: message[name] for name in ("speculate", "block_length", "tree_nodes", "timeout")}
-        options["priority"] = message.get("priority", 0)
+        options |= {"priority": message.get("priority", 0), "cache_salt": message.get("cache_salt", "")}
 
         def send(part: Chunk | Completion) -> None:
             self._send(key, self._about_prompt(part, message["echo"]) | _update(part, arrived) | index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -37,6 +38,8 @@ class Hub(ThreadingHTTPServer):
         self.served: list[tuple[str, str, str]] = []  # repository, commit and file of each GET request
         self.ranges: list[str | None] = []  # of each request for weights
         self.tokens: set[str | None] = set()
+        self.paths: set[str] = set()
+        self.agents: set[str | None] = set()
         self.weights = WEIGHTS
         self.drop_at: int | None = None  # drop the connection once, after this many bytes of weights
         self.down = False  # serve no weights
@@ -67,6 +70,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.tokens.add(self.headers.get("Authorization"))
+        self.server.paths.add(self.path)
+        self.server.agents.add(self.headers.get("User-Agent"))
         parts = self.path.partition("?")[0].strip("/").split("/")
         if parts[0] == "api":  # /api/models/ORG/NAME/{revision,tree}/REVISION
             self.describe("/".join(parts[2:4]), parts[4] if len(parts) > 4 else "revision", parts[-1])
@@ -145,7 +150,6 @@ def resolve(
         | {
             "HF_ENDPOINT": endpoint,
             "HF_HOME": str(home),
-            "HF_HUB_DISABLE_TELEMETRY": "1",
             "PYTHONPATH": os.getcwd(),
         }
         | environment,
@@ -182,6 +186,23 @@ def test_downloads(hub: Hub, tmp_path: Path) -> None:
     again = resolve(tmp_path, url, "qwen3-4b", f"{drafter}@v1", HF_HUB_OFFLINE="1")
     assert json.loads(again.stdout) == [target_source, drafter_source], again.stderr
     assert hub.served == []
+
+
+def test_the_hub_learns_no_more_than_a_download_needs(hub: Hub, tmp_path: Path) -> None:
+    def download(home: Path, **environment: str) -> tuple[set[str], str]:
+        hub.paths.clear()
+        hub.agents.clear()
+        home.mkdir()
+        done = resolve(home, f"http://127.0.0.1:{hub.server_port}", "qwen3-4b", **environment)
+        assert done.returncode == 0, done.stderr
+        about = {path for path in hub.paths if not re.match(r"(/api/models)?/(Qwen|z-lab)/Qwen3-4B", path)}
+        return about, " ".join(sorted(filter(None, hub.agents)))
+
+    paths, agents = download(tmp_path / "default")
+    assert paths == set()
+    assert re.fullmatch(r"unknown/None; hf_hub/[\d.]+; python/[\d.]+", agents), agents
+    told = download(tmp_path / "on", HF_HUB_DISABLE_TELEMETRY="0")
+    assert told != (paths, agents)  # a value of the user's stays
 
 
 def test_a_dropped_connection_is_taken_up(hub: Hub, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt import LLM
+from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.prefixes import common as shared
 from dflash_trt.decoding.request import Request
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from tests.decoding.test_scheduler import bundle
@@ -31,8 +34,11 @@ from tests.doubles.schedules import AnyLengths, Lengths, finish, prompt
 __all__ = ["bundle"]  # the fixture
 
 
-def hits(pool: Pool, tokens: list[int], *, draft: bool = True, max_tokens: int = 20) -> Request:
+def hits(
+    pool: Pool, tokens: list[int], *, draft: bool = True, max_tokens: int = 20, salt: str = ""
+) -> Request:
     made = request(tokens, SamplingParams(max_tokens=max_tokens), draft=draft)
+    made.cache_salt = salt
     assert finish(pool, Lengths(5), made)[made] == expected(tokens, made.params, 0)
     return made
 
@@ -75,6 +81,56 @@ def test_a_live_request_is_a_source() -> None:
     rounds = [sum(r.statistics.block_length_histogram) for r in (warm, cold)]
     assert rounds[0] == rounds[1]
     assert live.output[:60] == expected(base, live.params, 0)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every prefill."""
+    rows: list[int] = []
+    prefill = Pair.prefill
+
+    def counted(self: Pair, chunk: Any, *args: Any, **options: Any) -> Any:
+        rows.append(len(chunk))
+        return prefill(self, chunk, *args, **options)
+
+    monkeypatch.setattr(Pair, "prefill", counted)
+    return rows
+
+
+@pytest.mark.parametrize("kept", [8, 200])  # 8: no pages of it, so that only slots hold it
+def test_requests_of_another_salt_read_the_whole_prompt(kept: int, read: list[int]) -> None:
+    pool, base = Pool(1, 3, kept=kept), prompt(30)
+    for salt, cached in (("a", 0), ("b", 0), ("", 0), ("a", 29), ("b", 29), ("", 29)):
+        read.clear()
+        found = hits(pool, base, salt=salt, max_tokens=2)
+        if kept == 200 or not cached:
+            assert (found.statistics.num_cached_tokens, sum(read)) == (cached, 30 - cached)
+    for _ in range(2):
+        found = hits(pool, base, salt="c", max_tokens=2)
+    assert found.statistics.num_cached_tokens == 29  # from its slot, if no page has room
+
+
+def test_a_live_request_of_another_salt_is_no_source(read: list[int]) -> None:
+    pool, base = Pool(3, 3, kept=8), prompt(30)
+    live = request(base, SamplingParams(max_tokens=60))
+    live.cache_salt = "a"
+    pool.scheduler.submit(live)
+    for _ in range(6):
+        pool.scheduler.step(Lengths(5))
+    read.clear()
+    others = [request(base + prompt(5, 1), SamplingParams(max_tokens=4)) for _ in range(2)]
+    others[0].cache_salt = "a"
+    finish(pool, Lengths(5), *others)
+    assert [each.statistics.num_cached_tokens for each in others] == [30, 0]
+    assert sum(read) == 5 + 35
+
+
+def test_the_pages_of_many_salts_come_and_go() -> None:
+    pool, base = Pool(1, 1, kept=60), prompt(30)
+    for i in range(20):
+        assert hits(pool, base, salt=f"{i}", max_tokens=1).statistics.num_cached_tokens == 0
+    assert len(pool.prefixes._trees) <= 2
+    assert hits(pool, base, salt="19", max_tokens=1).statistics.num_cached_tokens == 29
 
 
 def test_rows_without_the_drafter_s_are_of_use_only_without_drafting() -> None:
@@ -279,6 +335,7 @@ requests = st.lists(
             "seed": st.integers(0, 2),
             "max_tokens": st.integers(1, 12),
             "draft": st.sampled_from([True, True, False]),
+            "salt": st.sampled_from(["", "", "a"]),
             "steps": st.integers(0, 6),
         }
     ),
@@ -310,6 +367,7 @@ def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
             before = common[: a["prefix"]]
         params = SamplingParams(max_tokens=a["max_tokens"])
         made.append(request([*before, *prompt(a["length"], a["seed"])], params, draft=a["draft"]))
+        made[-1].cache_salt = a["salt"]
         pool.scheduler.submit(made[-1])
         for _ in range(a["steps"]):
             pool.scheduler.step(lengths)
@@ -317,6 +375,9 @@ def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
     finish(pool, lengths)
     for each in made:
         assert each.output[: each.params.max_tokens] == expected(each.prompt, each.params, 0)
+        same = [[*o.prompt, *o.output] for o in made if o is not each and o.cache_salt == each.cache_salt]
+        most = max((shared(each.prompt, tokens, len(tokens)) for tokens in same), default=0)
+        assert each.statistics.num_cached_tokens <= most
     counts = pool.prefixes.counts
     assert counts.kept_tokens >= counts.dropped_tokens + counts.tokens
 

@@ -394,7 +394,8 @@ class Pool:
     def check_prefixes(self) -> None:
         tokens, memory, prefixes = 0, 0, self.prefixes
         seen: list[Page] = []
-        for draft, tree in prefixes._trees.items():
+        for (_, draft), tree in prefixes._trees.items():
+            assert tree
             todo = [((), page) for page in tree.values()]
             while todo:
                 before, page = todo.pop()

@@ -21,6 +21,7 @@ from dflash_trt.serving.openai.completions import Completions
 from dflash_trt.serving.openai.engine import Engine, EngineDownError
 from dflash_trt.serving.openai.errors import ApiError, from_validation, refused
 from dflash_trt.serving.openai.gate import FACTS
+from dflash_trt.serving.openai.generation import cache_salt
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import (
     ChatRequest,
@@ -36,11 +37,17 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def make_app(
-    model: Model, engine: Engine, metrics: Callable[[], Awaitable[str]], most_seconds: float | None
+    model: Model,
+    engine: Engine,
+    metrics: Callable[[], Awaitable[str]],
+    most_seconds: float | None,
+    *,
+    prompt_details: bool,
 ) -> ASGIApp:
     """The API of one model.
 
     metrics: the text of /metrics. most_seconds: the longest deadline of a request; None leaves it to the requests.
+    prompt_details: whether the usage of a request has the number of its cached tokens.
     """
 
     @asynccontextmanager
@@ -73,6 +80,9 @@ def make_app(
         return add
 
     async def answer(request: Request, answering: Answering) -> ASGIApp:
+        answering.usage.details = prompt_details
+        for message in answering.prepared.messages:
+            message["cache_salt"] = cache_salt(request.state.key_digest, answering.body.cache_salt)
         FACTS.get()["id"], FACTS.get()["model"] = answering.id, model.name
         FACTS.get()["prompt_tokens"] = sum(map(len, answering.prepared.prompts))
         if not answering.body.stream:

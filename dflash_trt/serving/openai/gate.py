@@ -7,6 +7,7 @@ it listens for the client: one that leaves cancels its request at once, whether 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 import logging
@@ -37,6 +38,7 @@ _WRITE_SECONDS = 60.0  # after which a client that reads nothing is given up
 class Gate:
     """keys: one of these must come as `Authorization: Bearer KEY`; none means that anyone may come.
 
+    With several keys, the request's state has the digest of its key as `key_digest`, which is empty otherwise.
     most: bytes of a body. observe: called for every request but the probes, with its status, and the one
     that tells how it ended: a stream may fail after status 200.
     """
@@ -51,9 +53,10 @@ class Gate:
             return
         await _Visit(self._app, scope, receive, send).run(self._admit, self._most, self._observe)
 
-    def _admit(self, path: str, headers: dict[bytes, bytes]) -> None:
+    def _admit(self, path: str, headers: dict[bytes, bytes]) -> str:
+        """The digest of the request's key, if there are several. Raises ApiError."""
         if not self._keys or path in OPEN or path.startswith("/page/"):
-            return
+            return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not any(
             hmac.compare_digest(key.strip(), known) for known in self._keys
@@ -61,6 +64,7 @@ class Gate:
             raise ApiError(
                 401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
             )
+        return hashlib.sha256(key.strip()).hexdigest() if len(set(self._keys)) > 1 else ""
 
 
 class _Visit:
@@ -79,7 +83,7 @@ class _Visit:
 
     async def run(
         self,
-        admit: Callable[[str, dict[bytes, bytes]], None],
+        admit: Callable[[str, dict[bytes, bytes]], str],
         most: int,
         observe: Callable[[int, int], None],
     ) -> None:
@@ -89,7 +93,7 @@ class _Visit:
         self._scope.setdefault("state", {})["request_id"] = self.id
         try:
             try:
-                admit(path, self._headers)
+                self._scope["state"]["key_digest"] = admit(path, self._headers)
                 body = await self._body(most)
                 await self._answer(body)
             except ApiError as error:

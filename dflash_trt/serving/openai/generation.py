@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -72,6 +73,14 @@ def prepare(
                 }
             )
     return Prepared(messages, prompts, n)
+
+
+def cache_salt(key_digest: str, given: str | None) -> str:
+    """A request's salt for the engine, of its API key's digest and its own `cache_salt`: 64 digits, or none."""
+    if not key_digest and given is None:
+        return ""
+    text = f"{key_digest} {given or ''}"
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _biases(given: dict[str, float] | None) -> list[tuple[int, float]]:
@@ -145,7 +154,10 @@ async def _one(
 
 @dataclass
 class Usage:
-    """Tokens of a request so far. `drafted`, `accepted`: drafts that were verified, and those that were right."""
+    """Tokens of a request so far. `drafted`, `accepted`: drafts that were verified, and those that were right.
+
+    details: whether clients see `cached`, which may tell them what other clients have sent.
+    """
 
     prompt: int = 0
     completion: int = 0
@@ -153,6 +165,7 @@ class Usage:
     drafted: int = 0
     accepted: int = 0
     reasoning: int | None = None
+    details: bool = False
     _seen: set[int] = field(default_factory=set)
 
     def add(self, update: Update, *, prompt: bool) -> None:
@@ -169,11 +182,12 @@ class Usage:
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's usage. `speculation` is ours."""
         details = {} if self.reasoning is None else {"reasoning_tokens": self.reasoning}
+        of_prompt = {"prompt_tokens_details": {"cached_tokens": self.cached}} if self.details else {}
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            **of_prompt,
             "completion_tokens_details": details,
             "speculation": {"draft_tokens": self.drafted, "accepted_tokens": self.accepted},
         }

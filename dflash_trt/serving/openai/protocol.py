@@ -85,6 +85,8 @@ class Sampling(Body):
     tree_nodes: int | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     priority: int | None = None
+    # vLLM's: cache rows are reused only between requests with the same one.
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
     return_token_ids: bool | None = None
     # Ours: in a chat's stream, the text of each round, its accepted drafts apart.
     return_rounds: bool | None = None

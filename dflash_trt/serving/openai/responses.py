@@ -92,12 +92,13 @@ class ResponsesRequest(Body):
     tree_nodes: int | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     priority: int | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
     def chat(self) -> Json:
         """The same request as a chat."""
         same = (
             "model temperature top_p stream parallel_tool_calls seed "
-            "speculate block_length tree_nodes timeout priority"
+            "speculate block_length tree_nodes timeout priority cache_salt"
         )
         made: Json = {name: getattr(self, name) for name in same.split()}
         made["messages"] = [*self._instructions(), *self._messages()]
@@ -326,7 +327,10 @@ class Responses:
         usage, body = self.chat.usage, self.body
         counts = {
             "input_tokens": usage.prompt,
-            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": usage.cached if usage.details else 0,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": usage.completion,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt + usage.completion,

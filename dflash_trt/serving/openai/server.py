@@ -45,7 +45,8 @@ class ServerSettings:
 
     name: the model's name for clients; None takes the directory's. keys: API keys; none lets everyone in.
     max_body: bytes of a request. max_seconds: the longest deadline. grace: seconds for requests to finish after a
-    signal to stop. traces: URL of an OpenTelemetry collector.
+    signal to stop. traces: URL of an OpenTelemetry collector. prompt_details: show the number of cached tokens also to
+    clients that share a key, or need none.
     engine: `AsyncLLM`'s arguments as texts. limit: requests in flight at most.
     """
 
@@ -62,6 +63,7 @@ class ServerSettings:
     grace: float = 30.0
     json_logs: bool = False
     traces: str | None = None
+    prompt_details: bool = False
     engine: dict[str, str] = field(default_factory=dict)
     limit: int = 264
 
@@ -108,7 +110,10 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
         key=model.bundle.manifest["key"], limit=settings.limit, say=say,
     )  # fmt: skip
     metrics = ServerMetrics(engine)
-    app = make_app(model, engine, metrics.text, settings.max_seconds)
+    app = make_app(
+        model, engine, metrics.text, settings.max_seconds,
+        prompt_details=settings.prompt_details or len(set(settings.keys)) > 1,
+    )  # fmt: skip
     most = settings.max_body or max_request_bytes(model.max_seq_len)
     gate: Any = Gate(app, keys=settings.keys, most=most, observe=metrics.observe)
     if settings.origins:  # around the gate: browsers ask for permission without the key
