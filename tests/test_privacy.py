@@ -161,7 +161,7 @@ def test_the_images_and_security_md_name_the_variables_that_the_package_sets() -
         [sys.executable, "-c", show], env=path, capture_output=True, text=True, check=True
     ).stdout.split()
     assert "ORT_DISABLE_TELEMETRY" in names
-    for file in ("Dockerfile", "Dockerfile.openai"):
+    for file in ("Dockerfile",):
         (line,) = re.findall("^ENV (ORT_.*)$", (ROOT / file).read_text(), re.M)
         assert set(line.split()) == {f"{name}=1" for name in names}
     assert [name for name in names if f"| `{name}` |" not in (ROOT / "SECURITY.md").read_text()] == []
