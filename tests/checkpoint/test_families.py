@@ -259,9 +259,22 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("llama-3.1-8b", {"pretraining_tp": 2}, "pretraining_tp is 2, which"),
     (
         "llama-3.1-8b",
-        {"quantization_config": {"quant_method": "fp8"}},
-        'quantization_config.quant_method is "fp8": ',
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+        'quantization_config.quant_method is "fp8": FP8 without weight_block_size, that is with one scale per tensor,',
     ),
+    *(
+        (name, {f"{text}is_causal": False}, f"{text}is_causal is false, which")
+        for name, text in (
+            ("llama-3.1-8b", ""),
+            ("qwen3-4b", ""),
+            ("qwen3-coder-30b-a3b", ""),
+            ("gpt-oss-20b", ""),
+            ("qwen3-coder-next", ""),
+            ("qwen3.5-4b", "text_config."),
+            ("qwen3.5-35b-a3b", "text_config."),
+        )
+    ),
+    ("qwen3.5-35b-a3b", {"text_config.norm_topk_prob": False}, "text_config.norm_topk_prob is false, which"),
     ("llama-3.1-8b", {"mlp_bias": "no"}, 'mlp_bias is "no", expected true or false'),
     ("llama-3.1-8b", {"hidden_size": 4064}, "head_dim is 127, but RoPE needs an even one"),
     (

@@ -155,12 +155,14 @@ def test_tensors_are_those_that_transformers_reads(
     file = write_gguf(tmp_path / "model.gguf", vocabulary, family=family, kind=kind, pre=pre)
     directory = reading.cached_checkpoint(file, tmp_path / "cache")
     checkpoint = Checkpoint(directory)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
     expected = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
     assert set(checkpoint.tensors) == set(expected)
     for name, value in expected.items():
+        stored = "F32" if "norm" in name else kind if kind in ("F32", "F16") else "BF16"
+        assert checkpoint[name].dtype == stored, name
         found = torch.from_numpy(checkpoint.array(name).astype(np.float32))
-        assert torch.equal(found, value.float()), name
+        assert torch.equal(found, value.bfloat16().float() if stored == "BF16" else value), name
     ours, theirs = read_target_config(directory), model.config
     assert ours.head_dim == theirs.head_dim == HEADS[family][2]
     assert (ours.rope.theta, ours.rms_norm_eps) == (100000.0, 1e-5)
