@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -26,13 +25,17 @@ from dflash_trt.checkpoint.tensors import DTYPES
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
 from dflash_trt.extras import install
-from dflash_trt.files.disk import cache_folder
+from dflash_trt.files.disk import cache_folder, temporary_folder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
-_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # types that are kept; PyTorch's names of them
+_NAMES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+}  # types that are kept; PyTorch's names of them
 # general.architecture -> (Transformers' architecture, RMSNorm of q and k, rows of q and k permuted)
 _FAMILIES = {"llama": ("LlamaForCausalLM", False, True), "qwen3": ("Qwen3ForCausalLM", True, False)}
 _CONVERTER = 2  # increment when the conversion of the same file changes
@@ -124,8 +127,7 @@ def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
     if _whole(place, sha256):
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
-    try:
+    with temporary_folder(prefix=f".{place.name}.", dir=place.parent) as work:
         convert(file, work)
         digests = {path.name: _digest(path) for path in sorted(work.iterdir())}
         record = {"source": file.name, "sha256": sha256, "files": digests}
@@ -133,8 +135,6 @@ def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
         if not _whole(place, sha256):  # another process may have been faster
             shutil.rmtree(place, ignore_errors=True)
             work.rename(place)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return place
 
 
@@ -294,7 +294,7 @@ def _dtype(tensor: ReaderTensor) -> str:
 
 
 def _pieces(name: str, tensor: ReaderTensor, head_dim: int | None) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The tensor's rows in `_dtype`, in pieces. `head_dim` is given if the rows of each head are in llama.cpp's order."""
+    """The tensor's rows in `_dtype`, in pieces. `head_dim`: if the rows of each head are in llama.cpp's order."""
     from gguf import dequantize
 
     data = tensor.data if tensor.data.ndim > 1 else tensor.data[None]

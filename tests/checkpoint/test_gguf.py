@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,19 @@ def test_a_conversion_is_made_once_and_again_when_it_was_altered(
     assert resolve(str(file), "target").directory == directory
     assert weights.read_bytes() == content
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+
+
+def test_a_full_disk_is_told_of_the_cache_not_of_its_work(
+    tmp_path: Path, vocabulary: tuple[list[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, _: object) -> None:
+        raise OSError(errno.ENOSPC, "no room", str(path))
+
+    monkeypatch.setattr(reading, "write_shard", full)
+    file = write_gguf(tmp_path / "model.gguf", vocabulary)
+    with pytest.raises(OSError, match="no room") as error:
+        reading.cached_checkpoint(file, tmp_path / "cache")
+    assert error.value.filename == str(tmp_path / "cache" / "gguf")
 
 
 def test_a_packaged_target_is_held_against_its_digest(
