@@ -108,7 +108,8 @@ def test_reads_mxfp4(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "notes", [None, {}, {"format": "pt"}, {"a": None}, {"a": 1}, {"a": {"b": "c"}}, {"a": ["b"]}, [], "pt", 5, True]
+    "notes",
+    [None, {}, {"format": "pt"}, {"a": None}, {"a": 1}, {"a": {"b": "c"}}, {"a": ["b"]}, [], "pt", 5, True],
 )
 def test_metadata_is_accepted_as_by_the_library(tmp_path: Path, notes: object) -> None:
     path = write(tmp_path / "model.safetensors", {"__metadata__": notes, "w": ENTRY})

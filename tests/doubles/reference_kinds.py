@@ -37,7 +37,9 @@ class Reference:
         self.eps: float = self.config["rms_norm_eps"]
         config = self.config
         self.size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        self.theta: float = (config.get("rope_parameters") or config).get("rope_theta", 10_000.0)  # as LlamaConfig
+        self.theta: float = (config.get("rope_parameters") or config).get(
+            "rope_theta", 10_000.0
+        )  # as LlamaConfig
         self.ids = torch.arange(self.config.get("draft_vocab_size") or self.config["vocab_size"])
         if "d2t" in self.w:
             self.ids = self.ids + self.w["d2t"]

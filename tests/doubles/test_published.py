@@ -35,10 +35,15 @@ _DFLASH2 = f"{_DFLASH} rope_parameters"
         (make_eagle3, _EAGLE3),
         (make_drafter, _DFLASH_OLD),
         (lambda out, target: make_gpt_oss_drafter(out, target, **GPT_OSS_DRAFTER), _DFLASH_GPT_OSS),
-        (lambda out, target: make_drafter(out, target, old_config=False, block_size_in="dflash_config"), _DFLASH2),
+        (
+            lambda out, target: make_drafter(out, target, old_config=False, block_size_in="dflash_config"),
+            _DFLASH2,
+        ),
         (make_dflash2, _DFLASH2),
     ],
 )
-def test_no_field_more_than_published(make: Callable[[Path, Path], Path], published: str, tmp_path: Path) -> None:
+def test_no_field_more_than_published(
+    make: Callable[[Path, Path], Path], published: str, tmp_path: Path
+) -> None:
     written = target_config(make(tmp_path / "drafter", make_target(tmp_path / "target")))
     assert set(written) <= set(published.split())
