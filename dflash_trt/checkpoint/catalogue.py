@@ -106,9 +106,8 @@ PAIRS = (
         "llama",
         10,
         "chat; the target's repository is gated",
-        source="tests of vllm-project/tpu-inference: taps; the paper: layers, block; the file's size",
+        source="notes on revision d3af30d: layers, widths, block, mask, taps; tests of vllm-project/tpu-inference: taps",
         unverified=(
-            "drafter.dflash_config.mask_token_id",
             "drafter.max_position_embeddings",
             "drafter.rms_norm_eps",
             "drafter.rope_theta",

@@ -239,9 +239,11 @@ def read_header(file: Path) -> list[TensorInfo]:
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
     notes = header.pop("__metadata__", None)
-    if notes is not None and not isinstance(notes, dict):
+    if notes is None:
+        notes = {}
+    if not isinstance(notes, dict):
         raise CheckpointError(f"{file}: __metadata__ is {show(notes)}, expected an object of strings")
-    for name in notes or {}:
+    for name in notes:
         Fields(file, notes, "__metadata__.").string(name)
     tensors = [_read_entry(file, name, entry, 8 + length) for name, entry in header.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
