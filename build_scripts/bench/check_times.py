@@ -2,14 +2,13 @@
 
     python -m build_scripts.bench.check_times [--svg docs/planning_15x.svg]
 
-`published_checks.json` has the figures: speedups of drafting at a number of requests, and times of single passes. A
-pass is compared without the host's share.
+`dflash_trt/planning/published.json` has the figures: speedups of drafting at a number of requests, and times of single
+passes. A pass is compared without the host's share.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -23,14 +22,13 @@ from dflash_trt.files.disk import whole_file
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.planning import times
-from dflash_trt.planning.acceptance import published
+from dflash_trt.planning.acceptance import figures, published
 from dflash_trt.planning.curve import CHAIN, PLAIN, Curves, Point, compute_curves
 from dflash_trt.planning.gpus import find_gpu
 from dflash_trt.planning.layouts import model_layouts
 from dflash_trt.planning.memory import Settings
 from dflash_trt.planning.work import work_of
 
-_CHECKS = Path(__file__).with_name("published_checks.json")
 # The slice that the statement is about, as shares of plain decoding's top speed.
 SLICE = (0.80, 0.85)
 
@@ -41,17 +39,32 @@ def inventory(pair: str) -> Inventory:
     return take_inventory(read_target_config(target), read_drafter_config(drafter))
 
 
+def speedups() -> list[dict[str, Any]]:
+    """The tables that have speedups, one for each pair. A row without acceptance has that of another table."""
+    lengths: dict[tuple[Any, ...], float] = {}
+    found: list[dict[str, Any]] = []
+    for table in figures()["tables"]:
+        rows = [row for row in table["rows"] if "method" not in row]
+        for row in rows:
+            row.setdefault("acceptance", lengths.get(key := (row["pair"], row["task"], row["block"])))
+            lengths[key] = row["acceptance"]
+        for pair in dict.fromkeys(row["pair"] for row in rows):
+            own = [row for row in rows if row["pair"] == pair and "speedup" in row]
+            if own:
+                found.append({**table, "pair": pair, "rows": own})
+    return found
+
+
 def speedup_errors(table: dict[str, Any]) -> list[float]:
     """Relative errors of the model's speedups."""
     gpu, constants = find_gpu(table["gpu"]), times.built_in()
     target, drafter = (work_of(inventory(table["pair"]), side, gpu) for side in ("target", "drafter"))
     errors = []
     for row in table["rows"]:
-        width = row.get("block", table["block"])
-        for requests, value in zip(table["requests"], row["published"], strict=True):
+        for requests, value in zip(table["requests"], row["speedup"], strict=True):
             at = {"requests": requests, "context": table["context"]}
             plain = times.plain_seconds(target, gpu, constants, **at)
-            drafted = times.round_seconds(target, drafter, gpu, constants, width=width, **at)
+            drafted = times.round_seconds(target, drafter, gpu, constants, width=row["block"], **at)
             errors.append(row["acceptance"] * plain / drafted / value - 1)
     return errors
 
@@ -117,9 +130,8 @@ def main() -> None:
     )
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
-    checks = json.loads(_CHECKS.read_text())
-    for kind, errors_of in (("speedups", speedup_errors), ("steps", pass_errors)):
-        for table in checks[kind]:
+    for tables, errors_of in ((speedups(), speedup_errors), (figures()["steps"], pass_errors)):
+        for table in tables:
             errors = np.array(errors_of(table))
             print(f"{table['pair']}, {table['source']}\n  {describe(errors)}")
             print("  " + " ".join(f"{error:+.0%}" for error in errors))

@@ -20,10 +20,10 @@ from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import take_inventory
 from dflash_trt.planning import times
+from dflash_trt.planning.acceptance import figures
 from dflash_trt.planning.gpus import Gpu, find_gpu
 from dflash_trt.planning.work import Work, work_of
 
-PUBLISHED = Path(__file__).with_name("published_times.json")
 _NAMES = [field.name for field in fields(times.Constants)]
 _START = [40e-6, 0.8, 0.5, 1e-3, 20e-6, 0.8, 32.0]
 _BOUNDS = ([0, 0.3, 0.1, 0, 0, 0.3, 0], [120e-6, 1, 1, 6e-3, 400e-6, 1, 256])
@@ -42,12 +42,14 @@ class Point:
 
 
 class Table:
-    """All points of the file, with the work of their pairs."""
+    """All points of the published table of throughputs, with the work of their pairs."""
 
-    def __init__(self, file: Path = PUBLISHED) -> None:
-        data = json.loads(file.read_text())
+    def __init__(self) -> None:
+        (data,) = (table for table in figures()["tables"] if "plain" in table["rows"][0])
+        self.source: str = data["source"]
         self.gpu: Gpu = find_gpu(data["gpu"])
-        self.context, self.block = data["context"], data["block"]
+        self.context = data["context"]
+        (self.block,) = {row["block"] for row in data["rows"]}
         self.points = [
             Point(row["pair"], row["task"], requests, value, acceptance)
             for row in data["rows"]
@@ -133,7 +135,7 @@ def main() -> None:
         rounded = {name: float(f"{value:.4g}") for name, value in asdict(whole).items()}
         errors = np.abs(table.errors(times.Constants(**rounded)))
         document = {
-            "source": json.loads(PUBLISHED.read_text())["source"],
+            "source": table.source,
             "median_error": round(float(np.median(errors)), 3),
             "constants": rounded,
         }

@@ -29,6 +29,11 @@ def find_sources(target: str, drafter: str | None, weights: Weights) -> tuple[So
     return resolve_pair(target, drafter)
 
 
+def built_in(target: str, drafter: str | None) -> KnownPair | None:
+    """The pair whose built-in configurations find_sources gives without weights, if it gives any."""
+    return known_pair(target) if drafter is None and not Path(target).is_dir() else None
+
+
 def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Source]:
     """Both checkpoints of a pair. Without a drafter, `target` must be a known pair, given by name or repository."""
     if drafter is None:

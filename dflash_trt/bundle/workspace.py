@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, read_manifest, unlisted
 from dflash_trt.errors import BuildError, BundleError
-from dflash_trt.files.disk import locked, sync_tree
+from dflash_trt.files.disk import locked, name_instead, sync_tree
 from dflash_trt.files.folder import Folder
 from dflash_trt.logs import warn_once
 
@@ -167,14 +167,22 @@ def workspace(out: Path, kind: Kind) -> Iterator[Workspace]:
                 for folder in (place.path, place.scratch):
                     folder.mkdir(exist_ok=True)
                 yield place
-            except (OSError, MemoryError) as error:
+            except BaseException as error:
                 # There is no room for the work. An old bundle that is being replaced stays for the next run.
-                full = isinstance(error, MemoryError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
-                place.done = full and _REPLACED not in area.names()
+                full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+                if full or isinstance(error, MemoryError):
+                    place.done = _REPLACED not in area.names()
+                if _is_over(place):
+                    name_instead(error, place.area, out)
                 raise
             finally:
-                if place.done or not any(any(folder.iterdir()) for folder in (place.path, place.scratch)):
+                if _is_over(place):
                     _remove(out, name, parent)
+
+
+def _is_over(place: Workspace) -> bool:
+    """Whether the work directory is removed: it is done, or holds nothing to resume from."""
+    return place.done or not any(any(folder.iterdir()) for folder in (place.path, place.scratch))
 
 
 @contextmanager

@@ -16,8 +16,10 @@ class KnownPair:
     """A target and a drafter for it. A model without a repository comes with the package.
 
     `thinking`: the mode of the target whose answers the drafter was trained on, and `warning` what another mode
-    costs; both may be empty. `unverified`: fields of the drafter's config.json as known_configs gives it that follow
-    from the target, not from the published file. `family` is the target's model_type.
+    costs; both may be empty. `family` is the target's model_type.
+    `source`: where public code or pages quote the drafter's config.json, with the fields they quote if not all. The
+    built-in configurations were compared with them on 2026-11-23. `unverified`: fields that no source quotes, as
+    "drafter.FIELD" or "target.FIELD": they follow from sizes of files, the paper, or drafters of the same series.
     """
 
     name: str
@@ -28,24 +30,24 @@ class KnownPair:
     note: str
     thinking: str = ""
     warning: str = ""
+    source: str = ""
     unverified: tuple[str, ...] = ()
+
+    @property
+    def doubt(self) -> str | None:
+        """What to tell who relies on the built-in configuration; None if all of it is quoted."""
+        if not self.unverified:
+            return None
+        return (
+            f"the built-in configuration of {self.name} has values that no published file was seen to confirm: "
+            f"{', '.join(self.unverified)}"
+        )
 
 
 _THINKING = (
     "the drafter was trained on answers without thinking: switch it off with "
     'chat_template_kwargs={"enable_thinking": False}, or far fewer drafts are accepted'
 )
-# The configurations of hybrid pairs follow from descriptions of the models, those of the targets too. No published file
-# was read. A checkpoint brings its own.
-_HYBRID = (
-    "dflash_config.mask_token_id",
-    "dflash_config.target_layer_ids",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "sliding_window",
-)
-_DERIVED = ("dflash_config.mask_token_id", "max_position_embeddings", "rms_norm_eps", "rope_theta")
 
 
 PAIRS = (
@@ -75,6 +77,7 @@ PAIRS = (
         "for non-thinking mode",
         thinking="off",
         warning=_THINKING,
+        source="ETH-DISCO/TreeFlash: the whole file",
     ),
     KnownPair(
         "qwen3-8b",
@@ -85,6 +88,7 @@ PAIRS = (
         "for non-thinking mode",
         thinking="off",
         warning=_THINKING,
+        source="ETH-DISCO/TreeFlash: the whole file",
     ),
     KnownPair(
         "qwen3-coder-30b-a3b",
@@ -93,7 +97,7 @@ PAIRS = (
         "qwen3_moe",
         16,
         "code; the target does not think",
-        unverified=_DERIVED,
+        source="ZinYY/AdaFlash, configs: the whole file, with fields of its own",
     ),
     KnownPair(
         "llama-3.1-8b",
@@ -102,7 +106,12 @@ PAIRS = (
         "llama",
         10,
         "chat; the target's repository is gated",
-        unverified=_DERIVED,
+        source="notes on revision d3af30d: layers, widths, block, mask, taps; tests of vllm-project/tpu-inference: taps",
+        unverified=(
+            "drafter.max_position_embeddings",
+            "drafter.rms_norm_eps",
+            "drafter.rope_theta",
+        ),
     ),
     KnownPair(
         "gpt-oss-20b",
@@ -112,7 +121,8 @@ PAIRS = (
         8,
         "reasoning",
         thinking="on",
-        unverified=("rope_scaling",),
+        source="tests of Osaurus AI's Swift port, as of 2026-04-20, and of vllm-neuron",
+        unverified=("drafter.rope_scaling",),
     ),
     KnownPair(
         "gpt-oss-120b",
@@ -122,7 +132,8 @@ PAIRS = (
         10,
         "reasoning; published figures: medium effort",
         thinking="on",
-        unverified=("rope_scaling",),
+        source="tests of MoE-Infinity, and of converters for llama.cpp; the file's size",
+        unverified=("drafter.rope_scaling",),
     ),
     KnownPair(
         "qwen3-coder-next",
@@ -130,8 +141,15 @@ PAIRS = (
         "z-lab/Qwen3-Coder-Next-DFlash",
         "qwen3_next",
         16,
-        "code; a hybrid with experts, from descriptions",
-        unverified=_HYBRID,
+        "code; a hybrid with experts",
+        source="Anbeeld/beellama.cpp#79: layers, width; the file's size",
+        unverified=(
+            "drafter.dflash_config.mask_token_id",
+            "drafter.dflash_config.target_layer_ids",
+            "drafter.max_position_embeddings",
+            "drafter.rms_norm_eps",
+            "drafter.rope_theta",
+        ),
     ),
     KnownPair(
         "qwen3.5-4b",
@@ -139,8 +157,9 @@ PAIRS = (
         "z-lab/Qwen3.5-4B-DFlash",
         "qwen3_5_text",
         16,
-        "a hybrid, from descriptions",
-        unverified=_HYBRID,
+        "a hybrid; the drafter slides",
+        source="tests of several ports: the whole file of 2026-06",
+        unverified=("target.rope_parameters",),
     ),
     KnownPair(
         "qwen3.5-9b",
@@ -148,8 +167,17 @@ PAIRS = (
         "z-lab/Qwen3.5-9B-DFlash",
         "qwen3_5_text",
         16,
-        "a hybrid, from descriptions",
-        unverified=_HYBRID,
+        "a hybrid; the drafter slides",
+        source="tests of a port: layers, widths, heads; the file's size",
+        unverified=(
+            "drafter.dflash_config.mask_token_id",
+            "drafter.dflash_config.target_layer_ids",
+            "drafter.layer_types",
+            "drafter.rms_norm_eps",
+            "drafter.rope_parameters",
+            "drafter.sliding_window",
+            "target.rope_parameters",
+        ),
     ),
     KnownPair(
         "qwen3.5-27b",
@@ -157,8 +185,9 @@ PAIRS = (
         "z-lab/Qwen3.5-27B-DFlash",
         "qwen3_5_text",
         16,
-        "a hybrid, from descriptions",
-        unverified=_HYBRID,
+        "a hybrid; the drafter slides",
+        source="tests of several ports: the file of 2026-06",
+        unverified=("drafter.max_position_embeddings",),
     ),
     KnownPair(
         "qwen3.5-35b-a3b",
@@ -166,8 +195,9 @@ PAIRS = (
         "z-lab/Qwen3.5-35B-A3B-DFlash",
         "qwen3_5_moe_text",
         16,
-        "a hybrid with experts, from descriptions",
-        unverified=_HYBRID,
+        "a hybrid with experts; the drafter slides",
+        source="bstnxbt/dflash-mlx#46: the file of 2026-06",
+        unverified=("drafter.max_position_embeddings",),
     ),
     KnownPair(
         "qwen3.5-122b-a10b",
@@ -175,8 +205,8 @@ PAIRS = (
         "z-lab/Qwen3.5-122B-A10B-DFlash",
         "qwen3_5_moe_text",
         16,
-        "a hybrid with experts, from descriptions; the drafter slides",
-        unverified=_HYBRID,
+        "a hybrid with experts; the drafter slides",
+        source="z-lab/dflash#152, and tests of two ports: the file of 2026-06-19",
     ),
     KnownPair(
         "qwen3.5-397b-a17b",
@@ -184,8 +214,16 @@ PAIRS = (
         "z-lab/Qwen3.5-397B-A17B-DFlash",
         "qwen3_5_moe_text",
         16,
-        "a hybrid with experts, from descriptions; the drafter slides",
-        unverified=_HYBRID,
+        "a hybrid with experts; the drafter slides",
+        source="tests of a port: layers, width, heads, block, mask, taps",
+        unverified=(
+            "drafter.intermediate_size",
+            "drafter.layer_types",
+            "drafter.max_position_embeddings",
+            "drafter.rms_norm_eps",
+            "drafter.rope_parameters",
+            "drafter.sliding_window",
+        ),
     ),
     KnownPair(
         "qwen3.6-27b",
@@ -193,8 +231,12 @@ PAIRS = (
         "z-lab/Qwen3.6-27B-DFlash",
         "qwen3_5_text",
         16,
-        "a hybrid, from descriptions; the drafter slides",
-        unverified=_HYBRID,
+        "a hybrid; the drafter slides",
+        source="sgl-project/SpecForge, and Luce-Org/lucebox-hub#94",
+        unverified=(
+            "drafter.max_position_embeddings",
+            "drafter.rms_norm_eps",
+        ),
     ),
     KnownPair(
         "qwen3.6-35b-a3b",
@@ -202,8 +244,8 @@ PAIRS = (
         "z-lab/Qwen3.6-35B-A3B-DFlash",
         "qwen3_5_moe_text",
         16,
-        "a hybrid with experts, from descriptions",
-        unverified=_HYBRID,
+        "a hybrid with experts; the drafter slides",
+        source="tests of jundot/omlx for its #2317; penta2himajin/qwisp#109: taps",
     ),
     KnownPair(
         "qwen3.8-27b",
@@ -211,8 +253,8 @@ PAIRS = (
         "z-lab/Qwen3.8-27B-DFlash2",
         "qwen3_5_text",
         8,
-        "a hybrid, from descriptions; a DFlash2 drafter that slides",
-        unverified=_HYBRID,
+        "a hybrid; a DFlash2 drafter that slides",
+        source="the whole file of revision 50307d4, in tests of several ports; sgl-project/sglang#37475: taps",
     ),
 )
 NAMES = ", ".join(pair.name for pair in PAIRS)

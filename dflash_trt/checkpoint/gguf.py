@@ -1,8 +1,8 @@
-"""Use GGUF files as checkpoints: the `gguf` library reads them, and a cache keeps them as BF16 safetensors.
+"""Use GGUF files as checkpoints: the `gguf` library reads them, and a cache keeps them as safetensors.
 
-Conversion dequantizes one piece of a tensor at a time. It undoes two changes that llama.cpp makes: the rows of
-Llama's query and key projections are ordered for interleaved RoPE, and the frequencies of Llama 3's RoPE are a
-tensor.
+Tensors in F32, F16 and BF16 keep their type. Quantized ones become BF16, dequantized one piece of a tensor at a time.
+The conversion undoes two changes that llama.cpp makes: the rows of Llama's query and key projections are ordered for
+interleaved RoPE, and the frequencies of Llama 3's RoPE are a tensor.
 Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -12,29 +12,33 @@ import hashlib
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
+from dflash_trt.checkpoint.tensors import DTYPES
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
 from dflash_trt.extras import install
-from dflash_trt.files.disk import cache_folder
+from dflash_trt.files.disk import cache_folder, temporary_folder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+_NAMES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+}  # types that are kept; PyTorch's names of them
 # general.architecture -> (Transformers' architecture, RMSNorm of q and k, rows of q and k permuted)
 _FAMILIES = {"llama": ("LlamaForCausalLM", False, True), "qwen3": ("Qwen3ForCausalLM", True, False)}
-_CONVERTER = 1  # increment when the conversion of the same file changes
+_CONVERTER = 2  # increment when the conversion of the same file changes
 _RECORD = "converted.json"
 _PIECE = 1 << 22  # elements dequantized at once
 # Targets from Python packages: distribution, file in the distribution, SHA-256 of the file.
@@ -108,7 +112,7 @@ def packaged_target(name: str) -> Path:
 
 
 def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
-    """The directory of a GGUF file's conversion: config.json, BF16 safetensors, tokenizer. Converts on first use.
+    """The directory of a GGUF file's conversion: config.json, safetensors, tokenizer. Converts on first use.
 
     `cache` is the folder of all conversions: by default DFLASH_TRT_CACHE, else ~/.cache/dflash-trt. The file's
     SHA-256 identifies a conversion. A conversion is reused if all its files have their recorded digests.
@@ -123,8 +127,7 @@ def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
     if _whole(place, sha256):
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
-    try:
+    with temporary_folder(prefix=f".{place.name}.", dir=place.parent) as work:
         convert(file, work)
         digests = {path.name: _digest(path) for path in sorted(work.iterdir())}
         record = {"source": file.name, "sha256": sha256, "files": digests}
@@ -132,8 +135,6 @@ def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
         if not _whole(place, sha256):  # another process may have been faster
             shutil.rmtree(place, ignore_errors=True)
             work.rename(place)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return place
 
 
@@ -156,7 +157,7 @@ def convert(file: Path, directory: Path) -> None:
         target = _published_name(file, name)
         shape = tuple(int(size) for size in reversed(tensor.shape))
         head_dim = config["head_dim"] if permuted else None
-        entries.append(Entry(target, "BF16", shape, _pieces(target, tensor, head_dim)))
+        entries.append(Entry(target, _dtype(tensor), shape, _pieces(target, tensor, head_dim)))
     write_shard(directory / "model.safetensors", entries)
     generation = {"eos_token_id": config["eos_token_id"], "bos_token_id": config["bos_token_id"]}
     for name, value in (("config.json", config), ("generation_config.json", generation)):
@@ -240,7 +241,7 @@ def _config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Reade
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
-        "dtype": "bfloat16",
+        "dtype": _NAMES[_dtype(tensors["token_embd.weight"])],
     }
 
 
@@ -286,8 +287,14 @@ def _published_name(file: Path, name: str) -> str:
     return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
 
 
+def _dtype(tensor: ReaderTensor) -> str:
+    """The safetensors dtype of a tensor: its own, or BF16 if it is quantized."""
+    kind: str = tensor.tensor_type.name
+    return kind if kind in _NAMES else "BF16"
+
+
 def _pieces(name: str, tensor: ReaderTensor, head_dim: int | None) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The tensor's rows in BF16, in pieces. `head_dim` is given if the rows of each head are in llama.cpp's order."""
+    """The tensor's rows in `_dtype`, in pieces. `head_dim`: if the rows of each head are in llama.cpp's order."""
     from gguf import dequantize
 
     data = tensor.data if tensor.data.ndim > 1 else tensor.data[None]
@@ -297,7 +304,7 @@ def _pieces(name: str, tensor: ReaderTensor, head_dim: int | None) -> Iterator[t
         rows = dequantize(data[first : first + step], tensor.tensor_type)
         if head_dim is not None:
             rows = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
-        yield name, rows.astype(ml_dtypes.bfloat16)
+        yield name, rows.astype(DTYPES[_dtype(tensor)])
 
 
 def _digest(file: Path) -> str:

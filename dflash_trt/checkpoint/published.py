@@ -1,4 +1,4 @@
-"""Published drafters for targets of the families that are read.
+"""Published drafters for targets of the families that are read: those of the known pairs, and others.
 
 The lists follow public descriptions of the repositories. None of the files was loaded. The licence is that of the
 repository's page, where a description gives it.
@@ -7,6 +7,8 @@ repository's page, where a description gives it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from dflash_trt.checkpoint.catalogue import PAIRS
 
 NOT_STATED = "not stated"
 
@@ -38,24 +40,9 @@ def _deepspec(prefix: str, suffix: str, kind: str, *, read: bool = True) -> tupl
 
 PUBLISHED = (
     *(
-        PublishedDrafter(f"z-lab/{name}", "DFlash", target)
-        for name, target in (
-            ("Qwen3-4B-DFlash-b16", "Qwen/Qwen3-4B"),
-            ("Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B"),
-            ("Qwen3-Coder-30B-A3B-DFlash", "Qwen/Qwen3-Coder-30B-A3B-Instruct"),
-            ("LLaMA3.1-8B-Instruct-DFlash-UltraChat", "meta-llama/Llama-3.1-8B-Instruct"),
-            ("gpt-oss-20b-DFlash", "openai/gpt-oss-20b"),
-            ("gpt-oss-120b-DFlash", "openai/gpt-oss-120b"),
-            ("Qwen3-Coder-Next-DFlash", "Qwen/Qwen3-Coder-Next"),
-            ("Qwen3.5-4B-DFlash", "Qwen/Qwen3.5-4B"),
-            ("Qwen3.5-9B-DFlash", "Qwen/Qwen3.5-9B"),
-            ("Qwen3.5-27B-DFlash", "Qwen/Qwen3.5-27B"),
-            ("Qwen3.5-35B-A3B-DFlash", "Qwen/Qwen3.5-35B-A3B"),
-            ("Qwen3.5-122B-A10B-DFlash", "Qwen/Qwen3.5-122B-A10B"),
-            ("Qwen3.5-397B-A17B-DFlash", "Qwen/Qwen3.5-397B-A17B"),
-            ("Qwen3.6-27B-DFlash", "Qwen/Qwen3.6-27B"),
-            ("Qwen3.6-35B-A3B-DFlash", "Qwen/Qwen3.6-35B-A3B"),
-        )
+        PublishedDrafter(pair.drafter_repo, "DFlash", pair.target_repo)
+        for pair in PAIRS
+        if pair.drafter_repo and pair.target_repo and not pair.drafter_repo.endswith("DFlash2")
     ),
     *(
         PublishedDrafter(f"{publisher}/Qwen3.8-27B-DFlash2", "DFlash2", "Qwen/Qwen3.8-27B", "Apache-2.0")

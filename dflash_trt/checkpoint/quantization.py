@@ -103,8 +103,8 @@ def read_quantization(directory: Path) -> Quantization:
         raise section.error(
             "quant_method",
             f"is {show(method)}: {METHODS.get(method, 'this quantization')} is not supported, only 'modelopt' "
-            f"({', '.join(ALGORITHMS)}); make such a checkpoint from the original, unquantized model with: "
-            "dflash-trt quantize",
+            f"({', '.join(ALGORITHMS)}) and 'fp8' in blocks; make such a checkpoint from the original, unquantized "
+            "model with: dflash-trt quantize",
         )
     return _read(section, "ignore", "kv_cache_scheme")
 

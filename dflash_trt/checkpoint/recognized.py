@@ -16,7 +16,7 @@ METHODS = {
     "awq": "AWQ",
     "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed-tensors (LLM Compressor)",
-    "fp8": "block-scaled FP8",
+    "fp8": "FP8 without weight_block_size, that is with one scale per tensor,",
     "gguf": "GGUF",
     "hqq": "HQQ",
     "quark": "Quark",

@@ -49,11 +49,14 @@ class RopeConfig:
 _IMAGES = ("mrope_section", "mrope_interleaved")
 
 
-def read_rope(fields: Fields, *, partial: float = 1.0, images: bool = False) -> RopeConfig:
+def read_rope(
+    fields: Fields, *, partial: float = 1.0, images: bool = False, theta: float | None = None
+) -> RopeConfig:
     """Read `rope_parameters` (Transformers 5), or `rope_theta` and `rope_scaling` (earlier versions).
 
-    Both may be present if they agree. There is no default for theta. `partial` is the family's default of the share
-    that is rotated; with 1, no other share is read. `images`: whether there may be fields for images.
+    Both may be present if they agree. `theta` is the default of a file without `rope_theta`; None: it must be there.
+    `partial` is the family's default of the share that is rotated; with 1, no other share is read. `images`: whether
+    there may be fields for images.
 
     Raises:
         CheckpointError: an unknown type, a field that does not belong to the type, a value out of range, or two
@@ -62,7 +65,7 @@ def read_rope(fields: Fields, *, partial: float = 1.0, images: bool = False) -> 
     """
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     found = [
-        _read_scaling(section, fields, partial, _IMAGES if images else ())
+        _read_scaling(section, fields, partial, _IMAGES if images else (), theta)
         for section in (new, old)
         if section and section.values
     ]
@@ -70,7 +73,8 @@ def read_rope(fields: Fields, *, partial: float = 1.0, images: bool = False) -> 
         raise fields.error("rope_parameters", f"is {found[0]}, but rope_scaling is {found[1]}")
     if found:
         return found[0]
-    return RopeConfig("default", fields.number("rope_theta", above=1), {}, _partial(fields, None, partial))
+    found_theta = fields.number("rope_theta", above=1, default=theta)
+    return RopeConfig("default", found_theta, {}, _partial(fields, None, partial))
 
 
 def _partial(top: Fields, section: Fields | None, default: float) -> float:
@@ -86,7 +90,9 @@ def _partial(top: Fields, section: Fields | None, default: float) -> float:
     return values[0] if values else default
 
 
-def _read_scaling(section: Fields, top: Fields, partial: float, images: tuple[str, ...]) -> RopeConfig:
+def _read_scaling(
+    section: Fields, top: Fields, partial: float, images: tuple[str, ...], default: float | None
+) -> RopeConfig:
     if any(isinstance(value, dict) for value in section.values.values()):
         raise top.error(
             section.prefix.rstrip("."), f"is {show(dict(section.values))}, expected one RoPE for all layers"
@@ -108,7 +114,7 @@ def _read_scaling(section: Fields, top: Fields, partial: float, images: tuple[st
         if key not in known and value is not None:
             raise section.error(key, f"is {show(value)}, but RoPE of type {rope_type!r} has no such field")
     if section.get("rope_theta") is None:
-        theta = top.number("rope_theta", above=1)
+        theta = top.number("rope_theta", above=1, default=default)
     else:
         theta = section.number("rope_theta", above=1)
         if theta != top.number("rope_theta", above=1, default=theta):

@@ -238,7 +238,13 @@ def read_header(file: Path) -> list[TensorInfo]:
             header = parse_object(stream.read(length), f"{file}: header")
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
-    header.pop("__metadata__", None)
+    notes = header.pop("__metadata__", None)
+    if notes is None:
+        notes = {}
+    if not isinstance(notes, dict):
+        raise CheckpointError(f"{file}: __metadata__ is {show(notes)}, expected an object of strings")
+    for name in notes:
+        Fields(file, notes, "__metadata__.").string(name)
     tensors = [_read_entry(file, name, entry, 8 + length) for name, entry in header.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     end = 8 + length

@@ -114,6 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.building.build import build
+    from dflash_trt.building.sources import built_in
     from dflash_trt.checkpoint.catalogue import known_pair
     from dflash_trt.formats.precision import parse_precision
     from dflash_trt.reports.inspection import inspect
@@ -128,6 +129,9 @@ def run(args: argparse.Namespace) -> int:
     pair = known_pair(args.target)
     if pair is not None and pair.warning:
         print(f"note: {pair.warning}", file=sys.stderr)
+    planned = built_in(args.target, args.drafter) if args.weights == "none" else None
+    if planned is not None and planned.doubt is not None:
+        print(f"note: {planned.doubt}", file=sys.stderr)
     with progress_display() as progress:
         bundle = build(
             args.target,

@@ -86,8 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from contextlib import ExitStack
     from math import inf
-    from tempfile import TemporaryDirectory
 
+    from dflash_trt.files.disk import temporary_folder
     from dflash_trt.prompts import natural_prompts
     from dflash_trt.reports import charts
     from dflash_trt.reports.comparison import categories_of, chart_of, compare, rows_of
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = natural_prompts(args.prompts, args.limit)
     with ExitStack() as stack, progress_display() as progress:
         if args.work is None:
-            work = Path(stack.enter_context(TemporaryDirectory(prefix="dflash-trt-")))
+            work = stack.enter_context(temporary_folder(prefix="dflash-trt-"))
         else:
             (work := args.work).mkdir(parents=True, exist_ok=True)
         result = compare(

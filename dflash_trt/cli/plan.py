@@ -78,9 +78,13 @@ def run(args: argparse.Namespace) -> int:
     args.engine = args.engine or "tensorrt"
     if args.target is None or args.gpu is None:
         args.usage_error("--target and --gpu are required (or --gpus, which lists the GPUs)")
+    from dflash_trt.building.sources import built_in
     from dflash_trt.planning.memory import estimate_memory
 
     inventory, settings = prepare(args)
+    pair = built_in(args.target, args.drafter)
+    if pair is not None and pair.doubt is not None:
+        print(f"note: {pair.doubt}", file=sys.stderr)
     if plan_curve.asked(args):
         return plan_curve.run(args, inventory, settings)
     found = estimate_memory(inventory, settings)
@@ -90,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     formats = {name for roles in found.weights.values() for sizes in roles.values() for name in sizes}
     refused = registry.find(args.engine).refusal(settings.gpu.sm, inventory, formats)
     if args.json:
-        print_json({**found.to_dict(), "fits": found.fits, "refused": refused})
+        unverified = pair.unverified if pair is not None else ()
+        print_json({**found.to_dict(), "fits": found.fits, "refused": refused, "unverified": unverified})
     else:
         _print(found)
         if refused is not None:

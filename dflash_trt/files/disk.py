@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any, BinaryIO
 
 import filelock
 
-from dflash_trt.errors import BuildError, CheckpointError
+from dflash_trt.errors import BuildError, CheckpointError, DFlashError
 from dflash_trt.files.folder import Folder, owned
 
 try:
@@ -80,6 +82,33 @@ def write_object(path: Path, values: dict[str, Any]) -> None:
     """Write `values` as JSON. `path` is replaced once the file is complete."""
     with whole_file(path) as file:
         file.write(json.dumps(values, indent=2).encode() + b"\n")
+
+
+def name_instead(error: BaseException, gone: Path, known: Path) -> None:
+    """Let an error name `known` wherever it names a path in `gone`, a directory that is removed before it is read."""
+    if isinstance(error, OSError):
+        for attribute in ("filename", "filename2"):
+            name = getattr(error, attribute)
+            if isinstance(name, str | Path) and Path(name).is_relative_to(gone):
+                setattr(error, attribute, str(known))
+    elif isinstance(error, DFlashError):
+        inside = re.compile(re.escape(str(gone)) + r"[^\s:,;'\")]*")
+        error.args = tuple(inside.sub(str(known).replace("\\", r"\\"), str(text)) for text in error.args)
+
+
+@contextmanager
+def temporary_folder(known: Path | None = None, **place: Any) -> Iterator[Path]:
+    """A directory that is removed at the end. Errors name `known` in its place: by default the folder it is in.
+
+    place: arguments of tempfile.mkdtemp.
+    """
+    with tempfile.TemporaryDirectory(**place) as name:
+        folder = Path(name)
+        try:
+            yield folder
+        except Exception as error:
+            name_instead(error, folder, known or folder.parent)
+            raise
 
 
 def sync_tree(directory: Path) -> None:

@@ -53,6 +53,8 @@ def read_hybrid(
             "mamba_ssm_dtype": ("float32",),
             "output_gate_type": ("swish",),
             "use_sliding_window": (False,),
+            # Qwen3.5's experts are always normalized in Transformers, which does not read the field.
+            **({} if fused else {"norm_topk_prob": (True,)}),
         },
     )
     # Models with experts in every layer may leave out the size of an MLP.

@@ -177,6 +177,7 @@ def expert_counts(fields: Fields, total: Sequence[str], chosen: Sequence[str]) -
 def target(
     fields: Fields, common: dict[str, Any], windows: Sequence[int | None], moe: MoEConfig | None = None
 ) -> TargetConfig:
+    refuse(fields, {"is_causal": (True,)})
     path, vocab_size = fields.path.with_name("generation_config.json"), common["vocab_size"]
     generation = Fields(path, read_object(path)) if path.exists() else None
     return TargetConfig(

@@ -12,7 +12,9 @@ from typing import Any
 from dflash_trt.errors import RequestError
 from dflash_trt.files.reading import read_object
 
-_PUBLISHED = Path(__file__).with_name("acceptance.json")
+# Every published figure that the project uses, with its source: acceptance lengths, throughputs, speedups, pass times.
+_FIGURES = Path(__file__).with_name("published.json")
+_TASK = "HumanEval"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +63,32 @@ def _chance(block: int, length: float) -> float:
     return high
 
 
+def figures() -> dict[str, Any]:
+    """The published figures. `tables`: rows by pair and task, of drafts unless `method` says otherwise. `steps`: times
+    of single passes, in milliseconds.
+    """
+    found: dict[str, Any] = json.loads(_FIGURES.read_text())
+    return found
+
+
 def published(pair: str) -> tuple[Acceptance | None, Chain | None]:
-    """The published acceptance of a known pair's drafter, and of EAGLE-3 on its target."""
-    entry: dict[str, Any] | None = json.loads(_PUBLISHED.read_text()).get(pair)
-    if entry is None:
-        return None, None
-    other = entry.get("eagle-3")
-    chain = None if other is None else Chain(other["length"], other["steps"], other["source"])
-    lengths = {int(block): value for block, value in entry["lengths"].items()}
-    return Acceptance(lengths, entry["source"]), chain
+    """The published acceptance of a known pair's drafter, and of EAGLE-3 on its target.
+
+    Of the first table with this pair: on HumanEval, or on what it has.
+    """
+    acceptance, chain = None, None
+    for table in figures()["tables"]:
+        rows = [row for row in table["rows"] if row["pair"] == pair and "acceptance" in row]
+        drafts = [row for row in rows if "method" not in row]
+        if acceptance is None and drafts:
+            task = _TASK if any(row["task"] == _TASK for row in drafts) else drafts[0]["task"]
+            lengths = {row["block"]: row["acceptance"] for row in drafts if row["task"] == task}
+            acceptance = Acceptance(lengths, f"{table['source']}; {task}")
+        for row in rows:
+            if chain is None and row.get("method") == "eagle-3":
+                at = [table["source"], *(row[key] for key in ("task", "setting") if key in row)]
+                chain = Chain(row["acceptance"], row["steps"], "; ".join(at))
+    return acceptance, chain
 
 
 def parse(text: str) -> Acceptance:

@@ -5,7 +5,6 @@ The pair's own unquantized graphs run with one more output per layer. Needs no t
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from dflash_trt.checkpoint.compatibility import check_pair
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError
-from dflash_trt.files.disk import clone, copy
+from dflash_trt.files.disk import clone, copy, temporary_folder
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.graph.quantized_experts import Projection, Stack, onnxruntime_experts, onnxruntime_inputs
@@ -91,8 +90,7 @@ def activation_amax(
         )
         room += 2 * drafter_config.block_size
     work.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=work.resolve(), prefix=".calibrating-") as scratch:
-        folder = Path(scratch)
+    with temporary_folder(dir=work.resolve(), prefix=".calibrating-") as folder:
         for role, checkpoint in checkpoints.items():
             (folder / "weights" / role).mkdir(parents=True)
             for file in checkpoint.files:

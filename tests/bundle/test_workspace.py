@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import pytest
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, write_manifest
 from dflash_trt.bundle.workspace import remove_bundle, workspace
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
-from dflash_trt.files.disk import locked, own_file, whole_file
+from dflash_trt.files.disk import locked, own_file, temporary_folder, whole_file
 from dflash_trt.files.folder import Folder
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.serving.deploy import deploy
@@ -318,6 +319,51 @@ def test_everything_is_on_disk_before_it_has_its_name(
         assert expected <= before, out
         assert any(event.endswith("/new") for event in events[:at])
         assert str(tmp_path) in events[at:]
+
+
+@pytest.mark.parametrize("role", ["path", "scratch"])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "no room", "{}"), BuildError("{}/a.bin: is wrong ({})")]
+)
+def test_an_error_names_no_directory_that_is_gone(tmp_path: Path, role: str, error: Exception) -> None:
+    """A full disk removes the work, and so does an error before there is any."""
+
+    def fail() -> None:
+        with workspace(tmp_path / "out", "bundle") as place:
+            folder = str(getattr(place, role))
+            if isinstance(error, OSError):
+                (Path(folder) / "half").write_text("x")
+                raise OSError(error.errno, "no room", f"{folder}/half")
+            raise BuildError(str(error).replace("{}", folder))
+
+    with pytest.raises(type(error)) as found:
+        fail()
+    assert not list(tmp_path.glob(".out.work-*"))
+    expected = f"{tmp_path}/out: is wrong ({tmp_path}/out)"
+    assert str(found.value) == (
+        expected if isinstance(error, BuildError) else f"[Errno 28] no room: '{tmp_path}/out'"
+    )
+
+
+def test_an_error_names_a_directory_that_is_kept(tmp_path: Path) -> None:
+    def fail() -> None:
+        with workspace(tmp_path / "out", "bundle") as place:
+            (place.path / "plan.log").write_text("why")
+            raise BuildError(f"failed; the log is {place.path / 'plan.log'}")
+
+    with pytest.raises(BuildError, match="the log is ") as found:
+        fail()
+    assert Path(str(found.value).partition("the log is ")[2]).read_text() == "why"
+
+
+def test_an_error_names_no_temporary_folder(tmp_path: Path) -> None:
+    def fail() -> None:
+        with temporary_folder(dir=tmp_path) as folder:
+            raise BuildError(f"{folder / 'bundle'}: needs 9 bytes for copies")
+
+    with pytest.raises(BuildError, match=f"^{tmp_path}: needs 9 bytes"):
+        fail()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_not_written_to_its_end_does_not_appear(tmp_path: Path) -> None:

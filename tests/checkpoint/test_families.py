@@ -116,12 +116,50 @@ def test_known_drafters_belong_to_their_targets(name: str) -> None:
         assert layer.causal == (layer.window is not None if causal is None else causal)
     layers, count = target.num_hidden_layers, len(drafter.target_layer_ids)
     rule = tuple(round(1 + i * (layers - 4) / (count - 1)) for i in range(count))
-    if "dflash_config.target_layer_ids" in pair.unverified and drafter.num_hidden_layers == 6:
-        rule = drafter.target_layer_ids  # as its card lists them
-    assert drafter.target_layer_ids == rule  # from the second layer to the third last, evenly
+    if name != "qwen3.8-27b":  # the DFlash2 drafter has others
+        assert drafter.target_layer_ids == rule  # from the second layer to the third last, evenly
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_pair_says_what_it_rests_on(name: str) -> None:
+    pair = next(pair for pair in PAIRS if pair.name == name)
+    assert bool(pair.source) == (pair.drafter_repo is not None)
+    assert (pair.doubt is None) == (not pair.unverified)
     for field in pair.unverified:
-        place, _, key = field.rpartition(".")
-        assert key in (published(name, "drafter")[place] if place else published(name, "drafter"))
+        role, *places, key = field.split(".")
+        values = published(name, role)
+        for place in ["text_config" if role == "target" else "", *places]:
+            values = values[place] if place else values
+        assert key in values, field
+
+
+# Quoted from the published files: layers, key-value heads, size of the MLP, mask, window of sliding layers, and taps.
+QUOTED = {
+    "qwen3.5-4b": (6, 8, 9216, 248077, 4096, (1, 5, 9, 13, 17, 21, 25, 29)),
+    "qwen3.5-27b": (6, 8, 17408, 248077, 4096, (1, 10, 18, 27, 35, 44, 52, 61)),
+    "qwen3.5-35b-a3b": (6, 8, 6144, 248077, 4096, (1, 6, 11, 16, 22, 27, 32, 37)),
+    "qwen3.5-122b-a10b": (6, 8, 9216, 248077, 4096, (1, 7, 14, 20, 26, 32, 39, 45)),
+    "qwen3.6-27b": (5, 8, 17408, 248070, 2048, (1, 16, 31, 46, 61)),
+    "qwen3.6-35b-a3b": (6, 8, 6144, 248077, 4096, (1, 6, 11, 16, 22, 27, 32, 37)),
+    "qwen3.8-27b": (5, 8, 17408, 248070, 2048, (5, 19, 33, 47, 61)),
+}
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_drafters_of_hybrids_are_the_published_ones(name: str) -> None:
+    c = read_drafter_config(known_configs(name)[1])
+    windows = {layer.window for layer in c.layers[:-1]}
+    assert (
+        *(c.num_hidden_layers, c.num_key_value_heads, c.intermediate_size, c.mask_token_id),
+        *(*windows, c.target_layer_ids),
+    ) == QUOTED[name]
+    assert c.layers[-1].window == (2048 if name == "qwen3.8-27b" else None)
+    assert (c.num_attention_heads, c.head_dim, c.rope.theta, c.vocab_size) == (32, 128, 1e7, 248320)
+
+
+def test_the_drafter_of_the_largest_hybrid_has_the_published_mask() -> None:
+    c = read_drafter_config(known_configs("qwen3.5-397b-a17b")[1])
+    assert (c.num_hidden_layers, c.mask_token_id, c.target_layer_ids[-1]) == (6, 248077, 57)
 
 
 # Sizes of the published model.safetensors: GiB to two places, as the hub lists them; the first in bytes.
@@ -134,6 +172,9 @@ def test_known_drafters_belong_to_their_targets(name: str) -> None:
         ("llama-3.1-8b", 1.95),
         ("gpt-oss-20b", 1.46),
         ("gpt-oss-120b", 1.46),
+        ("qwen3-coder-next", 0.88),
+        ("qwen3.5-4b", 1.18),
+        ("qwen3.5-9b", 2.41),
     ],
 )
 def test_known_drafters_have_the_published_size(name: str, size: float) -> None:
@@ -259,9 +300,22 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("llama-3.1-8b", {"pretraining_tp": 2}, "pretraining_tp is 2, which"),
     (
         "llama-3.1-8b",
-        {"quantization_config": {"quant_method": "fp8"}},
-        'quantization_config.quant_method is "fp8": ',
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+        'quantization_config.quant_method is "fp8": FP8 without weight_block_size, that is with one scale per tensor,',
     ),
+    *(
+        (name, {f"{text}is_causal": False}, f"{text}is_causal is false, which")
+        for name, text in (
+            ("llama-3.1-8b", ""),
+            ("qwen3-4b", ""),
+            ("qwen3-coder-30b-a3b", ""),
+            ("gpt-oss-20b", ""),
+            ("qwen3-coder-next", ""),
+            ("qwen3.5-4b", "text_config."),
+            ("qwen3.5-35b-a3b", "text_config."),
+        )
+    ),
+    ("qwen3.5-35b-a3b", {"text_config.norm_topk_prob": False}, "text_config.norm_topk_prob is false, which"),
     ("llama-3.1-8b", {"mlp_bias": "no"}, 'mlp_bias is "no", expected true or false'),
     ("llama-3.1-8b", {"hidden_size": 4064}, "head_dim is 127, but RoPE needs an even one"),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -155,12 +156,14 @@ def test_tensors_are_those_that_transformers_reads(
     file = write_gguf(tmp_path / "model.gguf", vocabulary, family=family, kind=kind, pre=pre)
     directory = reading.cached_checkpoint(file, tmp_path / "cache")
     checkpoint = Checkpoint(directory)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
     expected = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
     assert set(checkpoint.tensors) == set(expected)
     for name, value in expected.items():
+        stored = "F32" if "norm" in name else kind if kind in ("F32", "F16") else "BF16"
+        assert checkpoint[name].dtype == stored, name
         found = torch.from_numpy(checkpoint.array(name).astype(np.float32))
-        assert torch.equal(found, value.float()), name
+        assert torch.equal(found, value.bfloat16().float() if stored == "BF16" else value), name
     ours, theirs = read_target_config(directory), model.config
     assert ours.head_dim == theirs.head_dim == HEADS[family][2]
     assert (ours.rope.theta, ours.rms_norm_eps) == (100000.0, 1e-5)
@@ -262,6 +265,19 @@ def test_a_conversion_is_made_once_and_again_when_it_was_altered(
     assert resolve(str(file), "target").directory == directory
     assert weights.read_bytes() == content
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+
+
+def test_a_full_disk_is_told_of_the_cache_not_of_its_work(
+    tmp_path: Path, vocabulary: tuple[list[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, _: object) -> None:
+        raise OSError(errno.ENOSPC, "no room", str(path))
+
+    monkeypatch.setattr(reading, "write_shard", full)
+    file = write_gguf(tmp_path / "model.gguf", vocabulary)
+    with pytest.raises(OSError, match="no room") as error:
+        reading.cached_checkpoint(file, tmp_path / "cache")
+    assert error.value.filename == str(tmp_path / "cache" / "gguf")
 
 
 def test_a_packaged_target_is_held_against_its_digest(

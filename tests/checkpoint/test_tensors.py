@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from dflash_trt.checkpoint.tensors import Checkpoint, read_header
 from dflash_trt.errors import CheckpointError
@@ -104,6 +105,21 @@ def test_reads_mxfp4(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint["w"].shape == (2, 6)
     np.testing.assert_array_equal(checkpoint.array("w"), np.arange(6, dtype=np.uint8).reshape(2, 3))
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [None, {}, {"format": "pt"}, {"a": None}, {"a": 1}, {"a": {"b": "c"}}, {"a": ["b"]}, [], "pt", 5, True],
+)
+def test_metadata_is_accepted_as_by_the_library(tmp_path: Path, notes: object) -> None:
+    path = write(tmp_path / "model.safetensors", {"__metadata__": notes, "w": ENTRY})
+    try:
+        load_file(path)
+    except SafetensorError:
+        with pytest.raises(CheckpointError, match="__metadata__"):
+            read_header(path)
+    else:
+        assert [tensor.name for tensor in read_header(path)] == ["w"]
 
 
 def test_opening_reads_headers_only(tmp_path: Path) -> None:

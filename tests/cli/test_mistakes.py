@@ -169,7 +169,7 @@ def test_the_hub_refuses(
     [
         (
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "weights.part"),
-            "the disk is full: no space is left",
+            "the disk is full: no space is left for weights.part",
         ),
         (MemoryError("Unable to allocate 9 GiB"), "no memory is left (Unable to allocate 9 GiB)"),
     ],

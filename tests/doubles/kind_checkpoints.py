@@ -69,14 +69,11 @@ def make_eagle3(
         "model_type": "llama",
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "head_dim": HEAD_DIM,
         "intermediate_size": INTERMEDIATE,
         "num_hidden_layers": 1,
         "num_attention_heads": heads,
         "num_key_value_heads": KV_HEADS,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "rope_scaling": None,
         "max_position_embeddings": 2048,
         "vocab_size": vocab,
         "draft_vocab_size": size,
@@ -85,6 +82,7 @@ def make_eagle3(
         **({"norm_output": True} if norm_output else {}),
     }
     if layout == "layers.0":
+        config |= {"head_dim": HEAD_DIM, "rope_theta": 10_000.0, "rope_scaling": None}
         config["eagle_config"] = {
             "use_aux_hidden_state": True,
             "use_input_layernorm_in_first_layer": True,
@@ -144,7 +142,7 @@ def dflash_shapes(hidden: int, taps: int, layers: int) -> dict[str, tuple[int, .
 
 
 def dflash_fields(target: Path, architecture: str, layers: int) -> dict[str, Any]:
-    """The fields of config.json that all drafters with DFlash's layers share."""
+    """The fields of config.json that all drafters with DFlash's layers share, as Transformers 4 writes them."""
     of_target = target_config(target)
     return {
         "architectures": [architecture],
@@ -183,6 +181,8 @@ def make_dflash2(
     """A DFlash2 drafter. The selector's share of the scores is about as large as the logits."""
     config = dflash_fields(target, "DFlash2DraftModel", layers)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
+    del config["rope_scaling"]
+    config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), "rope_type": "default"}
     if window is not None:
         config |= {
             "layer_types": ["sliding_attention"] * layers,

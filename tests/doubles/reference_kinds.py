@@ -35,7 +35,11 @@ class Reference:
         self.w = {name: t.float() if t.is_floating_point() else t for name, t in stored.items()}
         self.configure()
         self.eps: float = self.config["rms_norm_eps"]
-        self.size: int = self.config["head_dim"]
+        config = self.config
+        self.size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        self.theta: float = (config.get("rope_parameters") or config).get(
+            "rope_theta", 10_000.0
+        )  # as LlamaConfig
         self.ids = torch.arange(self.config.get("draft_vocab_size") or self.config["vocab_size"])
         if "d2t" in self.w:
             self.ids = self.ids + self.w["d2t"]
@@ -66,7 +70,7 @@ class Reference:
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """[n, rows, size] by half-split pairs."""
         half = self.size // 2
-        frequencies = self.config["rope_theta"] ** (-torch.arange(half) / half)
+        frequencies = self.theta ** (-torch.arange(half) / half)
         angles = positions[:, None].float() * frequencies
         cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
         return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin

@@ -87,7 +87,7 @@ def as_speculators(
         "transformer_layer_config": {
             **{key: config[key] for key in _LAYER if key in config},
             "model_type": "qwen3",
-            "rope_parameters": {"rope_theta": config["rope_theta"], "rope_type": "default"},
+            "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"},
             "use_sliding_window": False,
             **(layer or {}),
         },
@@ -100,7 +100,7 @@ def as_speculators(
 def _flattened(reference: Reference) -> None:
     """Read the layers' fields where the other references look for them."""
     inner = reference.config["transformer_layer_config"]
-    reference.config = {**inner, "rope_theta": inner["rope_parameters"]["rope_theta"], **reference.config}
+    reference.config = {**inner, **reference.config}
 
 
 class SpeculatorsBlock(Block):

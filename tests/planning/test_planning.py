@@ -420,3 +420,36 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as raised:
             main(wrong)
         assert raised.value.code == 2
+
+
+UNSURE = "note: the built-in configuration of qwen3-coder-next has values that no published file was seen to confirm: "
+
+
+def test_a_plan_says_what_it_rests_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asking = ["--gpu", "b200", "--engine", "tensorrt-llm"]
+    main(["plan", "--target", "Qwen/Qwen3-Coder-Next", *asking, "--json"])
+    said = capsys.readouterr()
+    assert said.err.startswith(UNSURE)
+    assert "drafter.dflash_config.mask_token_id" in said.err
+    assert json.loads(said.out)["unverified"][0] == "drafter.dflash_config.mask_token_id"
+    main(["plan", "--target", "qwen3-coder-next", *asking, "--curve"])
+    assert capsys.readouterr().err.startswith(UNSURE)
+    main(["plan", "--target", "qwen3-8b", *asking, "--json"])
+    said = capsys.readouterr()
+    assert (said.err, json.loads(said.out)["unverified"]) == ("", [])
+    own = [str(path) for path in known_configs("qwen3-coder-next")]  # files of one's own are not doubted
+    main(["plan", "--target", own[0], "--drafter", own[1], *asking])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_build_without_weights_says_what_it_rests_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, note in (
+        ("qwen3-coder-next", UNSURE),
+        ("qwen3-4b", "note: the drafter was trained on answers"),
+    ):
+        assert main(["build", "--target", name, "--weights", "none", "--out", str(tmp_path / name)]) == 0
+        said = capsys.readouterr().err
+        assert said.startswith(note)
+        assert said.count("note: ") == 1

@@ -248,6 +248,42 @@ def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], options: 
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("pair", "source", "expected"),
+    [
+        ("gpt-oss-20b", "Table 11", {8: 4.3}),
+        ("qwen3.5-4b", "Table 11", {16: 7.3}),
+        ("qwen3.5-9b", "Table 11", {16: 7.9}),
+        ("qwen3.5-27b", "Table 11", {16: 9.1}),
+        ("qwen3.5-35b-a3b", "Table 11", {16: 7.9}),
+        ("qwen3-coder-next", "Table 11", {16: 7.2}),
+        ("qwen3.8-27b", "inco.ai/blog/dflash2", {8: 4.8}),
+        ("qwen3-4b", "Table 3", {16: 6.63}),
+        ("gpt-oss-120b", "model card", {4: 3.1, 6: 3.8, 10: 4.4}),
+    ],
+)
+def test_published_acceptance_is_found(
+    pair: str, source: str, expected: dict[int, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, _ = lengths.published(pair)
+    assert found is not None
+    assert found.lengths == expected
+    assert source in found.source
+    assert main(["plan", "--curve", "--target", pair, "--gpu", "b200", "--engine", "tensorrt"]) == 0
+    assert f"acceptance: {found.source}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_each_published_figure_stands_once() -> None:
+    tables = lengths.figures()["tables"]
+    assert len({table["source"] for table in tables}) == len(tables)
+    for table in tables:
+        rows = [(row["pair"], row.get("method"), row.get("task"), row.get("block")) for row in table["rows"]]
+        assert len(set(rows)) == len(rows)
+        for row in table["rows"]:
+            for key in {"plain", "drafted", "speedup"} & set(row):
+                assert len(row[key]) == len(table["requests"])
+
+
 def test_a_pair_without_a_published_acceptance_needs_one(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ["plan", "--curve", "--target", "tiny", "--gpu", "h100"]
     assert main(tiny) != 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from dflash_trt.cli.output import print_json, print_table
 from dflash_trt.cli.train.questions import add_questions, questions_of
@@ -25,15 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tempfile import TemporaryDirectory
-
     from dflash_trt.building.sources import resolve_pair
+    from dflash_trt.files.disk import temporary_folder
     from dflash_trt.training.evaluation import measure
 
     target, drafter = resolve_pair(args.target, args.drafter)
-    with TemporaryDirectory(prefix="dflash-trt-") as work:
+    with temporary_folder(prefix="dflash-trt-") as work:
         questions = questions_of(args, args.temperature)
-        figures = measure(target.directory, drafter.directory, questions, Path(work), args.draft_vocabulary)
+        figures = measure(target.directory, drafter.directory, questions, work, args.draft_vocabulary)
     if args.json:
         print_json(figures)
         return 0

@@ -19,6 +19,7 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.rope import read_rope
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, same_bytes
 from dflash_trt.errors import CheckpointError, quoted, show
@@ -59,6 +60,8 @@ class Eagle3:
     norm_before_residual: bool = False
 
 
+# What Transformers' LlamaConfig has without `rope_theta`, which SafeAILab's files leave out.
+_THETA = 10_000.0
 # Fields that change the computation, with the values that this module computes.
 _NEUTRAL = {
     "mlp_bias": (False,),
@@ -117,7 +120,12 @@ def eagle3_config(
     check_quantization(fields)
     apart = layers is not None
     layers = layers or fields
-    common = decoder(layers, qk_norm=apart and layers.get("model_type") == "qwen3", architecture=architecture)
+    common = decoder(
+        layers,
+        qk_norm=apart and layers.get("model_type") == "qwen3",
+        rope=None if apart else read_rope(layers, theta=_THETA),
+        architecture=architecture,
+    )
     if common["num_hidden_layers"] != 1:
         raise layers.error("num_hidden_layers", f"is {common['num_hidden_layers']}, but EAGLE-3 has 1 layer")
     hidden = common["hidden_size"]
