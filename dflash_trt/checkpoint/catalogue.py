@@ -106,7 +106,7 @@ PAIRS = (
         "llama",
         10,
         "chat; the target's repository is gated",
-        source="notes on revision d3af30d: layers, widths, block, mask, taps; tests of vllm-project/tpu-inference: taps",
+        source="notes on revision d3af30d: layers, widths, block, mask, taps; vllm-project/tpu-inference: taps",
         unverified=(
             "drafter.max_position_embeddings",
             "drafter.rms_norm_eps",
