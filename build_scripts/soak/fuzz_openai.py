@@ -219,7 +219,7 @@ async def run(host: str, port: int, pid: int, requests: int, seed: int) -> dict[
 async def burst(host: str, port: int, pid: int, connections: int) -> dict[str, Any]:
     """Open all connections at once, each with one request."""
     text = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\nContent-Type: application/json\r\n"
     request = head + f"Content-Length: {len(text)}\r\n\r\n".encode() + text
 
     async def one() -> str:
