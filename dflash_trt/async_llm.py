@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from dflash_trt.bundle.manifest import Check
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
+from dflash_trt.decoding.params import MOST_PRIORITY, Chunk, Completion, SamplingParams
 from dflash_trt.decoding.request import Emission, Request, completion, items, opening
 from dflash_trt.errors import BusyError, DFlashError, EngineError, RequestError, quoted
 from dflash_trt.runtime import Messages, Prompt, Runtime
@@ -128,8 +128,8 @@ class AsyncLLM:
         A consumer that leaves (`aclose`, a cancelled task) frees the slot before the next round. After `timeout`
         seconds the request ends with finish_reason "timeout". `block_length` limits the tokens that a round verifies
         for this request. `tree_nodes` limits the nodes of trees in its rounds, also for the other requests of the
-        batch; 0: chains. The lowest `priority` starts first. A request reuses the cache rows of requests with the
-        same `cache_salt` only.
+        batch; 0: chains. `priority`, -100 to 100: each step counts like a second in the queue, and the lowest starts
+        first. A request reuses the cache rows of requests with the same `cache_salt` only.
 
         Raises:
             RequestError: the request is impossible.
@@ -302,8 +302,10 @@ class AsyncLLM:
         ):
             raise RequestError(f"timeout is {quoted(timeout)}, expected seconds, 0 or more")
         timeout = None if timeout is None else float(min(timeout, _LONG))
-        if not isinstance(priority, Integral) or isinstance(priority, bool) or abs(priority) >= 2**63:
-            raise RequestError(f"priority is {quoted(priority)}, expected an integer of at most 64 bits")
+        if not isinstance(priority, Integral) or isinstance(priority, bool) or abs(priority) > MOST_PRIORITY:
+            raise RequestError(
+                f"priority is {quoted(priority)}, expected an integer, {-MOST_PRIORITY} to {MOST_PRIORITY}"
+            )
         params = sampling_params or SamplingParams()
         deadline = None if timeout is None else perf_counter() + timeout
         with self._wake:

@@ -20,6 +20,7 @@ import yaml
 from dflash_trt.cli import _parser
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.serving.openai.gate import OPEN
+from dflash_trt.serving.openai.server import _END_SECONDS
 
 ROOT = Path(__file__).parent.parent
 WHOLE = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M).replace("\\\n", " ")
@@ -74,6 +75,7 @@ def test_compose_starts_it_with_prometheus_and_grafana() -> None:
     assert prometheus["scrape_configs"][0]["static_configs"][0]["targets"] == [
         f"openai:{arguments['http_port']}"
     ]
+    assert arguments["allowed_host"] == ["openai"]
     inside = {volume.split(":")[1] for volume in COMPOSE["prometheus"]["volumes"]}
     assert set(prometheus["rule_files"]) <= inside
     source = yaml.safe_load((ROOT / "monitoring/grafana/datasource.yaml").read_text())["datasources"][0]
@@ -94,7 +96,9 @@ def test_the_pod_runs_the_image_and_is_probed_where_no_key_is_needed() -> None:
         "liveness": "/health", "readiness": "/ready", "startup": "/ready",
     }  # fmt: skip
     assert {probe["path"] for probe in probes.values()} <= set(OPEN)
-    assert pod["terminationGracePeriodSeconds"] > arguments["grace"]
+    assert pod["terminationGracePeriodSeconds"] > arguments["drain"] + arguments["grace"] + _END_SECONDS
+    # Requests come until the pod has been found unready, and its endpoints are gone.
+    assert arguments["drain"] >= 2 * container["readinessProbe"]["periodSeconds"]
     assert (
         instruction("USER") == f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"
     )
@@ -102,8 +106,12 @@ def test_the_pod_runs_the_image_and_is_probed_where_no_key_is_needed() -> None:
     assert mounts[str(arguments["bundle"])]["readOnly"]
     assert re.search(r"^ENV HOME=(.*)$", DOCKERFILE, re.M)[1] in mounts  # type: ignore[index]
     assert {mount["name"] for mount in mounts.values()} == {volume["name"] for volume in pod["volumes"]}
-    (key,) = container["env"]
-    assert key["name"] == "DFLASH_TRT_API_KEY"
+    assert [each["name"] for each in container["env"]] == ["NAMESPACE", "DFLASH_TRT_API_KEY"]
+    service = read("service.yaml")["metadata"]["name"]
+    longest = f"{service}.$(NAMESPACE).svc.cluster.local"
+    assert arguments["allowed_host"] == [
+        service, *(longest.removesuffix(end) for end in (".svc.cluster.local", ".cluster.local", ""))
+    ]  # fmt: skip
 
 
 def test_the_objects_belong_together() -> None:

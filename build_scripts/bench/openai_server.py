@@ -71,7 +71,7 @@ class OverHttp:
             "stream": True,
         }
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n"
         begin = perf_counter()
         if self._kept:
             connection = self._kept.pop()

@@ -143,6 +143,7 @@ _HEADERS = (
         b"X-Request-Id: " + b"x" * 5000,
         b"Authorization: Bearer \xff",
         b"Host:",
+        b"Host: a.example",
         b": empty",
     ),
     *(b"Connection: Upgrade\r\nUpgrade: websocket", b"Accept-Encoding: gzip", b"Content-Encoding: gzip"),
@@ -162,7 +163,7 @@ def changed(rng: random.Random) -> bytes:
             at = rng.randrange(len(text))
             text[at : at + rng.randint(0, 3)] = bytes(rng.randrange(256) for _ in range(rng.randint(0, 3)))
     headers = [
-        b"Host: x",
+        b"Host: localhost",
         b"Connection: close",
         b"Content-Type: application/json",
         f"Content-Length: {len(text)}".encode(),
@@ -218,9 +219,7 @@ async def run(host: str, port: int, pid: int, requests: int, seed: int) -> dict[
 async def burst(host: str, port: int, pid: int, connections: int) -> dict[str, Any]:
     """Open all connections at once, each with one request."""
     text = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\nContent-Type: application/json\r\n"
     request = head + f"Content-Length: {len(text)}\r\n\r\n".encode() + text
 
     async def one() -> str:

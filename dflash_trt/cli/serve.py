@@ -58,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     openai = parser.add_argument_group("with --api openai")
     openai.add_argument(
+        "--drain", type=seconds, default=0.0, metavar="SECONDS",
+        help="time after SIGTERM in which requests are still taken while /ready is 503, before --grace (default: 0)",
+    )  # fmt: skip
+    openai.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name for clients (default: the directory's)"
     )
     openai.add_argument(
@@ -69,6 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     openai.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN",
         help="an origin whose pages may call the API, or '*'; may be repeated (default: none)",
+    )  # fmt: skip
+    openai.add_argument(
+        "--allowed-host", action="append", default=[], metavar="NAME",
+        help="a name that clients may have for this server besides localhost, IP addresses and --host, or '*'; may be "
+        "repeated. With API keys and another address than loopback every name is allowed",
+    )  # fmt: skip
+    openai.add_argument(
+        "--allow-priority", action="store_true",
+        help="let requests choose their priority, -100 to 100; one step is worth a second in the queue",
     )  # fmt: skip
     openai.add_argument(
         "--max-body", type=at_least(1), metavar="BYTES",
@@ -145,8 +158,11 @@ def _openai(args: argparse.Namespace) -> int:
         certificate=args.tls_cert,
         certificate_key=args.tls_key,
         origins=args.cors_origin,
+        hosts=args.allowed_host,
         max_body=args.max_body,
         max_seconds=args.max_deadline,
+        priorities=args.allow_priority,
+        drain=args.drain,
         grace=args.grace,
         json_logs=args.log_format == "json",
         traces=args.otlp_endpoint,

@@ -20,6 +20,7 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 MOST_WORDS = 1024  # for stop, bad_words, stop_token_ids and logit_bias
 MOST_CHARACTERS = 8192  # for stop, and for bad_words: the search takes 120 bytes of memory per character
 MOST_SAMPLES = 128  # of one prompt, as in OpenAI's API
+MOST_PRIORITY = 100  # either way; requests with lower numbers start first
 MOST_LOGPROBS = 20  # for top_logprobs, as in OpenAI's API
 _SMALLEST = 2.0**-126  # the smallest normal float32; kernels may take smaller numbers for 0
 

@@ -8,13 +8,20 @@ from collections.abc import Iterator
 
 from dflash_trt.decoding.request import Request
 
+STEP_SECONDS = 1.0  # what one step of priority is worth
+
 
 class Waiting:
-    """Lower priorities first, then first come, first served. A removed request costs nothing until its turn."""
+    """Requests in order of arrival, where each step of priority counts like a second of waiting.
+
+    Of requests that come together the lowest priorities start first. None waits for ever: a request is overtaken only
+    by those that arrive within so many seconds as its priority is higher than theirs. The order of two requests does
+    not change while they wait. A removed request costs nothing until its turn.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[Request, None] = {}
-        self._order: list[tuple[int, int, Request]] = []  # a heap; the number separates equal priorities
+        self._order: list[tuple[float, int, Request]] = []  # a heap; the number separates equal times
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -29,7 +36,8 @@ class Waiting:
 
     def add(self, request: Request) -> None:
         self._requests[request] = None
-        heapq.heappush(self._order, (request.priority, next(self._numbers), request))
+        turn = request.arrived + request.priority * STEP_SECONDS
+        heapq.heappush(self._order, (turn, next(self._numbers), request))
 
     def remove(self, request: Request) -> None:
         del self._requests[request]

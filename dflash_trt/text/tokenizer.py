@@ -13,6 +13,7 @@ import tokenizers
 from dflash_trt.errors import CheckpointError, DFlashError, RequestError
 from dflash_trt.files.reading import read_text
 from dflash_trt.text.chat_template import ChatTemplates
+from dflash_trt.text.text_thread import LONG
 
 TOKENIZER_BYTES = 64 << 20  # the largest published file has 33 MB
 # Characters that the normalizers, pre-tokenizers and byte fallbacks of published tokenizers treat differently.
@@ -116,6 +117,8 @@ class Tokenizer:
         with _library(
             RequestError, f"{self.directory / 'tokenizer.json'}: the tokenizer fails on these tokens"
         ):
+            if len(token_ids) >= LONG:  # unlike `decode`, this lets other threads run
+                return self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(

@@ -16,7 +16,7 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.params import MOST_PRIORITY, SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.runtime import Runtime
 from tests.doubles.checkpoints import VOCAB as REAL_VOCAB
@@ -370,3 +370,18 @@ def test_a_tree_is_refused_by_graphs_that_verify_chains(bundle: Path) -> None:
     tree = Draft(np.array([[1, 2, 3]]), np.array([[-1, 0, 0]]), np.zeros((1, 2), np.float32))
     with LLM(bundle, threads=1) as llm, pytest.raises(ValueError, match="chains only"):
         llm._runtime.pair.verify([request(prompt(4), SamplingParams())], tree)
+
+
+def test_urgent_requests_keep_a_plain_one_waiting_for_a_bounded_time(clock: Clock) -> None:
+    """Each second the one slot becomes free, and a request of the most urgent priority comes."""
+    pool = Pool(1, 1, chunk=8)
+    plain = request(prompt(8), SamplingParams(max_tokens=1), arrived=clock.now)
+    pool.scheduler.submit(plain)
+    started: list[Request] = []
+    while plain not in started and len(started) < 1000:
+        urgent = request(prompt(8), SamplingParams(max_tokens=1), arrived=clock.now)
+        urgent.priority = -MOST_PRIORITY
+        pool.scheduler.submit(urgent)
+        started += [emission.request for emission in pool.scheduler.step(Lengths(1))]
+        clock.now += 1
+    assert len(started) == MOST_PRIORITY + 1

@@ -17,11 +17,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import dflash_trt
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.chat import Chat
-from dflash_trt.serving.openai.completions import Completions
+from dflash_trt.serving.openai.completions import Completions, prompts_of
 from dflash_trt.serving.openai.engine import Engine, EngineDownError
 from dflash_trt.serving.openai.errors import ApiError, from_validation, refused
 from dflash_trt.serving.openai.gate import FACTS
-from dflash_trt.serving.openai.generation import cache_salt
+from dflash_trt.serving.openai.generation import cache_salt, check_answers
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import (
     ChatRequest,
@@ -43,11 +43,13 @@ def make_app(
     most_seconds: float | None,
     *,
     prompt_details: bool,
+    priorities: bool,
 ) -> ASGIApp:
     """The API of one model.
 
     metrics: the text of /metrics. most_seconds: the longest deadline of a request; None leaves it to the requests.
     prompt_details: whether the usage of a request has the number of its cached tokens.
+    priorities: whether requests may have one.
     """
 
     @asynccontextmanager
@@ -79,6 +81,15 @@ def make_app(
 
         return add
 
+    def admit(priority: int | None, answers: int) -> None:
+        """Refuse what this server never takes, before work is done for it."""
+        if priority and not priorities:
+            text = (
+                f"priority is {priority}, but this server has no priorities: start it with --allow-priority"
+            )
+            raise ApiError(400, text, "priority")
+        check_answers(answers, engine)
+
     async def answer(request: Request, answering: Answering) -> ASGIApp:
         answering.usage.details = prompt_details
         for message in answering.prepared.messages:
@@ -98,11 +109,13 @@ def make_app(
     @post("/v1/chat/completions", ChatRequest)
     async def chat_completions(request: Request) -> ASGIApp:
         body = await _read(request, ChatRequest)
+        admit(body.priority, body.n or 1)
         return await answer(request, await Chat.of(model, body, request.state.request_id, most_seconds))
 
     @post("/v1/completions", CompletionRequest)
     async def completions(request: Request) -> ASGIApp:
         body = await _read(request, CompletionRequest)
+        admit(body.priority, len(prompts_of(body.prompt)) * (body.n or 1))
         return await answer(
             request, await Completions.of(model, body, request.state.request_id, most_seconds)
         )
@@ -110,6 +123,7 @@ def make_app(
     @post("/v1/responses", ResponsesRequest)
     async def responses(request: Request) -> ASGIApp:
         body = await _read(request, ResponsesRequest)
+        admit(body.priority, 1)
         try:
             asked = as_chat(body)
         except ValidationError as error:
@@ -144,7 +158,7 @@ def make_app(
                 )
         except RequestError as error:
             raise refused(str(error)) from None
-        texts = [model.token_text(token) for token in ids] if body.return_token_strs else None
+        texts = await model.token_texts(ids) if body.return_token_strs else None
         return _json(
             {"count": len(ids), "max_model_len": model.max_seq_len, "tokens": ids, "token_strs": texts}
         )
@@ -153,9 +167,10 @@ def make_app(
     async def detokenize(request: Request) -> Response:
         body = await _read(request, DetokenizeRequest)
         model.check_name(body.model)
-        if wrong := [token for token in body.tokens if not 0 <= token < model.vocab_size]:
-            raise ApiError(400, f"tokens contains {wrong[0]}, expected 0..{model.vocab_size - 1}", "tokens")
-        return _json({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        try:
+            return _json({"prompt": await model.decode(body.tokens)})
+        except RequestError as error:
+            raise refused(str(error)) from None
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -177,6 +192,8 @@ def make_app(
     @app.get("/ready")
     async def ready() -> Response:
         """Whether a request would be taken up: the engine lives and answers."""
+        if engine.draining:
+            raise ApiError(503, "the server is stopping", code="stopping")
         try:
             await engine.metrics()
         except EngineDownError as error:

@@ -158,7 +158,7 @@ class Chat:
 
     async def run(self, engine: Engine) -> AsyncGenerator[tuple[int, Update, list[dict[str, Any]]], None]:
         """Index, update and deltas of each choice, as they come."""
-        async with aclosing(updates(engine, self.prepared.messages)) as found:
+        async with aclosing(updates(engine, self.prepared)) as found:
             async for index, update in found:
                 self.usage.add(update, prompt=index == 0)
                 answer = self.answers[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -49,7 +50,10 @@ class Completions:
     ) -> Completions:
         """Tokenize the prompts. Raises ApiError."""
         model.check_name(body.model)
-        prompts = [await _ids(model, prompt, body.add_special_tokens) for prompt in _prompts(body.prompt)]
+        prompts = []
+        for prompt in prompts_of(body.prompt):
+            prompts.append(await _ids(model, prompt, body.add_special_tokens))
+            await asyncio.sleep(0)  # a short text is tokenized in the event loop, and there may be hundreds
         tokens = body.max_tokens
         if tokens is None:
             room = model.max_seq_len - max(map(len, prompts), default=0)
@@ -67,7 +71,7 @@ class Completions:
     async def run(self, engine: Engine) -> AsyncGenerator[tuple[int, Update], None]:
         """Index and update of each choice, as they come."""
         drop = self.body.echo and self.body.max_tokens == 0
-        async with aclosing(updates(engine, self.prepared.messages)) as found:
+        async with aclosing(updates(engine, self.prepared)) as found:
             async for index, update in found:
                 if drop:
                     update |= {"text": "", "token_ids": []}
@@ -83,7 +87,7 @@ class Completions:
         if not self.body.echo:
             return "", []
         at = index // self.prepared.n
-        given, ids = _prompts(self.body.prompt)[at], self.prepared.prompts[at]
+        given, ids = prompts_of(self.body.prompt)[at], self.prepared.prompts[at]
         return given if isinstance(given, str) else self.model.tokenizer.decode(
             ids, skip_special_tokens=False
         ), ids
@@ -95,11 +99,11 @@ class Completions:
     @property
     def ended(self) -> bool:
         """Whether all choices have ended."""
-        return len(self._reasons) == len(self.prepared.messages)
+        return len(self._reasons) == self.prepared.choices
 
     async def whole(self, engine: Engine) -> dict[str, Any]:
         """The completions at once."""
-        choices = [_Choice() for _ in self.prepared.messages]
+        choices = [_Choice() for _ in range(self.prepared.choices)]
         async with aclosing(self.run(engine)) as found:
             async for index, update in found:
                 self._add(choices[index], index, update)
@@ -112,6 +116,7 @@ class Completions:
                 made["token_ids"] = choice.token_ids
                 made["prompt_token_ids"] = ids or self.prepared.prompts[index // self.prepared.n]
             listed.append(made)
+            await asyncio.sleep(0)  # log-probabilities of a long prompt take their time for each choice
         return self._frame(listed) | {"usage": self.usage.to_dict()}
 
     def _add(self, choice: _Choice, index: int, update: Update) -> None:
@@ -163,7 +168,7 @@ class Completions:
         }
 
 
-def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     """The prompts of a request: one text or list of ids, or several."""
     if isinstance(prompt, str):
         return [prompt]

@@ -1,4 +1,4 @@
-"""uvicorn's connections, with limits for the headers of a request. Its parser in C has none."""
+"""uvicorn's connections, with limits for what is not a request's body. Its parser in C has none."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ _HEADERS_SECONDS = 30.0  # as for the body
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that is closed if a request's line and headers are too long, or do not arrive."""
+    """A connection that is closed if a request's line and headers are too long, or do not arrive.
+
+    The same limit holds between the pieces of a chunked body and for its trailers, which are dropped. The application
+    bounds the body itself, and the connection ends with an answer that leaves a body unread.
+    """
 
     _late: asyncio.TimerHandle | None = None
-    _bytes = 0
+    _bytes = 0  # that have arrived since the latest message or piece of a body began
+    _in_body = False  # whether headers have arrived, and not the end of their message
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -25,10 +30,14 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._late is not None:
+        if self.timeout_keep_alive_task is not None and self._late is None:
+            self._expect_headers()  # also of a client that sends nothing but line breaks
+        if self._late is not None or self._in_body:
             self._bytes += len(data)
             if self._bytes - len(data) > _MOST_BYTES:
-                self._refuse(f"the headers have over {_MOST_BYTES} bytes")
+                self._refuse(
+                    f"the {'trailers' if self._in_body else 'headers'} have over {_MOST_BYTES} bytes"
+                )
                 return
         super().data_received(data)
 
@@ -37,9 +46,27 @@ class Connection(HttpToolsProtocol):
         if self._late is None:
             self._expect_headers()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # a trailer must not pass for a header
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._expect_nothing()
+        self._bytes, self._in_body = 0, True
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self._in_body and not self.pipeline:  # in a pipeline, an earlier request was answered
+            self.transport.close()
+        super().on_response_complete()
 
     def _expect_headers(self) -> None:
         self._bytes = 0
@@ -57,7 +84,9 @@ class Connection(HttpToolsProtocol):
             self._refuse(f"the headers have not arrived within {_HEADERS_SECONDS:g} s")
 
     def _answers(self) -> bool:
-        """Whether an earlier request of this connection is being answered."""
+        """Whether an answer has begun that a refusal would cut, or an earlier request waits for its own."""
+        if self._in_body and not self.pipeline and not self.cycle.response_started:
+            return False
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, why: str) -> None:

@@ -57,6 +57,7 @@ class _Connection:
     longest_line: int
     born: float
     pending: dict[int, asyncio.Queue[Update]] = field(default_factory=dict)
+    in_flight: int = 0  # choices of the pending requests
     asked: dict[int, asyncio.Future[Update]] = field(default_factory=dict)  # questions that are no requests
 
     _arrived: deque[Any] = field(default_factory=deque)
@@ -113,6 +114,7 @@ class Engine:
         self._closing = False
         self._closed: asyncio.Task[None] | None = None
         self.counts = Counts()
+        self.draining = False  # whether the server is stopping, and takes requests for a while yet
         self.replaced = False  # whether another bundle has taken the place of this one
 
     @property
@@ -122,7 +124,8 @@ class Engine:
 
     @property
     def in_flight(self) -> int:
-        return len(self._connection.pending) if self._connection else 0
+        """Choices of the requests that the engine works on."""
+        return self._connection.in_flight if self._connection else 0
 
     @property
     def pid(self) -> int | None:
@@ -152,7 +155,9 @@ class Engine:
             await _end(connection.process)
 
     async def updates(self, message: dict[str, Any]) -> AsyncGenerator[Update, None]:
-        """The updates of one request; the last one has finish_reason or error. A consumer that leaves cancels it.
+        """The updates of one request, until each of its `n` choices has a finish_reason, or one has an error.
+
+        With n above 1 an update has the `index` of its choice. A consumer that leaves cancels the request.
 
         Raises:
             EngineDownError: there is no engine.
@@ -162,9 +167,10 @@ class Engine:
         connection = self._connection
         if connection is None or self._closing:
             raise EngineDownError("the engine is being started; try again in some seconds")
-        if len(connection.pending) >= self.limit:
+        choices = message.get("n", 1)
+        if connection.in_flight + choices > self.limit:
             raise QueueFullError(
-                f"{len(connection.pending)} requests are in flight, which is the limit; try again later"
+                f"{connection.in_flight} requests are in flight, and the limit is {self.limit}; try again later"
             )
         key = next(self._numbers)
         line = json.dumps({"id": key, **message}).encode() + b"\n"
@@ -173,23 +179,27 @@ class Engine:
                 f"the request has {len(line)} bytes in JSON, expected at most {connection.longest_line}"
             )
         queue = connection.pending[key] = asyncio.Queue()
+        connection.in_flight += choices
         connection.transport.write(line)
         late = None
         if (seconds := message["timeout"]) is not None and 0 <= seconds < _LONGEST_TIMER:
             silent = {"error": ["DEADLINE", "the deadline passed, and the engine does not answer"]}
             loop = asyncio.get_running_loop()
             late = loop.call_later(seconds + _LATE_SECONDS, queue.put_nowait, silent)
-        final = False
+        left, error = choices, ""
         try:
-            while not final:
+            while left:
                 update = await queue.get()
-                final = "finish_reason" in update or "error" in update
+                if "error" in update:
+                    left, error = 0, update["error"][0]
+                left -= "finish_reason" in update
                 yield update
         finally:
-            connection.pending.pop(key, None)
+            del connection.pending[key]
+            connection.in_flight -= choices
             if late is not None:
                 late.cancel()
-            if not final or update.get("error", [""])[0] == "DEADLINE":
+            if left or error == "DEADLINE":
                 connection.tell({"cancel": key})
 
     async def metrics(self) -> str:

@@ -13,6 +13,7 @@ from dflash_trt.errors import shorten, show
 REASONS = {
     400: "invalid_request",
     401: "unauthorized",
+    403: "unknown_host",
     404: "not_found",
     405: "not_found",
     408: "slow_body",
@@ -26,6 +27,7 @@ REASONS = {
 }
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
@@ -69,7 +71,8 @@ def refused(message: str) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first fault of a body, by field."""
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    first = next((each for each in errors if each["type"] == "too_long"), errors[0])
     place = _place(first["loc"])
     kind, value = first["type"], first.get("input")
     if kind == "extra_forbidden":
@@ -80,6 +83,10 @@ def from_validation(error: ValidationError) -> ApiError:
         )
     if kind == "missing":
         return ApiError(400, f"{place} is missing", place)
+    if kind == "too_long":
+        return ApiError(
+            400, f"{place} has too many items, expected at most {first['ctx']['max_length']}", place
+        )
     if not place:
         return ApiError(400, f"the body is {show(value)}, expected a JSON object")
     text = first["msg"][0].lower() + first["msg"][1:]

@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from contextlib import suppress
 from contextvars import ContextVar
 from time import perf_counter
 from typing import Any
 
+from dflash_trt.errors import shorten
 from dflash_trt.serving.openai import tracing
 from dflash_trt.serving.openai.errors import ApiError
 
@@ -32,6 +35,7 @@ FACTS: ContextVar[dict[str, Any]] = ContextVar("facts")
 OPEN = ("/", "/health", "/ready", "/metrics", "/version")  # and the files of the page
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _BODY_SECONDS = 30.0
+_UNREAD_SECONDS = 2.0  # for the rest of a refused body, so that the client is still there to read the refusal
 _WRITE_SECONDS = 60.0  # after which a client that reads nothing is given up
 
 
@@ -40,11 +44,20 @@ class Gate:
 
     With several keys, the request's state has the digest of its key as `key_digest`, which is empty otherwise.
     most: bytes of a body. observe: called for every request but the probes, with its status, and the one
-    that tells how it ended: a stream may fail after status 200.
+    that tells how it ended: a stream may fail after status 200. hosts: the names, in lower case, that `Host` may have
+    besides localhost and IP addresses; None: any.
     """
 
-    def __init__(self, app: App, *, keys: list[str], most: int, observe: Callable[[int, int], None]) -> None:
-        self._app, self._most, self._observe = app, most, observe
+    def __init__(
+        self,
+        app: App,
+        *,
+        keys: list[str],
+        most: int,
+        observe: Callable[[int, int], None],
+        hosts: Collection[str] | None = None,
+    ) -> None:
+        self._app, self._most, self._observe, self._hosts = app, most, observe, hosts
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,6 +68,14 @@ class Gate:
 
     def _admit(self, path: str, headers: dict[bytes, bytes]) -> str:
         """The digest of the request's key, if there are several. Raises ApiError."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._hosts is not None and not _is_known(host, self._hosts):
+            raise ApiError(
+                403,
+                f"Host is {shorten(host, 200)}, which is not a name of this server; start it with --allowed-host "
+                f"{shorten(_name(host), 200)} to accept it",
+                code="unknown_host",
+            )
         if not self._keys or path in OPEN or path.startswith("/page/"):
             return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
@@ -67,6 +88,26 @@ class Gate:
         return hashlib.sha256(key.strip()).hexdigest() if len(set(self._keys)) > 1 else ""
 
 
+def _name(host: str) -> str:
+    """The name or address in a `Host` header, in lower case: without the port, brackets, and the dot of the root."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower().removesuffix(".")
+
+
+def _is_known(host: str, names: Collection[str]) -> bool:
+    """Whether a `Host` header has one of the names, localhost, or an IP address, or is absent.
+
+    A page whose name was made to lead here (DNS rebinding) sends that name. It cannot send an address.
+    """
+    name = _name(host)
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in ("", "localhost") or name in names
+    return True
+
+
 class _Visit:
     """One request."""
 
@@ -76,6 +117,9 @@ class _Visit:
         given = self._headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         self._begun, self._status, self._started, self._done = perf_counter(), 499, False, False
+        self._unread = (
+            b"transfer-encoding" in self._headers or self._headers.get(b"content-length", b"0") != b"0"
+        )
         self._left = asyncio.Event()
         task = asyncio.current_task()
         assert task is not None
@@ -148,6 +192,7 @@ class _Visit:
                     if size > most:
                         raise ApiError(413, f"the body has over {most} bytes, which is the limit")
                     more = message.get("more_body", False)
+            self._unread = False
         except TimeoutError:
             raise ApiError(408, f"the body has not arrived within {_BODY_SECONDS:g} s") from None
         return b"".join(parts)
@@ -203,8 +248,15 @@ class _Visit:
             return
         body = json.dumps(error.body()).encode()
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-        if error.status in (408, 413):
+        if self._unread:
             headers["connection"] = "close"
         pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await self._answered({"type": "http.response.start", "status": error.status, "headers": pairs})
-        await self._answered({"type": "http.response.body", "body": body})
+        await self._answered({"type": "http.response.body", "body": body, "more_body": self._unread})
+        if not self._unread:
+            return
+        with suppress(TimeoutError):  # closing at once would reset the connection, and lose the refusal
+            async with asyncio.timeout(_UNREAD_SECONDS):
+                while (await self._receive()).get("more_body"):
+                    pass
+        await self._answered({"type": "http.response.body", "body": b""})

@@ -19,11 +19,25 @@ from dflash_trt.serving.openai.protocol import Sampling
 
 @dataclass
 class Prepared:
-    """A request ready for the engine: one message per choice, in the order of the choices."""
+    """A request ready for the engine: one message per prompt, which asks for `n` choices."""
 
     messages: list[dict[str, Any]]
     prompts: list[list[int]]
     n: int
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompts) * self.n
+
+
+def check_answers(answers: int, engine: Engine) -> None:
+    """Raise ApiError for a request of more answers than the server takes at once, before work is done for it."""
+    if answers > engine.limit:  # not 429: it would never fit
+        raise ApiError(
+            400,
+            f"the request asks for {answers} answers, but this server takes {engine.limit} at once",
+            "n",
+        )
 
 
 def prepare(
@@ -35,7 +49,7 @@ def prepare(
     more: dict[str, Any],
     most_seconds: float | None,
 ) -> Prepared:
-    """The engine's messages for the prompts of a request, `n` for each. Raises ApiError naming the field."""
+    """The engine's messages for the prompts of a request, `n` choices for each. Raises ApiError naming the field."""
     messages: list[dict[str, Any]] = []
     n, bias = body.n or 1, _biases(body.logit_bias)
     for prompt in prompts:
@@ -53,25 +67,23 @@ def prepare(
             **more,
             "max_tokens": room if max_tokens is None else max_tokens,
         }
-        for sample in range(n):
-            if body.seed is not None:
-                params["seed"] = (body.seed + sample) % 2**64 if body.seed >= 0 else body.seed
-            messages.append(
-                {
-                    "field": "the prompt",
-                    "prompt": prompt,
-                    "params": dict(params),
-                    "end_id": -1,
-                    "stream": bool(body.stream),
-                    "echo": False,
-                    "speculate": body.speculate is not False,
-                    "block_length": body.block_length,
-                    "tree_nodes": body.tree_nodes,
-                    "priority": body.priority or 0,
-                    "logit_bias": bias,
-                    "timeout": min((s for s in (body.timeout, most_seconds) if s is not None), default=None),
-                }
-            )
+        messages.append(
+            {
+                "field": "the prompt",
+                "prompt": prompt,
+                "params": params,
+                "n": n,
+                "end_id": -1,
+                "stream": bool(body.stream),
+                "echo": False,
+                "speculate": body.speculate is not False,
+                "block_length": body.block_length,
+                "tree_nodes": body.tree_nodes,
+                "priority": body.priority or 0,
+                "logit_bias": bias,
+                "timeout": min((s for s in (body.timeout, most_seconds) if s is not None), default=None),
+            }
+        )
     return Prepared(messages, prompts, n)
 
 
@@ -91,33 +103,29 @@ def _biases(given: dict[str, float] | None) -> list[tuple[int, float]]:
     return [(int(key), bias) for key, bias in (given or {}).items()]
 
 
-def updates(engine: Engine, messages: list[dict[str, Any]]) -> AsyncGenerator[tuple[int, Update], None]:
+def updates(engine: Engine, prepared: Prepared) -> AsyncGenerator[tuple[int, Update], None]:
     """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
-    if len(messages) > engine.limit:  # not 429: it would never fit
-        raise ApiError(
-            400,
-            f"the request asks for {len(messages)} answers, but this server takes {engine.limit} at once",
-            "n",
-        )
-    return _one(engine, 0, messages[0]) if len(messages) == 1 else _several(engine, messages)
+    if len(prepared.messages) == 1:
+        return _one(engine, 0, prepared.messages[0])
+    return _several(engine, prepared)
 
 
-async def _several(
-    engine: Engine, messages: list[dict[str, Any]]
-) -> AsyncGenerator[tuple[int, Update], None]:
+async def _several(engine: Engine, prepared: Prepared) -> AsyncGenerator[tuple[int, Update], None]:
     queue: asyncio.Queue[tuple[int, Update | ApiError]] = asyncio.Queue()
 
-    async def pump(index: int, message: dict[str, Any]) -> None:
+    async def pump(first: int, message: dict[str, Any]) -> None:
         try:
-            async with aclosing(_one(engine, index, message)) as found:
+            async with aclosing(_one(engine, first, message)) as found:
                 async for item in found:
                     queue.put_nowait(item)
         except ApiError as error:
-            queue.put_nowait((index, error))
+            queue.put_nowait((first, error))
 
-    tasks = [asyncio.create_task(pump(index, message)) for index, message in enumerate(messages)]
+    tasks = [
+        asyncio.create_task(pump(at * prepared.n, message)) for at, message in enumerate(prepared.messages)
+    ]
     try:
-        left = len(tasks)
+        left = prepared.choices
         while left:
             index, item = await queue.get()
             if isinstance(item, ApiError):
@@ -131,17 +139,20 @@ async def _several(
 
 
 async def _one(
-    engine: Engine, index: int, message: dict[str, Any]
+    engine: Engine, first: int, message: dict[str, Any]
 ) -> AsyncGenerator[tuple[int, Update], None]:
-    begun = False
+    """The updates of one prompt, whose first choice has the index `first`."""
+    begun = set[int]()
     try:
         async with aclosing(engine.updates(message)) as found:
             async for update in found:
                 if "error" in update:
                     raise from_engine(update)
-                if update.get("finish_reason") == "timeout" and not (begun or update["token_ids"]):
+                index = first + update.get("index", 0)
+                if update["token_ids"]:
+                    begun.add(index)
+                elif update.get("finish_reason") == "timeout" and index not in begun:
                     raise ApiError(504, "the deadline passed before the first token", code="deadline")
-                begun = begun or bool(update["token_ids"])
                 tracing.engine_parts(update)
                 yield index, update
     except QueueFullError as error:

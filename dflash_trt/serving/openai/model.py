@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.registry import engine_of
-from dflash_trt.errors import DFlashError
+from dflash_trt.errors import DFlashError, RequestError
 from dflash_trt.files.reading import read_object
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.protocol import Message, Tool
@@ -46,6 +46,7 @@ class Model:
         self.defaults = _defaults(self.bundle.path / folder / "generation_config.json")
         self.template = self.tokenizer.chat_source()
         self._texts = TextThread()
+        self._token_texts: dict[int, str] = {}  # one request may ask for a million of them
 
     def check_name(self, name: str | None) -> None:
         """Raise ApiError for another model's name."""
@@ -65,6 +66,24 @@ class Model:
     def _encode(self, text: str, _: None, *, special: bool) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=special, max_tokens=self.max_seq_len)
 
+    async def decode(self, ids: list[int]) -> str:
+        """The text of token ids, special tokens included. Raises RequestError. A thread decodes long lists."""
+
+        def work(ids: list[int], _: None) -> str:
+            if wrong := [token for token in ids if not 0 <= token < self.vocab_size]:
+                raise RequestError(f"tokens contains {wrong[0]}, expected 0..{self.vocab_size - 1}")
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+        return await self._texts.run(work, ids, None, size=len(ids), timeout=None)
+
+    async def token_texts(self, ids: list[int]) -> list[str]:
+        """Each token as text, special tokens included. A thread decodes long lists."""
+
+        def work(ids: list[int], _: None) -> list[str]:
+            return [self.token_text(token) for token in ids]
+
+        return await self._texts.run(work, ids, None, size=len(ids), timeout=None)
+
     async def chat(
         self,
         messages: list[Message],
@@ -75,10 +94,10 @@ class Model:
     ) -> tuple[list[int], str]:
         """Token ids and text of a chat by the model's template. Raises RequestError."""
         most = self.tokenizer.most_bytes(self.max_seq_len) + (1 << 20)
-        given = [self._message(message) for message in messages]
-        listed = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
         def render(_: str, __: None) -> tuple[list[int], str]:
+            given = [self._message(message) for message in messages]
+            listed = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
             text = self.tokenizer.apply_chat_template(given, generation_prompt, tools=listed, **variables)
             return self._encode(text, None, special=False), text
 
@@ -111,7 +130,9 @@ class Model:
 
     def token_text(self, token: int) -> str:
         """A token as text, special tokens included."""
-        return self.tokenizer.decode([token], skip_special_tokens=False)
+        if (text := self._token_texts.get(token)) is None:
+            text = self._token_texts[token] = self.tokenizer.decode([token], skip_special_tokens=False)
+        return text
 
     def token_bytes(self, token: int) -> bytes:
         """A token's bytes. They may be a part of a character, which its text cannot show."""

@@ -8,15 +8,45 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
-from dflash_trt.decoding.params import SamplingParams
+from dflash_trt.decoding.params import MOST_PRIORITY, MOST_WORDS, SamplingParams
+from dflash_trt.decoding.sampling.structure import MOST_CHOICES
+
+
+def _fail_fast(schema: Any) -> None:
+    """Let all lists of a schema of pydantic's core stop at their first error."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        schema = schema.values()
+    elif not isinstance(schema, list | tuple):
+        return
+    for part in schema:
+        _fail_fast(part)
 
 
 class Body(BaseModel):
-    """Strict: no field but those named, and no value of another JSON type."""
+    """Strict: no field but those named, and no value of another JSON type.
+
+    A list is refused at its first wrong item: to collect the errors of a million takes many seconds.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
+
+
+MOST_MESSAGES = 1 << 15  # and items of a response's input
+# `SamplingParams` takes no more. Checked here, before anything is made of them.
+Words = Annotated[list[str], Field(max_length=MOST_WORDS)]
+Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+Ids = Annotated[list[int], Field(max_length=MOST_WORDS)]
 
 
 class StreamOptions(Body):
@@ -33,7 +63,7 @@ class Structure(Body):
     schema_: str | dict[str, Any] | bool | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(max_length=MOST_CHOICES)] | None = None
     grammar: str | None = None
     disable_any_whitespace: bool | None = None
 
@@ -68,13 +98,13 @@ class Sampling(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Words | None = None
+    stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
-    bad_words: list[str] | None = None
+    bad_words: Words | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_WORDS)] | None = None
     structured_outputs: Structure | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
@@ -84,7 +114,7 @@ class Sampling(Body):
     block_length: int | None = None
     tree_nodes: int | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     # vLLM's: cache rows are reused only between requests with the same one.
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     return_token_ids: bool | None = None
@@ -193,7 +223,7 @@ class Format(Body):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -212,7 +242,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(max_length=MOST_MESSAGES)] | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None

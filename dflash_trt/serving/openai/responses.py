@@ -17,7 +17,7 @@ from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.engine import Engine
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.generation import Prepared, Usage
-from dflash_trt.serving.openai.protocol import Body, ChatRequest, TextPart
+from dflash_trt.serving.openai.protocol import MOST_MESSAGES, Body, ChatRequest, Priority, TextPart
 
 Json = dict[str, Any]
 
@@ -66,7 +66,7 @@ class ResponsesRequest(Body):
     """POST /v1/responses."""
 
     model: str | None = None
-    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -91,7 +91,7 @@ class ResponsesRequest(Body):
     block_length: int | None = None
     tree_nodes: int | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
     def chat(self) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import json
 import logging
 import math
@@ -44,9 +45,11 @@ class ServerSettings:
     """How to serve a bundle.
 
     name: the model's name for clients; None takes the directory's. keys: API keys; none lets everyone in.
-    max_body: bytes of a request. max_seconds: the longest deadline. grace: seconds for requests to finish after a
-    signal to stop. traces: URL of an OpenTelemetry collector. prompt_details: show the number of cached tokens also to
-    clients that share a key, or need none.
+    hosts: names for which it answers besides `host` and localhost, or "*".
+    max_body: bytes of a request. max_seconds: the longest deadline. priorities: whether requests may have one.
+    drain: seconds from SIGTERM until it takes no more requests; /ready is 503 meanwhile. grace: seconds for requests to
+    finish after that. traces: URL of an OpenTelemetry collector. prompt_details: show the number of cached tokens also
+    to clients that share a key, or need none.
     engine: `AsyncLLM`'s arguments as texts. limit: requests in flight at most.
     """
 
@@ -58,8 +61,11 @@ class ServerSettings:
     certificate: Path | None = None
     certificate_key: Path | None = None
     origins: list[str] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
     max_body: int | None = None
     max_seconds: float | None = None
+    priorities: bool = False
+    drain: float = 0.0
     grace: float = 30.0
     json_logs: bool = False
     traces: str | None = None
@@ -111,17 +117,36 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
     )  # fmt: skip
     metrics = ServerMetrics(engine)
     app = make_app(
-        model, engine, metrics.text, settings.max_seconds,
+        model, engine, metrics.text, settings.max_seconds, priorities=settings.priorities,
         prompt_details=settings.prompt_details or len(set(settings.keys)) > 1,
     )  # fmt: skip
     most = settings.max_body or max_request_bytes(model.max_seq_len)
-    gate: Any = Gate(app, keys=settings.keys, most=most, observe=metrics.observe)
+    gate: Any = Gate(app, keys=settings.keys, most=most, observe=metrics.observe, hosts=_hosts(settings))
     if settings.origins:  # around the gate: browsers ask for permission without the key
         gate = CORSMiddleware(
             gate, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
     return gate, engine
+
+
+def _hosts(settings: ServerSettings) -> set[str] | None:
+    """The names that `Host` may have; None: any.
+
+    DNS rebinding gives a page of the web another site's name for this machine, but no key. So names matter where there
+    are no keys, and on loopback, where only this machine should be served.
+    """
+    if "*" in settings.hosts or (settings.keys and not is_loopback(settings.host)):
+        return None
+    return {name.lower().removesuffix(".") for name in (settings.host, *settings.hosts)}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server on this address can be reached from its own machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 async def _serve(
@@ -164,6 +189,10 @@ async def _serve(
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
+            if sig == signal.SIGTERM and settings.drain and not (engine.draining or self.should_exit):
+                engine.draining = True
+                loop.call_soon_threadsafe(self._drain, sig)
+                return
             if not self.should_exit:
                 left = (
                     f"; {n} requests in flight, {settings.grace:g} s to finish"
@@ -172,6 +201,12 @@ async def _serve(
                 )
                 loop.call_soon_threadsafe(say, f"stopping{left}")
             super().handle_exit(sig, frame)
+
+        def _drain(self, sig: int) -> None:
+            """Take requests until those who send them have seen that this server is not ready any more."""
+            say(f"stopping in {settings.drain:g} s; /ready is 503, and answers end their connections")
+            self.config.encoded_headers.append((b"connection", b"close"))
+            loop.call_later(settings.drain, self.handle_exit, sig, None)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             background.append(asyncio.create_task(end_requests()))

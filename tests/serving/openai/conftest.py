@@ -19,7 +19,9 @@ from openai import OpenAI
 from dflash_trt import LLM
 from dflash_trt.building.build import build
 
-OPTIONS = ("--block-length=8", "--max-batch-size=4", "--threads=1", "--stream-interval=0", "--grace=2")
+OPTIONS = (
+    "--block-length=8", "--max-batch-size=4", "--threads=1", "--stream-interval=0", "--grace=2", "--allow-priority",
+)  # fmt: skip
 
 LONG = {"prompt": "x = [", "max_tokens": 480, "ignore_eos": True}
 COMPLETIONS = "/v1/completions"
@@ -89,7 +91,7 @@ class Streaming:
     def __init__(self, server: Server, body: dict[str, Any], *, stream: bool = True) -> None:
         self.lines: list[str] = []
         text = json.dumps(body | {"stream": stream}).encode()
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nConnection: close\r\n"
         self.socket = socket.create_connection(("127.0.0.1", server.port))
         self.socket.sendall(head.encode() + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
         self.thread = threading.Thread(target=self._read, daemon=True)

@@ -1,8 +1,9 @@
-"""A connection is closed if a request's headers are too long, or do not arrive."""
+"""A connection is closed if headers or trailers are too long, if headers do not arrive, or if a body is left unread."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,11 +20,26 @@ Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """Answers after a second."""
     await asyncio.sleep(1)
+    await at_once(scope, receive, send)
+
+
+async def at_once(scope: Any, receive: Any, send: Any) -> None:
+    """Answers without reading the body."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-def visit(client: Client, monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> None:
+async def names(scope: Any, receive: Any, send: Any) -> None:
+    """Reads the body, and answers with the names of the headers."""
+    while (await receive()).get("more_body"):
+        pass
+    body = b" ".join(name for name, _ in scope["headers"])
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def visit(client: Client, monkeypatch: pytest.MonkeyPatch, *, seconds: float, app: Any = app) -> None:
     monkeypatch.setattr(connections, "_HEADERS_SECONDS", seconds)
 
     async def run() -> None:
@@ -88,3 +104,72 @@ def test_an_answer_may_take_longer_than_the_headers(monkeypatch: pytest.MonkeyPa
             assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200 OK")
 
     visit(client, monkeypatch, seconds=0.2)
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "piece", [b"x: " + b"y" * 8000 + b"\r\n", b"y" * 8000], ids=["many trailers", "one trailer"]
+)
+def test_long_trailers_are_refused(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED + b"2\r\nok\r\n0\r\n" + b"x: y")
+        answer = asyncio.create_task(reader.read())
+        for _ in range(1000):
+            writer.write(piece)
+            await asyncio.sleep(0.01)
+            if answer.done():
+                break
+        assert (await answer).endswith(b"the trailers have over 65536 bytes")
+
+    visit(client, monkeypatch, seconds=60, app=names)
+
+
+def test_an_extension_of_a_chunk_is_no_way_around_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED + b"2;x=")
+        answer = asyncio.create_task(reader.read())
+        for _ in range(1000):
+            writer.write(b"y" * 8000)
+            await asyncio.sleep(0.01)
+            if answer.done():
+                break
+        assert (await answer).startswith(b"HTTP/1.1 400")
+
+    visit(client, monkeypatch, seconds=60, app=names)
+
+
+def test_a_long_chunked_body_in_small_pieces_with_a_trailer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):  # the connection stays
+            writer.write(CHUNKED + b"1\r\nx\r\n" * 100_000 + b"0\r\nAuthorization: Bearer x\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK")
+            # A trailer is not a header.
+            assert await reader.readexactly(len(b"host transfer-encoding")) == b"host transfer-encoding"
+
+    visit(client, monkeypatch, seconds=60, app=names)
+
+
+def test_an_answer_that_leaves_a_body_unread_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED)
+        await reader.readuntil(b"\r\n\r\nok")
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b"1\r\nx\r\n")
+                await asyncio.sleep(0.01)
+                await writer.drain()
+
+    visit(client, monkeypatch, seconds=60, app=at_once)
+
+
+def test_line_breaks_after_an_answer_do_not_keep_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"\r\n")
+        await reader.readuntil(b"\r\n\r\nok")
+        writer.write(b"\r\n")
+        assert (await reader.read()).endswith(b"the headers have not arrived within 0.2 s")
+
+    visit(client, monkeypatch, seconds=0.2, app=at_once)

@@ -1,4 +1,4 @@
-"""The gate cancels the work of clients that leave, or read nothing."""
+"""The gate cancels the work of clients that leave, or read nothing, and refuses what it must not let in."""
 
 from __future__ import annotations
 
@@ -97,3 +97,96 @@ def test_a_cancellation_from_outside_passes_through() -> None:
             await task
 
     asyncio.run(run())
+
+
+class Sender:
+    """A client that goes on sending its body for `pieces` pieces, whatever it is told."""
+
+    def __init__(self, pieces: int) -> None:
+        self.left, self.got = pieces, list[Message]()
+
+    async def receive(self) -> Message:
+        await asyncio.sleep(0.01)
+        self.left -= 1
+        return {"type": "http.request", "body": b"x" * 10, "more_body": self.left > 0}
+
+    async def send(self, message: Message) -> None:
+        self.got.append(message)
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.got[0]["headers"])
+
+
+async def nothing(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("the gate let it in")
+
+
+def refuse(client: Any, *headers: tuple[bytes, bytes], **options: Any) -> None:
+    made = Gate(nothing, most=100, observe=lambda status, end: None, **{"keys": ["secret"], **options})
+    scope = SCOPE | {"headers": list(headers)}
+
+    async def run() -> None:
+        await asyncio.wait_for(made(scope, client.receive, client.send), 30)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("key", "status"), [(b"", 401), (b"Bearer secret", 413)], ids=["without a key", "too large"]
+)
+def test_a_refusal_that_leaves_a_body_unread_closes_the_connection(
+    key: bytes, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_UNREAD_SECONDS", 0.2)
+    client = Sender(10**6)
+    refuse(client, (b"transfer-encoding", b"chunked"), (b"authorization", key))
+    start, answer, end = client.got
+    assert start["status"] == status
+    assert client.headers[b"connection"] == b"close"
+    # The whole refusal is sent at once, and the connection ends a little later.
+    assert int(client.headers[b"content-length"]) == len(answer["body"])
+    assert (answer["more_body"], end.get("more_body", False)) == (True, False)
+    assert client.left > 10**6 - 1000
+
+
+def test_a_refusal_waits_for_the_end_of_a_short_body() -> None:
+    client = Sender(5)
+    refuse(client, (b"content-length", b"50"))
+    assert (client.got[0]["status"], client.left, len(client.got)) == (401, 0, 3)
+
+
+def test_a_refused_request_without_a_body_keeps_its_connection() -> None:
+    client = Sender(5)
+    refuse(client)
+    assert (client.got[0]["status"], client.left, len(client.got)) == (401, 5, 2)
+    assert b"connection" not in client.headers
+
+
+@pytest.mark.parametrize(
+    "host", ["", "127.0.0.1:8000", "[::1]:8000", "[::1]", "[fe80::1%25eth0]:1", "10.1.2.3", "LOCALHOST:80",
+             "localhost.", "Box.Example:8000", "box.example."],
+)  # fmt: skip
+def test_addresses_and_own_names_are_let_in(host: str) -> None:
+    client = Sender(1)
+    refuse(client, (b"host", host.encode()), hosts={"box.example"})
+    assert client.got[0]["status"] == 401  # of the key, which is looked at later
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "EVIL.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "1.2.3",
+             "[evil.example]:80", "box.example.evil", "sub.box.example", "\xff"],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/completions"])
+def test_other_names_are_refused(host: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCOPE, "path", path)
+    client = Sender(1)
+    refuse(client, (b"host", host.encode("latin-1")), keys=[], hosts={"box.example"})
+    assert client.got[0]["status"] == 403
+    assert b"--allowed-host" in client.got[1]["body"]
+
+
+def test_every_name_is_let_in_where_names_do_not_matter() -> None:
+    client = Sender(1)
+    refuse(client, (b"host", b"evil.example"), hosts=None)
+    assert client.got[0]["status"] == 401

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from tests.serving.openai.conftest import COMPLETIONS, LONG, Server, Streaming
@@ -85,6 +87,47 @@ def test_an_engine_that_dies_is_replaced_and_its_requests_are_told(small: Server
     assert small.http.get("/ready").status_code == 200
     assert small.metric("dflash_engine_deaths_total") == deaths + 1
     assert small.metric("dflash_engine_restarts_total") == deaths + 1
+
+
+def test_priorities_are_the_operators_to_allow(small: Server, server: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    for path, more in ((COMPLETIONS, body), ("/v1/responses", {"input": "x", "max_output_tokens": 1})):
+        answer = small.post(path, more | {"priority": -1})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "priority"
+        assert "--allow-priority" in answer.json()["error"]["message"]
+        assert small.post(path, more | {"priority": 0}).status_code == 200
+        assert server.post(path, more | {"priority": -100}).status_code == 200
+        assert server.post(path, more | {"priority": -101}).json()["error"]["param"] == "priority"
+
+
+def test_requests_are_taken_for_a_while_after_a_signal(start: Callable[..., Server]) -> None:
+    server = start("--threads=1", "--drain=3", "--grace=5")
+    body = {"prompt": "x", "max_tokens": 1}
+    assert server.http.get("/ready").status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    server.until(lambda: server.http.get("/ready").status_code == 503)
+    closing = set()
+    while time.monotonic() < begin + 2.5:
+        with httpx.Client(base_url=server.url, timeout=60) as another:  # on a new connection
+            answer = another.post(COMPLETIONS, json=body)
+        assert answer.status_code == 200
+        assert server.http.get("/health").status_code == 200
+        closing.add(answer.headers.get("connection"))
+        time.sleep(0.1)
+    assert "close" in closing  # so that clients go elsewhere
+    assert server.process.wait(60) == 0
+    assert "stopping in 3 s" in server.log
+
+
+def test_an_interrupt_and_a_second_signal_do_not_wait(start: Callable[..., Server]) -> None:
+    for signals in ((signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)):
+        server = start("--threads=1", "--drain=600")
+        for number in signals:
+            server.process.send_signal(number)
+            time.sleep(0.3)
+        assert server.process.wait(60) == 0
 
 
 def test_an_operator_limits_every_deadline(start: Callable[..., Server]) -> None:

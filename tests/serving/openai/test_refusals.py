@@ -13,6 +13,7 @@ import pytest
 from tests.serving.openai.conftest import Server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BIASES = {str(i): 1 for i in range(1025)}
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -35,6 +36,14 @@ HELLO = [{"role": "user", "content": "Hello"}]
         (COMPLETIONS, {"prompt": [5] * 600}, "prompt", "600 tokens, but this model holds 512"),
         (COMPLETIONS, {"prompt": "x" * 100_000}, "prompt", "100000 bytes"),
         (COMPLETIONS, {}, "prompt", "prompt is missing"),
+        # Before anything is copied or tokenized: these prompts would be too long.
+        (COMPLETIONS, {"prompt": ["x" * 3000] * 300}, "n", "asks for 300 answers"),
+        (COMPLETIONS, {"prompt": ["x" * 4000] * 3, "n": 128}, "n", "asks for 384 answers"),
+        (COMPLETIONS, {"prompt": "x" * 4000, "logit_bias": BIASES}, "logit_bias", "at most 1024"),
+        (COMPLETIONS, {"prompt": "x" * 4000, "stop_token_ids": [5] * 1025}, "stop_token_ids", "at most 1024"),
+        (COMPLETIONS, {"prompt": "x" * 4000, "bad_words": ["x"] * 1025}, "bad_words", "at most 1024"),
+        (COMPLETIONS, {"prompt": "x" * 4000, "stop": ["x"] * 1025}, "stop", "at most 1024"),
+        (CHAT, {"messages": [{"role": "user"}] * 32769}, "messages", "at most 32768"),
         (CHAT, {"messages": []}, "messages", "messages is []"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
         (CHAT, {"messages": [{"role": "user", "contents": "x"}]}, "messages[0].contents", "not a field"),

@@ -35,7 +35,9 @@ def spans(tiny: Path) -> list[Any]:
         await engine.start()
         try:
             transport = httpx.ASGITransport(tracing.start(gate, provider))
-            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost", timeout=60
+            ) as client:
                 headers = {"traceparent": PARENT, "x-request-id": "first"}
                 chat = await client.post("/v1/chat/completions", json=CHAT, headers=headers)
                 stream = await client.post("/v1/chat/completions", json=CHAT | {"stream": True, "n": 2})
