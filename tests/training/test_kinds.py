@@ -19,7 +19,8 @@ from dflash_trt.prompts import read_prompts
 from dflash_trt.training.blocks import head_loss, plain_loss
 from dflash_trt.training.checkpoint import Kind, open_drafter
 from dflash_trt.training.dflash2 import DFlash2Drafter, Selection
-from dflash_trt.training.evaluation import ALL, Questions, read_history
+from dflash_trt.training.evaluation import ALL, read_history
+from dflash_trt.training.held_out import write_prompts
 from dflash_trt.training.loop import Recipe
 from dflash_trt.training.masks import dense_mask
 from dflash_trt.training.regenerate import Sampling, regenerate_with_bundle
@@ -138,17 +139,20 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_gives_a_drafter(answers: Path, tmp_path: Path, kind: Kind) -> None:
     """The loss falls, and the checkpoint is built, measured, and continued after an end."""
     recipe = Recipe(steps=20, batch_size=2, anchors=6, learning_rate=2e-3, max_length=96)
-    questions = Questions(read_prompts(None, 0)[:2], max_tokens=12)
+    recipe = replace(recipe, eval_tokens=12)
+    held_out = tmp_path / "held_out.jsonl"
+    write_prompts(held_out, read_prompts(None, 0)[:2])
     lines: list[dict[str, Any]] = []
     design = Design(kind=kind, vocabulary=300 if kind == "eagle3" else None)
     out = tmp_path / "run"
-    assert run(TINY, "tiny", answers, out, design, recipe, questions=questions, report=lines.append) == 20
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert losses[1] < losses[0]
+    assert run(TINY, "tiny", answers, out, design, recipe, held_out=held_out, report=lines.append) == 20
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert losses[20] < losses[10]
     figures = read_history(out / "evaluation.jsonl")[-1]["figures"][ALL]
     assert figures["acceptance_length"] > 1
     assert kind.upper()[:5] in (out / "checkpoint" / "README.md").read_text().upper().replace("-", "")
-    assert run(TINY, "tiny", answers, out, design, replace(recipe, steps=21), questions=None) == 21
+    longer = replace(recipe, steps=21)
+    assert run(TINY, "tiny", answers, out, design, longer, held_out=held_out, evaluate_every=None) == 21
 
 
 def test_options_that_a_kind_lacks(answers: Path, tmp_path: Path) -> None:
