@@ -113,6 +113,23 @@ def test_a_dflash2_drafter_begins_as_dflash_and_its_selector_learns(target: Path
     assert set(published) == set(Checkpoint(tmp_path).tensors)
 
 
+def test_the_products_of_a_selector_have_few_shapes(target: Path, tmp_path: Path) -> None:
+    """On CPUs, torch keeps a compiled product for each of the last 1,024 shapes, some MB each."""
+    config = read_drafter_config(make_dflash2(tmp_path, target))
+    drafter, model = DFlash2Drafter(config), load_target(target)
+    shapes: set[torch.Size] = set()
+    drafter.candidate_selector.predecessor.register_forward_hook(lambda _, x, y: shapes.add(x[0].shape))
+    blocks, size = 60, config.block_size
+    rows = torch.randn(1, blocks * size, config.hidden_size)
+    for number in range(20):
+        valid = torch.arange(blocks * size).view(blocks, size) < 40 * size + number * 7
+        valid[:, 0] = False
+        labels = torch.randint(0, 100, (blocks, size))
+        task = Selection(labels, valid, labels, model.lm_head.weight, None, model.model.embed_tokens.weight)
+        assert drafter._selector_loss(rows, task).isfinite()
+    assert len(shapes) <= 2
+
+
 def test_a_head_of_its_own_has_a_gradient() -> None:
     torch.manual_seed(1)
     hidden, head = torch.randn(3, 4, 8), torch.randn(20, 8, requires_grad=True)
