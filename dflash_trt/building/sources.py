@@ -41,8 +41,8 @@ def resolve_pair(target: str, drafter: str | None = None) -> tuple[Source, Sourc
         if pair is None:
             _check_path(target, "target")
             raise CheckpointError(
-                f"--target {target}{_meant(target)}: no drafter is known for it; give one with --drafter, or give a "
-                f"known pair as the target: {NAMES}"
+                f"--target {target}{_meant(target)}: no drafter is known for it; give one with --drafter, "
+                f"train one (`dflash-trt train --help` has the steps), or give a known pair as the target: {NAMES}"
             )
         drafter = pair.drafter_repo or pair.name
     return resolve(target, "target"), resolve(drafter, "drafter")

@@ -1,7 +1,7 @@
 """The target's own answers, on which a drafter is trained. A finished answer is appended as one JSON line.
 
-A line has the prompt's `id` and `category`, `prompt_ids` (the rendered chat), `answer_ids`, `temperature` and
-`finish_reason`. A complete answer ends with its end token.
+A line has the prompt's `id`, `category` and `messages` or `prompt`, as a prompt file has them; then `prompt_ids` (the
+rendered chat), `answer_ids`, `temperature` and `finish_reason`. A complete answer ends with its end token.
 """
 
 from __future__ import annotations
@@ -15,19 +15,31 @@ from typing import Any
 
 from dflash_trt.errors import RequestError
 
+Content = str | list[dict[str, str]]
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """An answer and its prompt. content: messages or text of the prompt; None if the file does not have them."""
+
     id: str
     category: str
     prompt_ids: list[int]
     answer_ids: list[int]
     temperature: float
     finish_reason: str
+    content: Content | None = None
 
     @property
     def token_ids(self) -> list[int]:
         return self.prompt_ids + self.answer_ids
+
+
+def content_field(content: Content | None) -> dict[str, Content]:
+    """The field of a prompt's content in a line of a prompt file."""
+    if content is None:
+        return {}
+    return {"prompt" if isinstance(content, str) else "messages": content}
 
 
 class AnswerFile:
@@ -44,7 +56,9 @@ class AnswerFile:
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, answer: Answer) -> None:
-        self._file.write(json.dumps(asdict(answer), ensure_ascii=False, separators=(",", ":")) + "\n")
+        fields = asdict(answer)
+        fields |= content_field(fields.pop("content"))
+        self._file.write(json.dumps(fields, ensure_ascii=False, separators=(",", ":")) + "\n")
         self._file.flush()
         self.done.add(answer.id)
 
@@ -83,6 +97,7 @@ def _answer(path: Path, number: int, line: str) -> Answer:
         answer_ids=fields["answer_ids"],
         temperature=float(fields.get("temperature", 0.0)),
         finish_reason=str(fields.get("finish_reason", "")),
+        content=fields.get("messages", fields.get("prompt")),
     )
 
 
@@ -92,15 +107,16 @@ def _is_ids(value: Any) -> bool:
 
 def temperature_of(prompt_id: str, temperatures: Sequence[float]) -> float:
     """The temperature of a prompt's answer. It depends only on the prompt's id, not on order or number."""
-    return temperatures[_number(prompt_id, "temperature") % len(temperatures)]
+    return temperatures[number(prompt_id, "temperature") % len(temperatures)]
 
 
 def seed_of(prompt_id: str, seed: int) -> int:
     """The seed of a prompt's answer."""
-    return _number(prompt_id, str(seed))
+    return number(prompt_id, str(seed))
 
 
-def _number(prompt_id: str, purpose: str) -> int:
+def number(prompt_id: str, purpose: str) -> int:
+    """A number of 64 bits from an id or a text, a different one for each purpose."""
     digest = hashlib.sha256(f"{purpose}/{prompt_id}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
@@ -121,4 +137,4 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
 
 def in_order(answers: Sequence[Answer]) -> Iterator[Answer]:
     """Answers ordered by a hash of their ids, which does not depend on the order of completion."""
-    yield from sorted(answers, key=lambda answer: _number(answer.id, "order"))
+    yield from sorted(answers, key=lambda answer: number(answer.id, "order"))

@@ -19,7 +19,8 @@ from dflash_trt.models.drafters.dflash2 import DFlash2
 from dflash_trt.training.masks import Mask
 from dflash_trt.training.model import Drafter, Layer
 
-_ROWS = 1024  # rows of a step that the selector learns from
+_ROWS = 1024  # the selector learns from every n-th row of a step: from so many, and less than twice as many
+_STEP = 256  # their number is a multiple of it: torch keeps compiled products of every shape that it has seen
 _CODEBOOKS = ("predecessor", "successor")
 
 
@@ -155,10 +156,13 @@ class DFlash2Drafter(Drafter):
         block, place = s.valid.nonzero(as_tuple=True)
         step = max(1, len(block) // _ROWS)
         block, place = block[::step], place[::step]
+        rest = -len(block) % _STEP
+        counted = F.pad(torch.ones_like(block, dtype=torch.bool), (0, rest))[:, None]
+        block, place = F.pad(block, (0, rest)), F.pad(place, (0, rest), value=1)
         hidden = flat[block, place]
         with torch.no_grad():
             best = (hidden.to(s.head.dtype) @ s.head.T).float().topk(self.config.own.top_k)
-        found = best.indices == s.labels[block, place][:, None]
+        found = (best.indices == s.labels[block, place][:, None]) & counted
         tokens = best.indices if s.ids is None else s.ids[best.indices]
         dtype = hidden.dtype
         before = selector.predecessor(F.embedding(s.tokens[block, place - 1], s.embedding).to(dtype))

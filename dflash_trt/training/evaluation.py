@@ -13,6 +13,7 @@ from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.prompts import Prompt
 from dflash_trt.reports.charts import curve_chart
+from dflash_trt.text.tokenizer import Tokenizer
 
 ALL = "all"
 
@@ -26,16 +27,13 @@ class Questions:
     temperature: float = 0.0
     batch_size: int = 8
 
-    @property
-    def max_seq_len(self) -> int:
-        """A length that fits any shipped prompt and its answer."""
-        return 2048 + self.max_tokens
-
 
 def measure(
     target: Path, drafter: Path, questions: Questions, work: Path, draft_vocabulary: str | Path | None = None
 ) -> dict[str, Any]:
     """Build the pair in `work` and decode with whole blocks. `draft_vocabulary` is that of `build`.
+
+    An answer is shorter than max_tokens where the models' positions end.
 
     Returns figures per category, and for all under "all":
 
@@ -51,22 +49,30 @@ def measure(
         read(d).max_position_embeddings
         for read, d in ((read_target_config, target), (read_drafter_config, drafter))
     )
+    tokenizer = Tokenizer(target)
+    asked = [
+        tokenizer.encode(p.content)
+        if isinstance(p.content, str)
+        else tokenizer.encode(tokenizer.apply_chat_template(p.content), add_special_tokens=False)
+        for p in questions.prompts
+    ]
     bundle = build(
         str(target),
         str(drafter),
         work / "bundle",
-        max_seq_len=min(longest, questions.max_seq_len),
+        max_seq_len=min(longest, max(map(len, asked)) + questions.max_tokens),
         draft_vocabulary=draft_vocabulary,
         force=True,
     )
     found: dict[str, list[Statistics]] = {}
     with LLM(bundle.path, max_batch_size=questions.batch_size, prefix_cache_bytes=0) as llm:
-        asked = [
-            p.content if isinstance(p.content, str) else llm.chat_prompt(p.content) for p in questions.prompts
-        ]
         sampling = [
-            SamplingParams(max_tokens=questions.max_tokens, temperature=questions.temperature, seed=seed)
-            for seed in range(len(asked))
+            SamplingParams(
+                max_tokens=max(1, min(questions.max_tokens, longest - len(ids))),
+                temperature=questions.temperature,
+                seed=seed,
+            )
+            for seed, ids in enumerate(asked)
         ]
         answers = llm.generate(asked, sampling, block_length=llm.block_size)
     for prompt, answer in zip(questions.prompts, answers, strict=True):
@@ -110,7 +116,7 @@ def curve(history: Sequence[Mapping[str, Any]]) -> str:
         for category, part in entry["figures"].items():
             if category != ALL:
                 point = (float(entry["step"]), float(part["acceptance_length"]))
-                series.setdefault(category, []).append(point)
+                series.setdefault(category or "others", []).append(point)
     return curve_chart(
         {**series, "mean": means},
         title="Acceptance length on held-out prompts",

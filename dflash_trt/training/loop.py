@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil  # a requirement of accelerate
 import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
@@ -38,7 +39,9 @@ class Recipe:
     The learning rate rises over the first `warmup` of the steps and falls as a cosine to `floor` of it. `shorter`: the
     share of blocks with fewer rows than the block size. An answer is cut at `max_length` tokens, its prompt included.
     `head_tokens`: the loss has the logits of that many tokens (head_sample.py), 0: of all. `distill`: the share of the
-    target's own distribution in what a row shall predict; the rest is the answer's token.
+    target's own distribution in what a row shall predict; the rest is the answer's token. An evaluation has the first
+    `limit` held-out prompts (0: all), with at most `eval_tokens` tokens each. `held_out` identifies the prompts of a
+    file; None: they are a share of those of the answers (held_out.py).
     """
 
     steps: int
@@ -55,6 +58,9 @@ class Recipe:
     head_tokens: int = 0
     distill: float = 0.0
     seed: int = 0
+    limit: int = 32
+    eval_tokens: int = 96
+    held_out: str | None = None
 
     def factor(self, step: int) -> float:
         """The factor on the learning rate in step 0, 1, ..."""
@@ -87,8 +93,9 @@ def train(
     """Train until `recipe.steps` steps are done. Returns the number of steps done in this call.
 
     Files in `out`: `state/`, saved every `save_every` steps and when the process is asked to end; `log.jsonl`, a line
-    per 10 steps; `recipe.json`. A call that finds a state resumes it. `on_weights(step, weights)` is called every
-    `evaluate_every` steps (0: only at the end), and only in the first process.
+    per 10 steps; `recipe.json`. A call that finds a state resumes it. `on_weights(step, weights)` is called before the
+    first step, every `evaluate_every` steps and at the end; `report(line)` after each step. Both are called in the
+    first process only.
 
     Raises DFlashError if `out` holds a run with another recipe.
     """
@@ -100,6 +107,15 @@ def train(
     first = accelerator.is_main_process
     began, count = time.monotonic(), 0
     recent: deque[float] = deque(maxlen=10)
+
+    def weigh(step: int) -> None:
+        weights = accelerator.get_state_dict(module)
+        if first and on_weights is not None:
+            on_weights(step, weights)
+        accelerator.wait_for_everyone()
+
+    if start == 0:
+        weigh(0)
     with _asked_to_end() as asked:
         for step in range(start, recipe.steps):
             factor = recipe.factor(step)
@@ -115,16 +131,18 @@ def train(
             count += rows
             recent.append(loss.item())
             done, ending = step + 1, _any(asked(), accelerator)
-            if first and done % 10 == 0:
+            if first:
                 line = {
                     "step": done,
                     "loss": round(sum(recent) / len(recent), 4),
                     "learning_rate": recipe.learning_rate * factor,
                     "blocks": count,
                     "seconds": round(time.monotonic() - began, 1),
+                    "memory_bytes": _memory(accelerator.device),
                 }
-                with (out / "log.jsonl").open("a", encoding="utf-8") as log:
-                    log.write(json.dumps(line) + "\n")
+                if done % 10 == 0:
+                    with (out / "log.jsonl").open("a", encoding="utf-8") as log:
+                        log.write(json.dumps(line) + "\n")
                 if report is not None:
                     report(line)
             if done % save_every == 0 or ending or done == recipe.steps:
@@ -132,10 +150,7 @@ def train(
             if ending:
                 return done - start
             if done == recipe.steps or (evaluate_every and done % evaluate_every == 0):
-                weights = accelerator.get_state_dict(module)
-                if first and on_weights is not None:
-                    on_weights(done, weights)
-                accelerator.wait_for_everyone()
+                weigh(done)
     return max(0, recipe.steps - start)
 
 
@@ -194,6 +209,13 @@ def _step(
     rows = hidden.reshape(-1, size, hidden.shape[-1])
     loss, _ = head_loss(rows, head, labels, valid, recipe.weighting, chunk, bias, teacher, recipe.distill)
     return loss if added is None else loss + added, int((blocks.anchors >= 0).sum())
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes that this process holds: on a GPU those of torch there, else its resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return int(psutil.Process().memory_info().rss)
 
 
 def make_accelerator() -> Accelerator:

@@ -20,7 +20,6 @@ from dflash_trt.prompts import Prompt
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.answers import Answer, AnswerFile, seed_of, temperature_of
 
-_PROGRESS_SECONDS = 10.0
 Report = Callable[
     [int, int, int, float], None
 ]  # finished answers, all answers, tokens of this run, seconds of this run
@@ -89,7 +88,13 @@ def regenerate_with_bundle(
                     )
                 done = await llm.generate(ids, params, speculate=False)
                 return Answer(
-                    prompt.id, prompt.category, ids, done.token_ids, params.temperature, done.finish_reason
+                    prompt.id,
+                    prompt.category,
+                    ids,
+                    done.token_ids,
+                    params.temperature,
+                    done.finish_reason,
+                    prompt.content,
                 )
 
             await _answer_all(prompts, out, answer, concurrency, report)
@@ -144,7 +149,7 @@ def regenerate_with_server(
             return None
         rendered = tokenizer.apply_chat_template(prompt.content)
         prompt_ids = tokenizer.encode(rendered, add_special_tokens=False)
-        return Answer(prompt.id, prompt.category, prompt_ids, ids, params.temperature, reason)
+        return Answer(prompt.id, prompt.category, prompt_ids, ids, params.temperature, reason, prompt.content)
 
     asyncio.run(_answer_all(prompts, out, answer, concurrency, report))
 
@@ -183,22 +188,19 @@ async def _answer_all(
         raise RequestError(f"two prompts have the id {twice!r}; every prompt needs its own id")
     file = AnswerFile(out)
     waiting = [prompt for prompt in prompts if prompt.id not in file.done]
-    ready, began, tokens, told = len(prompts) - len(waiting), monotonic(), 0, 0.0
+    ready, began, tokens = len(prompts) - len(waiting), monotonic(), 0
     queue = iter(waiting)
 
     async def work() -> None:
-        nonlocal ready, tokens, told
+        nonlocal ready, tokens
         for prompt in queue:
             found = await answer(prompt)
             ready += 1
-            if found is None:
-                continue
-            file.append(found)
-            tokens += len(found.answer_ids)
-            seconds = monotonic() - began
-            if report is not None and (seconds - told > _PROGRESS_SECONDS or ready == len(prompts)):
-                told = seconds
-                report(ready, len(prompts), tokens, seconds)
+            if found is not None:
+                file.append(found)
+                tokens += len(found.answer_ids)
+            if report is not None:
+                report(ready, len(prompts), tokens, monotonic() - began)
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -1,7 +1,8 @@
 """A complete training run in a folder: from data and drafter to checkpoints, a curve and a model card.
 
 OUT/checkpoint/     the newest weights            OUT/best/      the weights with the longest acceptance so far
-OUT/evaluation.jsonl, OUT/acceptance.svg          OUT/log.jsonl, OUT/recipe.json, OUT/drafter.json, OUT/state/
+OUT/evaluation.jsonl, OUT/acceptance.svg          OUT/held_out.jsonl  the prompts that it is measured with
+OUT/log.jsonl, OUT/recipe.json, OUT/drafter.json, OUT/state/
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.drafters.eagle3 import usual_taps
+from dflash_trt.prompts import read_prompts
 from dflash_trt.reports import charts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training import checkpoint as drafters
@@ -32,6 +34,7 @@ from dflash_trt.training.card import model_card
 from dflash_trt.training.dflash2 import DFlash2Drafter
 from dflash_trt.training.eagle3 import Eagle3Drafter, start_eagle3
 from dflash_trt.training.evaluation import Questions, average, curve, measure, read_history
+from dflash_trt.training.held_out import digest, hold_out, write_prompts
 from dflash_trt.training.initial import start_from_target
 from dflash_trt.training.loop import Recipe, make_accelerator, train
 from dflash_trt.training.target import FeatureCache, FrozenTarget, matrix_dtype
@@ -71,14 +74,16 @@ def run(
     recipe: Recipe,
     *,
     features: Path | None = None,
-    questions: Questions | None = None,
+    held_out: Path | None = None,
     save_every: int = 50,
-    evaluate_every: int = 0,
+    evaluate_every: int | None = 0,
     report: Callable[[dict[str, Any]], None] | None = None,
 ) -> int:
     """Train a drafter for the target in `out`, or resume the run there; returns after which step it ended.
 
-    That is recipe.steps, or fewer if the process was asked to end.
+    That is recipe.steps, or fewer if the process was asked to end. Prompts of the file `held_out`, or a share of those
+    of the answers, are not trained on (held_out.py). The drafter is measured with them before the first step, every
+    `evaluate_every` steps and at the end; with None never.
 
     Raises DFlashError if `out` holds a run with another drafter or recipe, and any error of reading the inputs.
     """
@@ -86,6 +91,9 @@ def run(
     target_config = read_target_config(target)
     answers = read_answers(data)
     _check_ids(answers, target_config, data)
+    answers, prompts = hold_out(answers, held_out, data)
+    if held_out is not None:
+        recipe = replace(recipe, held_out=digest(prompts))
     config = _drafter_config(out / "drafter.json", target, target_config, design)
     begin = out / "beginning"
     accelerator.wait_for_everyone()  # the others read what was there before
@@ -93,6 +101,8 @@ def run(
         begin.mkdir(parents=True, exist_ok=True)
         write_object(begin / "config.json", config)
         write_object(out / "drafter.json", config)
+        if not (out / "held_out.jsonl").exists():
+            write_prompts(out / "held_out.jsonl", prompts)
     accelerator.wait_for_everyone()
     torch.manual_seed(recipe.seed)  # for the weights of a new drafter
     batches = Batches(answers, recipe.batch_size, recipe.max_length, recipe.seed)
@@ -120,8 +130,13 @@ def run(
         card = model_card(target_name, config, taps, recipe, counts, history)
         published = drafter.published(weights, frozen.embedding)
         drafters.write_checkpoint(published, config, out / "checkpoint", card)
-        if questions is None or any(entry["step"] == step for entry in history):
+        if evaluate_every is None or any(entry["step"] == step for entry in history):
             return
+        # Answers may have been added since the run began, but its evaluations have the same prompts.
+        asked = read_prompts(out / "held_out.jsonl", recipe.limit)
+        if report is not None:
+            report({"step": step, "measuring": len(asked)})
+        questions = Questions(asked, recipe.eval_tokens)
         figures = measure(target, out / "checkpoint", questions, out / "work")
         best = max((average(entry["figures"]) for entry in history), default=0.0)
         history.append({"step": step, "figures": figures})
@@ -145,7 +160,7 @@ def run(
         accelerator,
         cache=cache,
         save_every=save_every,
-        evaluate_every=evaluate_every,
+        evaluate_every=evaluate_every or 0,
         on_weights=keep,
         report=report,
     )

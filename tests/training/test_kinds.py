@@ -19,7 +19,8 @@ from dflash_trt.prompts import read_prompts
 from dflash_trt.training.blocks import head_loss, plain_loss
 from dflash_trt.training.checkpoint import Kind, open_drafter
 from dflash_trt.training.dflash2 import DFlash2Drafter, Selection
-from dflash_trt.training.evaluation import ALL, Questions, read_history
+from dflash_trt.training.evaluation import ALL, read_history
+from dflash_trt.training.held_out import write_prompts
 from dflash_trt.training.loop import Recipe
 from dflash_trt.training.masks import dense_mask
 from dflash_trt.training.regenerate import Sampling, regenerate_with_bundle
@@ -112,6 +113,23 @@ def test_a_dflash2_drafter_begins_as_dflash_and_its_selector_learns(target: Path
     assert set(published) == set(Checkpoint(tmp_path).tensors)
 
 
+def test_the_products_of_a_selector_have_few_shapes(target: Path, tmp_path: Path) -> None:
+    """On CPUs, torch keeps a compiled product for each of the last 1,024 shapes, some MB each."""
+    config = read_drafter_config(make_dflash2(tmp_path, target))
+    drafter, model = DFlash2Drafter(config), load_target(target)
+    shapes: set[torch.Size] = set()
+    drafter.candidate_selector.predecessor.register_forward_hook(lambda _, x, y: shapes.add(x[0].shape))
+    blocks, size = 60, config.block_size
+    rows = torch.randn(1, blocks * size, config.hidden_size)
+    for number in range(20):
+        valid = torch.arange(blocks * size).view(blocks, size) < 40 * size + number * 7
+        valid[:, 0] = False
+        labels = torch.randint(0, 100, (blocks, size))
+        task = Selection(labels, valid, labels, model.lm_head.weight, None, model.model.embed_tokens.weight)
+        assert drafter._selector_loss(rows, task).isfinite()
+    assert len(shapes) <= 2
+
+
 def test_a_head_of_its_own_has_a_gradient() -> None:
     torch.manual_seed(1)
     hidden, head = torch.randn(3, 4, 8), torch.randn(20, 8, requires_grad=True)
@@ -138,17 +156,20 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_gives_a_drafter(answers: Path, tmp_path: Path, kind: Kind) -> None:
     """The loss falls, and the checkpoint is built, measured, and continued after an end."""
     recipe = Recipe(steps=20, batch_size=2, anchors=6, learning_rate=2e-3, max_length=96)
-    questions = Questions(read_prompts(None, 0)[:2], max_tokens=12)
+    recipe = replace(recipe, eval_tokens=12)
+    held_out = tmp_path / "held_out.jsonl"
+    write_prompts(held_out, read_prompts(None, 0)[:2])
     lines: list[dict[str, Any]] = []
     design = Design(kind=kind, vocabulary=300 if kind == "eagle3" else None)
     out = tmp_path / "run"
-    assert run(TINY, "tiny", answers, out, design, recipe, questions=questions, report=lines.append) == 20
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert losses[1] < losses[0]
+    assert run(TINY, "tiny", answers, out, design, recipe, held_out=held_out, report=lines.append) == 20
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert losses[20] < losses[10]
     figures = read_history(out / "evaluation.jsonl")[-1]["figures"][ALL]
     assert figures["acceptance_length"] > 1
     assert kind.upper()[:5] in (out / "checkpoint" / "README.md").read_text().upper().replace("-", "")
-    assert run(TINY, "tiny", answers, out, design, replace(recipe, steps=21), questions=None) == 21
+    longer = replace(recipe, steps=21)
+    assert run(TINY, "tiny", answers, out, design, longer, held_out=held_out, evaluate_every=None) == 21
 
 
 def test_options_that_a_kind_lacks(answers: Path, tmp_path: Path) -> None:

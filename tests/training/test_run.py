@@ -35,7 +35,8 @@ from dflash_trt.training.checkpoint import (
     open_drafter,
     write_checkpoint,
 )
-from dflash_trt.training.evaluation import ALL, Questions, average, read_history
+from dflash_trt.training.evaluation import ALL, average, read_history
+from dflash_trt.training.held_out import write_prompts
 from dflash_trt.training.loop import Recipe, _step, train
 from dflash_trt.training.masks import dense_mask
 from dflash_trt.training.model import Drafter
@@ -247,14 +248,16 @@ def test_what_is_exported_is_what_was_trained(tmp_path: Path) -> None:
 
 def test_a_short_training_makes_drafts_longer(answers: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    questions = Questions(HELD_OUT, 32)
-    recipe = replace(SMALL, steps=100, anchors=16, learning_rate=4e-3, max_length=200)
-    run(TARGET, "tiny", answers, out, Design(layers=1), recipe, questions=questions, evaluate_every=50)
+    held_out = tmp_path / "held_out.jsonl"
+    write_prompts(held_out, HELD_OUT)
+    recipe = replace(SMALL, steps=100, anchors=16, learning_rate=4e-3, max_length=200, eval_tokens=32)
+    run(TARGET, "tiny", answers, out, Design(layers=1), recipe, held_out=held_out, evaluate_every=50)
     history = read_history(out / "evaluation.jsonl")
-    assert [entry["step"] for entry in history] == [50, 100]
+    assert [entry["step"] for entry in history] == [0, 50, 100]
     lengths = [average(entry["figures"]) for entry in history]
-    assert 1 < lengths[0] < lengths[1]
-    assert lengths[1] > 1.1  # an untrained one has 1.0
+    assert lengths[0] < 1.05  # an untrained one
+    assert lengths[0] < lengths[1] < lengths[2]
+    assert lengths[2] > 1.1
     # A category counts its own passes. The best checkpoint is the one with the longest acceptance.
     figures = history[-1]["figures"]
     assert set(figures) == {"chat", "code", "math", "tools", ALL}
@@ -265,14 +268,15 @@ def test_a_short_training_makes_drafts_longer(answers: Path, tmp_path: Path) -> 
     if find_spec("matplotlib") is not None:
         assert (out / "acceptance.svg").read_text().startswith("<svg")
     with pytest.raises(DFlashError, match=r"layer_types is .*choose another --out"):
-        run(TARGET, "tiny", answers, out, Design(layers=3), recipe)
+        run(TARGET, "tiny", answers, out, Design(layers=3), recipe, held_out=held_out)
 
 
 def test_a_new_drafter_for_another_block_begins_with_the_weights_it_is_given(
     answers: Path, tmp_path: Path
 ) -> None:
     recipe = replace(SMALL, steps=1, learning_rate=1e-9)
-    run(TARGET, "tiny", answers, tmp_path / "run", Design(checkpoint=DRAFTER, block_size=6), recipe)
+    design = Design(checkpoint=DRAFTER, block_size=6)
+    run(TARGET, "tiny", answers, tmp_path / "run", design, recipe, evaluate_every=None)
     assert read_drafter_config(tmp_path / "run" / "checkpoint").block_size == 6
     before, after = (
         load_file(DRAFTER / "model.safetensors"),

@@ -10,10 +10,11 @@ SUMMARY = "train a drafter for a target, on the target's own answers"
 DESCRIPTION = """\
 Train a DFlash, DFlash2 or EAGLE-3 drafter for any target that Transformers runs and this package builds.
 `regenerate` lets the target answer prompts, `drafter` trains on the answers, `evaluate` measures a drafter.
-Each continues an interrupted call with the same arguments. `drafter` needs dflash-trt[train].
+Each continues an interrupted call with the same arguments. They need dflash-trt[train].
 """
 EXAMPLES = """\
 examples:
+  dflash-trt train regenerate --target Qwen/Qwen3-4B --prompts prompts.jsonl --out answers.jsonl
   dflash-trt train regenerate --bundle bundles/tiny --prompts prompts.jsonl --out answers.jsonl
   dflash-trt train regenerate --server URL --model NAME --target PATH --prompts prompts.jsonl --out answers.jsonl
   dflash-trt train drafter --target Qwen/Qwen3-4B --data answers.jsonl --out runs/mine --steps 20000

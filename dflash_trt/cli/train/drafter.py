@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.building.progress import counted_display
 from dflash_trt.cli.options import at_least, each, share
-from dflash_trt.cli.train.questions import add_questions, questions_of
-from dflash_trt.errors import DFlashError
+from dflash_trt.cli.output import byte_count
+from dflash_trt.cli.train.extra import check_installed
+from dflash_trt.cli.train.questions import add_questions
 from dflash_trt.extras import install
 
 SUMMARY = "train a drafter and measure it regularly"
@@ -142,16 +142,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least(0),
         default=500,
         metavar="N",
-        help="steps between evaluations; 0: only at the end (default: 500)",
+        help="steps between evaluations; 0: only before the first step and at the end (default: 500)",
     )
-    add_questions(parser)
+    add_questions(parser, "a tenth of those of --data, whose answers are not trained on")
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("accelerate", "safetensors", "torch", "transformers"):
-        if find_spec(name) is None:
-            raise DFlashError(f"{name} is not installed; training needs: {install('train')}")
+    check_installed()
     from dflash_trt.building.sources import resolve
+    from dflash_trt.reports import charts
+    from dflash_trt.training.evaluation import average, read_history
     from dflash_trt.training.loop import Recipe
     from dflash_trt.training.run import Design
     from dflash_trt.training.run import run as train
@@ -168,6 +168,8 @@ def run(args: argparse.Namespace) -> int:
         head_tokens=args.head_tokens,
         distill=args.distill,
         seed=args.seed,
+        limit=args.limit,
+        eval_tokens=args.eval_tokens,
     )
     design = Design(
         checkpoint=resolve(args.checkpoint, "drafter").directory if args.checkpoint else None,
@@ -179,24 +181,43 @@ def run(args: argparse.Namespace) -> int:
         mask_token_id=args.mask_token_id,
     )
 
-    def report(line: dict[str, Any]) -> None:
-        print(json.dumps({key: value for key, value in line.items() if key != "figures"}), file=sys.stderr)
+    if not charts.available():
+        print(f"there will be no curve, as matplotlib is not installed: {install('charts')}", file=sys.stderr)
+    with counted_display("train", "steps") as display:
 
-    ended = train(
-        resolve(args.target, "target").directory,
-        args.target,
-        args.data,
-        args.out,
-        design,
-        recipe,
-        features=args.features,
-        questions=questions_of(args),
-        save_every=args.save_every,
-        evaluate_every=args.evaluate_every,
-        report=report,
+        def report(line: dict[str, Any]) -> None:
+            if "measuring" in line:
+                display.say(f"step {line['step']}: measuring on {line['measuring']} held-out prompts")
+            elif "acceptance_length" in line:
+                display.say(f"step {line['step']}: {line['acceptance_length']:.3f} tokens per pass")
+            else:
+                note = f"loss {line['loss']:.3f}, {byte_count(line['memory_bytes'])}"
+                display.update(line["step"], args.steps, note)
+
+        ended = train(
+            resolve(args.target, "target").directory,
+            args.target,
+            args.data,
+            args.out,
+            design,
+            recipe,
+            features=args.features,
+            held_out=args.held_out,
+            save_every=args.save_every,
+            evaluate_every=args.evaluate_every,
+            report=report,
+        )
+    lengths = {
+        entry["step"]: average(entry["figures"]) for entry in read_history(args.out / "evaluation.jsonl")
+    }
+    best = max(lengths, key=lambda step: lengths[step])
+    print(
+        f"{args.out}: on the prompts of held_out.jsonl {lengths[0]:.3f} tokens per pass before the first step, and at "
+        f"best {lengths[best]:.3f}, after step {best}"
     )
     if ended < args.steps:
         print(f"{args.out}: ended after step {ended}, as asked; the same command goes on from there")
         return 1
-    print(f"{args.out}: newest weights in checkpoint/, best weights in best/, curve in acceptance.svg")
+    curve = ", curve in acceptance.svg" if charts.available() else ""
+    print(f"{args.out}: newest weights in checkpoint/, best weights in best/{curve}")
     return 0

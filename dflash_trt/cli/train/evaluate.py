@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dflash_trt.cli.output import print_json, print_table
-from dflash_trt.cli.train.questions import add_questions, questions_of
+from dflash_trt.cli.train.questions import add_questions
 
 SUMMARY = "acceptance length of a drafter, by category and position in the block"
 
@@ -19,18 +19,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-vocabulary", metavar="FILE", help="as of build: tokens that may be drafted, or all"
     )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
-    add_questions(parser)
+    add_questions(parser, "the shipped natural ones")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.building.sources import resolve_pair
     from dflash_trt.files.disk import temporary_folder
-    from dflash_trt.training.evaluation import measure
+    from dflash_trt.prompts import natural_prompts
+    from dflash_trt.training.evaluation import Questions, measure
 
     target, drafter = resolve_pair(args.target, args.drafter)
     with temporary_folder(prefix="dflash-trt-") as work:
-        questions = questions_of(args, args.temperature)
+        questions = Questions(natural_prompts(args.held_out, args.limit), args.eval_tokens, args.temperature)
         figures = measure(target.directory, drafter.directory, questions, work, args.draft_vocabulary)
     if args.json:
         print_json(figures)

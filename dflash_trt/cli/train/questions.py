@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from dflash_trt.cli.options import at_least
 
 
-def add_questions(parser: argparse.ArgumentParser) -> None:
+def add_questions(parser: argparse.ArgumentParser, default: str) -> None:
+    """`default`: the prompts without --held-out."""
     parser.add_argument(
-        "--held-out",
-        type=Path,
-        metavar="FILE",
-        help="prompts to measure with (default: the shipped natural ones)",
+        "--held-out", type=Path, metavar="FILE", help=f"prompts to measure with (default: {default})"
     )
     parser.add_argument(
         "--limit", type=at_least(0), default=32, metavar="N", help="number of prompts; 0: all (default: 32)"
@@ -26,10 +23,3 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="limit of tokens per answer (default: 96)",
     )
-
-
-def questions_of(args: argparse.Namespace, temperature: float = 0.0) -> Any:
-    from dflash_trt.prompts import natural_prompts
-    from dflash_trt.training.evaluation import Questions
-
-    return Questions(natural_prompts(args.held_out, args.limit), args.eval_tokens, temperature)

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from dflash_trt.building.progress import counted_display
 from dflash_trt.cli.options import at_least, each
-from dflash_trt.cli.output import print_json
+from dflash_trt.cli.train.extra import check_installed
 from dflash_trt.errors import DFlashError
+
+if TYPE_CHECKING:
+    from dflash_trt.prompts import Prompt
+    from dflash_trt.training.regenerate import Report, Sampling
 
 SUMMARY = "let the target answer prompts: the data to train on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    engine = parser.add_mutually_exclusive_group(required=True)
-    engine.add_argument(
-        "--bundle", type=Path, metavar="DIR", help="the target as a bundle, decoded here without drafting"
-    )
-    engine.add_argument(
-        "--server", metavar="URL", help="the base URL of a server with OpenAI's chat completions"
-    )
-    parser.add_argument("--model", metavar="NAME", help="the server's name for the model")
-    parser.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--target",
         metavar="NAME_OR_PATH",
-        help="with --server: the checkpoint with its tokenizer and template",
+        help="the target, decoded here without a drafter; with --server: its tokenizer and template",
     )
+    source.add_argument(
+        "--bundle", type=Path, metavar="DIR", help="the target as a bundle, decoded here without drafting"
+    )
+    parser.add_argument(
+        "--server",
+        metavar="URL",
+        help="the base URL of a server with OpenAI's chat completions, which answers",
+    )
+    parser.add_argument("--model", metavar="NAME", help="with --server: its name for the model")
     parser.add_argument(
         "--prompts",
         type=Path,
@@ -66,47 +74,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if (args.server is None) != (args.model is None):
+        args.step_error("--server and --model belong together")
+    if args.server is not None and args.target is None:
+        args.step_error("--server needs --target, for its tokenizer and template")
+    if args.server is None and args.target is not None:
+        check_installed()
     from dflash_trt.prompts import read_prompts
     from dflash_trt.training.answers import read_answers, summary
-    from dflash_trt.training.regenerate import Sampling, regenerate_with_bundle, regenerate_with_server
+    from dflash_trt.training.regenerate import Sampling
 
     prompts = read_prompts(args.prompts, 0)
     sampling = Sampling(args.max_tokens, args.temperatures, args.top_p, args.seed)
+    with counted_display("answer", "prompts") as display:
 
-    def report(done: int, of: int, tokens: int, seconds: float) -> None:
-        print(f"{done} of {of} prompts, {tokens / max(seconds, 1e-9):.0f} tokens/s", file=sys.stderr)
+        def report(done: int, of: int, tokens: int, seconds: float) -> None:
+            display.update(done, of, f"{tokens / max(seconds, 1e-9):.0f} tokens/s")
 
-    if args.bundle is not None:
-        regenerate_with_bundle(
-            args.bundle,
-            prompts,
-            args.out,
-            sampling,
-            concurrency=args.concurrency,
-            threads=args.threads,
-            report=report,
-        )
-    else:
-        from dflash_trt.building.sources import resolve
-        from dflash_trt.models.configs import read_target_config
-        from dflash_trt.text.tokenizer import Tokenizer
-
-        if args.model is None or args.target is None:
-            args.step_error("--server needs --model and --target")
-        directory = resolve(args.target, "target").directory
-        ends = read_target_config(directory).eos_token_ids
-        if not ends:
-            raise DFlashError(f"{directory}: names no eos_token_id, so the end of an answer is unknown")
-        regenerate_with_server(
-            args.server,
-            args.model,
-            Tokenizer(directory),
-            ends[0],
-            prompts,
-            args.out,
-            sampling,
-            concurrency=args.concurrency,
-            report=report,
-        )
-    print_json(summary(read_answers(args.out)))
+        _answer(args, prompts, sampling, report)
+    found = summary(read_answers(args.out))
+    print(
+        f"{args.out}: {found['answers']} answers of {found['answer_tokens']} tokens, {found['ended']} of them complete"
+    )
     return 0
+
+
+def _answer(args: argparse.Namespace, prompts: list[Prompt], sampling: Sampling, report: Report) -> None:
+    from dflash_trt.building.sources import resolve
+    from dflash_trt.models.configs import read_target_config
+    from dflash_trt.text.tokenizer import Tokenizer
+    from dflash_trt.training.regenerate import regenerate_with_bundle, regenerate_with_server
+
+    directory = None if args.target is None else resolve(args.target, "target").directory
+    if directory is None or args.server is None:
+        with _bundle(args, directory) as bundle:
+            regenerate_with_bundle(
+                bundle,
+                prompts,
+                args.out,
+                sampling,
+                concurrency=args.concurrency,
+                threads=args.threads,
+                report=report,
+            )
+        return
+    ends = read_target_config(directory).eos_token_ids
+    if not ends:
+        raise DFlashError(f"{directory}: names no eos_token_id, so the end of an answer is unknown")
+    regenerate_with_server(
+        args.server,
+        args.model,
+        Tokenizer(directory),
+        ends[0],
+        prompts,
+        args.out,
+        sampling,
+        concurrency=args.concurrency,
+        report=report,
+    )
+
+
+def _bundle(args: argparse.Namespace, target: Path | None) -> AbstractContextManager[Path]:
+    if target is None:
+        return nullcontext(args.bundle)
+    from dflash_trt.training.checkpoint import plain_bundle
+
+    return plain_bundle(target, args.out)

@@ -1,0 +1,226 @@
+"""What a drafter is measured with: prompts that it was not trained on, before the first step too."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_trt.building.build import build
+from dflash_trt.checkpoint.catalogue import SHIPPED
+from dflash_trt.cli import main
+from dflash_trt.errors import DFlashError, RequestError
+from dflash_trt.prompts import Prompt, read_prompts
+from dflash_trt.training.answers import Answer, AnswerFile, read_answers
+from dflash_trt.training.batches import Batches
+from dflash_trt.training.evaluation import average, read_history
+from dflash_trt.training.held_out import hold_out, write_prompts
+from dflash_trt.training.loop import Recipe
+from dflash_trt.training.run import Design, run
+
+TINY = SHIPPED / "tiny" / "target"
+DATA = Path("answers.jsonl")
+RECIPE = Recipe(steps=2, batch_size=4, anchors=4, max_length=160, limit=4, eval_tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("COLUMNS", "300")
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 prompts, one of which is held out."""
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    write_prompts(file, read_prompts(None, 60))
+    return file
+
+
+@pytest.fixture(scope="module")
+def data(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers of the target alone, without a bundle that someone built."""
+    out = tmp_path_factory.mktemp("answers") / "answers.jsonl"
+    command = ["train", "regenerate", "--target", str(TINY), "--prompts", str(prompts), "--out", str(out)]
+    assert main([*command, "--max-tokens", "32", "--threads", "1"]) == 0
+    assert [file.name for file in out.parent.iterdir()] == [out.name]
+    return out
+
+
+def texts(answers: list[Answer]) -> set[Any]:
+    return {json.dumps(answer.content) for answer in answers}
+
+
+def test_a_target_without_a_drafter_answers_as_its_bundle_does(
+    prompts: Path, data: Path, tmp_path: Path
+) -> None:
+    bundle, out = build("tiny", None, tmp_path / "tiny").path, tmp_path / "answers.jsonl"
+    command = ["train", "regenerate", "--bundle", str(bundle), "--prompts", str(prompts), "--out", str(out)]
+    assert main([*command, "--max-tokens", "32", "--threads", "1"]) == 0
+    assert len(found := {a.id: a for a in read_answers(out)}) == 60
+    assert found == {a.id: a for a in read_answers(data)}
+    assert {p.id: p.content for p in read_prompts(prompts, 0)} == {i: a.content for i, a in found.items()}
+
+
+def test_a_tenth_of_the_prompts_is_held_out_by_their_texts_alone() -> None:
+    made = [Answer(str(i), "", [1], [2, 3], 0.0, "stop", f"question {i}") for i in range(1000)]
+    rest, held = hold_out(made, None, DATA)
+    assert len(rest) + len(held) == 1000
+    assert 70 < len(held) < 130
+    assert not texts(rest) & {json.dumps(prompt.content) for prompt in held}
+    again, more = hold_out(
+        [replace(a, id=f"another {a.id}") for a in made[::-1]]  # the same prompts under other names
+        + made
+        + [replace(a, content=f"new {a.id}") for a in made],
+        None,
+        DATA,
+    )
+    assert {p.content for p in held} <= {p.content for p in more}
+    assert texts(rest) <= texts(again)
+    assert not texts(again) & {json.dumps(prompt.content) for prompt in more}
+    assert len({p.content for p in more}) == len(more)
+
+
+def test_prompts_of_a_file_are_left_out_of_the_answers(tmp_path: Path) -> None:
+    made = [Answer(str(i), "", [1], [2, 3], 0.0, "stop", f"question {i}") for i in range(20)]
+    file = tmp_path / "held_out.jsonl"
+    write_prompts(
+        file, [Prompt("mine", "", "question 3"), Prompt("other", "", "a question that nobody answered")]
+    )
+    rest, held = hold_out(made, file, DATA)
+    assert texts(made) - texts(rest) == {'"question 3"'}
+    assert [prompt.id for prompt in held] == ["mine", "other"]
+
+
+def test_answers_that_leave_nothing_to_measure_with() -> None:
+    made = [Answer("7", "", [1], [2, 3], 0.0, "stop")]
+    with pytest.raises(RequestError, match=r"answer 7 has neither messages nor prompt, .*--held-out"):
+        hold_out(made, None, DATA)
+    with pytest.raises(RequestError, match=r"has 1 answers, too few .*--held-out"):
+        hold_out([replace(made[0], content="question 1")], None, DATA)
+
+
+def test_a_run_never_trains_on_what_it_is_measured_with(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Answer] = []
+    original = Batches.__call__
+
+    def spy(self: Batches, step: int) -> Any:
+        batch = original(self, step)
+        seen.extend(batch.answers)
+        return batch
+
+    monkeypatch.setattr(Batches, "__call__", spy)
+    lines: list[dict[str, Any]] = []
+    recipe, out = replace(RECIPE, steps=20), tmp_path / "run"
+    run(TINY, "tiny", data, out, Design(layers=1), recipe, report=lines.append)
+    held = read_prompts(out / "held_out.jsonl", 0)
+    assert held
+    answers = read_answers(data)
+    assert len(texts(seen)) > 40
+    assert texts(seen) | {json.dumps(p.content) for p in held} <= texts(answers)
+    assert not texts(seen) & {json.dumps(p.content) for p in held}
+    assert [line["measuring"] for line in lines if "measuring" in line] == [len(held)] * 2
+    # What it began as is measured, and is the best until something is better.
+    assert [entry["step"] for entry in read_history(out / "evaluation.jsonl")] == [0, 20]
+    # Other answers later: the run is measured with the same prompts as before.
+    more = tmp_path / "more.jsonl"
+    file = AnswerFile(more)
+    for number, answer in enumerate(answers * 3):
+        file.append(replace(answer, id=str(number), content=f"{number} {answer.content}"))
+    file.close()
+    more.write_text(data.read_text() + more.read_text())
+    run(TINY, "tiny", more, out, Design(layers=1), replace(recipe, steps=21), evaluate_every=None)
+    assert [p.id for p in read_prompts(out / "held_out.jsonl", 0)] == [p.id for p in held]
+    # Another number of prompts or other prompts would not compare with the evaluations so far.
+    with pytest.raises(DFlashError, match="limit is 4, but now 5"):
+        run(TINY, "tiny", data, out, Design(layers=1), replace(recipe, limit=5))
+    with pytest.raises(DFlashError, match="held_out is None, but now "):
+        run(TINY, "tiny", data, out, Design(layers=1), recipe, held_out=out / "held_out.jsonl")
+
+
+def test_best_is_what_the_run_began_with_if_nothing_is_better(data: Path, tmp_path: Path) -> None:
+    out, recipe = tmp_path / "run", replace(RECIPE, steps=3, learning_rate=10.0)
+    run(TINY, "tiny", data, out, Design(checkpoint=SHIPPED / "tiny" / "drafter"), recipe)
+    lengths = {e["step"]: average(e["figures"]) for e in read_history(out / "evaluation.jsonl")}
+    assert lengths[3] < lengths[0]
+    assert "\n0 steps of 4 answers" in (out / "best" / "README.md").read_text()
+
+
+def test_held_out_prompts_may_be_longer_than_those_that_are_shipped(tmp_path: Path) -> None:
+    """As long as the models take: an answer has the tokens that remain."""
+    from dflash_trt.training.evaluation import ALL, Questions, measure
+
+    long = Prompt("long", "", "word " * 1015)
+    found = measure(TINY, SHIPPED / "tiny" / "drafter", Questions([long], 64), tmp_path)
+    assert 0 < found[ALL]["tokens"] < 64
+
+
+def test_the_terminal_has_no_json(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_trt.reports.charts.find_spec", lambda name: None)
+    out = tmp_path / "run"
+    command = [
+        "train",
+        "drafter",
+        "--target",
+        "tiny",
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--steps",
+        "10",
+    ]
+    sizes = ["--batch-size", "4", "--anchors", "4", "--layers", "1", "--limit", "4", "--eval-tokens", "8"]
+    capsys.readouterr()
+    assert main([*command, *sizes]) == 0
+    printed, told = capsys.readouterr()
+    assert "{" not in printed + told
+    assert "train: 10/10 steps, " in told
+    assert ", loss " in told
+    assert "matplotlib is not installed: pip install" in told  # at once, not after hours
+    assert "tokens per pass before the first step, and at best " in printed
+    assert "acceptance.svg" not in printed
+    (line,) = (out / "log.jsonl").read_text().splitlines()
+    assert json.loads(line)["memory_bytes"] > 1e6
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "regenerate --target tiny --prompts p.jsonl --out a.jsonl",
+        "drafter --target tiny --data a --out o --steps 1",
+    ],
+)
+def test_a_missing_extra_is_named_with_its_command(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_trt.cli.train.extra.find_spec", lambda name: name != "torch" or None)
+    assert main(["train", *words.split()]) == 1
+    assert "torch is not installed; training needs: pip install " in capsys.readouterr().err
+
+
+def test_the_options_of_regenerate_that_belong_together(capsys: pytest.CaptureFixture[str]) -> None:
+    rest = ["--prompts", "p.jsonl", "--out", "a.jsonl"]
+    for words, message in (
+        (["--server", "http://127.0.0.1:1/v1", "--model", "m", "--bundle", "b"], "--server needs --target"),
+        (["--server", "http://127.0.0.1:1/v1", "--target", "tiny"], "--server and --model belong together"),
+        (["--target", "tiny", "--bundle", "b"], "not allowed with argument"),
+        ([], "one of the arguments --target --bundle is required"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["train", "regenerate", *words, *rest])
+        assert message in capsys.readouterr().err
+
+
+def test_a_target_without_a_known_drafter_is_sent_to_training(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "--target", str(TINY)]) == 1
+    assert "train one (`dflash-trt train --help` has the steps)" in capsys.readouterr().err
