@@ -192,15 +192,14 @@ def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: i
         if sink is None and tree is not None:
             furthest = tree.final
         end = g.op("Add", g.op("ReduceMax", furthest, name="furthest", keepdims=0), g.constant(1), name="end")
-    few = g.op("LessOrEqual", g.dim(rows[1], 1, name="count"), g.constant([GROUPED_ROWS]))
-    if kind.group > 1:
-        times = g.op("Where", few, g.constant([kind.group]), g.constant([1]), name="times")
-        repeats = g.shape(1, 1, times)
+    few_rows, repeated = (GROUPED_ROWS, kind.group) if kind.group > 1 else (1, 2)
+    few = g.op("LessOrEqual", g.dim(rows[1], 1, name="count"), g.constant([few_rows]))
+    times = g.op("Where", few, g.constant([repeated]), g.constant([1]), name="times")
+    repeats = g.shape(1, 1, times)
 
     def by_query(row: ir.Value) -> ir.Value:
-        if kind.group > 1:
-            row = g.op("Expand", g.unsqueeze(row, 2), repeats, name="repeated")
-            row = g.op("Reshape", row, g.constant([0, -1]), name="by_query")
+        row = g.op("Expand", g.unsqueeze(row, 2), repeats, name="repeated")
+        row = g.op("Reshape", row, g.constant([0, -1]), name="by_query")
         return g.unsqueeze(row, 1, 3)
 
     slots = g.op("Range", origin, end, g.constant(1), name="slots")
@@ -210,9 +209,8 @@ def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: i
         mask = g.op("And", mask, not_before, name="in_range")
     if tree is not None:
         inside, seen = tree.seen(slots)
-        if kind.group > 1:
-            seen = g.op("Expand", g.unsqueeze(seen, 2), g.shape(1, 1, times, 1), name="seen_repeated")
-            seen = g.op("Reshape", seen, g.shape(tree.batch, -1, g.dim(slots, 0)), name="seen_by_query")
+        seen = g.op("Expand", g.unsqueeze(seen, 2), g.shape(1, 1, times, 1), name="seen_repeated")
+        seen = g.op("Reshape", seen, g.shape(tree.batch, -1, g.dim(slots, 0)), name="seen_by_query")
         inside, seen = g.unsqueeze(inside, 1), g.unsqueeze(seen, 1)  # ONNX Runtime has no Where of booleans
         outside = g.op("And", g.op("Not", inside, name="outside"), mask, name="in_range_before")
         mask = g.op("Or", outside, g.op("And", inside, seen, name="in_tree"), name="or_tree")
@@ -253,7 +251,10 @@ def _attend(
         return g.op("Attention", q, k, v, a.mask, q_num_heads=heads, kv_num_heads=n, **attributes)
 
     if group == 1:
-        a.output(attend(g, q, n), *updated)
+        times = g.op("Where", a.few, g.constant([1, 2, 1]), g.constant([1, 1, 1]), name="times")
+        y = attend(g, g.op("Expand", q, times, name="repeated"), n)
+        count = g.op("Where", a.few, g.constant([1]), g.constant([2**31]), name="count")
+        a.output(g.op("Slice", y, g.constant([0]), count, g.constant([1]), name="first"), *updated)
         return
 
     def arranged(x: ir.Value, name: str, few: list[int], many: list[int]) -> ir.Value:
