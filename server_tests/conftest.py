@@ -59,8 +59,10 @@ def small(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 def tiny(small: Serving) -> Serving:
     """A small server, whole and idle, whatever the test before did to it. A test may kill its engine."""
     small.until(
-        lambda: small.ready()
-        and idle(small)
-        and all(len(small.processes(each)) == 1 for each in (STUB, "bin/tritonserver", "serving.worker"))
+        lambda: (
+            small.ready()
+            and idle(small)
+            and all(len(small.processes(each)) == 1 for each in (STUB, "bin/tritonserver", "serving.worker"))
+        )
     )
     return small

@@ -159,7 +159,8 @@ def test_the_death_of_the_engine_is_reported_and_a_reload_recovers(tiny: Serving
     assert all("the engine process ended (SIGKILL)" in each for each in said)
     tiny.until(lambda: "the model is not ready: reloading it" in tiny.log)
     assert (
-        f"the engine process ended (SIGKILL); load the model again; {len(said)} requests are refused" in tiny.log
+        f"the engine process ended (SIGKILL); load the model again; {len(said)} requests are refused"
+        in tiny.log
     )
     tiny.until(tiny.ready)
     assert tiny.generate(text_input="a", max_tokens=4)[0] == 200

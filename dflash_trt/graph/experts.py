@@ -112,7 +112,9 @@ class PairedRows:
         flat = g.op("Reshape", self.best, g.constant([-1]), name="flat")
         ones = g.op("Expand", g.constant(1), g.op("Shape", flat), name="ones")
         rows = g.op("ScatterElements", none, flat, ones, name="rows_of_expert", axis=0, reduction="add")
-        fewest = g.op("ReduceMin", g.op("Gather", rows, self.best), g.constant([1]), name="fewest", keepdims=0)
+        fewest = g.op(
+            "ReduceMin", g.op("Gather", rows, self.best), g.constant([1]), name="fewest", keepdims=0
+        )
         self._alone = g.op("Equal", fewest, g.constant(1), name="alone")
 
     def extended(self, x: ir.Value) -> ir.Value:

@@ -128,7 +128,9 @@ class OnnxRuntime(Dialect):
         k = rows(g.op("Concat", k, key, name="k_with_sink", axis=1))
         v = g.op("Pad", a.v, g.constant([0, 0, 0, 0, 1, 0]), name="v_with_sink")
         slots = g.op("Add", g.unsqueeze(a.start, 1), g.arange(g.dim(a.k, 1, name="new")), name="slots")
-        slots = g.op("Concat", slots, g.unsqueeze(_sink_slot(g, a.lengths), 1), name="slots_with_sink", axis=1)
+        slots = g.op(
+            "Concat", slots, g.unsqueeze(_sink_slot(g, a.lengths), 1), name="slots_with_sink", axis=1
+        )
         sequence = g.op("Expand", g.unsqueeze(g.arange(batch), 1), g.op("Shape", slots), name="sequence")
         places = g.op("Concat", g.unsqueeze(sequence, 2), g.unsqueeze(slots, 2), name="places", axis=2)
         _attend(g, kind, a, q, (k, v), scale=scale, places=places)

@@ -225,9 +225,7 @@ def test_a_long_forced_text_is_tokenized_once(llm: LLM, form: StructuredOutputs)
 
 def test_a_long_text_behind_drafts_is_not_asked_for_in_every_round(llm: LLM) -> None:
     """The drafts may be refused each time."""
-    structure, matcher = asked(
-        llm, StructuredOutputs(grammar=f'start: ("x" | "q" tail)*\ntail: "{LONG}"')
-    )
+    structure, matcher = asked(llm, StructuredOutputs(grammar=f'start: ("x" | "q" tail)*\ntail: "{LONG}"'))
     (draft,) = llm._runtime.tokenizer.encode("q")
     rounds = [structure.follow([draft] * 4, 7)[0] for _ in range(5)]
     assert len(rounds[0]) == 7

@@ -42,9 +42,7 @@ FAMILIES: dict[str, Callable[..., Path]] = {
     "qwen3-moe": lambda out, n: make_qwen3_moe(
         out, intermediate_size=192, moe_intermediate_size=64, num_key_value_heads=n, **SMALL
     ),
-    "qwen3-next": lambda out, n: HYBRID(
-        out, NEXT, intermediate_size=192, num_key_value_heads=n, **EXPERTS
-    ),
+    "qwen3-next": lambda out, n: HYBRID(out, NEXT, intermediate_size=192, num_key_value_heads=n, **EXPERTS),
     "qwen3.5": lambda out, n: HYBRID(out, DENSE, intermediate_size=192, num_key_value_heads=n),
     "qwen3.5-moe": lambda out, n: HYBRID(out, SPARSE, num_key_value_heads=n, **EXPERTS),
 }
