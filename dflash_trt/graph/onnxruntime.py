@@ -8,10 +8,10 @@ and caches [B,C,N*d] and [B,N,C,d].
 
 AttentionMask(first [B,S], last [B,S], capacity [1]) -> mask, origin [1] (, few [1])
     Row i sees the cache slots first[i] .. last[i]. The mask starts at slot `origin`. On ONNX Runtime it is float32
-    [B,1,S',L], to be added to scores; S' is S*H/N if the rows are `few`, a bool, and S otherwise. On the other engines
-    it is bool [B,1,S,C].
+    [B,1,S',L], to be added to scores; S' is S*H/N if the rows are `few`, a bool, and S otherwise. With H = N one row
+    is few, and S' is 2. On the other engines it is bool [B,1,S,C].
 SinkAttentionMask(first, last, sink [B], capacity) -> mask, origin
-    The same, and every row sees the slot `sink` too.
+    The same, and every row sees the slot `sink` too; on ONNX Runtime, the last one of the SUMMED slots around it.
 TreeAttentionMask(first, last, start [B], visible [B,S,S], capacity), TreeSinkAttentionMask -> the same
     Of the slots that this pass writes, start .. start+S-1, row i sees those that visible[i] marks, whatever the range.
 CachedAttention(q, k [T rows], v [T rows], k_cache, v_cache, start [B], mask, origin (, few), lengths [B])
@@ -266,6 +266,11 @@ def _attend(
     places: ir.Value | None = None,
 ) -> None:
     """With few rows, the query heads of a key/value head are rows of one product: it reads keys and values once.
+
+    With one query head for each, a single row is there twice: ONNX Runtime rounds the product of one row otherwise than
+    that of several, and drafts must not change a row.
+
+    `places`: int64 [B,T,2], the sequence and the slot of each new row, where these are not the slots from `start` on.
 
     Only the product itself differs between few and many rows. An `If` costs more with each node and input of its
     branches. So the nodes around it are the same for both, with other shapes.
