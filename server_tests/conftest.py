@@ -10,7 +10,7 @@ from dflash_trt import LLM
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.checkpoint.catalogue import PAIRS
-from server_tests.serving import Serving
+from server_tests.serving import STUB, Serving, idle
 
 SHIPPED = [pair.name for pair in PAIRS if pair.target_repo is None]
 
@@ -48,9 +48,21 @@ def served(
 
 
 @pytest.fixture(scope="module")
-def tiny(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A small server. A test may kill its engine."""
+def small(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     options = ("--max-batch-size=2", "--max-queue=2", "--grace=2", "--block-length=4")
     server = Serving(bundles["tiny"], tmp_path_factory.mktemp("log") / "log", *options)
     yield server
     assert server.stop() == 0
+
+
+@pytest.fixture
+def tiny(small: Serving) -> Serving:
+    """A small server, whole and idle, whatever the test before did to it. A test may kill its engine."""
+    small.until(
+        lambda: (
+            small.ready()
+            and idle(small)
+            and all(len(small.processes(each)) == 1 for each in (STUB, "bin/tritonserver", "serving.worker"))
+        )
+    )
+    return small

@@ -40,6 +40,7 @@ TYPES = {
 NUMPY = {
     "BYTES": object, "INT32": np.int32, "FP32": np.float32, "FP16": np.float16, "UINT64": np.uint64, "BOOL": bool
 }  # fmt: skip
+STUB = "backends/python/triton_python_backend_stub"
 
 
 def free_ports(count: int) -> list[int]:
@@ -116,6 +117,10 @@ class Serving:
             for line in answer:
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
+
+
+def idle(server: Serving) -> bool:
+    return server.metric("dflash_num_requests_running") + server.metric("dflash_num_requests_waiting") == 0
 
 
 def sample(lines: list[str], name: str, **labels: str) -> float:

@@ -16,9 +16,10 @@ from dflash_trt.errors import DFlashError
 
 Array = np.ndarray[Any, Any]
 
-# A pass sees a multiple of this many rows of a slot, so that its shapes change seldom. ONNX Runtime's softmax adds up
-# 64 numbers at a time: with this step, a row's result does not depend on how many masked rows follow.
-STEP = 64
+# A pass sees a multiple of this many rows of a slot, so that its shapes change seldom, and a row's result does not
+# depend on how many masked rows follow: ONNX Runtime's softmax adds up 64 numbers at a time, and its products divide
+# the numbers of a head into blocks otherwise below 128 rows.
+STEP = 128
 
 
 class CachePool:
@@ -35,7 +36,7 @@ class CachePool:
 
     def __init__(self, caches: Mapping[str, tuple[int, Any]], slots: int, capacity: int) -> None:
         """`caches`: width and dtype of a row, by name."""
-        self.slots, self.capacity = slots, capacity
+        self.slots, self.capacity = slots, -(-capacity // STEP) * STEP
         self.allocate(caches)
 
     def allocate(self, caches: Mapping[str, tuple[int, Any]]) -> None:
@@ -55,12 +56,12 @@ class CachePool:
             end = min(ends[0], self.capacity)
             if end > self._rows[first]:
                 self._rows[first] = end
-            return first * self.capacity, min(-(-end // STEP) * STEP, self.capacity)
+            return first * self.capacity, -(-end // STEP) * STEP
         slots = range(first, first + len(ends))
         if slots.stop > self.slots:
             raise ValueError(f"slots {slots.start}..{slots.stop - 1} of {self.slots}")
         ends = [min(end, self.capacity) for end in ends]
-        rows = min(-(-max(ends) // STEP) * STEP, self.capacity)
+        rows = -(-max(ends) // STEP) * STEP
         if len(slots) == 1:
             if first in self._packed and rows > self._stride:  # it leaves, and those behind it
                 self._arrange(range(self._packed.start, first), self._stride)

@@ -58,10 +58,12 @@ def onnxruntime_moe(
         )
         scales = g.input(f"{name}_scales", ir.DataType.UINT8, ["E", "O", "G"]) if packed else None
         tensors += [weight, scales, g.input(f"{name}_bias", FLOAT, ["E", "O"]) if biased else None]
+    k = ir.RefAttr("value_int", "k", ir.AttributeType.INT)
+    count = g.op("Reshape", g.op("Constant", name="k", value_int=k), g.constant([1]), name="count")
+    pairs = PairedRows(g, router, count)
+    x, router = pairs.extended(x), pairs.extended(router)
     if not resident:
-        k = ir.RefAttr("value_int", "k", ir.AttributeType.INT)
-        count = g.op("Reshape", g.op("Constant", name="k", value_int=k), g.constant([1]), name="count")
-        logits, best = g.multi("TopK", router, count, outputs=2, name="best", axis=-1)
+        logits, best = pairs.extended(pairs.logits), pairs.extended(pairs.best)
         # Where logits tie, the operator would choose otherwise, and by what other rows brought in: leave it no choice.
         lowest = g.constant(np.finfo(np.float32).min, np.float32)
         none = g.op("Expand", lowest, g.op("Shape", router, name="all"), name="none")
@@ -90,8 +92,40 @@ def onnxruntime_moe(
         activation_beta=ir.RefAttr("activation_beta", "beta", ir.AttributeType.FLOAT),
         swiglu_limit=ir.RefAttr("swiglu_limit", "limit", ir.AttributeType.FLOAT),
     )
-    g.output(y, "y", FLOAT, ["rows", "D"])
+    g.output(pairs.own(y), "y", FLOAT, ["rows", "D"])
     return g.function(declared())
+
+
+class PairedRows:
+    """The rows of a pass, and behind them a second copy of each one that has an expert to itself.
+
+    ONNX Runtime rounds the product of one row otherwise than that of several. With the copies no expert has just one
+    row, and no row depends on which others share its experts.
+
+    best [rows,k], logits [rows,k]: of `router` [rows,E], the k largest.
+    """
+
+    def __init__(self, g: GraphBuilder, router: ir.Value, k: ir.Value) -> None:
+        self._g, self._count = g, g.dim(router, 0, name="count")
+        self.logits, self.best = g.multi("TopK", router, k, outputs=2, name="best", axis=-1)
+        none = g.op("Expand", g.constant(0), g.dim(router, 1, name="experts"), name="none")
+        flat = g.op("Reshape", self.best, g.constant([-1]), name="flat")
+        ones = g.op("Expand", g.constant(1), g.op("Shape", flat), name="ones")
+        rows = g.op("ScatterElements", none, flat, ones, name="rows_of_expert", axis=0, reduction="add")
+        fewest = g.op(
+            "ReduceMin", g.op("Gather", rows, self.best), g.constant([1]), name="fewest", keepdims=0
+        )
+        self._alone = g.op("Equal", fewest, g.constant(1), name="alone")
+
+    def extended(self, x: ir.Value) -> ir.Value:
+        """x [rows, ...] with the copies."""
+        g = self._g
+        return g.op("Concat", x, g.op("Compress", x, self._alone, axis=0), name="with_copies", axis=0)
+
+    def own(self, y: ir.Value) -> ir.Value:
+        """y without the copies."""
+        g = self._g
+        return g.op("Slice", y, g.constant([0]), self._count, g.constant([0]), name="own")
 
 
 def _widen(g: GraphBuilder, weight: ir.Value, scales: ir.Value | None, resident: bool) -> ir.Value:

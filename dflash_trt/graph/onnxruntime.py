@@ -8,10 +8,10 @@ and caches [B,C,N*d] and [B,N,C,d].
 
 AttentionMask(first [B,S], last [B,S], capacity [1]) -> mask, origin [1] (, few [1])
     Row i sees the cache slots first[i] .. last[i]. The mask starts at slot `origin`. On ONNX Runtime it is float32
-    [B,1,S',L], to be added to scores; S' is S*H/N if the rows are `few`, a bool, and S otherwise. On the other engines
-    it is bool [B,1,S,C].
+    [B,1,S',L], to be added to scores; S' is S*H/N if the rows are `few`, a bool, and S otherwise. With H = N one row
+    is few, and S' is 2. On the other engines it is bool [B,1,S,C].
 SinkAttentionMask(first, last, sink [B], capacity) -> mask, origin
-    The same, and every row sees the slot `sink` too.
+    The same, and every row sees the slot `sink` too; on ONNX Runtime, the last one of the SUMMED slots around it.
 TreeAttentionMask(first, last, start [B], visible [B,S,S], capacity), TreeSinkAttentionMask -> the same
     Of the slots that this pass writes, start .. start+S-1, row i sees those that visible[i] marks, whatever the range.
 CachedAttention(q, k [T rows], v [T rows], k_cache, v_cache, start [B], mask, origin (, few), lengths [B])
@@ -62,6 +62,10 @@ RESIDENT_LINEAR_BYTES = 4 << 30
 # Passes of more rows attend with each query head apart. With 3 heads in a group, on 2 cores, one product for a group
 # took 0.3 to 1.1 of the time up to 16 rows, and 1.2 to 1.9 from 32 rows on.
 GROUPED_ROWS = 16
+# ONNX Runtime's softmax adds up so many numbers at a time.
+SUMMED = 64
+# Its products of queries and keys add up head_dim as one block or as several, by the number of slots below this one.
+STEP = 128
 
 
 class OnnxRuntime(Dialect):
@@ -123,7 +127,13 @@ class OnnxRuntime(Dialect):
         key = g.op("Expand", g.constant(sink_key, np.float32), g.shape(batch, 1, 1, 1), name="sink_key")
         k = rows(g.op("Concat", k, key, name="k_with_sink", axis=1))
         v = g.op("Pad", a.v, g.constant([0, 0, 0, 0, 1, 0]), name="v_with_sink")
-        _attend(g, kind, a, q, (k, v), scale=scale)
+        slots = g.op("Add", g.unsqueeze(a.start, 1), g.arange(g.dim(a.k, 1, name="new")), name="slots")
+        slots = g.op(
+            "Concat", slots, g.unsqueeze(_sink_slot(g, a.lengths), 1), name="slots_with_sink", axis=1
+        )
+        sequence = g.op("Expand", g.unsqueeze(g.arange(batch), 1), g.op("Shape", slots), name="sequence")
+        places = g.op("Concat", g.unsqueeze(sequence, 2), g.unsqueeze(slots, 2), name="places", axis=2)
+        _attend(g, kind, a, q, (k, v), scale=scale, places=places)
         return g.function()
 
     def causal_conv(self, kind: DeltaKind) -> ir.Function:
@@ -185,22 +195,26 @@ def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: i
     tree = TreeRows(g) if kind.trees else None
     capacity = g.input("capacity", INT64, [1])
     origin, end = g.constant(0), g.op("Squeeze", capacity, name="end")
+    if sink is not None:
+        sink = _sink_slot(g, sink)
     if kind.windowed:
+        step = g.constant(_block(kind.head_dim))
         lowest = g.op("ReduceMin", rows[0], name="lowest", keepdims=0)
-        origin = g.op("Max", lowest, origin, name="origin_slot")
+        lowest = g.op("Div", g.op("Max", lowest, origin, name="lowest_slot"), step, name="blocks_before")
+        origin = g.op("Mul", lowest, step, name="origin_slot")
         furthest = rows[1] if sink is None else sink
         if sink is None and tree is not None:
             furthest = tree.final
-        end = g.op("Add", g.op("ReduceMax", furthest, name="furthest", keepdims=0), g.constant(1), name="end")
-    few = g.op("LessOrEqual", g.dim(rows[1], 1, name="count"), g.constant([GROUPED_ROWS]))
-    if kind.group > 1:
-        times = g.op("Where", few, g.constant([kind.group]), g.constant([1]), name="times")
-        repeats = g.shape(1, 1, times)
+        last = _last_of_step(g, g.op("ReduceMax", furthest, name="furthest", keepdims=0), STEP)
+        end = g.op("Min", g.op("Add", last, g.constant(1), name="after"), end, name="end_slot")
+    few_rows, repeated = (GROUPED_ROWS, kind.group) if kind.group > 1 else (1, 2)
+    few = g.op("LessOrEqual", g.dim(rows[1], 1, name="count"), g.constant([few_rows]))
+    times = g.op("Where", few, g.constant([repeated]), g.constant([1]), name="times")
+    repeats = g.shape(1, 1, times)
 
     def by_query(row: ir.Value) -> ir.Value:
-        if kind.group > 1:
-            row = g.op("Expand", g.unsqueeze(row, 2), repeats, name="repeated")
-            row = g.op("Reshape", row, g.constant([0, -1]), name="by_query")
+        row = g.op("Expand", g.unsqueeze(row, 2), repeats, name="repeated")
+        row = g.op("Reshape", row, g.constant([0, -1]), name="by_query")
         return g.unsqueeze(row, 1, 3)
 
     slots = g.op("Range", origin, end, g.constant(1), name="slots")
@@ -210,9 +224,8 @@ def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: i
         mask = g.op("And", mask, not_before, name="in_range")
     if tree is not None:
         inside, seen = tree.seen(slots)
-        if kind.group > 1:
-            seen = g.op("Expand", g.unsqueeze(seen, 2), g.shape(1, 1, times, 1), name="seen_repeated")
-            seen = g.op("Reshape", seen, g.shape(tree.batch, -1, g.dim(slots, 0)), name="seen_by_query")
+        seen = g.op("Expand", g.unsqueeze(seen, 2), g.shape(1, 1, times, 1), name="seen_repeated")
+        seen = g.op("Reshape", seen, g.shape(tree.batch, -1, g.dim(slots, 0)), name="seen_by_query")
         inside, seen = g.unsqueeze(inside, 1), g.unsqueeze(seen, 1)  # ONNX Runtime has no Where of booleans
         outside = g.op("And", g.op("Not", inside, name="outside"), mask, name="in_range_before")
         mask = g.op("Or", outside, g.op("And", inside, seen, name="in_tree"), name="or_tree")
@@ -225,6 +238,24 @@ def _visible(g: GraphBuilder, kind: AttentionKind, rows: list[ir.Value], sink: i
     g.output(few, "few", BOOL, [1])
 
 
+def _last_of_step(g: GraphBuilder, slot: ir.Value, step: int) -> ir.Value:
+    """The last slot of the step that holds `slot`. `step`: a power of two."""
+    return g.op("BitwiseOr", slot, g.constant(step - 1), name="last_of_step")
+
+
+def _sink_slot(g: GraphBuilder, lengths: ir.Value) -> ir.Value:
+    """Slots of sinks behind the rows in use, in the same place of a sum's step whatever pass writes it: int64 [B]."""
+    return _last_of_step(g, lengths, SUMMED)
+
+
+def _block(head_dim: int) -> int:
+    """The products of weights and values add up blocks of so many slots, by ONNX Runtime's rule: a power of two."""
+    rows, columns = 128, 128
+    while columns > 16 and columns // 2 >= head_dim:
+        rows, columns = 2 * rows, columns // 2
+    return rows
+
+
 def _attend(
     g: GraphBuilder,
     kind: AttentionKind,
@@ -232,17 +263,26 @@ def _attend(
     q: ir.Value,
     rows: tuple[ir.Value, ir.Value],
     scale: float | None = None,
+    places: ir.Value | None = None,
 ) -> None:
     """With few rows, the query heads of a key/value head are rows of one product: it reads keys and values once.
+
+    With one query head for each, a single row is there twice: ONNX Runtime rounds the product of one row otherwise than
+    that of several, and drafts must not change a row.
+
+    `places`: int64 [B,T,2], the sequence and the slot of each new row, where these are not the slots from `start` on.
 
     Only the product itself differs between few and many rows. An `If` costs more with each node and input of its
     branches. So the nodes around it are the same for both, with other shapes.
     """
     n, group = kind.kv_heads, kind.group
-    k, v = updated = [
-        g.op("TensorScatter", cache, new, a.start, name="write", axis=-2, mode="linear")
-        for cache, new in zip(a.caches, rows, strict=True)
-    ]
+
+    def written(cache: ir.Value, new: ir.Value) -> ir.Value:
+        if places is not None:
+            return g.op("ScatterND", cache, places, new, name="write")
+        return g.op("TensorScatter", cache, new, a.start, name="write", axis=-2, mode="linear")
+
+    k, v = updated = [written(cache, new) for cache, new in zip(a.caches, rows, strict=True)]
     if kind.windowed:
         end = g.op("Add", a.origin, g.dim(a.mask, 3, name="seen"), name="end")
         k, v = (g.op("Slice", u, a.origin, end, g.constant([1]), name="in_use") for u in updated)
@@ -253,7 +293,10 @@ def _attend(
         return g.op("Attention", q, k, v, a.mask, q_num_heads=heads, kv_num_heads=n, **attributes)
 
     if group == 1:
-        a.output(attend(g, q, n), *updated)
+        times = g.op("Where", a.few, g.constant([1, 2, 1]), g.constant([1, 1, 1]), name="times")
+        y = attend(g, g.op("Expand", q, times, name="repeated"), n)
+        count = g.op("Where", a.few, g.constant([1]), g.constant([2**31]), name="count")
+        a.output(g.op("Slice", y, g.constant([0]), count, g.constant([1]), name="first"), *updated)
         return
 
     def arranged(x: ir.Value, name: str, few: list[int], many: list[int]) -> ir.Value:

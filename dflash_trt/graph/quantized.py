@@ -127,7 +127,15 @@ def onnxruntime_linear(
     g.graph.inputs.extend(inputs.values())
     weight = LOWERINGS[kind.scheme].onnxruntime_weight(g, kind, inputs, x, resident)
     x = x if dtype == FLOAT else g.op("Cast", x, name="x_float", to=int(FLOAT))
-    y = product(g, kind, inputs, x, weight)
+    if resident:
+        y = product(g, kind, inputs, x, weight)
+    else:
+        # ONNX Runtime rounds one row otherwise than several where the weight is no constant: one becomes two.
+        count = g.dim(x, 0, name="count")
+        one = g.op("Equal", count, g.constant([1]), name="is_one")
+        twice = g.op("Where", one, g.constant([2, 1]), g.constant([1, 1]), name="times")
+        y = product(g, kind, inputs, g.op("Expand", x, twice, name="repeated"), weight)
+        y = g.op("Slice", y, g.constant([0]), count, g.constant([0]), name="own")
     g.output(y if dtype == FLOAT else g.op("Cast", y, to=int(dtype)), "y", dtype, ["rows", "out"])
     return g.function()
 

@@ -20,6 +20,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.experts import PairedRows
 from dflash_trt.graph.lowering import LOWERINGS, LinearKind
 from dflash_trt.graph.lowering.bodies import lookup
 from dflash_trt.graph.quantized import (
@@ -108,7 +109,8 @@ def onnxruntime_experts(
 
     k = g.op("Constant", name="k", value_int=ir.RefAttr("value_int", "k", ir.AttributeType.INT))
     k = g.op("Reshape", k, g.constant([1]), name="count")
-    logits, best = g.multi("TopK", router, k, outputs=2, name="best", axis=-1)
+    pairs = PairedRows(g, router, k)
+    x, logits, best = (pairs.extended(t) for t in (x, pairs.logits, pairs.best))
     shares = g.op("Softmax", logits, name="shares", axis=-1)
     active = g.op(
         "Unique", best, name="active", sorted=1
@@ -153,7 +155,7 @@ def onnxruntime_experts(
         body.graph.outputs.append(value)
     count = g.op("Size", active, name="count")
     y, *seen = g.multi("Loop", count, None, nothing, outputs=1 + observed, name="loop", body=body.graph)
-    g.output(y, "y", FLOAT, ["rows", "D"])
+    g.output(pairs.own(y), "y", FLOAT, ["rows", "D"])
     if observed:
         g.output(g.op("ReduceMax", seen[0], keepdims=0), "largest", FLOAT, [])
     return g.function([ir.Attr("k", ir.AttributeType.UNDEFINED, None)])

@@ -13,6 +13,7 @@ import pytest
 
 from dflash_trt import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
+from dflash_trt.decoding.sampling.structure import LONG_FORCED, Structure
 from dflash_trt.errors import RequestError
 from tests.decoding.schemas import conform, schemas
 
@@ -163,3 +164,70 @@ def test_the_missing_package_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match="needs the package llguidance: pip install"):
         llm.generate(PROMPT, asks(FORMS["gbnf"][0]))
+
+
+class Asked:
+    """A matcher that counts what it is asked."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher, self.masks, self.forced = matcher, 0, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def unsafe_compute_mask_ptr(self, *place: int) -> Any:
+        self.masks += 1
+        return self._matcher.unsafe_compute_mask_ptr(*place)
+
+    def compute_ff_tokens(self) -> list[int]:
+        found: list[int] = self._matcher.compute_ff_tokens()
+        self.forced.append(len(found))
+        return found
+
+
+def asked(llm: LLM, form: StructuredOutputs) -> tuple[Structure, Asked]:
+    structure = llm._runtime._structures.compile(form)
+    structure._matcher = matcher = Asked(structure._matcher)
+    return structure, matcher
+
+
+LONG = " ".join([SENTENCE] * 700)
+PROPERTIES = {"a": {"enum": [LONG]}}
+OBJECT = {"type": "object", "properties": PROPERTIES, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        StructuredOutputs(choice=[LONG]),
+        StructuredOutputs(regex=LONG.replace(".", "[.]")),
+        StructuredOutputs(json={"const": LONG}),
+        StructuredOutputs(json=OBJECT),
+    ],
+    ids=["choice", "regex", "const", "enum"],
+)
+def test_a_long_forced_text_is_tokenized_once(llm: LLM, form: StructuredOutputs) -> None:
+    """llguidance tokenizes all of it for each mask, so a mask would cost as much as the text is long."""
+    structure, matcher = asked(llm, form)
+    found = list[int]()
+    for _ in range(80):
+        drafts, _ = structure.follow([5] * 7, 7)
+        allowed = structure.allowed()
+        token = drafts[0] if drafts else int(allowed.argmax())
+        assert allowed[token]
+        structure.add(token)
+        found.append(token)
+    text = llm._runtime.tokenizer.decode(found)
+    assert SENTENCE in text
+    assert matcher.masks < 20
+    assert sum(count > LONG_FORCED for count in matcher.forced) <= 2  # once behind drafts
+
+
+def test_a_long_text_behind_drafts_is_not_asked_for_in_every_round(llm: LLM) -> None:
+    """The drafts may be refused each time."""
+    structure, matcher = asked(llm, StructuredOutputs(grammar=f'start: ("x" | "q" tail)*\ntail: "{LONG}"'))
+    (draft,) = llm._runtime.tokenizer.encode("q")
+    rounds = [structure.follow([draft] * 4, 7)[0] for _ in range(5)]
+    assert len(rounds[0]) == 7
+    assert rounds[1:] == [[draft]] * 4
+    assert sum(count > LONG_FORCED for count in matcher.forced) == 1

@@ -92,14 +92,14 @@ def test_numbers_that_are_not_finite_stay_nowhere() -> None:
 
 
 def test_a_slot_alone_does_not_move() -> None:
-    """However long it grows, and while the others are packed."""
+    """However long it grows, and while the others are packed. A slot has whole steps of rows."""
     pool = CachePool(WIDTHS, SLOTS, CAPACITY)
-    assert [pool.place(3, [n]) for n in (1, 65, 499)] == [(1500, STEP), (1500, 2 * STEP), (1500, 500)]
+    assert [pool.place(3, [n]) for n in (1, 129, 499)] == [(1536, STEP), (1536, 2 * STEP), (1536, 512)]
     assert pool.place(0, [100, 30]) == (0, 128)
     assert pool.place(0, [90, 100]) == (0, 128)
-    assert pool.place(1, [64]) == (128, 64)
-    assert pool.place(3, [499]) == (1500, 500)
-    assert pool.place(1, [129]) == (500, 192)  # more than its share: it goes back
+    assert pool.place(1, [64]) == (128, 128)
+    assert pool.place(3, [499]) == (1536, 512)
+    assert pool.place(1, [129]) == (512, 256)  # more than its share: it goes back
     with pytest.raises(ValueError, match=r"slots 3\.\.4 of 4"):
         pool.place(3, [1, 1])
 

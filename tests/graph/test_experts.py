@@ -239,7 +239,9 @@ def test_mxfp4_widens_exactly() -> None:
     graph = onnxruntime_moe("mxfp4", ir.DataType.UINT8, biased=False, resident=True).graph
     (operator,) = (node for node in graph if node.op_type == "MoE")
     graph.outputs[:] = [operator.inputs[2], operator.inputs[4]]
-    graph.remove(operator, safe=True)
+    for node in reversed(list(graph)):
+        if not any(value.uses() or value in graph.outputs for value in node.outputs):
+            graph.remove(node, safe=True)
     graph.inputs[:] = [value for value in graph.inputs if value.uses()]
     for value in graph.outputs:
         value.type = ir.TensorType(FLOAT)
@@ -273,15 +275,17 @@ def test_extreme_scales(resident: bool) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_experts_that_stay_are_widened_once(storage: str, tmp_path: Path) -> None:
-    """At load time. A pass then runs only the operator itself, and the stored weights are gone."""
+    """At load time. A pass then only chooses rows and runs the operator, and the stored weights are gone."""
     layer = Layer(storage)
     run = layer.session(resident=True, profile=tmp_path / "profile", optimized=tmp_path / "optimized.onnx")
     run.run(
         None, {"x": np.ones((1, HIDDEN), np.float32), "router": routes(1, 3, 3, np.random.default_rng(6))}
     )
-    assert [event["args"]["op_name"] for event in executed(run)] == ["MoE"]
+    operators = [event["args"]["op_name"] for event in executed(run)]
+    assert operators.count("MoE") == 1
+    assert not {"Cast", "Mul"} & {*operators}
     graph = onnx.load(tmp_path / "optimized.onnx").graph
-    assert {i.data_type for i in graph.initializer} == {onnx.TensorProto.FLOAT}
+    assert {i.data_type for i in graph.initializer if len(i.dims) > 1} == {onnx.TensorProto.FLOAT}
 
 
 MAKERS = {

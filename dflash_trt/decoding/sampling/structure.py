@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS = 1 << 16
 MOST_CHOICES = 1024
+# Tokens of a forced text from which on it is long: these take about a millisecond.
+LONG_FORCED = 512
 # JSON may have one space, or a line break with an indentation, wherever it allows whitespace. A model that is free to
 # write whitespace for ever sometimes does.
 _WHITESPACE = r"( |\n[ \t]{0,32})?"
@@ -179,17 +181,30 @@ def _grammar(matcher: Any, form: StructuredOutputs) -> tuple[str, str]:
 
 
 class Structure:
-    """The form of one request, and how far its text has come."""
+    """The form of one request, and how far its text has come.
+
+    llguidance tokenizes the whole text that the form forces, for every mask and every question. So it is asked once
+    when such a text begins; its tokens are the only ones allowed until they have all come. Where it begins depends on
+    the tokens before it alone, and so do the tokens that are allowed.
+    """
 
     def __init__(self, matcher: Any, vocab_size: int, end_tokens: Collection[int]) -> None:
         self._matcher, self._vocab_size, self._end_tokens = matcher, vocab_size, frozenset(end_tokens)
         self.ended = False  # whether the end token has come; later tokens do not count
         self._bits = np.zeros(-(-vocab_size // 32), np.uint32)
+        self._forced: Sequence[int] = ()  # a forced text; `_come` of its tokens have come
+        self._come = 0
+        self._looks_ahead = True
+        self._begin_forced()
 
     def allowed(self) -> NDArray[np.bool_]:
         """The tokens that may come next: [V]. All, once it has ended."""
         if self.ended:
             return np.ones(self._vocab_size, np.bool_)
+        if self._come < len(self._forced):
+            only = np.zeros(self._vocab_size, np.bool_)
+            only[self._forced[self._come]] = True
+            return only
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._check()
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
@@ -201,6 +216,9 @@ class Structure:
             self._matcher.consume_token(token)
             self._check()
             self.ended = token in self._end_tokens
+            self._come += 1
+            if self._come >= len(self._forced) and not self.ended:
+                self._begin_forced()
 
     def follow(self, drafts: Sequence[int], most: int) -> tuple[list[int], list[bool]]:
         """Up to `most` tokens that may come next one after another, and which of them the form forces.
@@ -208,13 +226,17 @@ class Structure:
         These are the drafts, up to the first one that the form refuses. Where the form leaves one text only, its tokens
         take the place of a refused draft and continue the drafts.
         """
-        taken, forced = list[int](), list[bool]()
         if self.ended:
+            return [], []
+        taken = list(self._forced[self._come : self._come + most])
+        forced = [token not in drafts[i : i + 1] for i, token in enumerate(taken)]
+        if len(taken) == most:
             return taken, forced
+        self._matcher.consume_tokens(taken)
         while len(taken) < most and not (taken and taken[-1] in self._end_tokens):
             rest = list(drafts[len(taken) : most])
             fitting = rest[: self._matcher.validate_tokens(rest)]
-            given = fitting or self._matcher.compute_ff_tokens()[: most - len(taken)]
+            given = fitting or self._ahead()[: most - len(taken)]
             if not given or not self._matcher.consume_tokens(given):
                 break
             taken += given
@@ -222,6 +244,20 @@ class Structure:
         if taken:
             self._matcher.rollback(len(taken))
         return taken, forced
+
+    def _begin_forced(self) -> None:
+        self._forced, self._come = self._matcher.compute_ff_tokens(), 0
+        self._check()
+
+    def _ahead(self) -> Sequence[int]:
+        """What the form forces after drafts. A long text behind drafts is not asked for again: they may be wrong, in
+        every round.
+        """
+        if not self._looks_ahead:
+            return ()
+        found: Sequence[int] = self._matcher.compute_ff_tokens()
+        self._looks_ahead = len(found) <= LONG_FORCED
+        return found
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -116,6 +116,23 @@ class Streaming:
         self.socket.close()
 
 
+def waiting_behind(server: Server, body: dict[str, Any]) -> tuple[Streaming, Streaming]:
+    """A stream that runs and a request that waits for its slot; others if the first ends before the second waits."""
+    for _ in range(20):
+        running = Streaming(server, body)
+        server.until(running.begun)
+        waiting = Streaming(server, body, stream=False)
+        server.until(
+            lambda running=running: (
+                server.metric("dflash_num_requests_waiting") == 1 or not running.thread.is_alive()
+            )
+        )
+        if running.thread.is_alive():
+            return running, waiting
+        waiting.thread.join(60)
+    raise AssertionError("no request was seen to wait")
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("tiny", None, tmp_path_factory.mktemp("bundles") / "tiny", max_seq_len=512).path

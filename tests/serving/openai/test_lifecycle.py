@@ -12,7 +12,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from tests.serving.openai.conftest import COMPLETIONS, LONG, Server, Streaming
+from tests.serving.openai.conftest import COMPLETIONS, LONG, Server, Streaming, waiting_behind
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,7 @@ def small(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_full_queue_is_429_and_clients_that_leave_make_room(small: Server) -> None:
-    running = Streaming(small, LONG)
-    small.until(running.begun)
-    waiting = Streaming(small, LONG, stream=False)
-    small.until(lambda: small.metric("dflash_num_requests_waiting") == 1)
+    running, waiting = waiting_behind(small, LONG)
     answer = small.post(COMPLETIONS, LONG)
     assert answer.status_code == 429
     assert int(answer.headers["retry-after"]) >= 1

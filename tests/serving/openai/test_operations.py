@@ -22,7 +22,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.serving.openai import engine as engines
 from dflash_trt.serving.openai.engine import Engine, EngineDownError
-from tests.serving.openai.conftest import COMPLETIONS, LONG, Server, Streaming
+from tests.serving.openai.conftest import COMPLETIONS, LONG, Server, Streaming, waiting_behind
 
 SHORT = {"prompt": "x = [", "max_tokens": 3}
 MESSAGE: dict[str, Any] = {
@@ -125,10 +125,7 @@ def test_requests_are_told_when_the_grace_is_over(start: Callable[..., Server]) 
     server = start(
         "--block-length=1", "--threads=1", "--stream-interval=0", "--max-batch-size=1", "--grace=0"
     )
-    stream = Streaming(server, LONG)
-    server.until(stream.begun)
-    whole = Streaming(server, LONG, stream=False)
-    server.until(lambda: server.metric("dflash_num_requests_waiting") == 1)
+    stream, whole = waiting_behind(server, LONG)
     assert server.stop() == 0
     *_, error, done = stream.events()
     assert json.loads(error)["error"]["message"] == "the server is stopping"
