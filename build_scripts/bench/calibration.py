@@ -3,8 +3,8 @@
     python -m build_scripts.bench.calibration BUNDLE [--prompts 4] [--max-tokens 96] [--temperature 0]
 
 Whole blocks are drafted on the shipped natural prompts. A draft counts where those before it in its block were right.
-The last line is one JSON document. Its log losses are of the events that the adaptive block length needs: the first j
-drafts of a block are all right. They are given for the drafter's word and for the calibration that follows the rounds.
+The last line is one JSON document. Its log losses are of these events: the first j
+drafts of a block are all right. They are given for the drafter's word and for the calibration that follows the rounds, which draft trees use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.length.calibration import Calibration, log_odds
+from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.length.node_odds import NodeOdds
 from dflash_trt.decoding.length.policy import FixedLength, RoundDone
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.hardware import processor
@@ -37,9 +38,14 @@ class Record(FixedLength):
         super().__init__(length)
         self.blocks: list[tuple[Array, int, int]] = []
 
+    def verify(self, draft: Draft, slots: Sequence[int]) -> int:
+        self.said = np.array(draft.logprobs)
+        return draft.nodes
+
     def observe(self, done: RoundDone) -> None:
-        if done.logprobs is not None:
-            self.blocks += zip(np.array(done.logprobs), done.accepted, done.offered, strict=True)
+        if done.drafted > 1:
+            said = self.said[list(done.judged)]
+            self.blocks += zip(said, done.accepted, done.offered, strict=True)
 
 
 def main() -> None:
@@ -108,15 +114,15 @@ def share(said: Array, right: Array, at: Array) -> dict[str, float]:
 
 def log_losses(blocks: Sequence[tuple[Array, int, int]]) -> dict[str, float]:
     """Mean over blocks and places. The calibration has seen the blocks before each, none after."""
-    calibration = Calibration(len(blocks[0][0]))
+    calibration = NodeOdds(len(blocks[0][0]))
     losses: dict[str, list[float]] = {"word": [], "calibrated": []}
     for row, accepted, offered in blocks:
-        x = log_odds(row[None])
-        for name, survival in (("word", np.cumprod(np.exp(row))), ("calibrated", calibration.survival(x)[0])):
+        chances = {"word": np.exp(row), "calibrated": calibration(row[:, None])[0][:, 0]}
+        for name, survival in ((name, np.cumprod(chance)) for name, chance in chances.items()):
             p = np.clip(survival[:offered], LEAST, 1 - LEAST)
             events = np.arange(len(p)) < accepted
             losses[name] += (-np.log(np.where(events, p, 1 - p))).tolist()
-        calibration.observe(x, np.array([accepted]), np.array([offered]), 1)
+        calibration.observe(row[:, None], ([0] * accepted + [1])[:offered])
     return {name: float(np.mean(values)) for name, values in losses.items()}
 
 
