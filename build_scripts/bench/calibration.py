@@ -3,8 +3,8 @@
     python -m build_scripts.bench.calibration BUNDLE [--prompts 4] [--max-tokens 96] [--temperature 0]
 
 Whole blocks are drafted on the shipped natural prompts. A draft counts where those before it in its block were right.
-The last line is one JSON document. Its log losses are of these events: the first j
-drafts of a block are all right. They are given for the drafter's word and for the calibration that follows the rounds, which draft trees use.
+The last line is one JSON document. Its log losses are of these events: the first j drafts of a block are all right.
+They are given for the drafter's word and for the calibration of draft trees, which follows the rounds.
 """
 
 from __future__ import annotations

@@ -165,8 +165,10 @@ class AdaptiveLength:
         # Times of verifying more than a block are those of trees.
         seconds = self._verify_times(batch)[: self.block_size]
         evidence = self._verify_times.evidence(batch)[: self.block_size]
-        seconds[1:] += self._draft_times(batch)[1:]
-        seconds += self._stalls(seconds)
+        seconds[1:] += self._draft_times(batch)[1 : self.block_size]
+        # Fewer rows take no longer than more: a start-up time that a busy machine made too long is found out.
+        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
+        seconds = seconds + self._stalls(seconds)
         tokens = batch * self._acceptance.tokens()
         best = int((tokens / seconds).argmax())
         # Each trial costs about as much in sum: what costs half is tried twice as often.

@@ -230,13 +230,16 @@ def test_a_shared_machine(load: str) -> None:
     assert np.mean(speeds) > 0.92, speeds
 
 
-@pytest.mark.parametrize("busy", ["drafter 4 times as slow", "twice as slow"])
-def test_recovers_within_300_rounds_after_a_busy_period(busy: str) -> None:
-    """The second fifth of 1,500 rounds is busy; the third begins 300 rounds later to be compared."""
-    for names in (("dense_cpu", "good", "small"), ("gpu", "great", "large")):
-        simulated = world(*names, load=f"busy periods: {busy}")
-        ratios = simulated.compare(simulated.run(simulated.controller(), 6000)[:3600], 0)
-        assert ratios.min() > 0.9
+@pytest.mark.parametrize("verify", ["dense_cpu", "gpu"])
+def test_recovers_within_300_rounds_after_a_busy_period(verify: str) -> None:
+    """The fourth fifth of the first run is busy. It ends 300 rounds before the speed is taken."""
+    load = "busy periods: drafter 4 times as slow"
+    simulated = world(verify, "good", "small", load=load)
+    policy = simulated.controller()
+    simulated.run(policy, 1200)  # busy until round 960
+    simulated.load = LOADS["none"]
+    simulated.run(policy, 60)
+    assert simulated.compare(simulated.run(policy, 1000)).min() > 0.93
 
 
 def test_trials_cost_one_round_in_a_hundred() -> None:
