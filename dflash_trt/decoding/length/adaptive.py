@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 # Rounds between plans. At the start, and after a trial, they follow each other.
 _INTERVAL = 8
 # What trials may cost: a share of the rounds, and so many rounds in advance.
-_SHARE, _ADVANCE = 0.01, 3.0
+_SHARE, _ADVANCE = 0.01, 2.0
 # Drafting rounds and plain rounds over which evidence of acceptance fades by 1/e, and the weight of the place before.
 _DRAFTED, _PLAIN, _PRIOR = 50, 500, 2.0
 # The requests of a round that are counted.

@@ -1,7 +1,7 @@
 """The usual time of a pass over `batch` sequences of `length` tokens: measured at start-up and in every round.
 
 A pass corrects the time of its own length most, of similar lengths less, and of all lengths of its batch a little: the
-machine may be slower. What a pass takes beyond twice its usual time is a stall of the machine, and counts apart
+machine may be slower. What a pass takes beyond 1.5 times its usual time is a stall of the machine, and counts apart
 (`stalls`), because the mean over many rounds decides the speed, and one long pause says little about one length.
 """
 
@@ -16,13 +16,13 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# A correction of one length corrects all other lengths by at least this share.
+# The share of a slow drift of one length that all other lengths of its batch follow.
 _SHARED = 0.85
-_LONG = 1.5
-_BELIEF = 0.25
-_IN_A_ROW = 3
-# The passes over which a running mean looks back, and the rounds after which unused evidence is halved thrice.
-_PASSES, _ROUNDS = 32, 500
+# A pass is long from so many usual times on, and counts no more than that until so many in a row are long.
+_LONG, _IN_A_ROW = 1.5, 3
+# The passes that a start-up time is worth, those over which a running mean looks back, and the rounds over which
+# unused evidence fades.
+_BELIEF, _PASSES, _ROUNDS = 0.25, 32, 500
 # Limits of start-up measurements, in seconds and in turns.
 _START_UP_SECONDS, _TURNS = 0.5, 5
 
@@ -72,7 +72,8 @@ class PassTimes:
         return self._row(batch)[2] - _BELIEF
 
     def observe(self, batch: int, length: int, seconds: float) -> tuple[float, float, float]:
-        """Learn from a pass that took `seconds`. Returns the part that is no stall, and its ratio to the usual time.
+        """Learn from a pass that took `seconds`. Returns the usual time before it, the part that is no stall,
+        and the factor by which all lengths of the batch changed.
 
         An impossible time is ignored. So is the first pass of a size, which may be cold.
         """
