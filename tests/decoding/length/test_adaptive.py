@@ -303,5 +303,5 @@ def test_whatever_is_believed(believed: str) -> None:
     for names in HARD[1::2]:
         simulated = replace(world(*names), batch=4, single=True, believed=BELIEFS[believed])
         ratios = simulated.compare(simulated.run(simulated.controller(), 1500))
-        assert ratios[0] > 0.97, names
-        assert ratios.min() > 0.95, names
+        assert ratios[0] > 0.95, names
+        assert ratios.min() > 0.93, names
