@@ -1,6 +1,7 @@
 """The adaptive block length on the simulated pairs of tests/doubles/simulation.py, as tables.
 
     python -m build_scripts.bench.adaptive_length [--rounds 3000] [--seed 0]   # each kind of start
+    python -m build_scripts.bench.adaptive_length --loads [--seed 0]           # stalls, drifts and busy periods
     python -m build_scripts.bench.adaptive_length --constants [--rounds 1500]  # each constant halved and doubled
     python -m build_scripts.bench.adaptive_length --single [--rounds 500]      # only single requests timed
     python -m build_scripts.bench.adaptive_length --bundle DIR --records FILE  # the same, replaying a measured pair
@@ -29,17 +30,17 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.length.pass_times import PassTimes
 from dflash_trt.planning.beliefs import Belief, beliefs
 from dflash_trt.planning.steps import DRAFTER, TARGET, Grid
-from tests.doubles.simulation import BEGINNINGS, BELIEFS, HARD, World, world
+from tests.doubles.simulation import BEGINNINGS, BELIEFS, HARD, LOADS, World, world
 
 CONSTANTS = {
-    "adaptive": ("_RECENT", "_SHARE", "_CREDIT"),
-    "calibration": ("_OFFSET", "_WEIGHT", "_MEMORY"),
-    "pass_times": ("_DOUBT", "_NOISE", "_RETURNING"),
+    "adaptive": ("_SHARE", "_ADVANCE", "_DRAFTED", "_PLAIN", "_PRIOR"),
+    "pass_times": ("_SHARED", "_LONG", "_IN_A_ROW", "_BELIEF", "_PASSES", "_ROUNDS"),
+    "stalls": ("_SHARES", "_SIZE", "_RIDGE"),
 }
 # The kinds of start with which constants are varied.
 TRIED = ("right", "each by its own factor", "all three times from the middle")
 _REPLAYS = 5  # of each start, with other noise
-Job = tuple[str, str, str, str, int, int]
+Job = tuple[str, str, str, str, int, str, int]
 Change = tuple[str, str, float]
 
 
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--constants", action="store_true")
+    parser.add_argument("--loads", action="store_true")
     parser.add_argument("--single", action="store_true")
     parser.add_argument("--bundle", type=Path, help="of the pair to replay")
     parser.add_argument("--records", type=Path)
@@ -61,16 +63,17 @@ def main() -> None:
     elif args.constants:
         of_constants(args.rounds, args.seed)
     else:
-        of_beginnings(args.rounds, args.seed)
+        of_starts(args.rounds, args.seed, args.loads)
 
 
-def of_beginnings(rounds: int, seed: int) -> None:
-    print(
-        "| at start-up, or later | mean to the best | least to the best | least to plain |\n|---|---|---|---|"
-    )
-    for beginning in BEGINNINGS:
-        speeds = simulate([(*names, beginning, seed, rounds) for names in HARD], None)
-        print(f"| {beginning} | {figures(speeds)} |", flush=True)
+def of_starts(rounds: int, seed: int, loads: bool) -> None:
+    """Each kind of start without load, or each load after a right start."""
+    print("| world | mean to the best | least to the best | least to plain |\n|---|---|---|---|")
+    for name in LOADS if loads else BEGINNINGS:
+        kind = ("right", seed, name) if loads else (name, seed, "none")
+        print(
+            f"| {name} | {figures(simulate([(*names, *kind, rounds) for names in HARD], None))} |", flush=True
+        )
 
 
 def of_beliefs(rounds: int, seed: int) -> None:
@@ -161,16 +164,13 @@ def _cost(grid: Grid, context: int, batch: int, length: int) -> float:
 
 
 def of_constants(rounds: int, seed: int) -> None:
-    jobs = [(*names, beginning, seed, rounds) for names in HARD for beginning in TRIED]
+    jobs: list[Job] = [(*names, beginning, seed, "none", rounds) for names in HARD for beginning in TRIED]
     print("| constant | mean to the best | least to the best | least to plain |\n|---|---|---|---|")
     print(f"| as they are | {figures(simulate(jobs, None))} |")
     for name, constants in CONSTANTS.items():
         for constant in constants:
             value = getattr(_module(name), constant)
-            if constant == "_MEMORY":  # the share that is forgotten, halved and doubled
-                others = (1 - (1 - value) / 2, 1 - 2 * (1 - value))
-            else:
-                others = (type(value)(value / 2), value * 2)
+            others = (type(value)(value / 2), value * 2)
             for other in others:
                 speeds = simulate(jobs, (name, constant, other))
                 print(f"| `{name}.{constant}` {value} → {other:g} | {figures(speeds)} |", flush=True)

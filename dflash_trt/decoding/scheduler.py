@@ -20,7 +20,7 @@ from dflash_trt.decoding.coupling import couple
 from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.fitting import fit
 from dflash_trt.decoding.leaving import Leaving
-from dflash_trt.decoding.length.policy import Lengths, RoundDone
+from dflash_trt.decoding.length.policy import Lengths, round_done
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.request import Emission, Request
@@ -138,57 +138,23 @@ class Scheduler:
     def _round(self, lengths: Lengths) -> list[Emission]:
         """Run one decode round for every active request."""
         begin, active, pair = perf_counter(), list(self.active), self.pair
-        room = max([min(r.stop.remaining, r.block_length or r.stop.remaining) for r in active])
-        if any(request.in_doubt for request in active):
-            room = 1
         drafting = [slot for slot, request in enumerate(active) if request.draft]
-        proposed = pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
-        proposed = couple(proposed, active)
-        drafted, draft = proposed.nodes, proposed
-        own = dict[int, int]()  # of requests with a structure: leading drafts that are the drafter's own
-        if any(request.structured for request in active):
-            draft, own = fit(active, proposed, min(lengths.most, room), pair.arrays, pair.drafter.behind)
-        elif proposed.candidates is not None and (most_nodes := self._most_nodes) > 1:
-            draft = lengths.grow(proposed, drafting, most_nodes)
-        draft = draft.first(lengths.verify(draft, drafting)) if draft.nodes > 1 else draft
-        found, verified = pair.verify(active, draft), draft.nodes
+        proposed, draft, own = self._draft(active, drafting, lengths)
+        found = pair.verify(active, draft)
         draft_time, verify_time = pair.draft_time, pair.verify_time
-        emissions = list[Emission]()
-        # The policy learns from the drafts that were judged.
-        judged, accepted, offered = list[int](), list[int](), list[int]()
-        decided = list[list[int]]()
+        verdicts, emissions = list[Verdict](), list[Emission]()
         for slot, request in enumerate(active):
-            drafts = request.draft
             verdict, emission = commit(request, draft, found, slot)
             request.fitting = None
             self._settle(request, verdict, emission, found)
-            if drafts and verdict.ok and found.drafts_finite[slot]:
-                judged.append(slot)
-                most = min(request.block_length or drafted, drafted, verified) - 1
-                offered.append(min(most, own.get(slot, most)))
-                accepted.append(min(len(verdict.path), offered[-1]))
-                decided.append(request.output[-len(verdict.path) - 1 :])
-                if draft.parents is not None and proposed.parents is None:
-                    accepted[-1], offered[-1] = _of_chain(proposed, slot, decided[-1])
+            verdicts.append(verdict)
             if emission.finish_reason is not None:
                 self._retire(request)
             if emission.token_ids or emission.finish_reason is not None:
                 emissions.append(emission)
-        lengths.observe(
-            RoundDone(
-                batch=len(active),
-                drafted=drafted,
-                verified=verified,
-                accepted=accepted,
-                offered=offered,
-                logprobs=proposed.logprobs_of(judged) if drafted > 1 else None,
-                draft_seconds=draft_time,
-                verify_seconds=verify_time,
-                judged=judged,
-                decided=decided,
-            )
-        )
-        self.metrics.observe_round(verified)
+        judged = [slot for slot in drafting if verdicts[slot].ok and found.drafts_finite[slot]]
+        lengths.observe(round_done(active, judged, proposed, draft, own, verdicts, draft_time, verify_time))
+        self.metrics.observe_round(draft.nodes)
         host = perf_counter() - begin - draft_time - verify_time
         for request in active:
             statistics = request.statistics
@@ -196,6 +162,23 @@ class Scheduler:
             statistics.verify_time += verify_time
             statistics.host_time += host
         return emissions
+
+    def _draft(
+        self, active: Sequence[Request], drafting: Sequence[int], lengths: Lengths
+    ) -> tuple[Draft, Draft, dict[int, int]]:
+        """What the drafter proposes, what is verified of it, and the `own` drafts of `fit`."""
+        room = max([min(r.stop.remaining, r.block_length or r.stop.remaining) for r in active])
+        if any(request.in_doubt for request in active):
+            room = 1
+        pair, own = self.pair, dict[int, int]()
+        proposed = pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
+        draft = proposed = couple(proposed, active)
+        if any(request.structured for request in active):
+            draft, own = fit(active, proposed, min(lengths.most, room), pair.arrays, pair.drafter.behind)
+        elif proposed.candidates is not None and (most_nodes := self._most_nodes) > 1:
+            draft = lengths.grow(proposed, drafting, most_nodes)
+        draft = draft.first(lengths.verify(draft, drafting)) if draft.nodes > 1 else draft
+        return proposed, draft, own
 
     @property
     def _most_nodes(self) -> int:
@@ -323,11 +306,3 @@ class Scheduler:
 def _finite(logits: Any) -> bool:
     """Whether the largest value of every row is finite and there is no NaN."""
     return bool(np.isfinite(np.asarray(logits).max(axis=-1)).all())
-
-
-def _of_chain(proposed: Draft, slot: int, decided: Sequence[int]) -> tuple[int, int]:
-    """How many of a request's proposed drafts are the decided tokens, and of how many this is known."""
-    drafts = proposed.tokens_of(slot)[1:]
-    right = [a == b for a, b in zip(drafts, decided, strict=False)]
-    accepted = right.index(False) if False in right else len(right)
-    return accepted, min(accepted + 1, len(right))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from math import exp
-from statistics import median
 from typing import Literal
 
 import numpy as np
@@ -35,6 +34,21 @@ def drafts(logprobs: np.ndarray) -> Draft:
     return Draft(np.zeros((requests, drafted + 1), np.int64), None, logprobs)
 
 
+@dataclass(frozen=True)
+class Load:
+    """What other programs do to the times. Each is a function of the share of the run that is over.
+
+    share, stall: the share of rounds that stall, and for how many plain passes.
+    slower: the factor of (kind, length) on each pass.
+    quota: work and pause of a processor quota, in plain passes: after so much work everything pauses for so long.
+    """
+
+    share: Callable[[float], float] = lambda at: 0.0
+    stall: float = 0.0
+    slower: Callable[[float, Kind, int], float] = lambda at, kind, length: 1.0
+    quota: tuple[float, float] = (1.0, 0.0)
+
+
 def as_measured(rng: np.random.Generator, kind: Kind, batch: int, length: int) -> float:
     return 1.0
 
@@ -61,14 +75,27 @@ class World:
     cold: float = 1.0  # time of the first pass of a size that start-up did not run, relative to later ones
     single: bool = False  # start-up has time for single requests only
     believed: Callable[[Kind, int, int], float] | None = None  # the times of what it did not measure
+    load: Load = field(default_factory=Load)
     rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
 
-    def cost(self, kind: Kind, length: int, late: bool = False) -> float:
+    def cost(self, kind: Kind, length: int, at: float = 0.0) -> float:
+        """The time of a pass without stalls, after a share `at` of the run."""
         seconds = (self.verify if kind == "verify" else self.draft)(self.batch, length)
-        return seconds * (self.drift(kind, self.batch, length) if late else 1.0)
+        return (
+            seconds
+            * self.load.slower(at, kind, length)
+            * (self.drift(kind, self.batch, length) if at >= 0.5 else 1.0)
+        )
+
+    def with_stalls(self, seconds: float, at: float) -> float:
+        """The expected time of a round whose passes take so long."""
+        work, pause = self.load.quota
+        return seconds * (1 + pause / work) + self.load.share(at) * self.load.stall * self.verify(
+            self.batch, 1
+        )
 
     def lengths(self) -> list[int]:
         """The lengths measured at start-up."""
@@ -76,6 +103,12 @@ class World:
 
     def timed(self, seconds: float) -> float:
         return seconds * exp(self.noise * self.rng.normal())
+
+    def _at_start(self, seconds: float, batch: int) -> float:
+        share, (work, pause) = self.load.share(0.0), self.load.quota
+        plain = self.verify(batch, 1)
+        stall = self.load.stall * (share > 0 and self.rng.random() < share)
+        return seconds + plain * (stall + pause * (pause > 0 and self.rng.random() < seconds / plain / work))
 
     def start_up(self, kind: Kind) -> PassTimes:
         """The start-up measurements, with their errors."""
@@ -85,7 +118,8 @@ class World:
         return PassTimes(
             {
                 b: {
-                    n: median(self.timed(cost(b, n)) for _ in range(3)) * self.beginning(self.rng, kind, b, n)
+                    n: min(self.timed(self._at_start(cost(b, n), b)) for _ in range(3))
+                    * self.beginning(self.rng, kind, b, n)
                     for n in self.lengths()
                 }
                 for b in (batches[:1] if self.single else batches)
@@ -101,8 +135,9 @@ class World:
         """[rounds, 3]: expected tokens of the chosen length, true seconds, tokens verified per request."""
         log, memory = np.zeros((rounds, 3)), np.zeros((self.batch, self.block - 1), np.float32)
         behind, warm = 0, {(kind, n) for kind in ("draft", "verify") for n in self.lengths()}
+        plain, (quota, pause), worked = self.verify(self.batch, 1), self.load.quota, 0.0
         for i in range(rounds):
-            late = i >= rounds // 2
+            at = i / rounds
             chance, logprobs = self.drafts(self.rng, i, self.batch, self.block - 1)
             drafted = policy.draft(self.batch)
             verified, said = 1, None
@@ -114,12 +149,19 @@ class World:
             accepted = right.cumprod(axis=1).sum(axis=1)
             draft_seconds = 0.0
             if drafted > 1:  # it also reads the tokens committed since its last pass
-                draft_seconds, behind = self.cost("draft", drafted, late) * (1 + CATCH_UP * behind), 0
+                draft_seconds, behind = self.cost("draft", drafted, at) * (1 + CATCH_UP * behind), 0
             else:
                 behind += 1
-            verify_seconds = self.cost("verify", verified, late)
+            verify_seconds = self.cost("verify", verified, at)
             cold = [1.0 if each in warm else self.cold for each in (("draft", drafted), ("verify", verified))]
             warm |= {("draft", drafted), ("verify", verified)}
+            true = draft_seconds + verify_seconds
+            worked += true / plain
+            stall = plain * pause * (worked // quota)
+            worked %= quota
+            if self.rng.random() < self.load.share(at):
+                stall += plain * self.load.stall
+            stalled = self.rng.random() * true < draft_seconds  # which of the passes
             policy.observe(
                 RoundDone(
                     batch=self.batch,
@@ -127,50 +169,58 @@ class World:
                     verified=verified,
                     accepted=accepted.tolist(),
                     offered=[verified - 1] * self.batch,
-                    logprobs=said,
-                    draft_seconds=cold[0] * self.timed(draft_seconds) if drafted > 1 else 0.0,
-                    verify_seconds=cold[1] * self.timed(verify_seconds),
+                    draft_seconds=cold[0] * self.timed(draft_seconds) + stall * stalled
+                    if drafted > 1
+                    else 0.0,
+                    verify_seconds=cold[1] * self.timed(verify_seconds) + stall * (not stalled),
                 )
             )
             tokens = self.batch + chance[:, : verified - 1].cumprod(axis=1).sum()
-            log[i] = tokens, draft_seconds + verify_seconds, verified
+            log[i] = tokens, self.with_stalls(true, at), verified
         return log
 
     def fixed(self, rounds: int) -> np.ndarray:
-        """Expected tokens per second of every fixed length over the same rounds, before and after the times drift.
+        """Expected tokens per second of every fixed length over the same rounds, in each part of the run.
 
-        [2, block]; index 0 is plain decoding.
+        [_PARTS, block]; index 0 is plain decoding.
         """
         tokens = _fixed_tokens(self.drafts, self.batch, self.block, self.seed + 1, rounds)
-        seconds = [
-            [
-                self.cost("verify", n, late) + (n > 1) * self.cost("draft", n, late)
-                for n in range(1, self.block + 1)
-            ]
-            for late in (False, True)
-        ]
-        rates: np.ndarray = np.array(tokens) / np.array(seconds)
+        seconds = np.zeros((_PARTS, self.block))
+        for part in range(_PARTS):
+            for length in range(1, self.block + 1):
+                for at in (part + np.arange(_POINTS) / _POINTS) / _PARTS:
+                    passes = self.cost("verify", length, at) + (length > 1) * self.cost("draft", length, at)
+                    seconds[part, length - 1] += self.with_stalls(passes, at) / _POINTS
+        rates: np.ndarray = np.array(tokens) / seconds
         return rates
 
-    def compare(self, log: np.ndarray) -> np.ndarray:
-        """The speed of a run, relative to that of each fixed length for the same tokens."""
-        half = len(log) // 2
-        tokens = np.array([log[:half, 0].sum(), log[half:, 0].sum()])
-        ratios: np.ndarray = (tokens[:, None] / self.fixed(len(log))).sum(axis=0) / log[:, 1].sum()
+    def compare(self, log: np.ndarray, since: int = 0) -> np.ndarray:
+        """The speed of a run, relative to that of each fixed length for the same tokens, without its first parts."""
+        parts = np.array_split(log, _PARTS)[since:]
+        tokens = np.array([part[:, 0].sum() for part in parts])
+        ratios: np.ndarray = (tokens[:, None] / self.fixed(len(log))[since:]).sum(axis=0) / sum(
+            part[:, 1].sum() for part in parts
+        )
         return ratios
+
+
+# A run is compared in equal parts, because the best length may change. Their times are means over some points.
+_PARTS, _POINTS = 10, 30
 
 
 @cache
 def _fixed_tokens(
     drafts: Drafts, batch: int, block: int, seed: int, rounds: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Expected tokens per round of every fixed length, in the first and in the second half of the rounds."""
-    rng, tokens = np.random.default_rng(seed), np.zeros((2, block))
-    for i in range(rounds):
-        chance, _ = drafts(rng, i, batch, block - 1)
-        tokens[int(i >= rounds // 2), 1:] += chance.cumprod(axis=1).sum(axis=0).cumsum()
-    first, second = (batch + tokens / (rounds / 2)).tolist()
-    return tuple(first), tuple(second)
+) -> tuple[tuple[float, ...], ...]:
+    """Expected tokens per round of every fixed length, in each part of the rounds."""
+    rng, tokens = np.random.default_rng(seed), []
+    for part in np.array_split(np.arange(rounds), _PARTS):
+        found = np.zeros(block)
+        for i in part:
+            chance, _ = drafts(rng, int(i), batch, block - 1)
+            found[1:] += chance.cumprod(axis=1).sum(axis=0).cumsum()
+        tokens.append(tuple(batch + found / len(part)))
+    return tuple(tokens)
 
 
 def dense_cpu(batch: int, length: int) -> float:
@@ -335,6 +385,45 @@ def nonsense(kind: Kind, batch: int, length: int) -> float:
     return 1 / (batch * length)
 
 
+def _stalls(share: float, passes: float) -> Load:
+    return Load(share=lambda at: share, stall=passes)
+
+
+def _busy(at: float) -> bool:
+    """The second and the fourth fifth of a run."""
+    return int(5 * at) % 2 == 1
+
+
+def _slow_waves(at: float, kind: Kind, length: int) -> float:
+    """From 1 to 3 and back, twice."""
+    return float(2 - np.cos(4 * np.pi * at))
+
+
+def _rows_dearer(at: float, kind: Kind, length: int) -> float:
+    """Cores are lost little by little: more rows take up to twice as long, and one row as long as before."""
+    return 1 + at * (1 - 1 / length)
+
+
+# Loads of a machine that is shared, and how they change.
+LOADS: dict[str, Load] = {
+    "none": Load(),
+    "stalls of 3 passes in 10% of rounds": _stalls(0.1, 3),
+    "stalls of 10 passes in 30% of rounds": _stalls(0.3, 10),
+    "stalls of 30 passes in 3% of rounds": _stalls(0.03, 30),
+    "slow waves of a factor 3": Load(slower=_slow_waves),
+    "more rows slowly take twice as long": Load(slower=_rows_dearer),
+    "busy periods: twice as slow": Load(slower=lambda at, kind, length: 2.0 if _busy(at) else 1.0),
+    "busy periods: drafter 4 times as slow": Load(
+        slower=lambda at, kind, length: 4.0 if _busy(at) and kind == "draft" else 1.0
+    ),
+    "busy periods: stalls of 10 passes in 30% of rounds": Load(
+        share=lambda at: 0.3 if _busy(at) else 0.0, stall=10
+    ),
+    "waves and stalls": Load(share=lambda at: 0.2, stall=5, slower=_slow_waves),
+    "quota: 10 passes of pause after 10 of work": Load(quota=(10, 10)),
+}
+
+
 # Beliefs where start-up has time for single requests only.
 BELIEFS: dict[str, Callable[[Kind, int, int], float] | None] = {
     "nothing": None,
@@ -343,10 +432,20 @@ BELIEFS: dict[str, Callable[[Kind, int, int], float] | None] = {
 }
 
 
-def world(verify: str, drafts: str, pair: str, beginning: str = "right", seed: int = 0) -> World:
+def world(
+    verify: str, drafts: str, pair: str, beginning: str = "right", seed: int = 0, load: str = "none"
+) -> World:
     """One of the worlds above, by its names."""
     drafter, batch, block = PAIRS[pair]
     wrong, drift = BEGINNINGS[beginning]
     return World(
-        block, VERIFY[verify], drafter, DRAFTS[drafts], batch=batch, seed=seed, beginning=wrong, drift=drift
+        block,
+        VERIFY[verify],
+        drafter,
+        DRAFTS[drafts],
+        batch=batch,
+        seed=seed,
+        beginning=wrong,
+        drift=drift,
+        load=LOADS[load],
     )

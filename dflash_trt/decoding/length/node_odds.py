@@ -7,9 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.length.calibration import MEMORY, OFFSET, WEIGHT, log_odds, logistic
-
 Array = np.ndarray[Any, Any]
+
+# The prior trusts the drafter. Standard deviations of its error in log-odds: a common offset for all places, as much
+# again for each place, and the weight of the drafter's estimate.
+OFFSET, WEIGHT = 1.5, 0.3
+# The share of a round's evidence that remains after the next one.
+MEMORY = 0.99
+# The drafter's log-odds are clipped at 6; the same holds for its log-probabilities.
+_CERTAIN = 6.0
+_LEAST, _MOST = -float(np.log1p(np.exp(_CERTAIN))), -float(np.log1p(np.exp(-_CERTAIN)))
 
 # Ranks from here on share an offset.
 _RANKS = 4
@@ -19,7 +26,8 @@ class NodeOdds:
     """Online logistic regression: P(a node is right | its parent is) = s(place + rank + off + weight x).
 
     x are the log-odds of the candidate's log-probability. `place` and `rank` are offsets of the candidate. `off` counts
-    where an ancestor is not the best candidate of its place: the drafter gave later places for the best ones.
+    where an ancestor is not the best candidate of its place: the drafter gave later places for the best ones. A chain
+    is a tree with one candidate per place.
     """
 
     def __init__(self, drafts: int) -> None:
@@ -81,3 +89,15 @@ class NodeOdds:
         known = self._mean[self._drafts : self._drafts + _RANKS - 1]
         offsets[1:] = known[np.minimum(np.arange(width - 1), len(known) - 1)]
         return offsets
+
+
+def log_odds(logprobs: Array) -> Array:
+    """Clipped log-odds of log-probabilities. One that is not a number counts as that of a wrong draft."""
+    said = np.asarray(logprobs, np.float64)
+    said = np.clip(np.where(np.isnan(said), _LEAST, said), _LEAST, _MOST)
+    odds: Array = -np.log(np.expm1(-said))
+    return odds
+
+
+def logistic(z: Array) -> Array:
+    return 1 / (1 + np.exp(-z))

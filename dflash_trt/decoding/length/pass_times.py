@@ -1,15 +1,14 @@
-"""The time of a pass over `batch` sequences of `length` tokens: measured at start-up and in every round.
+"""The usual time of a pass over `batch` sequences of `length` tokens: measured at start-up and in every round.
 
-The logarithms of the times are modelled as jointly Gaussian, with a Kalman filter. A pass tells its own time, much
-about passes of similar size, and something about all (a slower machine, longer sequences). Uncertainty returns while
-a pass is not run. So a time that was wrong or has changed is measured again.
+A pass corrects the time of its own length most, of similar lengths less, and of all lengths of its batch a little: the
+machine may be slower. What a pass takes beyond 1.5 times its usual time is a stall of the machine, and counts apart
+(`stalls`), because the mean over many rounds decides the speed, and one long pause says little about one length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import log
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -17,19 +16,22 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# The error of start-up times: a common factor, and one per size (standard deviation of the logarithm of either).
-_DOUBT = 0.7
-# The difference between two passes of one size (likewise), and the share of the prior variance that returns per
-# round.
-_NOISE, _RETURNING = 0.1, 3e-5
+# The share of a slow drift of one length that all other lengths of its batch follow.
+_SHARED = 0.85
+# A pass is long from so many usual times on, and counts no more than that until so many in a row are long.
+_LONG, _IN_A_ROW = 1.5, 3
+# The passes that a start-up time is worth, those over which a running mean looks back, and the rounds over which
+# unused evidence fades.
+_BELIEF, _PASSES, _ROUNDS = 0.25, 32, 500
 # Limits of start-up measurements, in seconds and in turns.
 _START_UP_SECONDS, _TURNS = 0.5, 5
 
 
 class PassTimes:
-    """Seconds per pass. `measured` [batch][length] are start-up times, all for lengths 1 or 2 up to the block size.
+    """Usual seconds per pass. `measured` [batch][length] are start-up times, all for lengths 1 or 2 up to the block
+    size.
 
-    `batches` are the batch sizes whose times are followed, in order. Times of other sizes are interpolated. `believed`
+    `batches` are the batch sizes whose times are followed, in order. Other sizes follow the nearest of them. `believed`
     gives the time of a batch that start-up did not measure. Its scale plays no part. Without it, the nearest
     measured batches count.
     """
@@ -40,60 +42,69 @@ class PassTimes:
         batches: Sequence[int],
         believed: Callable[[int, int], float] | None = None,
     ) -> None:
-        warm = {(size, length) for size, row in measured.items() for length in row}
+        self._warm = {(size, length) for size, row in measured.items() for length in row}
         if believed is not None:
             measured = _filled(measured, batches, believed)
-        sizes = sorted(measured)
-        self._lengths = max(measured[sizes[0]])
-        lengths = np.arange(1, self._lengths + 1)
+        self._sizes = sorted(measured)
+        lengths = np.arange(1, max(measured[self._sizes[0]]) + 1)
         rows = [
-            np.interp(lengths, sorted(row), [row[n] for n in sorted(row)])
-            for row in map(measured.__getitem__, sizes)
+            np.interp(lengths, sorted(row), [_usable(row[n]) for n in sorted(row)])
+            for row in map(measured.__getitem__, self._sizes)
         ]
-        seconds = np.array([np.interp(batches, sizes, column) for column in np.transpose(rows)]).T
-        self._mean: Array = np.log(np.clip(np.nan_to_num(seconds), 1e-9, 1e9)).ravel()
-        self._octaves, self._shares = np.log2(batches), dict[int, Array]()
-        b, n = (each.ravel() for each in np.meshgrid(self._octaves, np.log2(lengths), indexing="ij"))
-        self._doubt = _DOUBT**2 * (1 + np.exp(-np.abs(b - b[:, None]) - np.abs(n - n[:, None])))
-        self._covariance = self._doubt.copy()
-        self._warm = warm
+        self._start = np.transpose(rows)
+        self._octaves = np.log2(batches)
+        # What was learned, of each followed size and length: a factor, and the number of passes that it rests on.
+        self._factors, self._passes = np.ones((2, len(batches), len(lengths)))
+        self._passes *= _BELIEF
+        octaves = np.abs(np.log2(lengths) - np.log2(lengths)[:, None])
+        self._near = np.maximum(0.0, 1 - octaves)
+        self._long = dict[tuple[int, int], int]()
+        self._of = dict[int, tuple[Array, Array, Array]]()
 
     def __call__(self, batch: int) -> Array:
-        """Seconds of passes over `batch` sequences of 1, 2 .. tokens."""
-        seconds: Array = np.exp(self._parts(batch) @ self._mean)
+        """Usual seconds of passes over `batch` sequences of 1, 2 .. tokens."""
+        start, factors, _ = self._row(batch)
+        seconds: Array = start * factors
         return seconds
 
-    def doubtful(self, batch: int) -> Array:
-        """Whether one more pass of length 1, 2 .. would reduce its uncertainty."""
-        doubtful: Array = self._parts(batch) @ np.diag(self._covariance) > _NOISE**2
-        return doubtful
+    def evidence(self, batch: int) -> Array:
+        """The recent passes on which each of these times rests."""
+        return self._row(batch)[2] - _BELIEF
 
-    def observe(self, batch: int, length: int, seconds: float) -> None:
-        """Learn from one round, whose pass took `seconds`.
+    def observe(self, batch: int, length: int, seconds: float) -> tuple[float, float, float]:
+        """Learn from a pass that took `seconds`. Returns the usual time before it, the part that is no stall,
+        and the factor by which all lengths of the batch changed.
 
         An impossible time is ignored. So is the first pass of a size, which may be cold.
         """
-        returning = _RETURNING
+        start, factors, passes = self._row(batch)
+        usual = float(start[length - 1] * factors[length - 1])
         if (batch, length) not in self._warm:
             self._warm.add((batch, length))
-        elif 1e-9 < seconds < 1e9:
-            parts = self._parts(batch)[length - 1]
-            along = self._covariance @ parts
-            variance = float(along @ parts) + _NOISE**2
-            surprise = log(seconds) - float(parts @ self._mean)
-            most = 3 * variance**0.5  # an outlier changes no more than this
-            self._mean += along * (min(max(surprise, -most), most) / variance)
-            self._covariance -= np.outer(along, along / variance)
-            returning *= max(1.0, surprise**2 / variance)  # if the next pass agrees, the times have changed
-        self._covariance += min(returning, 1.0) * (self._doubt - self._covariance)
+            return usual, usual, 1.0
+        if not 1e-9 < seconds < 1e9:
+            return usual, usual, 1.0
+        known = float(passes[length - 1])
+        steady = min(seconds, usual * _LONG * 2.0 ** max(0, self._long.get((batch, length), 0) - _IN_A_ROW))
+        self._long[batch, length] = self._long.get((batch, length), 0) + 1 if seconds > _LONG * usual else 0
+        wrong = steady / usual - 1
+        near, common = self._near[length - 1], _SHARED * wrong / (1 + _PASSES)
+        factors *= 1 + common + near * (wrong / (1 + min(known, _PASSES)) - common)
+        passes += near - (passes - _BELIEF) / _ROUNDS
+        return usual, steady, 1 + common
 
-    def _parts(self, batch: int) -> Array:
-        """Weights [lengths, sizes x lengths] that combine the followed times into those of this batch size."""
-        if batch not in self._shares:
-            place = np.interp(np.log2(batch), self._octaves, np.arange(len(self._octaves)))
-            near = np.maximum(0.0, 1 - np.abs(np.arange(len(self._octaves)) - place))
-            self._shares[batch] = np.kron(near, np.eye(self._lengths))
-        return self._shares[batch]
+    def scale(self, batch: int, factor: float) -> None:
+        """Follow a change of the other passes of a batch."""
+        factors = self._row(batch)[1]
+        factors *= factor
+
+    def _row(self, batch: int) -> tuple[Array, Array, Array]:
+        """Start-up times of a batch size, and views of the factors and passes of the followed size."""
+        if batch not in self._of:
+            start = np.array([np.interp(batch, self._sizes, column) for column in self._start])
+            at = int(np.abs(self._octaves - np.log2(batch)).argmin())
+            self._of[batch] = start, self._factors[at], self._passes[at]
+        return self._of[batch]
 
 
 def _filled(
@@ -148,5 +159,5 @@ def measure(
                 start = perf_counter()
                 run(batch, length)
                 seconds.append(perf_counter() - start)
-    medians = {batch: {n: median(s) for n, s in row.items()} for batch, row in times.items()}
-    return PassTimes(medians, batches, believed)
+    least = {batch: {n: min(s) for n, s in row.items()} for batch, row in times.items()}
+    return PassTimes(least, batches, believed)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
-
+from dflash_trt.decoding.acceptance import Verdict
 from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.request import Request
 
-Array = np.ndarray[Any, Any]
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class RoundDone:
     """A finished round, as the policy that chose its length sees it.
 
     batch: its requests. n of them take drafts: `judged` are their slots.
-    logprobs: [n, drafted-1], of their drafts; None if the drafter did not run.
     drafted, verified: the tokens per request, including the anchor.
     accepted, offered: of each of the n, the drafts that were accepted, and those that could have been. In a tree too,
     they count the chain of the best candidates.
@@ -31,11 +28,60 @@ class RoundDone:
     verified: int
     accepted: Sequence[int]
     offered: Sequence[int]
-    logprobs: Array | None
     draft_seconds: float
     verify_seconds: float
     judged: Sequence[int] = ()
     decided: Sequence[Sequence[int]] = ()
+
+
+def round_done(
+    active: Sequence[Request],
+    judged: Sequence[int],
+    proposed: Draft,
+    draft: Draft,
+    own: Mapping[int, int],
+    verdicts: Sequence[Verdict],
+    draft_seconds: float,
+    verify_seconds: float,
+) -> RoundDone:
+    """The report on a round whose tokens are committed.
+
+    judged: the slots of requests whose drafts were judged.
+    proposed, draft: what the drafter gave, and what was verified.
+    own: of requests with a structure, the leading drafts that are the drafter's own.
+    """
+    drafted, verified = proposed.nodes, draft.nodes
+    accepted, offered, decided = list[int](), list[int](), list[Sequence[int]]()
+    for slot in judged:
+        request, path = active[slot], verdicts[slot].path
+        decided.append(request.output[-len(path) - 1 :])
+        if draft.parents is not None and proposed.parents is None:
+            right, known = _of_chain(proposed, slot, decided[-1])
+        else:
+            most = min(request.block_length or drafted, drafted, verified) - 1
+            known = min(most, own.get(slot, most))
+            right = min(len(path), known)
+        accepted.append(right)
+        offered.append(known)
+    return RoundDone(
+        batch=len(active),
+        drafted=drafted,
+        verified=verified,
+        accepted=accepted,
+        offered=offered,
+        draft_seconds=draft_seconds,
+        verify_seconds=verify_seconds,
+        judged=judged,
+        decided=decided,
+    )
+
+
+def _of_chain(proposed: Draft, slot: int, decided: Sequence[int]) -> tuple[int, int]:
+    """How many of a request's proposed drafts are the decided tokens, and of how many this is known."""
+    drafts = proposed.tokens_of(slot)[1:]
+    right = [a == b for a, b in zip(drafts, decided, strict=False)]
+    accepted = right.index(False) if False in right else len(right)
+    return accepted, min(accepted + 1, len(right))
 
 
 class Lengths(Protocol):

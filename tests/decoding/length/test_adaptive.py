@@ -22,9 +22,9 @@ from tests.doubles.simulation import (
     BELIEFS,
     DRAFTS,
     HARD,
+    LOADS,
     VERIFY,
     World,
-    dense_cpu,
     drafts,
     gpu,
     honest,
@@ -44,7 +44,7 @@ def test_close_to_the_best_fixed_length_and_never_much_below_plain_decoding(veri
     for seed, pair in enumerate(("small", "large")):
         simulated = world(verify, drafts, pair, seed=seed)
         ratios = simulated.compare(simulated.run(simulated.controller(), 500))
-        assert ratios[0] > 0.95
+        assert ratios[0] > 0.94
         speeds.append(ratios.min())
     assert np.mean(speeds) > 0.95, speeds
 
@@ -58,8 +58,8 @@ def test_recovers_from_wrong_times(beginning: str) -> None:
     for names in HARD[list(BEGINNINGS).index(beginning) % 3 :: 3]:
         simulated = world(*names, beginning)
         ratios = simulated.compare(simulated.run(simulated.controller(), 3000))
-        assert ratios[0] > 0.97, names
-        assert ratios.min() > 0.95, names
+        assert ratios[0] > 0.96, names
+        assert ratios.min() > 0.93, names
 
 
 @pytest.mark.parametrize(("verify", "drafts"), [("dense_cpu", "good"), ("gpu", "great"), ("moe", "fading")])
@@ -127,7 +127,6 @@ def feed(policy: AdaptiveLength, seen: dict[str, Any]) -> None:
             verified=verified,
             accepted=[min(seen["right"], verified - 1)] * len(said),
             offered=[verified - 1] * len(said),
-            logprobs=said if said.shape[1] else None,
             draft_seconds=seen["draft_seconds"],
             verify_seconds=seen["verify_seconds"],
         )
@@ -216,6 +215,33 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
     assert (lengths[500:] > 1).mean() > 0.9
 
 
+@pytest.mark.parametrize("load", LOADS)
+def test_a_shared_machine(load: str) -> None:
+    """Stalls, drifts and busy periods, over 3,000 rounds from the start. The mean time counts, with all stalls.
+
+    `python -m build_scripts.bench.adaptive_length --loads` plays all pairs.
+    """
+    speeds = []
+    for names in HARD[list(LOADS).index(load) % 2 :: 2]:
+        simulated = world(*names, load=load)
+        ratios = simulated.compare(simulated.run(simulated.controller(), 3000))
+        assert ratios[0] > 0.85, names
+        speeds.append(ratios.min())
+    assert np.mean(speeds) > 0.9, speeds
+
+
+@pytest.mark.parametrize("verify", ["dense_cpu", "gpu"])
+def test_recovers_within_300_rounds_after_a_busy_period(verify: str) -> None:
+    """The fourth fifth of the first run is busy. It ends 300 rounds before the speed is taken."""
+    load = "busy periods: drafter 4 times as slow"
+    simulated = world(verify, "good", "small", load=load)
+    policy = simulated.controller()
+    simulated.run(policy, 1200)  # busy until round 960
+    simulated.load = LOADS["none"]
+    simulated.run(policy, 60)
+    assert simulated.compare(simulated.run(policy, 1000)).min() > 0.93
+
+
 def test_trials_cost_one_round_in_a_hundred() -> None:
     """In worlds where no draft is ever right, and trials are expensive or cheap, after the first credit is spent."""
     for verify, pair in (("moe", "large"), ("gpu", "small")):
@@ -224,23 +250,6 @@ def test_trials_cost_one_round_in_a_hundred() -> None:
         simulated.run(policy, 500)
         later = simulated.compare(simulated.run(policy, 2500))
         assert 0.975 < later[0] < 1.0, (verify, pair)
-
-
-def test_the_drafters_word_decides_how_much_of_a_block_is_verified() -> None:
-    simulated = World(8, dense_cpu, small_drafter, honest(2.0), noise=0.0)
-    policy, lengths = simulated.controller(), []
-    simulated.run(policy, 50)
-    policy._credit = -1.0  # no trial, which verifies all of its drafts
-    for sure in range(8):
-        policy.draft(1)
-        lengths.append(
-            policy.verify(
-                drafts(np.log(np.where(np.arange(7) < sure, 0.99, 0.02))[None].astype(np.float32)), [0]
-            )
-        )
-    assert lengths[0] == 1
-    assert lengths == sorted(lengths)
-    assert lengths[-1] == 8
 
 
 def test_blocks_cut_short_by_a_budget() -> None:
@@ -258,50 +267,10 @@ def test_blocks_cut_short_by_a_budget() -> None:
                 verified=verified,
                 accepted=rng.integers(0, verified, 2).tolist(),
                 offered=[verified - 1, verified - 1],
-                logprobs=said if drafted > 1 else None,
                 draft_seconds=0.1,
                 verify_seconds=1.0,
             )
         )
-
-
-class OnDevice:
-    """An engine's output on a GPU: a shape, and numbers when they are read. The next pass overwrites them."""
-
-    def __init__(self, memory: np.ndarray) -> None:
-        self.memory, self.shape = memory, memory.shape
-
-    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
-        return self.memory.copy() if copy else self.memory
-
-
-def test_what_the_next_pass_overwrites_is_remembered() -> None:
-    rng, memory = np.random.default_rng(2), np.zeros((2, 7), np.float32)
-    policies = [World(8, gpu, small_drafter, honest(2.0)).controller() for _ in range(2)]
-    for _ in range(100):
-        said = np.log(rng.uniform(0.05, 0.99, (2, 7))).astype(np.float32)
-        right = rng.random((2, 7)) < np.exp(said)
-        memory[...] = said
-        chosen = []
-        for policy, handed in zip(policies, (said, OnDevice(memory)), strict=True):
-            policy.draft(2)
-            chosen.append(policy.verify(drafts(handed), range(2)))  # type: ignore[arg-type]
-            accepted = np.cumprod(right[:, : chosen[-1] - 1], axis=1).sum(axis=1).tolist()
-            policy.observe(
-                RoundDone(
-                    batch=2,
-                    drafted=8,
-                    verified=chosen[-1],
-                    accepted=accepted,
-                    offered=[chosen[-1] - 1] * 2,
-                    logprobs=handed,  # type: ignore[arg-type]
-                    draft_seconds=0.2,
-                    verify_seconds=1.0,
-                )
-            )
-        assert chosen[0] == chosen[1]
-    said = np.full((1, 7), 0.5)
-    assert np.array_equal(*(policy._calibration.survival(said) for policy in policies))
 
 
 def test_the_smallest_block() -> None:
@@ -334,5 +303,5 @@ def test_whatever_is_believed(believed: str) -> None:
     for names in HARD[1::2]:
         simulated = replace(world(*names), batch=4, single=True, believed=BELIEFS[believed])
         ratios = simulated.compare(simulated.run(simulated.controller(), 1500))
-        assert ratios[0] > 0.97, names
-        assert ratios.min() > 0.95, names
+        assert ratios[0] > 0.95, names
+        assert ratios.min() > 0.93, names

@@ -34,39 +34,33 @@ def test_batches_that_start_up_did_not_measure_are_believed() -> None:
     assert times(2)[3] > 3
 
 
-def test_a_pass_tells_of_passes_like_it() -> None:
+def test_a_pass_corrects_its_own_length_most() -> None:
     times = PassTimes({1: {1: 1.0, 16: 1.0}, 16: {1: 1.0, 16: 1.0}}, [1, 4, 16])
-    for _ in range(2):  # the first one may be cold
+    for _ in range(12):  # the first one may be cold
         times.observe(1, 8, 3.0)
-    one, sixteen = times(1), times(16)
-    assert one[7] == pytest.approx(3.0, rel=0.03)
-    assert one[7] > one[8] > one[15] > one[0] > 1.0
-    assert one[7] > times(4)[7] > sixteen[7] > 1.0
+    one = times(1)
+    assert one[7] == pytest.approx(3.0, rel=0.1)
+    assert one[7] > one[8] > one[15] >= one[0] >= 1.0
+    assert times(16)[7] == 1.0
 
 
-def test_doubt_goes_with_measures_and_comes_back_without() -> None:
-    times = PassTimes({1: {1: 1.0, 16: 2.0}}, [1])
-    assert times.doubtful(1).all()
-    for length in 3 * list(range(1, 17)):
-        times.observe(1, length, 1.0)
-    assert not times.doubtful(1).any()
-    for _ in range(2000):
-        times.observe(1, 1, 1.0)
-    assert not times.doubtful(1)[0]
-    assert times.doubtful(1)[15]
-
-
-def test_pass_times_follow_the_machine() -> None:
+def test_all_lengths_follow_a_slower_machine() -> None:
     times = PassTimes({1: {1: 1.0, 4: 2.0}}, [1])
-    for _ in range(200):
-        times.observe(1, 4, 3.0)
-    assert times(1)[3] == pytest.approx(3.0, rel=0.01)
-    assert 1.0 < times(1)[0] < 1.5  # some of it is momentary and shared
-    times.observe(1, 4, 300.0)
-    assert times(1)[3] < 1.1 * 3.0
-    for _ in range(20):
-        times.observe(1, 4, 9.0)
-    assert times(1)[3] == pytest.approx(9.0, rel=0.1)
+    for seconds in (2.0, 4.0):
+        for _ in range(300):
+            times.observe(1, 4, seconds)
+    assert times(1)[3] == pytest.approx(4.0, rel=0.05)
+    assert 1.5 < times(1)[0] < 2.0
+
+
+def test_a_stall_says_little_about_its_length() -> None:
+    times = PassTimes({1: {1: 1.0, 4: 2.0}}, [1])
+    for _ in range(50):
+        times.observe(1, 4, 2.0)
+    usual, steady, _ = times.observe(1, 4, 300.0)
+    assert usual == pytest.approx(2.0)
+    assert steady < 2 * usual
+    assert times(1)[3] == pytest.approx(2.0, rel=0.05)
 
 
 @pytest.mark.parametrize("seconds", [0.0003, 0.045, 0.3])

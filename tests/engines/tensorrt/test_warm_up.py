@@ -116,7 +116,7 @@ def test_the_block_length_learns_from_the_device(bundles: dict[str, Bundle]) -> 
         tokens(llm)
         policy = llm._runtime.lengths(True, None)
         assert isinstance(policy, AdaptiveLength)
-        assert len(policy._recent) > 1
+        assert sum(policy._acceptance._seen) > 0
 
 
 def test_prefill_has_few_lengths() -> None:
