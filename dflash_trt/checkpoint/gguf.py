@@ -26,7 +26,7 @@ from dflash_trt.checkpoint.gguf_tokenizer import end_token_ids, write_tokenizer
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
 from dflash_trt.extras import install
-from dflash_trt.files.disk import cache_folder
+from dflash_trt.files.disk import cache_folder, cached_in
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -101,7 +101,7 @@ def packaged_target(name: str) -> Path:
             f"{name}: comes with the package {package}, which is not installed: {command}"
         ) from None
     if not file.is_file():
-        raise CheckpointError(f"{file}: is missing from the package {package}: {install} --force-reinstall")
+        raise CheckpointError(f"{file}: is missing from the package {package}: {command} --force-reinstall")
     if (found := _digest(file)) != sha256:
         raise CheckpointError(f"{file}: has SHA-256 {found}, expected {sha256}: {command} --force-reinstall")
     return file
@@ -122,8 +122,9 @@ def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
     place = root / "gguf" / f"{file.stem}-{sha256[:16]}-{_CONVERTER}"
     if _whole(place, sha256):
         return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    with cached_in(place.parent):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     try:
         convert(file, work)
         digests = {path.name: _digest(path) for path in sorted(work.iterdir())}
