@@ -18,7 +18,7 @@ from dflash_trt.serving.deploy import container_command
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-PORTS = {"http_port", "grpc_port", "metrics_port"}
+PORTS = {"port", "grpc_port", "metrics_port"}
 
 
 def instructions(name: str) -> list[str]:

@@ -16,7 +16,9 @@ SUMMARY = "let the target answer prompts: the data to train on"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_mutually_exclusive_group(required=True)
     engine.add_argument(
-        "--bundle", type=Path, metavar="DIR", help="the target as a bundle, decoded here without drafting"
+        "--bundle",
+        metavar="BUNDLE",
+        help="the target as a bundle, or a pair's name; decoded here without drafting",
     )
     engine.add_argument(
         "--server", metavar="URL", help="the base URL of a server with OpenAI's chat completions"
