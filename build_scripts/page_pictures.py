@@ -53,7 +53,7 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        command = [sys.executable, "-m", "dflash_trt", "serve", str(args.bundle), f"--http-port={port}"]
+        command = [sys.executable, "-m", "dflash_trt", "serve", str(args.bundle), f"--port={port}"]
         server = subprocess.Popen([*command, "--stream-interval=0"], stdout=log, stderr=log)
         try:
             url = f"http://127.0.0.1:{port}/"

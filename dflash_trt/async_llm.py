@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from dflash_trt.bundle.manifest import Check
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.params import MOST_PRIORITY, Chunk, Completion, SamplingParams
+from dflash_trt.decoding.params import MOST_PRIORITY, Chunk, Completion, SamplingParams, apart
 from dflash_trt.decoding.request import Emission, Request, completion, items, opening
 from dflash_trt.errors import BusyError, DFlashError, EngineError, RequestError, quoted
 from dflash_trt.runtime import Messages, Prompt, Runtime
@@ -111,6 +111,7 @@ class AsyncLLM:
         """Requests that are tokenized, waiting or decoded."""
         return len(self._streams) + self._preparing
 
+    @apart
     async def stream(
         self,
         prompt: Prompt,
@@ -157,6 +158,7 @@ class AsyncLLM:
                 yield opening(chunk, request) if first else chunk
                 first = False
 
+    @apart
     async def deliver(
         self,
         prompt: Prompt,
@@ -211,6 +213,7 @@ class AsyncLLM:
         finally:
             self._leave(request)
 
+    @apart
     async def generate(
         self,
         prompt: Prompt,

@@ -43,6 +43,13 @@ class RequestError(DFlashError):
     """A request asks for something impossible. The message names the field."""
 
 
+class UsageError(BuildError, RequestError):
+    """A value that was asked for is out of range, contradicts another one, or does not fit the bundle or checkpoint.
+
+    The command line ends with status 2.
+    """
+
+
 class DecodingError(RequestError):
     """Decoding one request failed. No other request is affected. `__cause__` is the underlying error, if any."""
 

@@ -16,7 +16,7 @@ import numpy as np
 from dflash_trt.bundle.manifest import Check
 from dflash_trt.decoding.commit import INTERRUPTIONS
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
+from dflash_trt.decoding.params import Chunk, Completion, SamplingParams, apart
 from dflash_trt.decoding.request import Emission, Request, completion, items, opening
 from dflash_trt.errors import BatchError, DFlashError, EngineError, RequestError
 from dflash_trt.runtime import Messages, Prompt, Runtime
@@ -101,6 +101,7 @@ class LLM:
         tree_nodes: int | None = None,
     ) -> list[Completion]: ...
 
+    @apart
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -159,6 +160,7 @@ class LLM:
         completions = [completion(r, "".join(texts[r]), tokens[r]) for r in requests]
         return completions[0] if single else completions
 
+    @apart
     def stream(
         self,
         prompt: Prompt,
@@ -172,6 +174,7 @@ class LLM:
         request = self._runtime.request(prompt, sampling_params or SamplingParams(), draft=speculate)
         return _chunks(self._decode([request], speculate, block_length, tree_nodes))
 
+    @apart
     def chat(
         self,
         messages: Messages,
@@ -188,6 +191,7 @@ class LLM:
             prompt, sampling_params, speculate=speculate, block_length=block_length, tree_nodes=tree_nodes
         )
 
+    @apart
     def stream_chat(
         self,
         messages: Messages,

@@ -31,7 +31,7 @@ from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.engines.base import RunSettings
 from dflash_trt.engines.registry import engine_of
-from dflash_trt.errors import BundleError, DFlashError, RequestError, quoted
+from dflash_trt.errors import BundleError, DFlashError, RequestError, UsageError, quoted
 from dflash_trt.logs import warn_once
 from dflash_trt.planning.beliefs import Belief, beliefs
 from dflash_trt.planning.steps import DRAFTER, TARGET
@@ -68,7 +68,7 @@ class Runtime:
         limits["prefix_cache_bytes"] = (prefix_cache_bytes, 0)
         for name, (value, least) in limits.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise DFlashError(f"{name} is {quoted(value)}, expected an integer, {least} or more")
+                raise UsageError(f"{name} is {quoted(value)}, expected an integer, {least} or more")
         self.bundle = open_bundle(bundle, check)
         manifest = self.bundle.manifest
         if manifest["weights"] == "none":
@@ -178,12 +178,12 @@ class Runtime:
             return
         most = self.most_tree_nodes
         if not most:
-            raise RequestError(
+            raise UsageError(
                 f"tree_nodes is {quoted(tree_nodes)}, but this bundle drafts chains: build it with --tree-width 2 or "
                 "more"
             )
         if type(tree_nodes) is not int or not 2 <= tree_nodes <= most:
-            raise RequestError(
+            raise UsageError(
                 f"tree_nodes is {quoted(tree_nodes)}, expected 2..{most}, or 0 for chains; leave it out for the default"
             )
 
@@ -191,7 +191,7 @@ class Runtime:
         """Raise RequestError if this bundle does not support a block length."""
         fits = type(block_length) is int and 1 <= block_length <= self.block_size
         if block_length is not None and not fits:
-            raise RequestError(
+            raise UsageError(
                 f"block_length is {quoted(block_length)}, expected 1..{self.block_size} (this bundle's block size); "
                 "leave it out for the default"
             )

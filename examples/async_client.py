@@ -11,9 +11,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
-from tritonclient.grpc import InferInput
-from tritonclient.grpc.aio import InferenceServerClient
+try:
+    import numpy as np
+    from grpc import RpcError
+    from tritonclient.grpc import InferInput
+    from tritonclient.grpc.aio import InferenceServerClient
+    from tritonclient.utils import InferenceServerException
+except ImportError as error:
+    raise SystemExit(f"{error.name} is not installed: pip install 'tritonclient[grpc]'") from None
 
 
 async def complete(client: InferenceServerClient, prompt: str, max_tokens: int) -> str:
@@ -54,4 +59,9 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except InferenceServerException as error:
+        raise SystemExit(f"the server says: {error}") from None
+    except RpcError as error:
+        raise SystemExit(f"no server answers: {error.details()}") from None

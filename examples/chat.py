@@ -1,6 +1,6 @@
 """A chat in the terminal: each line of standard input is a message, and its answer is printed as it is generated.
 
-python examples/chat.py bundles/tiny
+python examples/chat.py smollm2-135m
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from dflash_trt import LLM, SamplingParams
+from dflash_trt import LLM, DFlashError, SamplingParams
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("bundle")
+    parser.add_argument("bundle", help="a directory made by `dflash-trt build`, or the name of a pair")
     parser.add_argument("--max-tokens", type=int, default=128)
     args = parser.parse_args()
     messages: list[dict[str, str]] = []
@@ -32,4 +32,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DFlashError as error:  # such as a bundle that is not there, or a package that is not installed
+        raise SystemExit(f"error: {error}") from None

@@ -11,8 +11,11 @@ import argparse
 from queue import Queue
 from typing import Any
 
-import numpy as np
-import tritonclient.grpc as grpcclient
+try:
+    import numpy as np
+    import tritonclient.grpc as grpcclient
+except ImportError as error:
+    raise SystemExit(f"{error.name} is not installed: pip install 'tritonclient[grpc]'") from None
 
 
 def tensor(name: str, kind: str, value: Any) -> grpcclient.InferInput:

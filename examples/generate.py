@@ -1,21 +1,20 @@
 """Complete prompts with and without drafts, and show that the tokens are the same.
 
-dflash-trt build --target tiny
-python examples/generate.py bundles/tiny "def add(a, b):" "x = ["
+python examples/generate.py tiny "def add(a, b):" "x = ["
 """
 
 from __future__ import annotations
 
 import argparse
 
-from dflash_trt import LLM, SamplingParams
+from dflash_trt import LLM, DFlashError, SamplingParams
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("bundle")
+    parser.add_argument("bundle", help="a directory made by `dflash-trt build`, or the name of a pair")
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -32,4 +31,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DFlashError as error:  # such as a bundle that is not there, or a package that is not installed
+        raise SystemExit(f"error: {error}") from None

@@ -33,6 +33,8 @@ def main() -> None:
                 print(event.get("text_output", ""), end="", flush=True)
     except urllib.error.HTTPError as error:
         raise SystemExit(f"the server says: {json.loads(error.read())['error']}") from error
+    except urllib.error.URLError as error:
+        raise SystemExit(f"{args.url}: no server answers ({error.reason})") from None
     print()
 
 

@@ -1,6 +1,6 @@
 """Many requests at once in one process. Each has a stream and a deadline; the metrics are printed at the end.
 
-python examples/many_requests.py bundles/tiny "def add(a, b):" "x = [" "What is 17 + 25?"
+python examples/many_requests.py tiny "def add(a, b):" "x = [" "What is 17 + 25?"
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from dflash_trt import AsyncLLM, SamplingParams
+from dflash_trt import AsyncLLM, DFlashError, SamplingParams
 
 
 async def complete(llm: AsyncLLM, prompt: str, max_tokens: int, timeout: float) -> None:
@@ -23,7 +23,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("bundle")
+    parser.add_argument("bundle", help="a directory made by `dflash-trt build`, or the name of a pair")
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each request")
@@ -34,4 +34,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except DFlashError as error:  # such as a bundle that is not there, or a package that is not installed
+        raise SystemExit(f"error: {error}") from None

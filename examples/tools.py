@@ -1,6 +1,6 @@
 """Function calling: the model names a function and its arguments as JSON, and this program calls it.
 
-python examples/tools.py bundles/tiny "Give me the 3 day forecast for Oslo in celsius."
+python examples/tools.py tiny "Give me the 3 day forecast for Oslo in celsius."
 
 The template of `tiny` shows the functions to the model and asks for calls in <tool_call> tags. The shipped pair has
 four million parameters. It knows only the functions that it was trained on, and often names another city. An answer
@@ -14,7 +14,7 @@ import json
 import re
 from typing import Any
 
-from dflash_trt import LLM, SamplingParams
+from dflash_trt import LLM, DFlashError, SamplingParams
 
 TOOLS = [
     {
@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("bundle")
+    parser.add_argument("bundle", help="a directory made by `dflash-trt build`, or the name of a pair")
     parser.add_argument("question")
     parser.add_argument("--max-tokens", type=int, default=128)
     args = parser.parse_args()
@@ -90,4 +90,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DFlashError as error:  # such as a bundle that is not there, or a package that is not installed
+        raise SystemExit(f"error: {error}") from None

@@ -224,11 +224,11 @@ def test_without_a_server_clients_are_told_to_come_again(tmp_path: Path) -> None
 
 
 def test_a_taken_port_is_named_with_its_option(tmp_path: Path) -> None:
-    for option in ("--http-port", "--metrics-port", "--grpc-port"):
+    for option in ("--port", "--metrics-port", "--grpc-port"):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
-            ports = dict(zip(("--http-port", "--grpc-port", "--metrics-port"), free_ports(3), strict=True))
+            ports = dict(zip(("--port", "--grpc-port", "--metrics-port"), free_ports(3), strict=True))
             ports[option] = taken.getsockname()[1]
             settings = Settings("127.0.0.1", *ports.values(), str(tmp_path), MOST)
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 # The stages that all images share, and that of Triton.
 STAGES = DOCKERFILE.partition("\nFROM base AS openai")[0]
-PORTS = {"http_port", "grpc_port", "metrics_port"}
+PORTS = {"port", "grpc_port", "metrics_port"}
 
 
 def instructions(name: str) -> list[str]:

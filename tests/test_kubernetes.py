@@ -50,7 +50,7 @@ def served(words: list[str]) -> dict[str, Any]:
 def test_the_image_has_what_the_server_needs() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"whl\)\[([\w-]+)\]", DOCKERFILE)) == {"serve"} <= set(extras)
-    assert instruction("EXPOSE") == str(served([])["http_port"])
+    assert instruction("EXPOSE") == str(served([])["port"])
     assert not instruction("USER").startswith(("0", "root"))
     (path,) = re.findall(r"127\.0\.0\.1:8000(/\w+)", DOCKERFILE)
     assert path in OPEN
@@ -72,9 +72,7 @@ def test_compose_starts_it_with_prometheus_and_grafana() -> None:
         for volume in COMPOSE[name]["volumes"]:
             assert (ROOT / volume.split(":")[0]).is_file(), volume
     prometheus = yaml.safe_load((ROOT / "monitoring/prometheus.yaml").read_text())
-    assert prometheus["scrape_configs"][0]["static_configs"][0]["targets"] == [
-        f"openai:{arguments['http_port']}"
-    ]
+    assert prometheus["scrape_configs"][0]["static_configs"][0]["targets"] == [f"openai:{arguments['port']}"]
     assert arguments["allowed_host"] == ["openai"]
     inside = {volume.split(":")[1] for volume in COMPOSE["prometheus"]["volumes"]}
     assert set(prometheus["rule_files"]) <= inside
@@ -90,7 +88,7 @@ def test_the_pod_runs_the_image_and_is_probed_where_no_key_is_needed() -> None:
     pod = read("deployment.yaml")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     arguments = served(container["args"])
-    assert container["ports"] == [{"name": "http", "containerPort": arguments["http_port"]}]
+    assert container["ports"] == [{"name": "http", "containerPort": arguments["port"]}]
     probes = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("liveness", "readiness", "startup")}
     assert {kind: probe["path"] for kind, probe in probes.items()} == {
         "liveness": "/health", "readiness": "/ready", "startup": "/ready",

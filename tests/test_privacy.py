@@ -29,7 +29,7 @@ COMMANDS = {
     "build": "build --target tiny --out bundle",
     "generate": "generate BUNDLE --prompt x --max-tokens 4",
     "chat": "chat BUNDLE --max-tokens 4",
-    "serve": "serve BUNDLE --http-port 0",
+    "serve": "serve BUNDLE --port 0",
     "verify": "verify BUNDLE --limit 1 --temperatures 0 --max-tokens 4",
     "selftest": "selftest BUNDLE",
     "bench": "bench BUNDLE --requests 2 --concurrency 1 --max-tokens 4 --svg bench.svg",

@@ -228,7 +228,7 @@ def main() -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = [f"--block-length={args.block_length}", f"--max-batch-size={max(args.concurrency)}"]
-    options += [f"--stream-interval={args.stream_interval}", f"--http-port={port}"]
+    options += [f"--stream-interval={args.stream_interval}", f"--port={port}"]
     options += [f"--threads={args.threads}"] if args.threads else []
     program, environment = ["-m", "dflash_trt"], dict(os.environ)
     if args.pass_ms is not None:

@@ -170,7 +170,7 @@ def main() -> int:
             "dflash_trt",
             "serve",
             str(args.bundle),
-            f"--http-port={port}",
+            f"--port={port}",
             "--threads=1",
         ]
         command += ["--served-model-name=soak", "--max-queue=8", "--stream-interval=0", "--log-format=json"]

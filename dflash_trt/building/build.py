@@ -19,7 +19,7 @@ from dflash_trt.checkpoint.pair import CheckpointPair, Side, Source
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import BuildJob, BuildSettings, Engine, EngineOptions, Weights
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import UsageError
 from dflash_trt.formats.base import WeightLayout
 from dflash_trt.formats.precision import Precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
@@ -73,7 +73,7 @@ def build(
     out = Path(out)
     entry = registry.find(engine)
     if weights not in get_args(Weights):
-        raise BuildError(f"--weights is {weights!r}, expected one of: {', '.join(get_args(Weights))}")
+        raise UsageError(f"--weights is {weights!r}, expected one of: {', '.join(get_args(Weights))}")
     _check_options(entry, options)
     check_out(out)
     entry.check(precision, weights, options)
@@ -117,7 +117,7 @@ def build(
 def _check_options(engine: Engine, options: EngineOptions | None) -> None:
     if options is not None and not (engine.options and isinstance(options, engine.options)):
         names = registry.names_by_options().get(type(options), [])
-        raise BuildError(
+        raise UsageError(
             f"--engine is {engine.name}, and options are {type(options).__name__}, which are for: {', '.join(names)}"
         )
 
@@ -194,7 +194,7 @@ def _draft_tokens(pair: CheckpointPair, asked: str | Path | None, engine: Engine
         return read_draft_vocabulary(file, pair.target.config.vocab_size)
     if asked is None:
         return None
-    raise BuildError(f"--draft-vocabulary is {asked}, but {reason}: leave --draft-vocabulary out")
+    raise UsageError(f"--draft-vocabulary is {asked}, but {reason}: leave --draft-vocabulary out")
 
 
 def _describe(pair: CheckpointPair, settings: BuildSettings, engine: Engine, job: BuildJob) -> dict[str, Any]:

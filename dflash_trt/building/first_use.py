@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -16,7 +16,7 @@ from dflash_trt.building.progress import progress_display
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, Check, digest
 from dflash_trt.checkpoint.catalogue import PAIRS, KnownPair, known_configs, known_pair
 from dflash_trt.errors import BundleError, did_you_mean
-from dflash_trt.files.disk import cache_folder, whole_file
+from dflash_trt.files.disk import cache_folder, cached_in, whole_file
 
 _log = logging.getLogger(__name__)
 
@@ -34,14 +34,15 @@ def open_bundle(bundle: str | Path, check: Check) -> Bundle:
         check_path(Path(bundle))
         return Bundle.open(bundle, check)
     place = cache_folder() / "bundles" / pair.name
-    place.parent.mkdir(parents=True, exist_ok=True)
     note, inputs = place.parent / f".{pair.name}.inputs", _inputs(pair)
-    with FileLock(place.parent / f".{pair.name}.first-use"):  # another process may be building it
-        with suppress(BundleError):
-            found = Bundle.open(place, check)
-            if note.is_file() and note.read_text() == f"{found.manifest['key']} {inputs}":
-                _log.info("%s is in the cache: %s", pair.name, place)
-                return found
+    if found := _cached(place, note, inputs, check):  # also in a cache that cannot be written
+        return found
+    with ExitStack() as held:
+        with cached_in(place.parent):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(place.parent / f".{pair.name}.first-use"))
+        if found := _cached(place, note, inputs, check):  # another process has built it meanwhile
+            return found
         print(f"building {pair.name} into {place} (once)", file=sys.stderr)
         with progress_display() as progress:
             built = build(pair.name, None, place, force=True, progress=progress)
@@ -49,6 +50,16 @@ def open_bundle(bundle: str | Path, check: Check) -> Bundle:
         with whole_file(note) as file:
             file.write(f"{built.manifest['key']} {inputs}".encode())
         return built
+
+
+def _cached(place: Path, note: Path, inputs: str, check: Check) -> Bundle | None:
+    """The bundle in the cache, if it is whole and was built from these inputs."""
+    with suppress(BundleError):
+        found = Bundle.open(place, check)
+        if note.is_file() and note.read_text() == f"{found.manifest['key']} {inputs}":
+            _log.info("%s is in the cache: %s", place.name, place)
+            return found
+    return None
 
 
 def check_path(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import UsageError
 
 # The default of --max-seq-len: the models' own limit, but no more than this, because cache memory grows with it.
 DEFAULT_MAX_SEQ_LEN = 8192
@@ -16,7 +16,7 @@ def choose_block_size(asked: int | None, drafter: DrafterConfig) -> int:
     if asked is None:
         return drafter.block_size
     if not 2 <= asked <= drafter.block_size:
-        raise BuildError(
+        raise UsageError(
             f"--block-size is {asked}, expected 2..{drafter.block_size}: the drafter was trained for blocks of "
             f"{drafter.block_size} ({drafter.path})"
         )
@@ -31,11 +31,11 @@ def choose_tree_width(asked: int | None, default: int, target: TargetConfig, dra
     if asked is None:
         return 1 if target.delta_layers else min(default, most)
     if not 1 <= asked <= most:
-        raise BuildError(
+        raise UsageError(
             f"--tree-width is {asked}, expected 1..{most}: the most candidates that {drafter.path} allows for a place"
         )
     if asked > 1 and target.delta_layers:
-        raise BuildError(
+        raise UsageError(
             f"--tree-width is {asked}, but {target.path} has layers that keep a state and verify chains only: "
             "leave it out"
         )
@@ -48,7 +48,7 @@ def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: Drafter
     if asked is None:
         return min(limit, DEFAULT_MAX_SEQ_LEN)
     if not 2 <= asked <= limit:
-        raise BuildError(
+        raise UsageError(
             f"--max-seq-len is {asked}, expected 2..{limit}: max_position_embeddings is "
             f"{target.max_position_embeddings} in the target and {drafter.max_position_embeddings} in the drafter"
         )

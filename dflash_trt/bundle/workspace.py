@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, read_manifest, unlisted
 from dflash_trt.errors import BuildError, BundleError
-from dflash_trt.files.disk import locked, name_instead, sync_tree
+from dflash_trt.files.disk import locked, name_instead, sync_tree, writing
 from dflash_trt.files.folder import Folder
 from dflash_trt.logs import warn_once
 
@@ -157,10 +157,13 @@ def workspace(out: Path, kind: Kind) -> Iterator[Workspace]:
     interrupted while it replaced an old bundle, the old bundle is put back first.
     """
     out = Path(os.path.abspath(out))
-    check_place(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with Folder(out.parent.resolve()) as parent, _lock(out, parent):
-        name = _resume(out, kind, parent) or _begin(out, kind, parent)
+    with ExitStack() as held:
+        with writing(out, "choose another --out"):
+            check_place(out)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            parent = held.enter_context(Folder(out.parent.resolve()))
+            held.enter_context(_lock(out, parent))
+            name = _resume(out, kind, parent) or _begin(out, kind, parent)
         with parent.inner(name) as area:
             place = Workspace(out, kind, out.parent / name, parent, area)
             try:

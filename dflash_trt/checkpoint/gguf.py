@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from dflash_trt.checkpoint.tensors import DTYPES
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
 from dflash_trt.extras import install
-from dflash_trt.files.disk import cache_folder, temporary_folder
+from dflash_trt.files.disk import cache_folder, cached_in, temporary_folder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -105,7 +106,7 @@ def packaged_target(name: str) -> Path:
             f"{name}: comes with the package {package}, which is not installed: {command}"
         ) from None
     if not file.is_file():
-        raise CheckpointError(f"{file}: is missing from the package {package}: {install} --force-reinstall")
+        raise CheckpointError(f"{file}: is missing from the package {package}: {command} --force-reinstall")
     if (found := _digest(file)) != sha256:
         raise CheckpointError(f"{file}: has SHA-256 {found}, expected {sha256}: {command} --force-reinstall")
     return file
@@ -126,8 +127,10 @@ def cached_checkpoint(file: Path, cache: Path | None = None) -> Path:
     place = root / "gguf" / f"{file.stem}-{sha256[:16]}-{_CONVERTER}"
     if _whole(place, sha256):
         return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(prefix=f".{place.name}.", dir=place.parent) as work:
+    with ExitStack() as stack:
+        with cached_in(place.parent):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            work = stack.enter_context(temporary_folder(prefix=f".{place.name}.", dir=place.parent))
         convert(file, work)
         digests = {path.name: _digest(path) for path in sorted(work.iterdir())}
         record = {"source": file.name, "sha256": sha256, "files": digests}

@@ -6,7 +6,8 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from dflash_trt.cli import (
     bench,
@@ -27,7 +28,7 @@ from dflash_trt.cli import (
     verify,
 )
 from dflash_trt.cli.parser import Parser
-from dflash_trt.errors import DFlashError
+from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.logs import LEVELS, to_stderr
 
 COMMANDS = {
@@ -51,11 +52,11 @@ COMMANDS = {
 
 EXAMPLES = """\
 examples:
-  dflash-trt build --target smollm2-135m
-  dflash-trt chat bundles/smollm2-135m
-  dflash-trt generate bundles/smollm2-135m --chat --prompt "What is the capital of France?" --stats
-  dflash-trt verify bundles/smollm2-135m --limit 2 --temperatures 0
-  dflash-trt bench bundles/smollm2-135m --requests 8 --concurrency 1,4
+  dflash-trt chat smollm2-135m
+  dflash-trt generate smollm2-135m --chat --prompt "What is the capital of France?" --stats
+  dflash-trt serve smollm2-135m
+  dflash-trt verify smollm2-135m
+  dflash-trt bench smollm2-135m --requests 8 --concurrency 1,4
 
 `dflash-trt COMMAND --help` shows the options and examples of one command.
 """
@@ -64,7 +65,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0 done, 1 error or difference, 130 Ctrl-C, 141 closed pipe.
 
-    Wrong usage raises `SystemExit(2)`, `--help` raises `SystemExit(0)`, as in argparse.
+    Wrong usage, of any kind, raises `SystemExit(2)`, `--help` raises `SystemExit(0)`, as in argparse.
     """
     parser = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
@@ -88,6 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has left (`| head`). The interpreter flushes stdout when it ends. Let that succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except UsageError as error:
+        if args.debug:
+            raise
+        refuse: Callable[[str], NoReturn] = getattr(args, "step_error", args.usage_error)
+        refuse(str(error))
     except (DFlashError, OSError, UnicodeError, MemoryError) as error:
         if args.debug:
             raise
@@ -103,6 +109,8 @@ def _said(error: Exception) -> str:
         return (
             f"the disk is full: no space is left{place}; free some, or choose another place. Nothing was kept"
         )
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: cannot be used ({error.strerror})"
     return str(error)
 
 

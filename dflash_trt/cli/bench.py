@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli import bench_server
-from dflash_trt.cli.options import add_tree_nodes, at_least, each
+from dflash_trt.cli.options import add_bundle, add_tree_nodes, at_least, bundle_of, each
 from dflash_trt.cli.output import colours
-from dflash_trt.errors import DFlashError
+from dflash_trt.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_trt.decoding.length.policy import Lengths
@@ -55,9 +55,7 @@ HEADINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "bundle", type=Path, nargs="?", metavar="BUNDLE", help="a directory made by `dflash-trt build`"
-    )
+    add_bundle(parser, nargs="?")
     parser.add_argument(
         "--server", metavar="URL", help="measure this server of OpenAI's API instead of a bundle"
     )
@@ -149,8 +147,9 @@ def run(args: argparse.Namespace) -> int:
     closed = args.concurrency or ([] if args.rate else [1, 2, 4, 8, 16])
     most = max(closed, default=16)
     loads = [Load(n) for n in closed] + [Load(most, rate) for rate in args.rate]
+    place = bundle_of(args)
     runtime = Runtime(
-        args.bundle,
+        place,
         max_batch_size=most,
         prefill_chunk=512,
         prefix_cache_bytes=0,
@@ -182,10 +181,10 @@ def run(args: argparse.Namespace) -> int:
     same = all(point.outputs == points[0].outputs for points in found for point in points)
     rows = [point.to_dict() for points in found for point in points]
     if args.svg:
-        args.svg.write_text(_chart(rows, args.bundle.name), encoding="utf-8")
+        args.svg.write_text(_chart(rows, place.name), encoding="utf-8")
         print(f"drew {args.svg}", file=sys.stderr)
     if args.json:
-        document = {"bundle": args.bundle.name, "processor": processor(), "max_tokens": args.max_tokens}
+        document = {"bundle": place.name, "processor": processor(), "max_tokens": args.max_tokens}
         document |= {"block_size": runtime.block_size, "fixed_block_length": fixed, "same_tokens": same}
         document |= {"tree_nodes": "auto" if args.tree_nodes is None else args.tree_nodes}
         print(json.dumps(document | {"points": rows}))
@@ -212,7 +211,7 @@ def _lengths(args: argparse.Namespace, runtime: Runtime, fixed: int) -> dict[str
         del ways["tree"]
     asked = list(dict.fromkeys(args.methods or ways))
     if not set(asked) <= set(ways):
-        raise DFlashError(
+        raise UsageError(
             f"--methods has tree, but {args.bundle} verifies chains: build it with --tree-width 2 or more"
             if not runtime.most_tree_nodes
             else "--methods has tree, but --tree-nodes is 0: give a number of nodes, or leave it out"

@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli.output import colours
-from dflash_trt.errors import DFlashError
+from dflash_trt.errors import UsageError
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _TIMES = {"ttft": "TTFT, ms", "tpot": "TPOT, ms", "itl": "ITL, ms", "e2el": "E2E, ms"}
@@ -57,13 +57,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def refuse_options_of_bundles(args: argparse.Namespace) -> None:
-    """Raise DFlashError for an option that says how a bundle is decoded: a server decides that itself."""
+    """Raise UsageError for an option that says how a bundle is decoded: a server decides that itself."""
     given = {"BUNDLE": args.bundle is not None, "--methods": args.methods is not None}
     given |= {"--block-length": args.block_length is not None, "--tree-nodes": args.tree_nodes is not None}
     given |= {"--threads": args.threads is not None}
     given |= {"--steps": args.steps is not None}
     if wrong := [name for name, is_given in given.items() if is_given]:
-        raise DFlashError(f"{wrong[0]} is given with --server, which decides that itself: leave it out")
+        raise UsageError(f"{wrong[0]} is given with --server, which decides that itself: leave it out")
 
 
 def _print(names: list[str], rows: list[dict[str, Any]]) -> None:

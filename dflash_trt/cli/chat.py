@@ -6,11 +6,10 @@ import argparse
 import re
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli import generate
-from dflash_trt.cli.options import add_tree_nodes, block_length
+from dflash_trt.cli.options import add_bundle, add_tree_nodes, block_length, bundle_of
 from dflash_trt.cli.output import Words, loading, print_text
 from dflash_trt.errors import did_you_mean
 
@@ -44,7 +43,7 @@ COMMANDS = ("/reset", "/system", "/draft", "/stats", "/quit", "/help")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
+    add_bundle(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     generate.add_chat_template_arguments(parser)
     parser.add_argument("--no-draft", action="store_true", help="begin without drafts")
@@ -57,10 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params = generate.sampling_params(args, most=MAX_TOKENS)
+    place = bundle_of(args)
     with loading(args.bundle):
         from dflash_trt.llm import LLM
 
-        opened = LLM(args.bundle, max_batch_size=1)
+        opened = LLM(place, max_batch_size=1)
     with opened as llm:
         conversation = Conversation(llm, params, args)
         if sys.stdin.isatty():

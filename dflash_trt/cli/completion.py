@@ -43,5 +43,5 @@ def _files(parser: argparse.ArgumentParser, complete: Any) -> None:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
                 _files(command, complete)
-        elif action.type is Path:
+        elif action.type is Path or action.dest == "bundle":
             action.complete = complete  # type: ignore[attr-defined]

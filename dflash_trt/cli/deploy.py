@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.cli.options import add_tree_nodes, at_least, block_length
+from dflash_trt.cli.options import add_bundle, add_tree_nodes, at_least, block_length, bundle_of
 
 SUMMARY = "write a Triton model repository that serves a bundle"
 DESCRIPTION = """\
@@ -25,7 +25,7 @@ It prints the command that serves the repository on loopback. APIs that load cod
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
+    add_bundle(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="REPO", help="the repository to write")
     parser.add_argument(
         "--name", metavar="NAME", help="write one model of this name into REPO, which may have other models"
@@ -71,7 +71,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.serving.deploy import bare_command, deploy
 
-    deploy(args.bundle, args.out, name=args.name, copy=args.copy, **engine_settings(args))
+    deploy(bundle_of(args), args.out, name=args.name, copy=args.copy, **engine_settings(args))
     models = "models dflash and ensemble" if args.name is None else f"model {args.name}"
     print(f"{args.out}: {models}, serving {args.bundle}; serve it with:")
     print(bare_command(args.out))

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_trt.cli.options import add_tree_nodes, block_length
+from dflash_trt.cli.options import add_bundle, add_tree_nodes, block_length, bundle_of
 from dflash_trt.cli.output import Words, loading, print_json
 from dflash_trt.errors import DFlashError, RequestError
 
@@ -50,7 +50,7 @@ SAMPLING: dict[str, tuple[type, str, str]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
+    add_bundle(parser)
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - or none reads standard input")
     parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user message, through the chat template"
@@ -157,10 +157,11 @@ def run(args: argparse.Namespace) -> int:
         "tree_nodes": args.tree_nodes,
     }
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
+    place = bundle_of(args)
     with loading(args.bundle):
         from dflash_trt import LLM
 
-        opened = LLM(args.bundle, max_batch_size=1)
+        opened = LLM(place, max_batch_size=1)
     with opened as llm:
         if args.chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]

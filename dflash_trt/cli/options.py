@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def add_bundle(parser: argparse.ArgumentParser, **more: Any) -> None:
+    """The argument of a command that runs a bundle. `bundle_of` reads it."""
+    parser.add_argument(
+        "bundle",
+        metavar="BUNDLE",
+        help="a directory made by `dflash-trt build`, or the name of a pair, which is built when it is first used",
+        **more,
+    )
+
+
+def bundle_of(args: argparse.Namespace) -> Path:
+    """The directory of the bundle that was asked for. A known pair's is built into the cache at first use."""
+    from dflash_trt.building.first_use import open_bundle
+
+    return open_bundle(args.bundle, "size").path
 
 
 def at_least(minimum: int) -> Callable[[str], int]:

@@ -190,14 +190,14 @@ def run_steps(args: argparse.Namespace) -> int:
 
 
 def _acceptance(args: argparse.Namespace, name: str) -> tuple[Acceptance, Chain | None]:
-    from dflash_trt.errors import RequestError
+    from dflash_trt.errors import UsageError
     from dflash_trt.planning.acceptance import parse, published
 
     acceptance, chain = published(name)
     if args.acceptance is not None:
         acceptance = parse(args.acceptance)
     if acceptance is None:
-        raise RequestError(
+        raise UsageError(
             f"no acceptance length of {name} is published: give --acceptance, such as 4=3.1,8=4.1, or a report "
             "of `dflash-trt train evaluate --json`"
         )

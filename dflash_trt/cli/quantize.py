@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli.output import byte_count, print_json
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import UsageError
 
 SUMMARY = "write a checkpoint with its linear layers in FP8, NVFP4, MXFP4 or INT4"
 DESCRIPTION = """\
@@ -98,11 +98,11 @@ def run(args: argparse.Namespace) -> int:
     with progress_display() as progress:
         if args.calibration:
             if not FORMATS[args.scheme].activations and args.calibrator != "modelopt":
-                raise BuildError(
+                raise UsageError(
                     f"--scheme {args.scheme} quantizes weights only: there is nothing to calibrate"
                 )
             if drafter and args.target is None and Path(args.checkpoint).is_dir():
-                raise BuildError(f"{source} is a drafter: --calibration needs its target, give --target")
+                raise UsageError(f"{source} is a drafter: --calibration needs its target, give --target")
             target = resolve(args.target or args.checkpoint, "target").directory if drafter else source
             file = None if args.calibration == "shipped" else Path(args.calibration)
             prompts = calibration_set(target, file)
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
                 from dflash_trt.quantization.modelopt import quantize_with_modelopt
 
                 if drafter or args.head:
-                    raise BuildError("--calibrator modelopt quantizes targets, without their LM head")
+                    raise UsageError("--calibrator modelopt quantizes targets, without their LM head")
                 quantize_with_modelopt(source, args.out, args.scheme, prompts, exclude=args.exclude)
             else:
                 amax = activation_amax(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dflash_trt.cli.options import at_least
+from dflash_trt.cli.options import add_bundle, at_least, bundle_of
 from dflash_trt.cli.output import print_table
 
 SUMMARY = "check a bundle's numbers on this machine, step by step"
@@ -26,7 +26,7 @@ layer by layer, and packs what a bug report needs into one file.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
+    add_bundle(parser)
     parser.add_argument(
         "--reference", type=Path, metavar="BUNDLE", help="the same pair, built with --engine onnxruntime"
     )
@@ -49,12 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.errors import DFlashError
     from dflash_trt.reports.selftest import Selftest
 
     if args.localize is not None and args.reference is None:
-        raise DFlashError("--localize compares layers with another bundle's: give --reference")
-    test, failed = Selftest(args.bundle, args.reference), False
+        args.usage_error("--localize compares layers with another bundle's: give --reference")
+    test, failed = Selftest(bundle_of(args), args.reference), False
     try:
         for check in test.run(args.report, args.timeout):
             figures = ", ".join(f"{name} {value}" for name, value in check.figures.items())

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dflash_trt.cli.deploy import add_engine_arguments, engine_settings
-from dflash_trt.cli.options import at_least, port, seconds
+from dflash_trt.cli.options import add_bundle, at_least, bundle_of, port, seconds
 from dflash_trt.engines import registry
 from dflash_trt.errors import DFlashError
 
@@ -27,8 +27,8 @@ An engine that dies is started again, and so are Triton's processes. Words after
 """
 EXAMPLES = """\
 examples:
-  dflash-trt serve bundles/tiny
-  dflash-trt serve bundles/tiny --http-port 9000 --max-batch-size 16 --api-key-file keys.txt
+  dflash-trt serve smollm2-135m
+  dflash-trt serve bundles/tiny --port 9000 --max-batch-size 16 --api-key-file keys.txt
   dflash-trt serve bundles/tiny --api triton --log-level info
   dflash-trt serve bundles/tiny --api triton -- --log-format=ISO8601 --http-thread-count=16
 
@@ -40,14 +40,17 @@ _PORTS = {"grpc_port": 8001, "metrics_port": 8002}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
+    add_bundle(parser)
     parser.add_argument(
         "--api", default="openai", choices=("openai", "triton"), help="what clients speak (default: openai)"
     )
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to serve on (default: 127.0.0.1)"
     )
-    parser.add_argument("--http-port", type=port, default=8000, metavar="PORT", help="default: 8000")
+    parser.add_argument(
+        "--port", type=port, default=8000, metavar="PORT",
+        help="port of OpenAI's API, or of Triton's HTTP; 0 lets the system choose one (default: 8000)",
+    )  # fmt: skip
     parser.add_argument(
         "--server", choices=[e.server for e in registry.engines() if e.server],
         help="trtllm-serve: TensorRT-LLM's own, with OpenAI's API on the HTTP port; takes none of the options below",
@@ -120,12 +123,26 @@ def run(args: argparse.Namespace) -> int:
     if not hasattr(os, "geteuid"):
         raise DFlashError("the server's processes need Linux or macOS; on Windows, serve in WSL 2")
 
+    _check_options(args)
     if args.server is not None:
-        bundle = Bundle.open(args.bundle)
-        registry.engine_of(bundle).serve(bundle, args.server, host=args.host, port=args.http_port)
+        bundle = Bundle.open(bundle_of(args))
+        registry.engine_of(bundle).serve(bundle, args.server, host=args.host, port=args.port)
+    return _triton(args) if args.api == "triton" else _openai(args)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """End the program, as for wrong usage, for values and combinations that cannot be served."""
     if args.passed and args.api != "triton":
         args.usage_error("words after -- are options of tritonserver: add --api triton")
-    return _triton(args) if args.api == "triton" else _openai(args)
+    if (args.tls_cert is None) != (args.tls_key is None):
+        args.usage_error("--tls-cert and --tls-key: only one is given, expected both")
+    if args.max_deadline == 0:
+        args.usage_error("--max-deadline is 0, expected more: no request could be answered")
+    if args.otlp_endpoint is not None and not args.otlp_endpoint.startswith(("http://", "https://")):
+        args.usage_error(f"--otlp-endpoint {args.otlp_endpoint}: expected a URL, as http://127.0.0.1:4318")
+    for name in ("port", *_PORTS) if args.api == "triton" else ():
+        if getattr(args, name) == 0:
+            args.usage_error(f"--{name.replace('_', '-')} is 0, expected a port: Triton does not choose one")
 
 
 def _say(text: str) -> None:
@@ -139,21 +156,20 @@ def _shown(host: str) -> str:
 
 
 def _openai(args: argparse.Namespace) -> int:
-    from dflash_trt.serving.openai.server import ServerSettings, check_installed, serve
+    from dflash_trt.bundle.manifest import Bundle
+    from dflash_trt.serving.deploy import check_drafting
+    from dflash_trt.serving.openai.server import ServerSettings, check_certificate, check_installed, serve
 
     check_installed()
-    if (args.tls_cert is None) != (args.tls_key is None):
-        raise DFlashError("--tls-cert and --tls-key: only one is given, expected both")
-    if args.max_deadline == 0:
-        raise DFlashError("--max-deadline is 0, expected more: no request could be answered")
-    if args.otlp_endpoint is not None and not args.otlp_endpoint.startswith(("http://", "https://")):
-        raise DFlashError(f"--otlp-endpoint {args.otlp_endpoint}: expected a URL, as http://127.0.0.1:4318")
     keys = _keys(args.api_key_file)
+    check_certificate(args.tls_cert, args.tls_key)
+    place = bundle_of(args)
+    check_drafting(Bundle.open(place), args.block_length, args.tree_nodes)
     settings = ServerSettings(
-        bundle=args.bundle,
+        bundle=place,
         name=args.served_model_name,
         host=args.host,
-        port=args.http_port,
+        port=args.port,
         keys=keys,
         certificate=args.tls_cert,
         certificate_key=args.tls_key,
@@ -205,10 +221,7 @@ def _triton(args: argparse.Namespace) -> int:
     from dflash_trt.serving.proxy import Settings, Sockets, check_installed, max_request_bytes
     from dflash_trt.serving.supervisor import Supervisor
 
-    host = _shown(args.host)
-    for name in ("http_port", *_PORTS):
-        if getattr(args, name) == 0:
-            raise DFlashError(f"--{name.replace('_', '-')} is 0, expected a port: Triton does not choose one")
+    host, place = _shown(args.host), bundle_of(args)
     with tempfile.TemporaryDirectory(prefix="dflash-trt-") as temporary:  # only this user may enter it
         directory = Path(temporary)
         server = find_server(directory)
@@ -217,26 +230,24 @@ def _triton(args: argparse.Namespace) -> int:
                 f"there is no tritonserver on the PATH; get one with {install('triton', 'tritonserver')}, or "
                 "serve in a container:"
             )
-            print(container_command(args.bundle))
+            print(container_command(place))
             return 1
         check_installed()
-        repository = deploy(
-            args.bundle, directory / "repository", python=sys.executable, **engine_settings(args)
-        )
+        repository = deploy(place, directory / "repository", python=sys.executable, **engine_settings(args))
         sockets = Sockets(directory)
         settings = Settings(
             host=args.host,
-            http_port=args.http_port,
+            http_port=args.port,
             grpc_port=args.grpc_port,
             metrics_port=args.metrics_port,
             upstream=temporary,
-            max_bytes=max_request_bytes(Bundle.open(args.bundle).manifest["max_seq_len"]),
+            max_bytes=max_request_bytes(Bundle.open(place).manifest["max_seq_len"]),
             fields=request_fields(),
         )
 
         def ready() -> None:
             print(f"serving {args.bundle}, model dflash; Ctrl-C stops")
-            print(f"HTTP     http://{host}:{args.http_port}/v2/models/dflash/generate")
+            print(f"HTTP     http://{host}:{args.port}/v2/models/dflash/generate")
             print(f"gRPC     {host}:{args.grpc_port}")
             print(f"metrics  http://{host}:{args.metrics_port}/metrics", flush=True)
 

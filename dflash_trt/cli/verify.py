@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dflash_trt.cli.options import at_least, block_length, each, tree_nodes
+from dflash_trt.cli.options import add_bundle, at_least, block_length, bundle_of, each, tree_nodes
 from dflash_trt.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -19,11 +20,13 @@ DESCRIPTION = """\
 Generate from every prompt with and without drafting, and compare the tokens at several temperatures, block lengths,
 tree sizes and batch sizes. The first difference, if any, is shown with the gap between the two logits.
 Exit code 1 if anything differs.
+
+It begins with the time that it will take. By default it decodes 32 tokens from one prompt of each category.
 """
 EXAMPLES = """\
 examples:
   dflash-trt verify bundles/tiny
-  dflash-trt verify bundles/tiny --limit 0 --max-tokens 256
+  dflash-trt verify bundles/tiny --limit 0 --temperatures 0,0.7,1 --block-lengths 2,4,8,auto --max-tokens 256
   dflash-trt verify bundles/mine --prompts prompts.jsonl --temperatures 0 --block-lengths 4,8 --json
 
 A prompt file has one JSON object per line, with "id" and "category" if you like:
@@ -33,29 +36,29 @@ COLUMNS = "{:>11}  {:>12}  {:>10}  {:>5}  {:>9}  {:>17}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="a directory made by `dflash-trt build`")
+    add_bundle(parser)
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="a JSONL file (default: the shipped prompts)"
     )
     parser.add_argument(
         "--limit",
         type=at_least(0),
-        default=12,
+        default=4,
         metavar="N",
-        help="only N prompts, from every category in turn; 0: all (default: 12)",
+        help="only N prompts, from every category in turn; 0: all (default: 4)",
     )
     parser.add_argument(
         "--temperatures",
         type=each(float),
-        default=[0.0, 0.7, 1.0],
+        default=[0.0, 0.7],
         metavar="T,...",
-        help="default: 0,0.7,1",
+        help="default: 0,0.7",
     )
     parser.add_argument(
         "--block-lengths",
         type=each(block_length),
         metavar="auto|N,...",
-        help="default: 2, half and whole block, auto",
+        help="default: whole blocks, and auto",
     )
     parser.add_argument(
         "--tree-nodes",
@@ -68,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-sizes", type=each(at_least(1)), default=[1, 4], metavar="N,...", help="default: 1,4"
     )
     parser.add_argument(
-        "--max-tokens", type=at_least(1), default=64, metavar="N", help="tokens per prompt (default: 64)"
+        "--max-tokens", type=at_least(1), default=32, metavar="N", help="tokens per prompt (default: 32)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -76,12 +79,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.llm import LLM
     from dflash_trt.prompts import read_prompts
-    from dflash_trt.reports.verification import TOP_P, verify
+    from dflash_trt.reports.verification import TOP_P, expected_seconds, verify
 
     prompts = read_prompts(args.prompts, args.limit)
     cases = []
-    with LLM(args.bundle, max_batch_size=max(args.batch_sizes)) as llm:
-        block_size = llm.block_size
+    with LLM(bundle_of(args), max_batch_size=max(args.batch_sizes)) as llm:
+        asked: dict[str, Any] = {
+            "temperatures": args.temperatures,
+            "block_lengths": args.block_lengths or [llm.block_size, None],
+            "tree_nodes": _tree_nodes(args.tree_nodes, llm),
+            "batch_sizes": args.batch_sizes,
+            "max_tokens": args.max_tokens,
+        }
+        print(f"this takes about {_time(expected_seconds(llm, prompts, **asked))}", file=sys.stderr)
         if not args.json:
             count = "1 prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
             print(f"{count}, {args.max_tokens} tokens each, top-p {TOP_P} where sampled")
@@ -95,15 +105,7 @@ def run(args: argparse.Namespace) -> int:
                     "acceptance length",
                 )
             )
-        for case in verify(
-            llm,
-            prompts,
-            temperatures=args.temperatures,
-            block_lengths=args.block_lengths or [*sorted({2, block_size // 2, block_size}), None],
-            tree_nodes=_tree_nodes(args.tree_nodes, llm),
-            batch_sizes=args.batch_sizes,
-            max_tokens=args.max_tokens,
-        ):
+        for case in verify(llm, prompts, **asked):
             cases.append(case)
             if not args.json:
                 length = case.block_length or "auto"
@@ -125,6 +127,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("all equal")
     return 1 if differing else 0
+
+
+def _time(seconds: float) -> str:
+    """A time in its largest unit: 8 s, 3 min, 1.5 h."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _tree_nodes(asked: list[int | None] | None, llm: LLM) -> list[int | None]:

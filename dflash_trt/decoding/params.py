@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from numbers import Integral, Real
 from secrets import randbits
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 import numpy as np
 
 from dflash_trt.decoding.sampling.structure import StructuredOutputs
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.errors import RequestError, quoted
+from dflash_trt.errors import UsageError, quoted
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # "cancelled" and "timeout" come from the caller. "error" exists only in the metrics, for requests that ended by their
 # own error; their caller gets that error.
@@ -82,7 +86,7 @@ class SamplingParams:
         self._integer("max_tokens", 1, 2**31 - 1)
         self._integer("min_tokens", 0, 2**31 - 1)
         if self.min_tokens > self.max_tokens:
-            raise RequestError(
+            raise UsageError(
                 f"min_tokens is {self.min_tokens}, expected at most max_tokens ({self.max_tokens})"
             )
         self._integer("top_logprobs", 0, MOST_LOGPROBS)
@@ -98,27 +102,27 @@ class SamplingParams:
         self._number("frequency_penalty", -100, 100)
         for name in ("ignore_eos", "logprobs", "prompt_logprobs"):
             if not isinstance(getattr(self, name), bool | np.bool_):
-                raise RequestError(f"{name} is {quoted(getattr(self, name))}, expected True or False")
+                raise UsageError(f"{name} is {quoted(getattr(self, name))}, expected True or False")
             object.__setattr__(self, name, bool(getattr(self, name)))
         form = self.structured_outputs
         if form is not None and not isinstance(form, StructuredOutputs):
-            raise RequestError(f"structured_outputs is {quoted(form)}, expected a StructuredOutputs")
+            raise UsageError(f"structured_outputs is {quoted(form)}, expected a StructuredOutputs")
         if form is not None and self.ignore_eos:
-            raise RequestError("ignore_eos is True, but structured_outputs ends by the model's own end token")
+            raise UsageError("ignore_eos is True, but structured_outputs ends by the model's own end token")
         if self.top_logprobs and not (self.logprobs or self.prompt_logprobs):
-            raise RequestError(
+            raise UsageError(
                 f"top_logprobs is {self.top_logprobs}, but logprobs and prompt_logprobs are False: ask for one of them"
             )
         stop = (self.stop,) if isinstance(self.stop, str) else self._items("stop")
         bad_words = self._items("bad_words")
         for name, words in (("stop", stop), ("bad_words", bad_words)):
             if wrong := [s for s in words if not isinstance(s, str) or not s]:
-                raise RequestError(f"{name} contains {quoted(wrong[0])}, expected non-empty strings")
+                raise UsageError(f"{name} contains {quoted(wrong[0])}, expected non-empty strings")
             if (size := sum(len(s) for s in words if isinstance(s, str))) > MOST_CHARACTERS:
-                raise RequestError(f"{name} has {size} characters, expected at most {MOST_CHARACTERS}")
+                raise UsageError(f"{name} has {size} characters, expected at most {MOST_CHARACTERS}")
         ids = tuple(token_ids(self._items("stop_token_ids"), "stop_token_ids"))
         if ids and min(ids) < 0:
-            raise RequestError(f"stop_token_ids contains {quoted(min(ids))}, expected token ids (0 or more)")
+            raise UsageError(f"stop_token_ids contains {quoted(min(ids))}, expected token ids (0 or more)")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "bad_words", bad_words)
@@ -148,7 +152,7 @@ class SamplingParams:
         seed, the first is drawn. Raises RequestError.
         """
         if not isinstance(n, Integral) or isinstance(n, bool) or not 1 <= n <= MOST_SAMPLES:
-            raise RequestError(f"n is {quoted(n)}, expected an integer, 1 to {MOST_SAMPLES}")
+            raise UsageError(f"n is {quoted(n)}, expected an integer, 1 to {MOST_SAMPLES}")
         if n == 1:
             return [self]
         first = randbits(64) if self.seed is None else self.seed
@@ -158,7 +162,7 @@ class SamplingParams:
         value = getattr(self, field)
         number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else -1
         if not low <= number <= high:
-            raise RequestError(f"{field} is {quoted(value)}, expected an integer, {low} to {high}")
+            raise UsageError(f"{field} is {quoted(value)}, expected an integer, {low} to {high}")
         object.__setattr__(self, field, number)
 
     def _number(
@@ -174,30 +178,48 @@ class SamplingParams:
         value = getattr(self, field)
         real = isinstance(value, Real) and not isinstance(value, bool)
         if not real or not (low <= value <= high or (zero and value == 0)) or (open_low and value == low):
-            raise RequestError(f"{field} is {quoted(value)}, expected {note}{low} to {high}")
+            raise UsageError(f"{field} is {quoted(value)}, expected {note}{low} to {high}")
         object.__setattr__(self, field, float(value))
 
     def _biases(self) -> dict[int, float]:
         if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias is {quoted(self.logit_bias)}, expected token ids with numbers")
+            raise UsageError(f"logit_bias is {quoted(self.logit_bias)}, expected token ids with numbers")
         if len(self.logit_bias) > MOST_WORDS:
-            raise RequestError(f"logit_bias has {len(self.logit_bias)} ids, expected at most {MOST_WORDS}")
+            raise UsageError(f"logit_bias has {len(self.logit_bias)} ids, expected at most {MOST_WORDS}")
         ids = token_ids(list(self.logit_bias), "logit_bias")
         if ids and min(ids) < 0:
-            raise RequestError(f"logit_bias has token id {quoted(min(ids))}, expected token ids (0 or more)")
+            raise UsageError(f"logit_bias has token id {quoted(min(ids))}, expected token ids (0 or more)")
         for token, bias in self.logit_bias.items():
             if not isinstance(bias, Real) or isinstance(bias, bool) or not -100 <= bias <= 100:
-                raise RequestError(f"logit_bias[{token}] is {quoted(bias)}, expected -100 to 100")
+                raise UsageError(f"logit_bias[{token}] is {quoted(bias)}, expected -100 to 100")
         return {token: float(bias) for token, bias in zip(ids, self.logit_bias.values(), strict=True)}
 
     def _items(self, field: str) -> tuple[object, ...]:
         value = getattr(self, field)
         if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence | np.ndarray):
-            raise RequestError(f"{field} is {quoted(value)}, expected a list")
+            raise UsageError(f"{field} is {quoted(value)}, expected a list")
         if len(value) > MOST_WORDS:
             what = "ids" if field.endswith("_ids") else "strings"
-            raise RequestError(f"{field} has {len(value)} {what}, expected at most {MOST_WORDS}")
+            raise UsageError(f"{field} has {len(value)} {what}, expected at most {MOST_WORDS}")
         return tuple(value)
+
+
+_FIELDS = {field.name for field in fields(SamplingParams)}
+
+
+def apart(method: Callable[P, R]) -> Callable[P, R]:
+    """A method that takes SamplingParams, and says so in its TypeError where their fields are given to it instead."""
+
+    @wraps(method)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if given := [f"{name}={quoted(value)}" for name, value in kwargs.items() if name in _FIELDS]:
+            raise TypeError(
+                f"{method.__qualname__}() takes no {given[0].partition('=')[0]} of its own: "
+                f"give it SamplingParams({', '.join(given)})"
+            )
+        return method(*args, **kwargs)
+
+    return checked
 
 
 def token_ids(values: Collection[object], name: str) -> list[int]:
@@ -209,7 +231,7 @@ def token_ids(values: Collection[object], name: str) -> list[int]:
     }
     if kinds:
         wrong = next(value for value in values if type(value) in kinds)
-        raise RequestError(
+        raise UsageError(
             f"{name} contains {quoted(wrong)}, a {type(wrong).__name__}, expected token ids: integers"
         )
     return [int(value) for value in values]  # type: ignore[call-overload]

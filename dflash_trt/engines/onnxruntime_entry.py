@@ -15,7 +15,7 @@ from dflash_trt.engines.base import (
     RunSettings,
     Weights,
 )
-from dflash_trt.errors import BuildError, BundleError
+from dflash_trt.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +51,7 @@ class OnnxRuntimeEntry(Engine):
     def check(self, precision: Precision | None, weights: Weights, options: None) -> None:
         for role in ("target", "drafter"):
             if precision is not None and (compute := precision.compute(role, "fp32")) != "fp32":
-                raise BuildError(
+                raise UsageError(
                     f"--precision is {role}={compute}, but --engine {self.name} computes in fp32"
                 )
 
@@ -73,7 +73,7 @@ class OnnxRuntimeEntry(Engine):
     def check_trees(self, width: int, formats: Collection[str]) -> None:
         """The products of integers round their inputs. A tree changes these in their last bits, and so the tokens."""
         if integers := _in_integers(formats):
-            raise BuildError(
+            raise UsageError(
                 f"--tree-width is {width}, but the target is in {', '.join(integers)}: with trees, "
                 f"--engine {self.name} would give other tokens than without drafts; leave it out"
             )

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, cast
 
 from dflash_trt.engines.base import Engine, EngineOptions
-from dflash_trt.errors import BuildError, BundleError, did_you_mean, show
+from dflash_trt.errors import BundleError, UsageError, did_you_mean, show
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -27,7 +27,7 @@ DEFAULT = "onnxruntime"
 def find(name: str) -> Engine:
     """The engine with this name. Raises BuildError if there is none."""
     if name not in _MODULES:
-        raise BuildError(
+        raise UsageError(
             f"--engine is {name!r}{did_you_mean(name, NAMES)}, expected one of: {', '.join(NAMES)}"
         )
     return cast(Engine, importlib.import_module(_MODULES[name]).entry(name))

@@ -13,7 +13,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +33,22 @@ _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 def cache_folder() -> Path:
     """The folder for what is made once and used again: DFLASH_TRT_CACHE, by default ~/.cache/dflash-trt."""
     return Path(os.environ.get("DFLASH_TRT_CACHE") or "~/.cache/dflash-trt").expanduser()
+
+
+@contextmanager
+def writing(place: Path, advice: str) -> Iterator[None]:
+    """Raise BuildError, with what to do, where the block cannot write to `place`. A full disk stays an OSError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise BuildError(f"{place}: cannot be written ({error.strerror or error}); {advice}") from error
+
+
+def cached_in(place: Path) -> AbstractContextManager[None]:
+    """`writing`, for a place in the cache."""
+    return writing(place, "set DFLASH_TRT_CACHE to a directory that can be written")
 
 
 def own_file(directory: Path, file: Path) -> Path:

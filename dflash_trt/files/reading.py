@@ -27,7 +27,7 @@ def open_file(path: Path, kind: Kind = CheckpointError) -> BinaryIO:
     try:
         file = open(path, "rb", opener=_opener)  # noqa: SIM115 - the caller closes it
     except FileNotFoundError:
-        raise kind(f"{path}: no such file; the directory must contain it") from None
+        raise kind(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise kind(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

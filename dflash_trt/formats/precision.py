@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from dflash_trt.errors import BuildError, did_you_mean
+from dflash_trt.errors import UsageError, did_you_mean
 from dflash_trt.formats import SCHEMES
 
 # The dtypes of activations, caches and unquantized weights.
@@ -44,14 +44,14 @@ def parse_precision(text: str | None) -> Precision:
     for part in [] if text is None else text.split(","):
         role, equals, value = part.strip().lower().partition("=")
         if role not in roles or not equals:
-            raise BuildError(
+            raise UsageError(
                 f"--precision has {part!r}, expected ROLE=VALUE with a role of: {', '.join(roles)}"
             )
         allowed = SCHEMES if role == "head" else COMPUTE_DTYPES + SCHEMES
         if value not in allowed:
             near = did_you_mean(value, allowed)
-            raise BuildError(f"--precision has {role}={value}{near}, expected one of: {', '.join(allowed)}")
+            raise UsageError(f"--precision has {role}={value}{near}, expected one of: {', '.join(allowed)}")
         if role in found:
-            raise BuildError(f"--precision names {role} twice: {found[role]} and {value}")
+            raise UsageError(f"--precision names {role} twice: {found[role]} and {value}")
         found[role] = value
     return Precision(**found)

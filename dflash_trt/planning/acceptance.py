@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.errors import RequestError
+from dflash_trt.errors import RequestError, UsageError
 from dflash_trt.files.reading import read_object
 
 # Every published figure that the project uses, with its source: acceptance lengths, throughputs, speedups, pass times.
@@ -104,12 +104,12 @@ def parse(text: str) -> Acceptance:
         try:
             block, length = int(name), float(value)
         except ValueError:
-            raise RequestError(
+            raise UsageError(
                 f"--acceptance {text!r}: {part!r} is not BLOCK=TOKENS, and there is no such file; for example "
                 "4=3.1,8=4.1"
             ) from None
         if not (block >= 2 and 1 <= length <= block):
-            raise RequestError(
+            raise UsageError(
                 f"--acceptance {text!r}: {part!r}: a block of 2 rows or more gives from 1 token to as many as its rows"
             )
         lengths[block] = length

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_trt.errors import BuildError, did_you_mean, show
+from dflash_trt.errors import UsageError, did_you_mean, show
 
 _TABLE = Path(__file__).with_name("gpus.json")
 _OWN = ("memory", "bandwidth", "sm")  # the figures of a GPU that the table lacks
@@ -73,7 +73,7 @@ def find_gpu(name: str) -> Gpu:
     short = {_letters(known): known for known in table}
     wanted = _letters(name)
     if wanted not in short:
-        raise BuildError(
+        raise UsageError(
             f"--gpu is {name!r}{did_you_mean(wanted, short.keys(), short)}; known GPUs: {', '.join(table)}; "
             "or give the figures of yours: --gpu memory=24,bandwidth=1008,sm=89 (GiB, GB/s, compute capability)"
         )
@@ -98,20 +98,20 @@ def _own(text: str) -> Gpu:
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
         if key not in _OWN or key in given:
-            raise BuildError(f"--gpu is {show(text)}: {key!r} is unknown or given twice; {expected}")
+            raise UsageError(f"--gpu is {show(text)}: {key!r} is unknown or given twice; {expected}")
         try:
             given[key] = float(value)
         except ValueError:
-            raise BuildError(f"--gpu is {show(text)}: {key} is {value!r}, not a number; {expected}") from None
+            raise UsageError(f"--gpu is {show(text)}: {key} is {value!r}, not a number; {expected}") from None
         if not 0 < given[key] < 1e6:
-            raise BuildError(
+            raise UsageError(
                 f"--gpu is {show(text)}: {key} is {value}, expected a number above 0; {expected}"
             )
     if missing := [key for key in _OWN if key not in given]:
-        raise BuildError(f"--gpu is {show(text)}: {missing[0]} is missing; {expected}")
+        raise UsageError(f"--gpu is {show(text)}: {missing[0]} is missing; {expected}")
     sm = given["sm"] if given["sm"] >= 20 else given["sm"] * 10  # 8.9 is 89
     if sm not in range(50, 200):
-        raise BuildError(
+        raise UsageError(
             f"--gpu is {show(text)}: sm is {given['sm']:g}, expected a compute capability; {expected}"
         )
     return Gpu(

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import GIB, MemoryTraits
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.formats import FORMATS, INT4, SCHEMES
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.precision import Precision
@@ -172,7 +172,7 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
     s = settings
     if s.tensor_parallel > 1 and not s.traits.several_gpus:
         several = [engine.name for engine in registry.engines() if engine.memory.several_gpus]
-        raise BuildError(
+        raise UsageError(
             f"--tp is {s.tensor_parallel}, but {s.engine} runs on one GPU; use {' or '.join(several)}"
         )
     weights = {side: _weights(inventory, s, side) for side in ("target", "drafter")}

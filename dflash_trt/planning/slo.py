@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.errors import RequestError, quoted, show
+from dflash_trt.errors import RequestError, UsageError, quoted, show
 from dflash_trt.files.reading import read_object
 from dflash_trt.planning.acceptance import Acceptance
 from dflash_trt.planning.curve import Layout, Point, batches
@@ -83,7 +83,7 @@ def parse_slo(text: str) -> float:
     """`tpot=12.5`: the most milliseconds per output token. Raises RequestError for anything else."""
     name, _, value = text.strip().lower().partition("=")
     if name == "ttft":
-        raise RequestError(
+        raise UsageError(
             f"--slo {show(text)}: the model of times has no prefill, so it cannot plan a time to the first token; "
             f"{_EXPECTED}"
         )
@@ -92,7 +92,7 @@ def parse_slo(text: str) -> float:
     except ValueError:
         tpot = 0.0
     if name != "tpot" or not 0 < tpot < 1e6:
-        raise RequestError(f"--slo {show(text)}: {_EXPECTED}")
+        raise UsageError(f"--slo {show(text)}: {_EXPECTED}")
     return tpot
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from dflash_trt import hardware
 from dflash_trt.bundle.manifest import Bundle, digest
 from dflash_trt.checkpoint.catalogue import PAIRS, known_configs, known_pair
-from dflash_trt.errors import RequestError, quoted
+from dflash_trt.errors import RequestError, UsageError, quoted
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import ALGORITHMS
 from dflash_trt.planning.acceptance import Chain
@@ -101,7 +101,7 @@ class Steps:
         if not same and config.is_file():
             same = digest(config) == self.bundle["target"].get("config_sha256")
         if not same:
-            raise RequestError(
+            raise UsageError(
                 f"--target {target}: {self.file} was measured with {self.known or self.name}; leave --target out, or "
                 "measure a bundle of that target"
             )
@@ -124,7 +124,7 @@ class Steps:
         """Raise an error if the steps were not measured on this GPU."""
         gpu = find_gpu(name)
         if not any(gpu.is_named(each) for each in self.machine["gpus"]):
-            raise RequestError(
+            raise UsageError(
                 f"--gpu {name}: {self.file} was measured on {self.place}; leave --gpu out, or measure on that GPU"
             )
 
@@ -156,7 +156,7 @@ class Steps:
         """The times behind this many rows of context. Raises RequestError for a context that was not measured."""
         least, most = self.contexts
         if not least <= context <= most:
-            raise RequestError(
+            raise UsageError(
                 f"--context {context}: {self.file} has passes behind {least} to {most} rows; choose a context there, "
                 "or measure a bundle of a larger --max-seq-len"
             )

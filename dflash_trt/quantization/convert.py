@@ -27,7 +27,7 @@ from dflash_trt.checkpoint.quantization import QUANT_CONFIG
 from dflash_trt.checkpoint.roles import role_of
 from dflash_trt.checkpoint.tensors import INDEX, Checkpoint, TensorInfo
 from dflash_trt.checkpoint.writer import Entry, write_shard
-from dflash_trt.errors import BuildError, CheckpointError
+from dflash_trt.errors import BuildError, CheckpointError, UsageError
 from dflash_trt.files.disk import own_file, whole_file
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import FORMATS, INT4, SCHEMES, Algorithm
@@ -125,13 +125,13 @@ def linear_layers(checkpoint: Checkpoint, exclude: Sequence[str] = ()) -> dict[s
     }
     for pattern in exclude:
         if not any(fnmatchcase(name, pattern) for name in named):
-            raise BuildError(
+            raise UsageError(
                 f"--exclude {pattern!r} matches no linear layer; one is named {next(iter(named), 'none')}"
             )
     kept = {n: t for n, t in named.items() if not any(fnmatchcase(n, pattern) for pattern in exclude)}
     halved = {_of_all_experts(name) for name in kept} & {_of_all_experts(n) for n in named if n not in kept}
     if halved:
-        raise BuildError(
+        raise UsageError(
             f"--exclude matches some of {min(halved)}, but not all; the experts of a layer must be stored alike"
         )
     return kept
@@ -153,7 +153,7 @@ def _layers(
 ) -> dict[str, _Layer]:
     for option, value in (("scheme", scheme), ("head", head or scheme)):
         if value not in SCHEMES:
-            raise BuildError(f"--{option} is {value!r}, expected one of: {', '.join(SCHEMES)}")
+            raise UsageError(f"--{option} is {value!r}, expected one of: {', '.join(SCHEMES)}")
     found = checkpoint.quantization
     if found.name is not None:
         raise CheckpointError(

@@ -11,7 +11,7 @@ from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.quantization import Quantization
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import UsageError
 from dflash_trt.files.disk import stamp, whole_file
 from dflash_trt.formats import FORMATS, INT4
 from dflash_trt.formats.base import BLOCK, WeightLayout
@@ -62,7 +62,7 @@ def in_precision(
         if checkpoint.quantization.algorithms:
             stored = sorted({a.scheme for a in checkpoint.quantization.algorithms})
             if stored != [scheme]:
-                raise BuildError(
+                raise UsageError(
                     f"--precision is {role}={scheme}, but {checkpoint.directory} is already {', '.join(stored)}; give "
                     f"the unquantized checkpoint, or leave {role} out"
                 )
@@ -132,7 +132,7 @@ def _head(target: Weights, scheme: str, folder: Path, layout: WeightLayout, prog
         algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
         return Outline(target.directory, Quantization(path, algorithm), in_blocks=layout == "blocks")
     if target.quantization.algorithm(HEAD) is not None and f"{HEAD}.weight_scale" in target.tensors:
-        raise BuildError(
+        raise UsageError(
             f"--precision is head={scheme}, but {target.directory} already has a quantized LM head: leave head out"
         )
     out, largest_group = _place(folder, target, scheme), _largest_group(layout)

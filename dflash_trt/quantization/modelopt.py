@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_trt.bundle.workspace import workspace
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.extras import install
 from dflash_trt.formats import FORMATS
 from dflash_trt.quantization.convert import copy_files, data_free, linear_layers
@@ -34,7 +34,7 @@ def quantize_with_modelopt(
     configuration = FORMATS[scheme].modelopt_config
     if configuration is None:
         calibrated = ", ".join(name for name, form in FORMATS.items() if form.modelopt_config)
-        raise BuildError(
+        raise UsageError(
             f"--scheme {scheme}: --calibrator modelopt supports {calibrated}; {scheme} quantizes weights only"
         )
     checkpoint = Checkpoint(source)
@@ -100,7 +100,7 @@ def _disabled(checkpoint: Checkpoint, exclude: Sequence[str]) -> list[str]:
             left.setdefault(quantizer, set()).add(found[1] if found else name)
     for quantizer, names in left.items():
         if names in ({"gate"}, {"up"}):
-            raise BuildError(
+            raise UsageError(
                 f"--exclude leaves {names.pop()} projections of {quantizer.partition('.gate_up')[0]} as they are, but "
                 "Model Optimizer quantizes gate and up as one: leave both, or use --calibrator onnxruntime"
             )

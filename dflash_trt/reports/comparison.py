@@ -19,7 +19,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import Progress, silent
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.statistics import Statistics
-from dflash_trt.errors import RequestError
+from dflash_trt.errors import RequestError, UsageError
 from dflash_trt.files.reading import parse_object, read_text
 from dflash_trt.hardware import processor
 from dflash_trt.llm import LLM
@@ -258,7 +258,7 @@ def _names(drafters: Sequence[str]) -> list[str]:
         names = ["/".join(Path(each).parts[-count:]) for each in drafters]
         if len(set(names)) == len(names):
             return names
-    raise RequestError(f"--drafter names one drafter twice: {', '.join(drafters)}")
+    raise UsageError(f"--drafter names one drafter twice: {', '.join(drafters)}")
 
 
 def _turned(methods: Sequence[Method], number: int) -> Iterator[Method]:

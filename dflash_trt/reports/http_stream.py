@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
-from dflash_trt.errors import DFlashError, quoted, shorten
+from dflash_trt.errors import DFlashError, UsageError, quoted, shorten
 
 # Longer than any server keeps a request.
 _SECONDS = 600.0
@@ -51,11 +51,11 @@ class Server:
     def __init__(self, url: str, key: str | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise DFlashError(f"--server is {quoted(url)}, expected a URL like http://127.0.0.1:8000")
+            raise UsageError(f"--server is {quoted(url)}, expected a URL like http://127.0.0.1:8000")
         try:
             self._address = (parts.hostname, parts.port)
         except ValueError as error:
-            raise DFlashError(f"--server is {quoted(url)}: {error}") from None
+            raise UsageError(f"--server is {quoted(url)}: {error}") from None
         self._tls = parts.scheme == "https"
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._path}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from time import perf_counter
 
 from dflash_trt.decoding.params import Completion, SamplingParams
 from dflash_trt.decoding.statistics import Statistics
@@ -42,6 +43,53 @@ class Case:
     first_difference: Difference | None
 
 
+def expected_seconds(
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    *,
+    temperatures: Sequence[float],
+    block_lengths: Sequence[int | None],
+    tree_nodes: Sequence[int | None] = (),
+    batch_sizes: Sequence[int],
+    max_tokens: int,
+) -> float:
+    """About the seconds that `verify` takes with these arguments.
+
+    The first prompt is decoded with and without drafts, and all others are taken to be like it. A batch is taken to
+    need as long as its requests one after the other, which it needs at most. Raises UsageError for a temperature or a
+    length that no request may have.
+    """
+    (prompt,), seconds = _asked(llm, prompts[:1]), []
+    for temperature in temperatures:
+        SamplingParams(temperature=temperature)
+    for block_length, nodes in _ways(block_lengths, tree_nodes):
+        llm.generate([], block_length=block_length, tree_nodes=nodes)
+    llm.generate(prompt, SamplingParams(max_tokens=2), block_length=llm.block_size)  # first passes are slower
+    for speculate in (False, True):
+        began = perf_counter()
+        llm.generate(
+            prompt, SamplingParams(max_tokens=max_tokens), speculate=speculate, block_length=llm.block_size
+        )
+        seconds.append(perf_counter() - began)
+    plain, drafted = seconds
+    ways = len(_ways(block_lengths, tree_nodes)) * len(batch_sizes)
+    return len(temperatures) * len(prompts) * (plain + ways * drafted)
+
+
+def _ways(
+    block_lengths: Sequence[int | None], tree_nodes: Sequence[int | None]
+) -> list[tuple[int | None, int | None]]:
+    """Block length and tree nodes of each way of drafting: chains, and then trees."""
+    return [(length, 0) for length in block_lengths] + [(None, nodes) for nodes in tree_nodes]
+
+
+def _asked(llm: LLM, prompts: Sequence[Prompt]) -> list[str | list[int]]:
+    return [
+        prompt.content if isinstance(prompt.content, str) else llm.chat_prompt(prompt.content)
+        for prompt in prompts
+    ]
+
+
 def verify(
     llm: LLM,
     prompts: Sequence[Prompt],
@@ -59,10 +107,7 @@ def verify(
     A drafted token is accepted only if plain decoding, with the same noise, would choose it. So tokens are equal at
     every temperature, unless the arithmetic of a row depends on the number of rows in its pass.
     """
-    asked = [
-        prompt.content if isinstance(prompt.content, str) else llm.chat_prompt(prompt.content)
-        for prompt in prompts
-    ]
+    asked = _asked(llm, prompts)
     for temperature in temperatures:
         sampling = [
             SamplingParams(
@@ -77,8 +122,7 @@ def verify(
             llm.generate(prompt, params, speculate=False)
             for prompt, params in zip(asked, sampling, strict=True)
         ]
-        ways = [(length, 0) for length in block_lengths] + [(None, nodes) for nodes in tree_nodes]
-        for block_length, nodes in ways:
+        for block_length, nodes in _ways(block_lengths, tree_nodes):
             for batch_size in batch_sizes:
                 drafted: list[Completion] = []
                 for first in range(0, len(prompts), batch_size):

@@ -14,7 +14,7 @@ from dflash_trt.building.first_use import check_path
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import workspace
 from dflash_trt.engines.registry import engine_of
-from dflash_trt.errors import DFlashError, RequestError
+from dflash_trt.errors import DFlashError, UsageError
 
 MODEL = "dflash"
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -57,15 +57,7 @@ def deploy(
     for setting, (value, least) in numbers.items():
         if value < least:
             raise DFlashError(f"{setting} is {value}, expected {least} or more")
-    block_size = opened.manifest["block_size"]
-    if block_length is not None and not 1 <= block_length <= block_size:
-        raise RequestError(
-            f"block_length is {block_length}, expected 1..{block_size} (this bundle's block size)"
-        )
-    if tree_nodes and opened.manifest["tree_width"] < 2:
-        raise RequestError(
-            f"tree_nodes is {tree_nodes}, but this bundle drafts chains: build it with --tree-width 2 or more"
-        )
+    check_drafting(opened, block_length, tree_nodes)
     settings = {
         "name": name or MODEL,
         "bundle": "bundle",
@@ -95,6 +87,19 @@ def deploy(
         _write_model(place.path if name else place.path / MODEL, opened, settings, copy=copy)
         place.publish()
     return out
+
+
+def check_drafting(bundle: Bundle, block_length: int | None, tree_nodes: int | None) -> None:
+    """Raise UsageError for what this bundle cannot draft, before an engine is started."""
+    block_size = bundle.manifest["block_size"]
+    if block_length is not None and not 1 <= block_length <= block_size:
+        raise UsageError(
+            f"block_length is {block_length}, expected 1..{block_size} (this bundle's block size)"
+        )
+    if tree_nodes and bundle.manifest["tree_width"] < 2:
+        raise UsageError(
+            f"tree_nodes is {tree_nodes}, but this bundle drafts chains: build it with --tree-width 2 or more"
+        )
 
 
 def _write_model(folder: Path, bundle: Bundle, settings: Mapping[str, object], *, copy: bool) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from dflash_trt.errors import DFlashError
+from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.serving.proxy import Sockets
 
 LogLevel = Literal["error", "warning", "info", "verbose"]
@@ -99,5 +99,5 @@ def server_arguments(
         name = option.partition("=")[0].removeprefix("--")
         # tritonserver also takes the beginnings of names.
         if option.startswith("--") and any(known.startswith(name) for known in arguments):
-            raise DFlashError(f"--{name}: is set by `dflash-trt serve` itself; leave it out")
+            raise UsageError(f"--{name}: is set by `dflash-trt serve` itself; leave it out")
     return [*(f"--{name}={value}" for name, value in arguments.items()), *others]

@@ -264,7 +264,7 @@ async def serve_http(settings: Settings) -> AsyncIterator[None]:
     models = HttpProxy(sockets.http, _READ, _GENERATE, settings.max_bytes, settings.fields)
     metrics = HttpProxy(sockets.metrics, _METRICS, _NOTHING, 0)
     async with (
-        models.serve(settings.host, settings.http_port, "--http-port"),
+        models.serve(settings.host, settings.http_port, "--port"),
         metrics.serve(settings.host, settings.metrics_port, "--metrics-port"),
     ):
         yield

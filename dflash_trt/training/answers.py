@@ -74,7 +74,9 @@ def read_answers(path: Path) -> list[Answer]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: cannot be read as a file of answers: {error}") from error
+        raise RequestError(
+            f"{path}: cannot be read as a file of answers ({getattr(error, 'strerror', error)})"
+        ) from error
     return [_answer(path, number, line) for number, line in enumerate(lines[:-1], start=1) if line.strip()]
 
 

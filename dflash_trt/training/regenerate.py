@@ -45,7 +45,7 @@ class Sampling:
 
 
 def regenerate_with_bundle(
-    bundle: Path,
+    bundle: str | Path,
     prompts: Sequence[Prompt],
     out: Path,
     sampling: Sampling,

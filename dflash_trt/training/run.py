@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.errors import DFlashError
+from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_target_config
@@ -174,7 +174,7 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
         for option in ("layers", "taps", "mask_token_id"):
             if (asked := getattr(design, option)) is not None:
                 name = option.replace("_", "-")
-                raise DFlashError(
+                raise UsageError(
                     f"--{name} is {asked}, but {design.checkpoint} determines it: leave --{name} out"
                 )
         config = _of_kind(config, design)
@@ -217,7 +217,7 @@ def _of_kind(config: dict[str, Any], design: Design) -> dict[str, Any]:
     if design.kind == "dflash2" and architecture == "DFlashDraftModel":
         return drafters.kind_fields("dflash2", config, vocabulary=0, taps=[])
     if design.kind is not None and architecture != _ARCHITECTURES[design.kind]:
-        raise DFlashError(
+        raise UsageError(
             f"--kind is {design.kind}, but {design.checkpoint} has the architecture {architecture}"
         )
     if architecture == _ARCHITECTURES["dflash2"]:
@@ -231,9 +231,9 @@ def _check_eagle3(design: Design, taps: Sequence[int]) -> None:
     for option in ("layers", "block_size", "mask_token_id"):
         if (asked := getattr(design, option)) is not None:
             name = option.replace("_", "-")
-            raise DFlashError(f"--{name} is {asked}, but --kind eagle3 has none to choose: leave it out")
+            raise UsageError(f"--{name} is {asked}, but --kind eagle3 has none to choose: leave it out")
     if len(taps) != 3:
-        raise DFlashError(f"--taps has {len(taps)} layers, but --kind eagle3 has 3")
+        raise UsageError(f"--taps has {len(taps)} layers, but --kind eagle3 has 3")
 
 
 def _check_recipe(drafter: Any, recipe: Recipe) -> None:
@@ -242,7 +242,7 @@ def _check_recipe(drafter: Any, recipe: Recipe) -> None:
     for option in ("distill", "head_tokens"):
         if asked := getattr(recipe, option):
             name = option.replace("_", "-")
-            raise DFlashError(f"--{name} is {asked}, but is not for --kind eagle3: leave it out")
+            raise UsageError(f"--{name} is {asked}, but is not for --kind eagle3: leave it out")
 
 
 def _begin(drafter: Any, frozen: FrozenTarget, target: Path, config: TargetConfig, *, new: bool) -> None:

@@ -16,7 +16,7 @@ from dflash_trt.checkpoint.pair import TOKENIZER_FILES, CheckpointPair, Side, to
 from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines.base import BuildJob, BuildSettings
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import UsageError
 from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.trtllm.configuration import ENGINE, Configuration, configure, describe
 from dflash_trt.trtllm.drafter import as_it_is, drafter_config, write_weights
@@ -54,7 +54,7 @@ def configuration_job(
     """TensorRT-LLM's part in a build. Raises BuildError for what it cannot load or run, or what does not fit."""
     target, drafter = pair.target.config, pair.drafter.config
     if settings.tree_width > 1:
-        raise BuildError(
+        raise UsageError(
             f"--tree-width is {settings.tree_width}, but TensorRT-LLM drafts chains; leave the option out"
         )
     quantization = target_quantization(target)

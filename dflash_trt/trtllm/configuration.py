@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.gpus import Gpu, find_gpu
 from dflash_trt.planning.layouts import MAX_BATCH
@@ -191,7 +191,7 @@ def _nodes(options: TensorRTLLMOptions, gpu: Gpu) -> tuple[int, int]:
     per_node = options.gpus_per_node or gpu.gpus_per_node
     world = options.tensor_parallel
     if world > per_node and world % per_node:
-        raise BuildError(
+        raise UsageError(
             f"--tp is {world}, but a node has {per_node} GPUs: whole nodes are needed, so a multiple of {per_node} "
             "(--gpus-per-node says otherwise)"
         )
@@ -201,24 +201,24 @@ def _nodes(options: TensorRTLLMOptions, gpu: Gpu) -> tuple[int, int]:
 def _check_parallel(inventory: Inventory, options: TensorRTLLMOptions, gpu: Gpu) -> None:
     tp, ep, moe = options.tensor_parallel, options.expert_parallel, inventory.target.moe
     if tp < 1 or ep < 1:
-        raise BuildError(f"--tp is {tp} and --ep is {ep}, expected 1 or more")
+        raise UsageError(f"--tp is {tp} and --ep is {ep}, expected 1 or more")
     for config in (inventory.target, inventory.drafter):
         heads, kv = config.num_attention_heads, config.num_key_value_heads
         if heads % tp or (kv % tp and tp % kv):
-            raise BuildError(
+            raise UsageError(
                 f"--tp is {tp}, but {config.path} has {heads} attention heads and {kv} key-value heads: "
                 "they cannot be divided so"
             )
     if ep == 1:
         return
     if moe is None:
-        raise BuildError(f"--ep is {ep}, but {inventory.target.path} has no experts; leave it out")
+        raise UsageError(f"--ep is {ep}, but {inventory.target.path} has no experts; leave it out")
     if tp % ep or moe.num_experts % ep:
-        raise BuildError(
+        raise UsageError(
             f"--ep is {ep}, but it must divide --tp ({tp}) and the number of experts ({moe.num_experts})"
         )
     if gpu.sm >= 120:
-        raise BuildError(
+        raise UsageError(
             f"--ep is {ep}, but TensorRT-LLM has no expert-parallel path on SM{gpu.sm} ({gpu.product}; "
             "NVIDIA/TensorRT-LLM discussion 16360); leave it out"
         )
@@ -236,9 +236,9 @@ def _drafter_attention(options: TensorRTLLMOptions, gpu: Gpu) -> Choice:
     if asked is None or asked == best:
         return Choice("attention_backend", best, reason)
     if asked not in DRAFTER_BACKENDS:
-        raise BuildError(f"--drafter-attention is {asked!r}, expected one of: {', '.join(DRAFTER_BACKENDS)}")
+        raise UsageError(f"--drafter-attention is {asked!r}, expected one of: {', '.join(DRAFTER_BACKENDS)}")
     if asked != "VANILLA":
-        raise BuildError(
+        raise UsageError(
             f"--drafter-attention is {asked}, but {gpu.product} is SM{gpu.sm}: TRTLLM runs on SM100 and SM103 only, "
             "FA4 on SM90 only; leave it out"
         )
@@ -254,7 +254,7 @@ def _moe_backend(
 ) -> Choice | None:
     if inventory.target.moe is None:
         if options.moe_backend is not None:
-            raise BuildError(f"--moe-backend: {inventory.target.path} has no experts; leave it out")
+            raise UsageError(f"--moe-backend: {inventory.target.path} has no experts; leave it out")
         return None
     blackwell = gpu.sm in (100, 103)
     if quantization.scheme == "mxfp4":
@@ -278,12 +278,12 @@ def _moe_backend(
     if asked is None or asked == best:
         return Choice("moe_backend", best, reason)
     if asked == "TRTLLM" and not blackwell:
-        raise BuildError(
+        raise UsageError(
             f"--moe-backend is TRTLLM, which runs on SM100 and SM103, but {gpu.product} is SM{gpu.sm}; "
             f"use {best}, or leave it out"
         )
     if asked == "TRTLLM" and quantization.scheme is None:
-        raise BuildError(f"--moe-backend is TRTLLM, which supports quantized experts, not BF16; use {best}")
+        raise UsageError(f"--moe-backend is TRTLLM, which supports quantized experts, not BF16; use {best}")
     return Choice("moe_backend", asked, "as asked (--moe-backend)")
 
 
@@ -308,7 +308,7 @@ def _batch(
             "max_batch_size", batch, reason
         )
     if asked < 1:
-        raise BuildError(f"--max-batch-size is {asked}, expected 1 or more")
+        raise UsageError(f"--max-batch-size is {asked}, expected 1 or more")
     found = estimate_memory(inventory, replace(settings, max_batch_size=asked))
     if not found.fits:
         raise found.refuse()
@@ -328,12 +328,12 @@ def _schedule(options: TensorRTLLMOptions, draft_len: int, batch: int, model: Se
     schedule = dict(sorted(options.draft_len_schedule.items()))
     for batch, length in schedule.items():
         if batch < 1 or not 0 <= length <= draft_len:
-            raise BuildError(
+            raise UsageError(
                 f"--draft-len-schedule has {batch}:{length}, expected a batch of 1 or more and 0..{draft_len} tokens"
             )
     if schedule and next(iter(schedule.values())) != draft_len:
         first = next(iter(schedule))
-        raise BuildError(
+        raise UsageError(
             f"--draft-len-schedule begins with {first}:{schedule[first]}, but TensorRT-LLM wants the smallest batch "
             f"to draft max_draft_len tokens: {first}:{draft_len}"
         )

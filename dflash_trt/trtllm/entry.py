@@ -15,7 +15,7 @@ from dflash_trt.engines.base import (
     RunSettings,
     Weights,
 )
-from dflash_trt.errors import BuildError, CheckpointError
+from dflash_trt.errors import BuildError, CheckpointError, UsageError
 from dflash_trt.trtllm.memory import MEMORY
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 
@@ -53,9 +53,9 @@ class TensorRTLLMEntry(Engine):
         from dflash_trt.formats.precision import Precision
 
         if options is None:
-            raise BuildError(f"--engine {self.name} needs --gpu, the GPU that it is configured for")
+            raise UsageError(f"--engine {self.name} needs --gpu, the GPU that it is configured for")
         if precision not in (None, Precision()):
-            raise BuildError(
+            raise UsageError(
                 f"--precision is not supported for --engine {self.name}, which runs checkpoints unchanged; make a "
                 "quantized checkpoint with: dflash-trt quantize"
             )

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.extras import install
 
 _SCHEMAS = Path(__file__).with_name("schemas")
@@ -84,11 +84,11 @@ def find_release(version: str | None = None) -> Release:
         order = _order(version)
         choice = f"choose one of: {', '.join(known)}"
         if order < _FIRST:
-            raise BuildError(
+            raise UsageError(
                 f"--trtllm-version is {version}, but DFlash came with the release candidates of 1.3 (1.2.1 and older "
                 f"have no DFlashDecodingConfig); {choice}"
             )
-        raise BuildError(
+        raise UsageError(
             f"--trtllm-version is {version}, whose configuration fields are not known here, and TensorRT-LLM refuses "
             f"fields it does not know; {choice}"
         )
@@ -99,6 +99,6 @@ def find_release(version: str | None = None) -> Release:
 def _order(version: str) -> tuple[int, ...]:
     match = _VERSION.fullmatch(version)
     if match is None:
-        raise BuildError(f"--trtllm-version is {version!r}, expected one such as 1.4.0rc1")
+        raise UsageError(f"--trtllm-version is {version!r}, expected one such as 1.4.0rc1")
     major, minor, patch, candidate = match.groups()
     return int(major), int(minor), int(patch), 10_000 if candidate is None else int(candidate)

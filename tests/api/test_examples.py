@@ -1,4 +1,8 @@
-"""The programs in examples/ that need no server. server_tests/test_examples.py runs the clients."""
+"""The programs in examples/ that need no server.
+
+server_tests/test_examples.py runs the clients of Triton, and tests/serving/openai/test_openai_client.py runs
+openai_client.py.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import json
 import re
 import runpy
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,33 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_what_is_missing_is_said_on_one_line(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the clients' packages, without the package of a pair, and without a server."""
+    from dflash_trt.checkpoint import gguf
+
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    for name in ("openai", "tritonclient", "tritonclient.grpc"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(gguf, "distribution", missing)
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
+    words = ["smollm2-135m"] if "LLM(" in path.read_text() else []
+    words += ["hi"] if path.stem != "chat" else []
+    words += ["--url=http://127.0.0.1:9"] if path.stem == "http_client" else []
+    with pytest.raises(SystemExit) as ended:
+        run(path.name, monkeypatch, *words)
+    said = str(ended.value.code)
+    assert "\n" not in said
+    if path.stem == "http_client":  # it needs the standard library alone
+        assert said.startswith("http://127.0.0.1:9: no server answers")
+    else:
+        assert re.search(" not installed: pip install ", said)
 
 
 @pytest.fixture(scope="module")

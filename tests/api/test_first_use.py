@@ -173,3 +173,36 @@ def test_parameters_of_another_type_are_named() -> None:
         RequestError, match=r"sampling_params is \{'max_tokens': 4\}, expected a SamplingParams"
     ):
         LLM("tiny", max_batch_size=1).generate("12 + 7", {"max_tokens": 4})  # type: ignore[call-overload]
+
+
+def test_fields_of_sampling_params_given_to_a_call_are_answered_with_how_to_give_them() -> None:
+    with LLM("tiny", max_batch_size=1) as llm:
+        for call in (llm.generate, llm.stream):
+            with pytest.raises(TypeError, match=r"give it SamplingParams\(max_tokens=5\)"):
+                call("x = [", max_tokens=5)  # type: ignore[call-overload]
+        for chat in (llm.chat, llm.stream_chat):
+            with pytest.raises(
+                TypeError, match=r"LLM\.\w+\(\) takes no temperature of its own.*stop='\\n'\)"
+            ):
+                chat([{"role": "user", "content": "x"}], temperature=0.5, stop="\n")  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="unexpected keyword argument 'most_tokens'"):
+            llm.generate("x = [", most_tokens=5)  # type: ignore[call-overload]
+
+    async def ask() -> None:
+        async with AsyncLLM("tiny", max_batch_size=1) as llm:
+            with pytest.raises(
+                TypeError, match=r"AsyncLLM\.generate\(\).*SamplingParams\(max_tokens=5, seed=1\)"
+            ):
+                await llm.generate("x = [", max_tokens=5, seed=1)  # type: ignore[call-arg]
+            with pytest.raises(TypeError, match=r"SamplingParams\(top_p=0\.5\)"):
+                llm.stream("x = [", top_p=0.5)  # type: ignore[call-arg]
+
+    asyncio.run(ask())
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_TRT_CACHE", "/proc/cache")
+    with pytest.raises(
+        DFlashError, match=r"/proc/cache/bundles: cannot be written .* set DFLASH_TRT_CACHE to"
+    ):
+        LLM("tiny")

@@ -47,8 +47,12 @@ MISTAKES = [
     ("plan --target qwen3-8c --gpu h100", "qwen3-8c: no pair has this name (did you mean 'qwen3-8b'?)"),
     ("plan --target qwen3-8b --gpu rtx-409", "(did you mean 'rtx-4090'?)", "or give the figures of yours"),
     ("plan --target qwen3-8b", "--target and --gpu are required"),
-    ("generate tiny -p hi", "is the name of a pair", "dflash-trt build --target tiny"),
-    ("deploy tiny --out repository", "is the name of a pair", "dflash-trt build --target tiny"),
+    ("inspect tiny", "is the name of a pair", "dflash-trt build --target tiny"),
+    ("build --target target --drafter drafter --out /proc/x", "/proc/x: cannot be written", "choose another --out"),
+    ("build --target target --drafter drafter --out notes.txt/x", "notes.txt/x: cannot be written", "another --out"),
+    ("deploy {b} --out /proc/x", "/proc/x: cannot be written", "choose another --out"),
+    ("quantize target --scheme int8 --out /proc/x", "/proc/x: cannot be written", "choose another --out"),
+    ("plan --target qwen3-8b --gpu h100 --svg /proc/x.svg", "/proc/x.svg: cannot be used ("),
     ("generate none -p hi", "none: no such directory", "dflash-trt build"),
     ("generate notes.txt -p hi", "notes.txt: is a file; expected a bundle"),
     ("generate target -p hi", "is a checkpoint, not a bundle", "dflash-trt build --target target"),
@@ -122,13 +126,88 @@ def test_a_mistake_gets_one_line_that_helps(
     assert more in error
     lines = error.splitlines()
     assert len(lines) == code  # wrong usage has a second line that names --help
+    assert "[Errno" not in error
     assert lines[0].startswith("dflash-trt")
     assert "Traceback" not in error
     assert tree(folders) == before
 
 
+# What is wrong in the words themselves, or asks a bundle or a checkpoint for more than it has, ends with status 2.
+WRONG_USAGE = [
+    ("bench {b} --server http://127.0.0.1:1", "BUNDLE is given with --server"),
+    ("bench --server ftp://host", "--server is 'ftp://host'"),
+    ("bench {b} --block-length 99", "block_length is 99, expected 1..8"),
+    ("bench {b} --methods tree", "--methods has tree"),
+    ("build --target target --drafter drafter --block-size 99", "--block-size is 99"),
+    ("build --target target --drafter drafter --max-seq-len 9999999", "--max-seq-len is 9999999"),
+    ("build --target target --drafter drafter --precision target=fp9", "--precision has target=fp9"),
+    ("build --target target --drafter drafter --precision target=fp8,target=fp8", "--precision names target twice"),
+    ("build --target target --drafter drafter --tree-width 999", "--tree-width is 999"),
+    ("build --target gpt-oss-20b --engine tensorrt-llm", "needs --gpu"),
+    ("chat {b} --temperature -1", "temperature is -1.0"),
+    ("compare --target target --drafter drafter --drafter drafter --limit 1", "--drafter names one drafter twice"),
+    ("deploy {b} --out repository --block-length 99", "block_length is 99"),
+    ("generate {b} -p hi --temperature 3000", "temperature is 3000"),
+    ("generate {b} -p hi --top-p 2", "top_p is 2.0"),
+    ("generate {b} -p hi --max-tokens 0", "max_tokens is 0"),
+    ("generate {b} -p hi --min-tokens 9 --max-tokens 3", "min_tokens is 9"),
+    ("generate {b} -p hi --max-tokens 4 --block-length 99", "block_length is 99"),
+    ("generate {b} -p hi --max-tokens 4 --tree-nodes 1", "tree_nodes is 1"),
+    ("plan --target qwen3-8b --gpu memory=24", "--gpu is \"memory=24\""),
+    ("plan --target qwen3-8b --gpu h100 --slo ttft=3", "--slo \"ttft=3\""),
+    ("plan --target qwen3-8b --gpu h100 --speed -1", "--speed -1"),
+    ("quantize target --scheme int8 --out small --calibration shipped", "there is nothing to calibrate"),
+    ("selftest {b} --localize archive.zip", "give --reference"),
+    ("serve {b} --tls-cert cert.pem", "--tls-cert and --tls-key"),
+    ("serve {b} --max-deadline 0", "--max-deadline is 0"),
+    ("serve {b} --otlp-endpoint host", "--otlp-endpoint host: expected a URL"),
+    ("serve {b} --block-length 99", "block_length is 99, expected 1..8"),
+    ("serve {b} --tree-nodes 4", "tree_nodes is 4, but this bundle drafts chains"),
+    ("serve {b} --api triton --port 0", "--port is 0"),
+    ("serve {b} -- --log-format=ISO8601", "add --api triton"),
+    ("verify {b} --temperatures 3000", "temperature is 3000"),
+    ("verify {b} --block-lengths 99", "block_length is 99"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "said"), WRONG_USAGE)
+def test_wrong_usage_of_any_kind_ends_with_status_2(
+    command: str,
+    said: str,
+    folders: Path,
+    bundle: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(folders)
+    code, error = run(command.format(b=bundle).split(), capsys)
+    assert said in error
+    assert "--help` shows the options" in error
+    assert code == 2
+
+
 def test_there_are_thirty_mistakes() -> None:
     assert len(MISTAKES) >= 30
+
+
+def test_a_cache_that_cannot_be_written_names_its_variable(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folders)
+    for place in ("/proc/cache", str(folders / "notes.txt")):
+        monkeypatch.setenv("DFLASH_TRT_CACHE", place)
+        code, error = run(["generate", "tiny", "-p", "hi"], capsys)
+        assert (code, error.count("\n")) == (1, 0)
+        assert f"{place}/bundles: cannot be written (" in error
+        assert "set DFLASH_TRT_CACHE to a directory that can be written" in error
+
+
+def test_a_file_that_is_missing_is_only_missing(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, error = run(["verify", str(bundle), "--prompts", "none.jsonl"], capsys)
+    assert (code, error) == (1, "dflash-trt: error: none.jsonl: no such file")
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def test_verify_tries_trees(wide: Path, bundle: Path, capsys: pytest.CaptureFixt
     found = Output(capsys, "verify", wide, *options, "--batch-sizes", "1", "--tree-nodes", "0,6", "--json")
     assert [(case["block_length"], case["tree_nodes"]) for case in found.json["cases"]] == [(4, 0), (None, 6)]
     assert found.json["equal"] is True
-    refused = Output(capsys, "verify", bundle, *options, "--tree-nodes", "8")
-    assert refused.code == 1
-    assert "this bundle drafts chains: build it with --tree-width" in refused.err
+    with pytest.raises(SystemExit) as refused:
+        Output(capsys, "verify", bundle, *options, "--tree-nodes", "8")
+    assert refused.value.code == 2
+    assert "this bundle drafts chains: build it with --tree-width" in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,9 @@ def test_rounds_of_an_engine_that_cannot_decode_plainly(
     table = capsys.readouterr().out
     assert re.search(r"^per user +plain +batch +drafted +block +batch ", table, re.MULTILINE)
     assert re.search(r" 8 +2 on 2 GPUs ", table)
-    assert main([*asked, "--gpu", "b300", "--curve"]) != 0
+    with pytest.raises(SystemExit) as ended:
+        main([*asked, "--gpu", "b300", "--curve"])
+    assert ended.value.code == 2
     assert "--gpu b300: steps.json was measured on" in capsys.readouterr().err
 
 
@@ -153,8 +154,9 @@ def test_a_plan_for_something_else_is_refused(
     file: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", "--curve", "--steps", str(file), "--acceptance", "8=5", *options]
-    with suppress(SystemExit):  # of wrong usage
-        assert main(words) != 0
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
 

@@ -286,7 +286,9 @@ def test_each_published_figure_stands_once() -> None:
 
 def test_a_pair_without_a_published_acceptance_needs_one(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ["plan", "--curve", "--target", "tiny", "--gpu", "h100"]
-    assert main(tiny) != 0
+    with pytest.raises(SystemExit) as ended:
+        main(tiny)
+    assert ended.value.code == 2
     assert "give --acceptance" in capsys.readouterr().err
     assert main([*tiny, "--acceptance", "8=6.5"]) == 0
     assert main(["plan", "--curve", "--target", "Qwen/Qwen3-8B", "--gpu", "h100"]) == 0  # by its repository

@@ -154,18 +154,15 @@ def test_wrong_usage(bundle: Path, wrong: list[str], capsys: pytest.CaptureFixtu
     assert wrong[0] in capsys.readouterr().err
 
 
-def test_a_wrong_block_length_is_one_line(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", str(bundle), "--block-length", "9"]) == 1
-    assert "block_length is 9, expected 1..8" in capsys.readouterr().err
-
-
 def test_trees_of_a_fixed_size(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--requests", "4", "--max-tokens", "16", "--concurrency", "1", "--methods", "plain,tree"]
     assert main(["bench", str(bundle), *options, "--tree-nodes", "12", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["same_tokens"], document["tree_nodes"]) == (True, 12)
     assert document["points"][1]["block_length_histogram"][12] > 0
-    assert main(["bench", str(bundle), *options, "--tree-nodes", "0"]) == 1
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", str(bundle), *options, "--tree-nodes", "0"])
+    assert ended.value.code == 2
     assert "--methods has tree, but --tree-nodes is 0" in capsys.readouterr().err
 
 

@@ -104,5 +104,7 @@ def test_names_are_as_long_as_needed() -> None:
 
 
 def test_a_drafter_given_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "--target", "tiny", "--drafter", "tiny", "--drafter", "tiny"]) == 1
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "--target", "tiny", "--drafter", "tiny", "--drafter", "tiny"])
+    assert ended.value.code == 2
     assert "--drafter names one drafter twice: tiny, tiny" in capsys.readouterr().err

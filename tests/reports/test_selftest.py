@@ -204,7 +204,9 @@ def test_the_first_layer_that_differs_is_found_and_packed(
     wrong_layer(monkeypatch)
     report, archive = tmp_path / "selftest.json", tmp_path / "selftest.zip"
     command = ["selftest", str(bundles[1].path), "--report", str(report), "--localize", str(archive)]
-    assert main(command) == 1
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 2
     assert "give --reference" in capsys.readouterr().err
     test = Selftest(bundles[1].path, bundles[0].path)
     try:

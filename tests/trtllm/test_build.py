@@ -299,7 +299,9 @@ def test_the_command_builds(pair: Path, tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "max_batch_size 16: as asked" in said
     assert "draft_len_schedule 4:7,16:2: as asked" in said
-    assert main([*base, str(tmp_path / "c"), "--engine", "tensorrt-llm", "--gpu", "v100"]) == 1
+    with pytest.raises(SystemExit) as ended:
+        main([*base, str(tmp_path / "c"), "--engine", "tensorrt-llm", "--gpu", "v100"])
+    assert ended.value.code == 2
     assert "--gpu is 'v100'" in capsys.readouterr().err
     for wrong in (
         ["--gpu", "b200"],

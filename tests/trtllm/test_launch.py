@@ -132,7 +132,7 @@ def test_serving_becomes_trtllm_serve(built: Bundle, tmp_path: Path, monkeypatch
         serve(built)
     launch = Launch(built.path, tmp_path)
     monkeypatch.setenv("PATH", str(launch.bin))  # no bash there: a script of the bundle would fail
-    options = ["--server", "trtllm-serve", "--host", "0.0.0.0", "--http-port", "9000"]
+    options = ["--server", "trtllm-serve", "--host", "0.0.0.0", "--port", "9000"]
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-m", "dflash_trt", "serve", built.path, *options], check=True, cwd=root)
     directory, *words = launch.log.read_text().splitlines()

@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the target, decoded here without a drafter; with --server: its tokenizer and template",
     )
     source.add_argument(
-        "--bundle", type=Path, metavar="DIR", help="the target as a bundle, decoded here without drafting"
+        "--bundle",
+        metavar="BUNDLE",
+        help="the target as a bundle, or a pair's name; decoded here without drafting",
     )
     parser.add_argument(
         "--server",

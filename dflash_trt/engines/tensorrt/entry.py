@@ -20,7 +20,7 @@ from dflash_trt.engines.base import (
 )
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, UsageError
 
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
@@ -55,7 +55,7 @@ class TensorRTEntry(Engine):
 
     def check(self, precision: Precision | None, weights: Weights, options: TensorRTOptions | None) -> None:
         if weights != "copy":
-            raise BuildError(
+            raise UsageError(
                 f"--weights is {weights}, but --engine {self.name} builds plans, and plans contain the weights"
             )
 

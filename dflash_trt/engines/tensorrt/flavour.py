@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.extras import install
 
 
@@ -68,7 +68,7 @@ class Flavour:
                 others = [f for f in FLAVOURS.values() if f is not self and capability in f.capabilities]
                 serves = ", ".join(map(str, self.capabilities))
                 use = f"use --engine {others[0].name}" if others else "no TensorRT flavour is known to"
-                raise BuildError(
+                raise UsageError(
                     f"--compute-capability {capability}: {self.label} serves {serves}; for {capability} {use}"
                 )
             if not self.ahead and capability not in present:
@@ -82,12 +82,12 @@ class Flavour:
             for scheme in sorted(formats):
                 having = FORMATS[scheme].capabilities
                 if having == ():
-                    raise BuildError(
+                    raise UsageError(
                         f"--engine is {self.name}, but weights of this pair are in {scheme.upper()}, which it does not "
                         "read; use --engine onnxruntime, or quantize the original checkpoint to fp8 or int4"
                     )
                 if having is not None and capability not in having:
-                    raise BuildError(
+                    raise UsageError(
                         f"--compute-capability {capability}: has no {scheme.upper()} arithmetic, which the weights of "
                         f"this pair need; GPUs that have it: {', '.join(map(str, having))}"
                     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_trt.errors import BuildError
+from dflash_trt.errors import UsageError
 
 PREFILL, DECODE = 0, 1
 # The beginning of the names of a plan's outputs that nothing reads (builder.py).
@@ -24,14 +24,14 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.max_batch_size < 1:
-            raise BuildError(f"--max-batch-size is {self.max_batch_size}, expected 1 or more")
+            raise UsageError(f"--max-batch-size is {self.max_batch_size}, expected 1 or more")
         if self.prefill_chunk < self.block_size:
-            raise BuildError(
+            raise UsageError(
                 f"--prefill-chunk is {self.prefill_chunk}, expected {self.block_size} (the block size) or more"
             )
         most = self.capacity - self.block_size - 1
         if self.prefill_chunk > most:
-            raise BuildError(
+            raise UsageError(
                 f"--prefill-chunk is {self.prefill_chunk}, but the cache has {self.capacity} rows, and a pass can fill "
                 f"{most} of them: lower it, or build with a larger --max-seq-len"
             )

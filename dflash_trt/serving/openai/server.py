@@ -89,7 +89,6 @@ def serve(settings: ServerSettings, ready: Callable[[int], None], say: Callable[
     ready: takes the port, when clients may come. `say`: takes lines about the engine and the end.
     """
     _open_standard_files()
-    _check_certificate(settings)
     _set_up_logs(settings.json_logs)
     if settings.json_logs:
         say = logging.getLogger("dflash_trt").warning
@@ -262,9 +261,9 @@ def _open_standard_files() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
 
 
-def _check_certificate(settings: ServerSettings) -> None:
-    """Raise DFlashError naming the options, before the bundle is loaded."""
-    if settings.certificate is None:
+def check_certificate(certificate: Path | None, key: Path | None) -> None:
+    """Raise DFlashError naming the options. To be asked before the bundle is built or loaded."""
+    if certificate is None:
         return
 
     def no_password() -> str:
@@ -272,9 +271,9 @@ def _check_certificate(settings: ServerSettings) -> None:
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(settings.certificate, settings.certificate_key, no_password)
+        context.load_cert_chain(certificate, key, no_password)
     except (OSError, ValueError) as error:
-        files = f"--tls-cert {settings.certificate} --tls-key {settings.certificate_key}"
+        files = f"--tls-cert {certificate} --tls-key {key}"
         raise DFlashError(f"{files}: {error}") from None
 
 
@@ -287,7 +286,7 @@ def _listen(host: str, port: int) -> socket.socket:
         made.bind(family[4])
         made.listen(4096)
     except (OSError, OverflowError) as error:
-        raise DFlashError(f"--host {host} --http-port {port}: cannot listen: {error}") from None
+        raise DFlashError(f"--host {host} --port {port}: cannot listen: {error}") from None
     made.set_inheritable(False)
     return made
 

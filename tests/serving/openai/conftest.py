@@ -41,7 +41,7 @@ class Server:
             "dflash_trt",
             "serve",
             str(bundle),
-            f"--http-port={self.port}",
+            f"--port={self.port}",
             *options,
         ]
         with log.open("wb") as out:

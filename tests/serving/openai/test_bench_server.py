@@ -160,5 +160,7 @@ def test_a_server_that_does_not_answer_is_an_error(faulty: str) -> None:
     ],
 )
 def test_wrong_words_are_errors(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *words.split()]) == 1
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *words.split()])
+    assert ended.value.code == 2
     assert said in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -98,7 +99,203 @@ def test_a_race_gives_the_same_text_with_and_without_drafts(
     assert "the same text" in texts(page, "#verdict")[0]
     assert page.locator("#plain-text .drafted").count() == 0 < page.locator("#draft-text .drafted").count()
     assert page.locator("#plain-strip > span").count() > page.locator("#draft-strip > span").count()
-    assert [int(each.split()[0]) > 0 for each in texts(page, ".lane .name b")] == [True, True]
+    assert [float(each.split()[0]) > 0 for each in texts(page, ".lane .name b")] == [True, True]
+
+
+def test_a_race_runs_in_turn_and_its_verdict_is_the_ratio_of_the_figures(
+    server: Server, opened: Callable[..., Any]
+) -> None:
+    page = opened(server.url)
+    page.evaluate(
+        """() => { window.asked = [];
+        const fetch = window.fetch, plain = document.getElementById("plain-text");
+        window.fetch = (url, options) => {
+            if (url.endsWith("completions")) asked.push([JSON.parse(options.body).speculate, plain.textContent]);
+            return fetch(url, options); }; }"""
+    )
+    ask(page, QUESTION, "#race", tokens="64")
+    done(page)
+    whole = texts(page, "#plain-text")[0]
+    # The drafted lane is asked for when the plain one has its whole text.
+    assert page.evaluate("() => asked") == [[False, ""], [True, whole]]
+    plain, drafted = (float(each.split()[0]) for each in texts(page, "#plain-rate, #draft-rate"))
+    assert texts(page, "#verdict")[0].startswith(f"{drafted / plain:.2f} times as fast with drafts")
+
+
+def answering(page: Any, *texts: str) -> None:
+    """Let the server answer with these texts, in pieces of seven characters."""
+    left = list(texts)
+
+    def fulfil(route: Any) -> None:
+        text, events = left.pop(0), list[str]()
+        for at in range(0, len(text), 7):
+            piece = text[at : at + 7]
+            tokens = {"tokens": 2, "accepted": 1, "verified": 3, "drafted": piece[:4], "own": piece[4:]}
+            events.append(json.dumps({"choices": [{"delta": {"content": piece}, "rounds": [tokens]}]}))
+        body = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    page.route("**/v1/chat/completions", fulfil)
+
+
+HOSTILE = """<img src=x onerror="window.broken = 1"> <script>window.broken = 2</script>
+[a link](javascript:window.broken=3) ![a picture](http://example.com/x.png) <a href="javascript:void 0">x</a>
+**<b onmouseover=alert(1)>bold</b>** and `<svg/onload=alert(1)>`
+
+- <iframe src="javascript:window.broken=4"></iframe>
+
+```html"><script>window.broken = 5</script>
+<script>window.broken = 6</script>
+```
+# <style>* { display: none }</style>
+"""
+
+
+def test_what_a_model_writes_is_never_html(server: Server, opened: Callable[..., Any]) -> None:
+    page = opened(server.url)
+    answering(page, HOSTILE)
+    ask(page, "x")
+    done(page)
+    kinds = page.locator(".assistant > div:first-child").evaluate(
+        "place => [...new Set([...place.querySelectorAll('*')].map(each => each.tagName))].sort()"
+    )
+    assert kinds == ["BUTTON", "CODE", "DIV", "H3", "LI", "PRE", "SPAN", "STRONG", "UL"]
+    attributes = page.locator(".assistant > div:first-child").evaluate(
+        "place => [...new Set([...place.querySelectorAll('*')].flatMap(each => each.getAttributeNames()))].sort()"
+    )
+    assert attributes == ["aria-label", "class", "role", "tabindex", "title", "type"]
+    shown = texts(page, ".assistant > div:first-child")[0]
+    for line in HOSTILE.splitlines()[:2]:
+        assert line in shown  # as it was written
+    assert texts(page, ".assistant pre") == ["<script>window.broken = 6</script>"]
+    assert texts(page, ".assistant li") == ['<iframe src="javascript:window.broken=4"></iframe>']
+    assert page.evaluate("() => window.broken") is None
+    policy = server.http.get("/").headers["content-security-policy"]
+    assert "default-src 'self'" in policy
+    assert "unsafe" not in policy
+
+
+LISTS = """Two things:
+
+1. **First** of all
+   goes on
+
+2. Second:
+   - inner *one*
+   - inner `two`
+
+Then code:
+```python
+def add(a, b):
+
+    return a + b  # - no list
+```
+and the end: 2 ** 3 ** 2."""
+
+
+def test_code_and_lists_are_drawn(server: Server, opened: Callable[..., Any]) -> None:
+    page = opened(server.url)
+    answering(page, LISTS)
+    ask(page, "x")
+    done(page)
+    place = page.locator(".assistant > div:first-child")
+    assert texts(page, ".assistant pre code") == ["def add(a, b):\n\n    return a + b  # - no list"]
+    assert place.locator("> ol > li").count() == 2
+    assert texts(page, ".assistant ol > li > ul > li") == ["inner *one*", "inner two"]
+    assert texts(page, ".assistant strong") == ["First"]
+    assert place.locator("> div").last.text_content() == "and the end: 2 ** 3 ** 2."
+    # The colours are those of the rounds, inside of what is drawn, too.
+    assert place.locator("pre .drafted").count() > 3
+    assert place.locator("li .own").count() > 3
+
+
+def test_an_answer_and_its_code_are_copied(server: Server, opened: Callable[..., Any]) -> None:
+    page = opened(server.url)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    answering(page, LISTS)
+    ask(page, "x")
+    done(page)
+    for button, expected in (
+        (".assistant > .copy", LISTS),
+        (".code .copy", LISTS.partition("python\n")[2].partition("\n```")[0]),
+    ):
+        page.click(button)
+        page.locator(f"{button}:has-text('Copied')").wait_for(timeout=PATIENCE)
+        assert page.evaluate("() => navigator.clipboard.readText()") == expected
+    page.evaluate("() => Object.defineProperty(navigator, 'clipboard', { value: undefined })")  # plain HTTP
+    page.locator(".code .copy:has-text('Copy')").wait_for()
+    page.wait_for_timeout(1600)
+    page.click(".code .copy")
+    page.locator(".code .copy:has-text('Copied')").wait_for(timeout=PATIENCE)
+
+
+def test_a_conversation_survives_a_reload_until_it_is_cleared(
+    server: Server, opened: Callable[..., Any]
+) -> None:
+    page = opened(server.url)
+    ask(page, QUESTION, tokens="24")
+    done(page)
+    before = page.locator("#messages").inner_html()
+    page.reload()
+    page.locator(".assistant").wait_for(timeout=PATIENCE)
+    assert page.locator("#messages").inner_html() == before
+    with page.expect_request("**/v1/chat/completions") as second:
+        ask(page, "And Borvik?", tokens="8")
+    roles = [each["role"] for each in second.value.post_data_json["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    done(page)
+    page.click("#clear")
+    page.reload()
+    page.locator("#state.up").wait_for(timeout=PATIENCE)
+    assert page.locator(".message").count() == 0
+    page.evaluate("() => sessionStorage.setItem('dflash-trt conversation', '[{}')")
+    page.reload()
+    page.locator("#state.up").wait_for(timeout=PATIENCE)
+    assert page.locator(".message").count() == 0
+    assert page.locator("#welcome").is_visible()
+
+
+def test_a_full_context_offers_to_leave_out_the_oldest_turns(
+    server: Server, opened: Callable[..., Any]
+) -> None:
+    page = opened(server.url)
+    sent = list[list[dict[str, str]]]()
+    page.on(
+        "request",
+        lambda asked: asked.url.endswith("/completions") and sent.append(asked.post_data_json["messages"]),
+    )
+    questions = [f"Question {number}: compare Eskara and Sellin. " + "word " * 60 for number in range(9)]
+    for question in questions:
+        ask(page, question, tokens="8")
+        done(page)
+        if page.locator(".message.error").count():
+            break
+    button = page.locator(".message.error button")
+    assert "Leave out the oldest" in button.text_content()
+    asked = len(sent[-1])
+    assert asked > 3
+    button.click()
+    page.wait_for_function(
+        "count => document.querySelectorAll('.assistant').length === count", arg=asked // 2 + 1
+    )
+    done(page)
+    assert page.locator(".message.error").count() == 0
+    assert sent[-1] == sent[-2][len(sent[-2]) - len(sent[-1]) :]
+    assert 0 < len(sent[-1]) < len(sent[-2])
+    assert texts(page, ".left") == ["The model no longer sees what is above."]
+    page.reload()
+    page.locator(".left").wait_for(timeout=PATIENCE)
+    assert page.locator(".message.user").count() == asked // 2 + 1
+    opened.faults.clear()  # type: ignore[attr-defined]  # the browser notes each status 400
+
+
+def test_what_scrolls_can_be_reached_with_the_keyboard(server: Server, opened: Callable[..., Any]) -> None:
+    page = opened(server.url)
+    answering(page, LISTS)
+    ask(page, "x")
+    done(page)
+    for selector in ("#messages", "#plain-text", "#draft-text", ".code pre"):
+        assert page.locator(selector).get_attribute("tabindex") == "0", selector
 
 
 def test_the_charts_follow_the_server(server: Server, opened: Callable[..., Any]) -> None:

@@ -153,7 +153,7 @@ def test_a_signal_lets_requests_finish(start: Callable[..., Server]) -> None:
 def test_a_taken_port_is_named(server: Server, tiny: Any, capfd: pytest.CaptureFixture[str]) -> None:
     from dflash_trt.cli import main
 
-    assert main(["serve", str(tiny), f"--http-port={server.port}"]) == 1
+    assert main(["serve", str(tiny), f"--port={server.port}"]) == 1
     out, err = capfd.readouterr()
-    assert f"--http-port {server.port}: cannot listen" in err
+    assert f"--port {server.port}: cannot listen" in err
     assert out == ""

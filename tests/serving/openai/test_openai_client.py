@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import openai
 import pytest
@@ -346,3 +349,24 @@ def test_rounds_show_the_accepted_drafts(server: Server) -> None:
     assert sum(each["accepted"] for each in rounds) > 10
     assert all(each["accepted"] <= each["verified"] < 8 for each in rounds)
     assert sum(each["tokens"] for each in rounds) <= 60
+
+
+def test_the_example_prints_the_answer_and_the_drafts(server: Server) -> None:
+    command = [sys.executable, str(Path(__file__).parents[3] / "examples" / "openai_client.py")]
+    question = "What should I eat in Borvik?"
+    said = subprocess.run(
+        [*command, question, "--max-tokens=24", f"--url={server.url}/v1"], capture_output=True, text=True
+    )
+    answer = server.openai.chat.completions.create(
+        model="tiny", temperature=0, max_tokens=24, messages=[{"role": "user", "content": question}]
+    )
+    text, _, figures = said.stdout.rpartition("\n[")
+    assert (said.returncode, text) == (0, answer.choices[0].message.content), said.stderr
+    assert answer.usage is not None
+    assert figures.startswith(f"{answer.usage.completion_tokens} tokens; ")
+    assert figures.endswith(" drafts accepted]\n")
+    alone = subprocess.run(
+        [*command, question, "--url=http://127.0.0.1:9/v1"], capture_output=True, text=True
+    )
+    assert (alone.returncode, alone.stderr.count("\n")) == (1, 1)
+    assert alone.stderr.startswith("error: ")

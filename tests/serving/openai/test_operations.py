@@ -88,7 +88,7 @@ def test_what_cannot_be_said_does_not_keep_an_engine_from_being_replaced(tiny: P
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, "-m", "dflash_trt", "serve", str(tiny), f"--http-port={port}", "--threads=1"]
+    command = [sys.executable, "-m", "dflash_trt", "serve", str(tiny), f"--port={port}", "--threads=1"]
     with Path("/dev/full").open("wb") as full, (tmp_path / "out").open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=full)
     server = Server.__new__(Server)
@@ -155,7 +155,7 @@ def test_an_engine_ends_with_its_server_while_it_loads() -> None:
 
 
 def test_a_port_of_the_systems_choice_is_shown(tiny: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dflash_trt", "serve", str(tiny), "--http-port=0", "--threads=1"]
+    command = [sys.executable, "-m", "dflash_trt", "serve", str(tiny), "--port=0", "--threads=1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     shown = {line.split()[0]: line.split()[1] for line in (process.stdout.readline() for _ in range(4))}
@@ -167,7 +167,7 @@ def test_a_port_of_the_systems_choice_is_shown(tiny: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--http-port=70000"], "--http-port: 70000 is not between 0 and 65535"),
+        (["--port=70000"], "--port: 70000 is not between 0 and 65535"),
         (["--grace=nan"], "--grace: nan is not between 0 and 3e8"),
         (["--max-deadline=-1"], "--max-deadline: -1.0 is not between 0 and 3e8"),
         (["--max-deadline=0"], "--max-deadline is 0, expected more"),

@@ -8,7 +8,7 @@ from tests.serving.openai.conftest import Server
 
 
 def scripts(server: Server) -> str:
-    return "".join(server.http.get(f"/page/{name}.js").text for name in ("page", "charts"))
+    return "".join(server.http.get(f"/page/{name}.js").text for name in ("page", "charts", "markdown"))
 
 
 def test_the_page_and_its_parts_are_served_with_a_policy(server: Server) -> None:
@@ -17,6 +17,7 @@ def test_the_page_and_its_parts_are_served_with_a_policy(server: Server) -> None
         ("/page/page.css", "text/css"),
         ("/page/page.js", "text/javascript"),
         ("/page/charts.js", "text/javascript"),
+        ("/page/markdown.js", "text/javascript"),
     ):
         answer = server.http.get(path)
         assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, kind)

@@ -1,9 +1,11 @@
 "use strict";
 // The page of one server: a chat, a race, and charts. Texts of the model are only ever set as text, never as HTML.
 import { watch } from "./charts.js";
+import { Markdown, copyButton } from "./markdown.js";
 
 const $ = (id) => document.getElementById(id);
-const history = [];
+const KEPT = "dflash-trt conversation"; // in this tab's storage, until it is closed or cleared
+let history = []; // messages; `left` are not sent any more, and answers have `rounds` and `times`
 let running = null; // the AbortController of what is being decoded
 
 function headers() {
@@ -21,7 +23,7 @@ function settings() {
 // Reads the events of a stream and calls `take` with each chunk. Throws the server's error.
 async function stream(body, signal, take) {
   const answer = await fetch("v1/chat/completions", { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
-  if (!answer.ok) throw new Error((await answer.json()).error.message);
+  if (!answer.ok) throw Object.assign(new Error((await answer.json()).error.message), { status: answer.status });
   const reader = answer.body.getReader(), decoder = new TextDecoder();
   let held = "";
   for (;;) {
@@ -50,8 +52,15 @@ function part(parent, kind, name, text = "") {
 // A place that shows an answer by rounds, and counts what it sees.
 class Shown {
   constructor(text, figures, strip) {
-    Object.assign(this, { text, figures, strip, tokens: 0, rounds: 0, accepted: 0, verified: 0, content: "" });
+    Object.assign(this, { figures, strip, tokens: 0, rounds: 0, accepted: 0, verified: 0, content: "" });
+    Object.assign(this, { seen: [], written: "", pieces: [], markdown: new Markdown(text, (...where) => this.put(...where)) });
     this.begun = performance.now(); this.first = this.last = 0;
+  }
+  // As it was shown before: the rounds, and the times when it was asked for, and of its first and last round.
+  again(rounds, times) {
+    for (const round of rounds) this.count(round);
+    [this.begun, this.first, this.last] = times;
+    this.show();
   }
   take(chunk) {
     const choice = chunk.choices[0];
@@ -60,25 +69,45 @@ class Shown {
     for (const round of choice.rounds || []) {
       this.last = performance.now();
       this.first ||= this.last;
-      this.tokens += round.tokens; this.accepted += round.accepted; this.verified += round.verified; this.rounds += 1;
-      this.round(round);
+      this.count(round);
     }
     this.show();
   }
-  round({ tokens, accepted, verified, drafted, own }) {
+  count(round) {
+    const { tokens, accepted, verified, drafted, own } = round;
+    this.tokens += tokens; this.accepted += accepted; this.verified += verified; this.rounds += 1;
+    this.seen.push(round);
     const title = `Round ${this.rounds}: ${accepted} of ${verified} drafts accepted, ${tokens - accepted} of the target's own`;
-    if (drafted) part(this.text, "span", "drafted", drafted).title = title;
-    if (own) part(this.text, "span", "own", own).title = title;
+    for (const [name, words] of [["drafted", drafted], ["own", own]]) {
+      if (!words) continue;
+      this.pieces.push({ from: this.written.length, name, title });
+      this.written += words;
+    }
     const column = part(this.strip, "span", "");
     column.title = title;
     for (const [name, count] of [["", accepted], ["ends", tokens - accepted], ["missed", verified - accepted]])
       for (let i = 0; i < count; i += 1) part(column, "i", name);
   }
+  // Appends a part of the text, in spans of the rounds that wrote it.
+  put(parent, from, to) {
+    let low = 0, high = this.pieces.length;
+    while (high - low > 1) { // the last piece that begins at `from` or before
+      const middle = (low + high) >> 1;
+      if (this.pieces[middle].from <= from) low = middle; else high = middle;
+    }
+    for (let at = from; at < to; low += 1) {
+      const end = Math.min(to, this.pieces[low + 1]?.from ?? to), { name, title } = this.pieces[low];
+      part(parent, "span", name, this.written.slice(at, end)).title = title;
+      at = end;
+    }
+  }
   get rate() { return this.last > this.first ? (1000 * (this.tokens - 1)) / (this.last - this.first) : 0; }
+  get rateShown() { return this.rate.toFixed(this.rate < 100 ? 1 : 0); }
   show() {
+    this.markdown.show(this.written);
     const length = this.rounds > 1 ? (this.tokens - 1) / (this.rounds - 1) : 1; // the first token has no round
     const said = [
-      [this.rate.toFixed(0), "tokens/s"], [length.toFixed(2), "tokens per round"],
+      [this.rateShown, "tokens/s"], [length.toFixed(2), "tokens per round"],
       ...(this.verified ? [[`${((100 * this.accepted) / this.verified).toFixed(0)} %`, `of ${this.verified} drafts accepted`]] : []),
       ...(this.first ? [[(this.first - this.begun).toFixed(0), "ms to the first token"]] : []), [this.tokens, "tokens"],
     ];
@@ -96,6 +125,89 @@ function message(role, words = "") {
   return { box, text: part(box, "div", "", words) };
 }
 
+// An answer, empty at first, with its figures and bars and a button that copies it.
+function answerBox(drafts) {
+  const { box, text } = message("assistant");
+  if (!drafts) text.className = "plainly";
+  const shown = new Shown(text, part(box, "p", "figures"), part(box, "div", "strip"));
+  box.append(copyButton(() => shown.content));
+  return { box, shown };
+}
+
+function keep() {
+  try {
+    sessionStorage.setItem(KEPT, JSON.stringify(history));
+  } catch { // no storage, or too long for it: the conversation lasts as long as the page
+  }
+}
+
+function restore() {
+  try {
+    history = JSON.parse(sessionStorage.getItem(KEPT)) || [];
+    show();
+  } catch { // not what this page wrote
+    clear();
+  }
+}
+
+// Draws the conversation from `history`, with a line behind what is not sent any more.
+function show() {
+  $("messages").replaceChildren($("welcome"));
+  $("welcome").hidden = history.length > 0;
+  history.forEach(({ role, content, drafts, rounds, times, left }, at) => {
+    if (role === "user") {
+      message(role, content);
+    } else {
+      const { shown } = answerBox(drafts);
+      shown.content = content;
+      shown.again(rounds, times);
+    }
+    if (left && !history[at + 1]?.left) part($("messages"), "p", "left", "The model no longer sees what is above.");
+  });
+  $("messages").scrollTop = $("messages").scrollHeight;
+}
+
+function clear() {
+  history = [];
+  keep();
+  show();
+}
+
+const sent = (messages) => messages.filter((each) => !each.left).map(({ role, content }) => ({ role, content }));
+
+// How many of the oldest messages must go so that a prompt fits with its answer; 0 if none, null if even all do not help.
+async function tooMany(prompt) {
+  const turns = sent(history);
+  for (let gone = 0; gone <= turns.length; gone += 1) {
+    if (turns[gone]?.role === "assistant") continue; // a question goes with its answer
+    const messages = [...turns.slice(gone), { role: "user", content: prompt }];
+    const answer = await fetch("tokenize", { method: "POST", headers: headers(), body: JSON.stringify({ messages }) });
+    if (!answer.ok) continue;
+    const { count, max_model_len: most } = await answer.json();
+    if (count + (Number($("tokens").value) || 1) <= most) return gone;
+  }
+  return null;
+}
+
+// Behind a refusal: a button that leaves out the oldest turns, if that helps, and asks again.
+async function offer(prompt) {
+  const gone = sent(history).length ? await tooMany(prompt) : null;
+  if (!gone) return;
+  const box = $("messages").querySelector(".message.error:last-child");
+  if (!box) return;
+  const button = part(box, "button", "", `Leave out the oldest ${gone / 2 === 1 ? "question" : `${Math.ceil(gone / 2)} questions`} and ask again`);
+  button.type = "button";
+  button.addEventListener("click", () => {
+    if (running) return;
+    const seen = history.filter((each) => !each.left);
+    for (const each of seen.slice(0, gone)) each.left = true;
+    keep(); show();
+    $("prompt").value = prompt;
+    send();
+  });
+  $("messages").scrollTop = $("messages").scrollHeight;
+}
+
 // Keeps the end in sight for a reader who is there.
 function following(place, change) {
   const there = place.scrollHeight - place.scrollTop - place.clientHeight < 40;
@@ -109,7 +221,9 @@ async function during(work) {
   try {
     await work(running.signal);
   } catch (error) {
-    if (error.name !== "AbortError") following($("messages"), () => message("error", error.message));
+    if (error.name === "AbortError") return;
+    following($("messages"), () => message("error", error.message));
+    if (error.status === 400 && error.prompt) await offer(error.prompt).catch(() => {}); // the server has gone
   } finally {
     running = null;
     for (const button of document.querySelectorAll("#ask button")) button.disabled = button.id === "stop";
@@ -124,18 +238,20 @@ function send() {
   $("prompt").value = "";
   $("messages").scrollTop = $("messages").scrollHeight;
   during(async (signal) => {
-    const { box, text } = message("assistant"), drafts = $("speculate").checked;
-    const shown = new Shown(text, part(box, "p", "figures"), part(box, "div", "strip"));
-    if (!drafts) text.className = "plainly";
+    const drafts = $("speculate").checked, { box, shown } = answerBox(drafts);
     try {
-      await stream({ ...settings(), messages: history, speculate: drafts }, signal, (chunk) => following($("messages"), () => shown.take(chunk)));
+      await stream({ ...settings(), messages: sent(history), speculate: drafts }, signal, (chunk) => following($("messages"), () => shown.take(chunk)));
+    } catch (error) {
+      throw Object.assign(error, { prompt });
     } finally {
       if (shown.content) {
-        history.push({ role: "assistant", content: shown.content });
+        const times = [shown.begun, shown.first, shown.last];
+        history.push({ role: "assistant", content: shown.content, drafts, rounds: shown.seen, times });
       } else { // nothing was said, so nothing was asked
         history.pop(); asked.remove(); box.remove();
         $("prompt").value ||= prompt;
       }
+      keep();
     }
   });
 }
@@ -157,18 +273,21 @@ function race() {
   });
   $("plain-text").classList.add("plainly");
   during(async (signal) => {
-    await Promise.all(lanes.map(async ({ name, speculate, shown }) => {
+    // One after the other, so that each lane has the server for itself.
+    for (const { name, speculate, shown } of lanes) {
+      shown.begun = performance.now();
       await stream({ ...settings(), messages: [{ role: "user", content: prompt }], speculate, seed }, signal, (chunk) => {
         following($(`${name}-text`), () => shown.take(chunk));
         $(`${name}-bar`).style.width = `${Math.min(100, (100 * shown.tokens) / most)}%`;
-        $(`${name}-rate`).textContent = shown.rate.toFixed(0);
+        $(`${name}-rate`).textContent = shown.rateShown;
         part($(`${name}-rate`), "small", "", " tokens/s");
       });
       $(`${name}-bar`).style.width = "100%";
-    }));
+    }
     const [plain, draft] = lanes.map((lane) => lane.shown);
-    const ratio = (plain.last - plain.begun) / (draft.last - draft.begun), same = plain.content === draft.content;
-    $("verdict").textContent = `${ratio.toFixed(2)} times as fast with drafts · ${same ? "the same text" : "DIFFERENT texts"}`;
+    const ratio = draft.rateShown / plain.rateShown, same = plain.content === draft.content; // of the figures as they stand there
+    const speed = Number.isFinite(ratio) && ratio > 0 ? `${ratio.toFixed(2)} times as fast with drafts` : "too short to time";
+    $("verdict").textContent = `${speed} · ${same ? "the same text" : "DIFFERENT texts"}`;
     $("verdict").className = same && ratio > 1 ? "" : "other";
   });
 }
@@ -184,7 +303,8 @@ $("access").addEventListener("submit", (event) => { event.preventDefault(); $("p
 $("prompt").addEventListener("keydown", (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); } });
 $("race").addEventListener("click", race);
 $("stop").addEventListener("click", () => running && running.abort());
-$("clear").addEventListener("click", () => { history.length = 0; $("messages").replaceChildren($("welcome")); $("welcome").hidden = false; });
+$("clear").addEventListener("click", clear);
 $("key").addEventListener("change", name);
+restore();
 name();
 watch($("charts"), (words, good) => { $("state").textContent = words; $("state").className = good ? "up" : "down"; });

@@ -1,0 +1,130 @@
+"""The commands that run a bundle take the name of a pair, too, and build it when it is first used."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from dflash_trt.cli import verify
+from tests.cli.conftest import Output
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(cache))
+
+
+def test_generate_builds_the_pair_once(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("generate", "tiny", "--prompt", "x = [", "--max-tokens", "4", "--json")
+    first = Output(capsys, *command)
+    assert f"building tiny into {cache / 'bundles' / 'tiny'} (once)" in first.err
+    second = Output(capsys, *command)
+    assert "building" not in second.err
+    assert len(second.json["token_ids"]) == 4
+    assert second.json["token_ids"] == first.json["token_ids"]
+
+
+def test_a_cache_that_cannot_be_written_may_hold_the_pair(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_trt.building import first_use
+
+    def refused(*_: object) -> None:
+        raise PermissionError("no")
+
+    Output(capsys, "generate", "tiny", "--prompt", "x", "--max-tokens", "2")
+    monkeypatch.setattr(first_use, "FileLock", refused)
+    assert Output(capsys, "generate", "tiny", "--prompt", "x", "--max-tokens", "2").code == 0
+
+
+def test_the_other_commands_take_it_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    said = Output(capsys, "chat", "tiny", "--max-tokens", "4")
+    assert (said.code, "[4 tokens" in said.out) == (0, True)
+    verified = Output(
+        capsys, "verify", "tiny", "--limit", "1", "--temperatures", "0", "--max-tokens", "4", "--json"
+    )
+    assert (verified.code, verified.json["equal"]) == (0, True)
+    options = ("--requests", "1", "--concurrency", "1", "--max-tokens", "2", "--methods", "plain", "--json")
+    assert Output(capsys, "bench", "tiny", *options).code == 0
+    assert Output(capsys, "deploy", "tiny", "--out", tmp_path / "repository").code == 0
+
+
+def test_serve_takes_it_too(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        command = [sys.executable, "-m", "dflash_trt", "serve", "tiny", "--port", "0", "--threads", "1"]
+        server = subprocess.Popen(command, stdout=out, stderr=out)
+    try:
+        for _ in range(1200):
+            if "/metrics" in log.read_text() or server.poll() is not None:
+                break
+            time.sleep(0.1)
+        assert "/metrics" in log.read_text(), log.read_text()
+        (page,) = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("page ")]
+        with urllib.request.urlopen(f"{page}v1/models", timeout=60) as answer:
+            assert json.load(answer)["data"][0]["id"] == "tiny"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def test_a_directory_of_that_name_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tiny").mkdir()
+    said = Output(capsys, "generate", "tiny", "--prompt", "x")
+    assert said.code == 1
+    assert "tiny" in said.err
+    assert os.listdir(tmp_path / "tiny") == []
+
+
+def test_verify_begins_with_its_time_and_is_quick_by_default(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    checked = Output(capsys, "verify", bundle)
+    took = time.monotonic() - began
+    first = checked.err.splitlines()[0]
+    assert first.startswith("this takes about ")
+    assert checked.out.startswith("4 prompts, 32 tokens each")
+    assert took < 60
+    capsys.readouterr()
+    assert [verify._time(seconds) for seconds in (0.1, 8.2, 89, 200, 5399, 8000)] == [
+        "1 s", "8 s", "89 s", "3 min", "90 min", "2.2 h",
+    ]  # fmt: skip
+
+
+def test_the_estimate_grows_with_what_is_asked(bundle: Path) -> None:
+    from dflash_trt import LLM
+    from dflash_trt.prompts import read_prompts
+    from dflash_trt.reports.verification import expected_seconds
+
+    prompts = read_prompts(None, 4)
+    with LLM(bundle) as llm:
+        small = expected_seconds(
+            llm, prompts[:1], temperatures=[0.0], block_lengths=[8], batch_sizes=[1], max_tokens=8
+        )
+        large = expected_seconds(
+            llm,
+            prompts,
+            temperatures=[0.0, 1.0],
+            block_lengths=[8, 4, None],
+            batch_sizes=[1, 4],
+            max_tokens=64,
+        )
+    assert 0 < 4 * small < large
