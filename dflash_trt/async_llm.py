@@ -121,13 +121,15 @@ class AsyncLLM:
         tree_nodes: int | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        count_prompt: bool = True,
     ) -> AsyncGenerator[Chunk, None]:
         """Complete one prompt in chunks: the tokens that rounds commit (see `stream_interval`).
 
         A consumer that leaves (`aclose`, a cancelled task) frees the slot before the next round. After `timeout`
         seconds the request ends with finish_reason "timeout". `block_length` limits the tokens that a round verifies
         for this request. `tree_nodes` limits the nodes of trees in its rounds, also for the other requests of the
-        batch; 0: chains. The lowest `priority` starts first.
+        batch; 0: chains. The lowest `priority` starts first. Without `count_prompt` the metrics leave out the prompt's
+        tokens, for further samples of a prompt.
 
         Raises:
             RequestError: the request is impossible.
@@ -145,6 +147,7 @@ class AsyncLLM:
             tree_nodes,
             timeout,
             priority,
+            count_prompt,
             give=queue.put_nowait,
             interval_from=0.0,
         )
@@ -165,6 +168,7 @@ class AsyncLLM:
         tree_nodes: int | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        count_prompt: bool = True,
     ) -> None:
         """Call `give` with each chunk of `stream`, in this event loop, until the last one.
 
@@ -198,6 +202,7 @@ class AsyncLLM:
             tree_nodes,
             timeout,
             priority,
+            count_prompt,
             give=take,
             interval_from=0.0,
         )
@@ -216,6 +221,7 @@ class AsyncLLM:
         tree_nodes: int | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        count_prompt: bool = True,
     ) -> Completion:
         """Complete one prompt. See `stream`."""
         queue: asyncio.Queue[_Item] = asyncio.Queue()
@@ -227,6 +233,7 @@ class AsyncLLM:
             tree_nodes,
             timeout,
             priority,
+            count_prompt,
             give=queue.put_nowait,
             interval_from=math.inf,
         )
@@ -281,6 +288,7 @@ class AsyncLLM:
         tree_nodes: int | None,
         timeout: float | None,
         priority: int,
+        count_prompt: bool,
         *,
         give: Callable[[_Item], None],
         interval_from: float,
@@ -309,6 +317,7 @@ class AsyncLLM:
                 block_length=block_length,
                 tree_nodes=tree_nodes,
                 priority=int(priority),
+                count_prompt=count_prompt,
             )
             try:
                 request = await self._texts.run(

@@ -1,7 +1,7 @@
 """The bodies of requests: OpenAI's fields, vLLM's additions under their names there, and our own.
 
-A field that is not here is refused by name. Some fields have no effect on a local server; they are accepted with
-every value (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`), or with the values named below.
+A field that is not here is refused by name. Some fields have no effect on a local server. They are accepted with every
+value that OpenAI's API has.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ class Body(BaseModel):
     """Strict: no field but those named, and no value of another JSON type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+RequestId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 class StreamOptions(Body):
@@ -53,6 +58,9 @@ SAMPLING = (
     "ignore_eos",
     "bad_words",
     "min_tokens",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "allowed_token_ids",
 )
 
 
@@ -73,9 +81,19 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
     min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
     max_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     structured_outputs: Structure | None = None
+    # vLLM's earlier names of the fields of `structured_outputs`.
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    request_id: RequestId | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -93,8 +111,8 @@ class Sampling(Body):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    service_tier: ServiceTier | None = None
+    store: bool | None = None
 
     def sampling(self) -> dict[str, Any]:
         """The given fields of `SamplingParams`."""
@@ -202,7 +220,13 @@ class ChatRequest(Sampling):
     reasoning_effort: str | None = None
     include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    # Without effect here.
+    verbosity: Verbosity | None = None
+    prediction: dict[str, Any] | None = None
 
 
 class TokenizeRequest(Body):
