@@ -23,9 +23,10 @@ python_of = $(or $(PYTHON_$(1)),$(shell for p in python$(1) $(or $(PYENV_ROOT),$
     $$p -c 'import sys, venv, ensurepip; sys.exit("%d.%d" % sys.version_info[:2] != "$(1)")' 2>/dev/null && echo $$p && break; done))
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TORCH := $(shell grep -om1 'torch==[0-9.]*' pyproject.toml)
-CLIENTS := langchain litellm lm_eval aiperf harmony
+CLIENTS := langchain litellm pydantic_ai lm_eval aiperf harmony
 CLIENT_langchain := langchain-openai
 CLIENT_litellm := litellm mcp
+CLIENT_pydantic_ai := pydantic-ai-slim[openai]
 CLIENT_lm_eval := lm-eval[api] transformers
 CLIENT_aiperf := aiperf
 CLIENT_harmony := openai-harmony bpe-openai
@@ -80,7 +81,7 @@ $(PYTHONS:%=test-%): test-%: .venv-test/installed
 	@$(MAKE) .venv-$*/installed PYTHON='$(call python_of,$*)'
 	@.venv-$*/bin/python -m pytest --numprocesses 2 --dist loadfile
 
-clients: .venv-test/installed $(CLIENTS:%=.venv-clients/%/installed)
+clients: .venv-test/installed $(CLIENTS:%=.venv-clients/%/installed) .venv-clients/node/installed
 	@CLIENTS=$(CURDIR)/.venv-clients .venv-test/bin/python -m pytest client_tests \
 	    $(addprefix tests/serving/openai/test_,openai_client.py curl.py)
 
@@ -101,6 +102,7 @@ lock: .venv-test/installed
 	$(call lock,server,--python-platform x86_64-manylinux_2_35 --extra test-server)
 	@$(foreach client,$(CLIENTS),echo '$(CLIENT_$(client))' | tr ' ' '\n' | .venv-test/bin/uv pip compile --quiet --upgrade \
 	    --python-version 3.11 --no-header --no-annotate --no-emit-index-url --output-file requirements/clients/$(client).txt -;)
+	@echo "openai@$$(npm view openai version)" > requirements/clients/node.txt
 
 lint: .venv-test/installed
 	@.venv-test/bin/ruff check .
@@ -163,6 +165,13 @@ clean:
 .venv-clients/%/installed: requirements/clients/%.txt
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) --requirement $<
+	@touch $@
+
+# Without npm the test of this client is skipped.
+.venv-clients/node/installed: requirements/clients/node.txt
+	@mkdir -p $(@D)
+	@if command -v npm >/dev/null; then npm install --silent --no-fund --no-audit --prefix $(@D) $$(cat $<); \
+	    else echo 'npm is not installed: the client for JavaScript is left out' >&2; fi
 	@touch $@
 
 .venv-deploy/installed: requirements/deploy.txt

@@ -132,7 +132,8 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     Without `additionalProperties` a JSON schema allows any others, and a model then invents some. Objects that have it,
     or that declare no property, stay as they are.
     """
-    return _Closing(schema).close(schema)
+    made: dict[str, Any] = _Closing(schema).close(schema)
+    return made
 
 
 class _Closing:

@@ -336,7 +336,7 @@ def test_special_tokens_may_have_text() -> None:
         ([("", ")")], "stop ) stop", "stop ) "),
         ([("", ")")], "stop", "stop"),
         ([("<|start|>", "<|end|>")], "<|start|>stop<|end|>stop", "stop"),
-        ([("<|start|>", ":"), ("<|start|>o", "<|end|>")], "<|start|>stop:<|start|>o: stop<|end|>a stop", "stop:o: stopa "),
+        ([("<|start|>", ":"), ("<|start|>o", "<|end|>")], "<|start|>stop:<|start|>o stop<|end|>stop", "stop:o stop"),
         ([("<stop>", ")")], "<stop> stop ) stop", "<stop> stop ) "),
         ([("<stopped>", ")")], "<stop the stopped", "<"),
         ([("<stopped>", ")")], "<stopp", "<"),
