@@ -70,7 +70,10 @@ def test_integers_beyond_the_bits_of_an_input_are_refused(tiny: Serving, name: s
     fields = {"text_input": PROMPT, "max_tokens": 2} if name != "input_ids" else {"max_tokens": 2}
     status, answer = tiny.generate(**fields | {name: value})
     assert status == 400
-    assert f"{name} is {value[1] if isinstance(value, list) else value}, expected an integer from" in answer["error"]
+    assert (
+        f"{name} is {value[1] if isinstance(value, list) else value}, expected an integer from"
+        in answer["error"]
+    )
 
 
 def test_messages_go_through_the_chat_template(tiny: Serving) -> None:
