@@ -140,6 +140,7 @@ def test_aiperf(server: Server, tiny: Path, tmp_path: Path) -> None:
     assert found["request_count"]["avg"] == 6
     assert found["output_sequence_length"]["avg"] > 0
     assert 0 < found["time_to_first_token"]["avg"] <= found["request_latency"]["avg"]
+    assert found["spec_decode_acceptance_length"]["avg"] >= 1
 
 
 MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
