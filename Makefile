@@ -19,9 +19,10 @@ PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TEST ?= .venv-test
 TORCH := $(shell grep -om1 'torch==[0-9.]*' requirements/test.in)
 EXTRAS := gguf,serve,train,quantize,tensorrt-rtx,tensorrt-llm
-CLIENTS := langchain litellm lm_eval aiperf harmony
+CLIENTS := langchain litellm pydantic_ai lm_eval aiperf harmony
 CLIENT_langchain := langchain-openai
 CLIENT_litellm := litellm mcp
+CLIENT_pydantic_ai := pydantic-ai-slim[openai]
 CLIENT_lm_eval := lm-eval[api] transformers
 CLIENT_aiperf := aiperf
 CLIENT_harmony := openai-harmony bpe-openai
@@ -52,7 +53,7 @@ test: $(TEST)/installed .venv-server/installed .venv-floors/installed
 	@.venv-server/bin/python -m pytest server_tests
 	@.venv-floors/bin/python -m pytest $(CORE_TESTS)
 
-clients: $(TEST)/installed $(CLIENTS:%=.venv-clients/%/installed)
+clients: $(TEST)/installed $(CLIENTS:%=.venv-clients/%/installed) .venv-clients/node/installed
 	@CLIENTS=$(CURDIR)/.venv-clients $(TEST)/bin/python -m pytest client_tests \
 	    $(addprefix tests/serving/openai/test_,openai_client.py curl.py)
 
@@ -85,6 +86,7 @@ lock: $(TEST)/installed
 	$(call lock,server,--python-platform x86_64-manylinux_2_35 requirements/server.in --extra serve --extra tensorrt-llm --extra triton)
 	@$(foreach client,$(CLIENTS),echo '$(CLIENT_$(client))' | tr ' ' '\n' | $(TEST)/bin/uv pip compile --quiet --upgrade \
 	    --python-version 3.11 --no-header --no-annotate --no-emit-index-url --output-file requirements/clients/$(client).txt -;)
+	@echo "openai@$$(npm view openai version)" > requirements/clients/node.txt
 
 clean:
 	rm -rf .venv .venv-clients .venv-test .venv-3.* .venv-wheel .venv-server .venv-floors build dist site
@@ -113,6 +115,13 @@ $(TEST)/installed: pyproject.toml requirements/test.txt requirements/test.in
 .venv-clients/%/installed: requirements/clients/%.txt
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) --requirement $<
+	@touch $@
+
+# Without npm the test of this client is skipped.
+.venv-clients/node/installed: requirements/clients/node.txt
+	@mkdir -p $(@D)
+	@if command -v npm >/dev/null; then npm install --silent --no-fund --no-audit --prefix $(@D) $$(cat $<); \
+	    else echo 'npm is not installed: the client for JavaScript is left out' >&2; fi
 	@touch $@
 
 .venv-floors/installed: pyproject.toml

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from client_tests.conftest import FOLDER, Run, environment, printed
+from client_tests.conftest import ENVIRONMENTS, FOLDER, Run, environment, printed
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.serving.openai.channels import Channels
 from dflash_trt.serving.openai.parsing import Part, Plain
@@ -37,6 +37,9 @@ def test_langchain(client: Run, llm: LLM) -> None:
     (call,) = found["calls"]
     assert call["name"] == "convert_money"
     assert isinstance(call["args"]["amount"], int)
+    assert list(call["args"]) == ["amount"]
+    (weather,) = found["any"]
+    assert (weather["name"], list(weather["args"])) == ("get_weather", ["city"])
     assert set(found["trip"]) == {"city", "days"}
     assert found["completion"] == llm.generate("x = [", SamplingParams(max_tokens=12)).text
 
@@ -52,6 +55,35 @@ def test_litellm(client: Run, llm: LLM) -> None:
     assert list(found["trip"]) == ["city"]
     assert found["completion"] == llm.generate("x = [", SamplingParams(max_tokens=12)).text
     assert "this server has tiny" in found["refused"]
+
+
+def test_pydantic_ai(client: Run, llm: LLM) -> None:
+    found = client("pydantic_ai")
+    text, tokens, _ = expected(llm)
+    assert (found["whole"], found["tokens"]) == (text, tokens)
+    assert "".join(found["chunks"]) == found["response"] == text
+    assert sum(map(bool, found["chunks"])) > 1
+    for trip in (found["by_tool"], found["by_format"]):
+        assert trip["city"] in ("Borvik", "Hestin")
+        assert trip["days"] in (1, 2, 3)
+    assert found["called"][:1] == [130]
+
+
+def test_node(server: Server, llm: LLM) -> None:
+    modules = ENVIRONMENTS / "node" / "node_modules"
+    if not modules.exists():
+        pytest.skip("there is no environment of node; make clients makes it")
+    out = printed("node", FOLDER / "clients" / "node.mjs", f"{server.url}/v1", modules)
+    found = json.loads(out.splitlines()[-1])
+    text, tokens, reason = expected(llm)
+    assert (found["whole"], found["tokens"], found["reason"]) == (text, tokens, reason)
+    assert "".join(found["chunks"]) == found["final"] == found["response"] == text
+    assert found["streamed"] == tokens
+    assert found["status"] == {"stop": "completed", "length": "incomplete"}[reason]
+    (call,) = found["calls"]
+    assert (call["name"], list(json.loads(call["arguments"]))) == ("convert_money", ["amount"])
+    assert found["trip"] == {"city": "Borvik"}
+    assert found["refused"] == {"status": 400, "param": "max_output_tokens"}
 
 
 ITEMS: list[dict[str, Any]] = [
@@ -108,6 +140,7 @@ def test_aiperf(server: Server, tiny: Path, tmp_path: Path) -> None:
     assert found["request_count"]["avg"] == 6
     assert found["output_sequence_length"]["avg"] > 0
     assert 0 < found["time_to_first_token"]["avg"] <= found["request_latency"]["avg"]
+    assert found["spec_decode_acceptance_length"]["avg"] >= 1
 
 
 MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")

@@ -123,6 +123,7 @@ class AsyncLLM:
         timeout: float | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        count_prompt: bool = True,
     ) -> AsyncGenerator[Chunk, None]:
         """Complete one prompt in chunks: the tokens that rounds commit (see `stream_interval`).
 
@@ -130,7 +131,8 @@ class AsyncLLM:
         seconds the request ends with finish_reason "timeout". `block_length` limits the tokens that a round verifies
         for this request. `tree_nodes` limits the nodes of trees in its rounds, also for the other requests of the
         batch; 0: chains. `priority`, -100 to 100: each step counts like a second in the queue, and the lowest starts
-        first. A request reuses the cache rows of requests with the same `cache_salt` only.
+        first. A request reuses the cache rows of requests with the same `cache_salt` only. Without `count_prompt` the
+        metrics leave out the prompt's tokens, for further samples of a prompt.
 
         Raises:
             RequestError: the request is impossible.
@@ -149,6 +151,7 @@ class AsyncLLM:
             timeout,
             priority,
             cache_salt,
+            count_prompt,
             give=queue.put_nowait,
             interval_from=0.0,
         )
@@ -171,6 +174,7 @@ class AsyncLLM:
         timeout: float | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        count_prompt: bool = True,
     ) -> None:
         """Call `give` with each chunk of `stream`, in this event loop, until the last one.
 
@@ -205,6 +209,7 @@ class AsyncLLM:
             timeout,
             priority,
             cache_salt,
+            count_prompt,
             give=take,
             interval_from=0.0,
         )
@@ -225,6 +230,7 @@ class AsyncLLM:
         timeout: float | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        count_prompt: bool = True,
     ) -> Completion:
         """Complete one prompt. See `stream`."""
         queue: asyncio.Queue[_Item] = asyncio.Queue()
@@ -237,6 +243,7 @@ class AsyncLLM:
             timeout,
             priority,
             cache_salt,
+            count_prompt,
             give=queue.put_nowait,
             interval_from=math.inf,
         )
@@ -292,6 +299,7 @@ class AsyncLLM:
         timeout: float | None,
         priority: int,
         cache_salt: str,
+        count_prompt: bool,
         *,
         give: Callable[[_Item], None],
         interval_from: float,
@@ -323,6 +331,7 @@ class AsyncLLM:
                 tree_nodes=tree_nodes,
                 priority=int(priority),
                 cache_salt=cache_salt,
+                count_prompt=count_prompt,
             )
             try:
                 request = await self._texts.run(

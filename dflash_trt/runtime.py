@@ -229,6 +229,7 @@ class Runtime:
         tree_nodes: int | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        count_prompt: bool = True,
     ) -> Request:
         """Make a request that this bundle can serve; tokenizes. `deadline` is a time of perf_counter. Raises
         RequestError.
@@ -251,10 +252,12 @@ class Runtime:
             vocab = self.bundle.manifest["vocab_size"]
             if params.logit_bias and (most := max(params.logit_bias)) >= vocab:
                 raise RequestError(f"logit_bias has token id {most}, expected 0..{vocab - 1}")
+            if params.allowed_token_ids and (most := max(params.allowed_token_ids)) >= vocab:
+                raise RequestError(f"allowed_token_ids contains {most}, expected 0..{vocab - 1}")
             form = params.structured_outputs
             structure = None if form is None else self._structures.compile(form)
             made = self._request(ids, params, draft, deadline, block_length, priority, structure)
-            made.tree_nodes, made.cache_salt = tree_nodes, cache_salt
+            made.tree_nodes, made.cache_salt, made.count_prompt = tree_nodes, cache_salt, count_prompt
             return made
         except MemoryError as error:
             raise RequestError(
@@ -300,7 +303,7 @@ class Runtime:
         structure: Structure | None = None,
     ) -> Request:
         eos = () if params.ignore_eos else tuple(self.bundle.manifest["eos_token_ids"])
-        stop = StopChecker(params, eos, Detokenizer(self.tokenizer.backend))
+        stop = StopChecker(params, eos, Detokenizer(self.tokenizer.backend, params.skip_special_tokens))
         words, vocab = self._word_tokens(params.bad_words), self.bundle.manifest["vocab_size"]
         ends = [token for token in stop.end_tokens if token < vocab]
         return Request(

@@ -14,10 +14,17 @@ TOOL = {
         "description": "Convert an amount of money",
         "parameters": {
             "type": "object",
-            "properties": {"amount": {"type": "integer"}},
+            "properties": {"amount": {"type": "integer", "maximum": 999}},
             "required": ["amount"],
         },
     },
+}
+WEATHER = {
+    "title": "get_weather",
+    "description": "The weather in a city",
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
 }
 TRIP = {
     "title": "trip",
@@ -36,7 +43,13 @@ url = sys.argv[1]
 chat = ChatOpenAI(base_url=url, api_key="none", model="tiny", max_tokens=40, temperature=0, max_retries=0)
 whole = chat.invoke(ASKED)
 chunks = list(chat.stream(ASKED, stream_usage=True))
-call = chat.bind_tools([TOOL], tool_choice="required").invoke("Convert 5 crowns", max_tokens=80)
+call = chat.bind_tools([TOOL], tool_choice="required").invoke(
+    "Convert 5 crowns", max_tokens=80, parallel_tool_calls=False
+)
+one = {"max_tokens": 80, "parallel_tool_calls": False}
+any_call = chat.bind_tools([WEATHER], tool_choice="any").invoke(
+    "The weather in Borvik on Monday at noon", **one
+)
 trip = chat.with_structured_output(TRIP, method="json_schema").invoke("A trip")
 completion = OpenAI(base_url=url, api_key="none", model="tiny", max_tokens=12, temperature=0, max_retries=0)
 print(
@@ -49,6 +62,7 @@ print(
             "streamed_tokens": sum((chunk.usage_metadata or {}).get("output_tokens", 0) for chunk in chunks),
             "several": asyncio.run(several(chat)),
             "calls": call.tool_calls,
+            "any": any_call.tool_calls,
             "trip": trip,
             "completion": completion.invoke("x = ["),
         }

@@ -7,7 +7,8 @@ import sys
 import litellm
 
 ASKED = [{"role": "user", "content": "What should I eat in Borvik?"}]
-PARAMETERS = {"type": "object", "properties": {"amount": {"type": "integer"}}, "required": ["amount"]}
+AMOUNT = {"type": "integer", "maximum": 999}
+PARAMETERS = {"type": "object", "properties": {"amount": AMOUNT}, "required": ["amount"]}
 TOOL = {"type": "function", "function": {"name": "convert_money", "parameters": PARAMETERS}}
 SCHEMA = {
     "type": "object",
@@ -22,7 +23,9 @@ whole = litellm.completion(**chat)
 chunks = list(litellm.completion(**chat, stream=True, stream_options={"include_usage": True}))
 later = asyncio.run(litellm.acompletion(**chat))
 legacy = litellm.text_completion(model="text-completion-openai/tiny", prompt="x = [", max_tokens=12, **common)
-call = litellm.completion(**chat | {"max_tokens": 80}, tools=[TOOL], tool_choice="required")
+call = litellm.completion(
+    **chat | {"max_tokens": 80}, tools=[TOOL], tool_choice="required", parallel_tool_calls=False
+)
 form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
 shaped = litellm.completion(**chat | {"max_tokens": 60}, response_format=form)
 try:

@@ -26,9 +26,9 @@ _RECENT = 4096
 
 # name: (help, source in the statistics)
 _COUNTERS = {
-    "prompt_tokens": ("prompt tokens of ended requests", "num_prompt_tokens"),
+    "prompt_tokens": ("prompt tokens of ended requests that got a token", "num_prompt_tokens"),
     "prompt_tokens_cached": (
-        "prompt tokens of ended requests whose cache rows were reused",
+        "prompt tokens of these requests whose cache rows were reused",
         "num_cached_tokens",
     ),
     "spec_decode_num_drafts": ("verifications with a draft", "num_drafts"),
@@ -63,7 +63,7 @@ _DISTRIBUTIONS = {
     "request_prefill_time_seconds": ("first prefill pass to first token", _SECONDS),
     "request_decode_time_seconds": ("first token to last token", _SECONDS),
     "e2e_request_latency_seconds": ("arrival to last token, of completed requests", _SECONDS),
-    "request_prompt_tokens": ("prompt tokens of an ended request", _TOKENS),
+    "request_prompt_tokens": ("prompt tokens of an ended request that got a token", _TOKENS),
     "request_generation_tokens": ("generated tokens of an ended request", _TOKENS),
     "spec_decode_num_accepted_tokens_per_draft": ("drafts accepted by one verification", _ACCEPTED),
 }
@@ -168,8 +168,11 @@ class Metrics:
     def _ended(self, emission: Emission, reason: FinishReason) -> None:
         request, statistics = emission.request, emission.request.statistics
         self._reasons[reason] += 1
+        if request.count_prompt and request.output:
+            self._times["request_prompt_tokens"].add(statistics.num_prompt_tokens)
+        else:
+            statistics = replace(statistics, num_prompt_tokens=0, num_cached_tokens=0)
         self._total = Statistics.merge((self._total, statistics))
-        self._times["request_prompt_tokens"].add(statistics.num_prompt_tokens)
         self._times["request_generation_tokens"].add(statistics.num_generation_tokens)
         for accepted, drafts in enumerate(statistics.acceptance_histogram):
             if drafts:

@@ -26,6 +26,7 @@ MOST_CHARACTERS = 8192  # for stop, and for bad_words: the search takes 120 byte
 MOST_SAMPLES = 128  # of one prompt, as in OpenAI's API
 MOST_PRIORITY = 100  # either way; requests with lower numbers start first
 MOST_LOGPROBS = 20  # for top_logprobs, as in OpenAI's API
+_FLAGS = ("ignore_eos", "logprobs", "prompt_logprobs", "include_stop_str_in_output", "skip_special_tokens")
 _SMALLEST = 2.0**-126  # the smallest normal float32; kernels may take smaller numbers for 0
 
 
@@ -33,8 +34,8 @@ _SMALLEST = 2.0**-126  # the smallest normal float32; kernels may take smaller n
 class SamplingParams:
     """The decoding parameters of one request, with vLLM's names and meanings. Raises RequestError naming the field.
 
-    They apply in vLLM's order: `structured_outputs`, bad words and `min_tokens`, bias, penalties, temperature, min-p,
-    top-k, top-p.
+    They apply in vLLM's order: `structured_outputs`, `allowed_token_ids`, bad words and `min_tokens`, bias, penalties,
+    temperature, min-p, top-k, top-p.
 
     max_tokens: the most tokens to generate, stop token included.
     min_tokens: so many tokens are generated before an end token may come, or a stop string counts.
@@ -48,9 +49,15 @@ class SamplingParams:
     seed: 0 to 2**64 - 1; None draws one, reported in Completion.seed.
     stop: strings that end the text. They are not part of it.
     stop_token_ids: more end tokens, in addition to the model's own.
+    include_stop_str_in_output: the text also has the stop string, or the text of the stop token.
+    stop_outside: pairs of marks, such as ("<think>", "</think>"). A stop string does not count between the first and
+        the second one. The pair that begins last counts. A pair whose first mark is "" has begun with the text.
+    skip_special_tokens: special tokens have no text.
     ignore_eos: ignore the model's own end tokens. `stop` and `stop_token_ids` still end the text.
     bad_words: words that are not generated. Their token sequences, with and without a leading space, are never
         completed. Other tokens may still spell the same letters.
+    allowed_token_ids: no other tokens are generated; None allows all. The model's end tokens must be among them to end
+        the text.
     logit_bias: numbers from -100 to 100 that are added to the logits of these token ids.
     structured_outputs: the form that the whole text must have. It ends by the model's own end token.
     logprobs: report the natural logarithm of each token's probability under the target. It is that of the raw logits,
@@ -73,9 +80,13 @@ class SamplingParams:
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    stop_outside: Sequence[Sequence[str]] = ()
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     bad_words: Sequence[str] = ()
     min_tokens: int = 0
+    allowed_token_ids: Sequence[int] | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     structured_outputs: StructuredOutputs | None = None
     logprobs: bool = False
@@ -100,7 +111,7 @@ class SamplingParams:
         self._number("repetition_penalty", 0.01, 100)
         self._number("presence_penalty", -100, 100)
         self._number("frequency_penalty", -100, 100)
-        for name in ("ignore_eos", "logprobs", "prompt_logprobs"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise UsageError(f"{name} is {quoted(getattr(self, name))}, expected True or False")
             object.__setattr__(self, name, bool(getattr(self, name)))
@@ -123,7 +134,22 @@ class SamplingParams:
         ids = tuple(token_ids(self._items("stop_token_ids"), "stop_token_ids"))
         if ids and min(ids) < 0:
             raise UsageError(f"stop_token_ids contains {quoted(min(ids))}, expected token ids (0 or more)")
+        marks = tuple(
+            tuple(pair) if isinstance(pair, list | tuple) else () for pair in self._items("stop_outside")
+        )
+        if wrong := [p for p in marks if len(p) != 2 or not all(isinstance(m, str) for m in p) or not p[1]]:
+            raise UsageError(f"stop_outside contains {quoted(list(wrong[0]))}, expected pairs of marks")
+        if self.allowed_token_ids is not None:
+            if not isinstance(self.allowed_token_ids, Sequence | np.ndarray):
+                raise UsageError(f"allowed_token_ids is {quoted(self.allowed_token_ids)}, expected a list")
+            allowed = tuple(dict.fromkeys(token_ids(self.allowed_token_ids, "allowed_token_ids")))
+            if not allowed or min(allowed) < 0:
+                raise UsageError(
+                    f"allowed_token_ids is {quoted(list(allowed))}, expected at least one token id (0 or more)"
+                )
+            object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_outside", marks)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "bad_words", bad_words)
         object.__setattr__(self, "logit_bias", self._biases())
@@ -137,7 +163,11 @@ class SamplingParams:
     def adjusted(self) -> bool:
         """Whether the logits are adjusted before the temperature. Then a History is needed, and the host decides."""
         return self.penalized or bool(
-            self.bad_words or self.logit_bias or self.min_tokens or self.structured_outputs
+            self.bad_words
+            or self.logit_bias
+            or self.min_tokens
+            or self.structured_outputs
+            or self.allowed_token_ids
         )
 
     @property
@@ -246,7 +276,7 @@ class Completion:
     """One finished request.
 
     token_ids: include the stop token.
-    text: excludes the stop token, and ends before a stop string.
+    text: excludes the stop token, and ends before a stop string, unless they are asked for.
     logprobs: one number per token, if requested. top_logprobs: one list per token.
     prompt_logprobs: one number per token of the prompt, if requested. The first is None, because nothing precedes it.
     prompt_top_logprobs: one list per token of the prompt; the first is empty.

@@ -31,6 +31,7 @@ class Request:
     tree_nodes: int | None = None  # most nodes of trees in its rounds; 0: chains; None: no limit of its own
     priority: int = 0  # requests with lower numbers start first
     cache_salt: str = ""  # rows are reused only between requests with the same one
+    count_prompt: bool = True  # whether the metrics count its prompt; one of several samples does
     statistics: Statistics = field(default_factory=Statistics)
     cancelled: bool = False
     sound: bool = True  # False: it ended with numbers that are not finite, and its slot may hold such numbers

@@ -124,11 +124,11 @@ def _check_name(name: str) -> None:
         )
 
 
-def request_fields() -> list[str]:
-    """The fields of a JSON request to the model: its inputs, and those of Triton's own."""
+def request_fields() -> dict[str, str]:
+    """The fields of a JSON request to the model: its inputs with their data types, and those of Triton's own."""
     config = (template() / MODEL / "config.pbtxt").read_text(encoding="utf-8")
     inputs = config[config.index("input [") : config.index("output [")]
-    return [*re.findall(r'name: "(\w+)"', inputs), "id", "parameters"]
+    return dict(re.findall(r'name: "(\w+)" data_type: TYPE_(\w+)', inputs)) | {"id": "", "parameters": ""}
 
 
 def template() -> Path:

@@ -32,7 +32,7 @@ class Settings:
     host: the address to listen on.
     upstream: the directory of tritonserver's sockets.
     max_bytes: the longest body or gRPC message that a client may send.
-    fields: the fields that a body over HTTP may have. None accepts all.
+    fields: the fields that a body over HTTP may have, with Triton's data types. None accepts all.
     """
 
     host: str
@@ -41,7 +41,7 @@ class Settings:
     metrics_port: int
     upstream: str
     max_bytes: int
-    fields: list[str] | None = None
+    fields: dict[str, str] | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
@@ -30,6 +30,7 @@ MAX_CHUNKS = 4096  # bytes per read of a body without a length: reading single b
 # Nesting depth and number of lists and objects in a body. A request has two levels and a handful of objects. Triton
 # 24.10 crashes at 100,000 levels, which take 200 kB.
 MAX_NESTING, MAX_NESTED = 8, 1000
+_LIMITS = {"INT32": (-(2**31), 2**31 - 1), "UINT64": (0, 2**64 - 1)}
 
 _MODEL = r"/v2/models/\w[\w.-]*(?:/versions/\d+)?"
 _READ = re.compile(
@@ -55,7 +56,7 @@ class HttpProxy:
     """Pass on GET for the paths `read` and POST for the paths `ask` to a server at a Unix socket.
 
     max_bytes: the longest body that is accepted.
-    fields: the fields that a body may have. None accepts all.
+    fields: the fields that a body may have, with Triton's data types. None accepts all.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class HttpProxy:
         read: re.Pattern[str],
         ask: re.Pattern[str],
         max_bytes: int,
-        fields: Collection[str] | None = None,
+        fields: Mapping[str, str] | None = None,
     ) -> None:
         self._socket, self._read, self._ask, self._max_bytes = socket, read, ask, max_bytes
         self._fields = fields
@@ -207,10 +208,11 @@ class HttpProxy:
             return response
 
 
-def check_json(body: bytes, known: Collection[str] | None = None) -> None:
+def check_json(body: bytes, known: Mapping[str, str] | None = None) -> None:
     """Raise Refused unless the body is a JSON object that all parsers read alike, within limits.
 
-    known: its possible fields. Triton ignores the others without a word.
+    known: its possible fields, with Triton's data types. Triton ignores other fields without a word, and keeps the low
+    bits of integers that are too large.
     """
     try:
         fields = json.loads(body.decode())
@@ -219,6 +221,9 @@ def check_json(body: bytes, known: Collection[str] | None = None) -> None:
     _need(isinstance(fields, dict), 400, "the body is not a JSON object")
     if known is not None and (unknown := [name for name in fields if name not in known]):
         raise Refused(400, f"{unknown[0][:100]!a} is not a field of this model; see /v2/models/dflash/config")
+    for name, value in fields.items():
+        if (limits := _LIMITS.get((known or {}).get(name, ""))) is not None:
+            _check_integers(name, value, *limits)
     pending, count = [(fields, 1)], 0
     while pending:
         value, level = pending.pop()
@@ -229,6 +234,16 @@ def check_json(body: bytes, known: Collection[str] | None = None) -> None:
         _need(
             count + len(pending) <= MAX_NESTED, 400, f"the body has more than {MAX_NESTED} lists and objects"
         )
+
+
+def _check_integers(name: str, value: Any, low: int, high: int) -> None:
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list):
+            pending += value
+        elif isinstance(value, int | float) and not low <= value <= high:
+            raise Refused(400, f"{name} is {str(value)[:40]}, expected an integer from {low} to {high}")
 
 
 def _unknown(path: str) -> tuple[int, str]:

@@ -188,16 +188,16 @@ class Worker:
                 for sample in samples:  # if one has failed
                     sample.cancel()
         except BusyError as error:
-            self._send(key, {"error": ["UNAVAILABLE", str(error)], "busy": True})
+            self._refuse(key, "UNAVAILABLE", str(error), busy=True)
         except DecodingError as error:
-            self._send(key, {"error": ["INTERNAL", str(error)]})
+            self._refuse(key, "INTERNAL", str(error))
         except RequestError as error:
-            self._send(key, {"error": ["INVALID_ARG", _named(str(error), message["field"])]})
+            self._refuse(key, "INVALID_ARG", _named(str(error), message["field"]))
         except DFlashError as error:
             if self._closing is None:
                 self._fail()
             text = str(error) if self._closing is None else "the server is stopping"
-            self._send(key, {"error": ["UNAVAILABLE", text]})
+            self._refuse(key, "UNAVAILABLE", text)
 
     def _params(self, message: dict[str, Any]) -> SamplingParams:
         given = dict(message["params"])
@@ -226,6 +226,8 @@ class Worker:
         """Send the updates of one sequence."""
         options = {name: message[name] for name in ("speculate", "block_length", "tree_nodes", "timeout")}
         options |= {"priority": message.get("priority", 0), "cache_salt": message.get("cache_salt", "")}
+        # One sample of a prompt counts its tokens: the first.
+        options["count_prompt"] = not index.get("index", 0)
 
         def send(part: Chunk | Completion) -> None:
             self._send(key, self._about_prompt(part, message["echo"]) | _update(part, arrived) | index)
@@ -239,10 +241,17 @@ class Worker:
         """Answer the request, whatever ended its task."""
         del self._tasks[key]
         if task.cancelled():  # perhaps before it started
-            self._send(key, {"error": ["CANCELLED", "the client has left"]})
+            self._refuse(key, "CANCELLED", "the client has left")
         elif error := task.exception():  # an unexpected error, or a library's panic
             traceback.print_exception(error)
-            self._send(key, {"error": ["INTERNAL", f"{type(error).__name__}: {error}"]})
+            self._refuse(key, "INTERNAL", f"{type(error).__name__}: {error}")
+
+    def _refuse(self, key: int, code: str, text: str, **more: bool) -> None:
+        """Answer a request with an error. Clients learn nothing of the server's folders."""
+        folder = str(self._llm.bundle.path)
+        self._send(
+            key, {"error": [code, text.replace(f"{folder}/", "").replace(folder, "the bundle")], **more}
+        )
 
     def _about_prompt(self, part: Chunk | Completion, echo: bool) -> dict[str, Any]:
         """Fields of a request's first update besides its tokens. Later updates have none."""
@@ -299,6 +308,7 @@ def _update(part: Chunk | Completion, arrived: int) -> dict[str, Any]:
         update["finish_reason"] = part.finish_reason
         update["num_draft_tokens"], update["num_accepted_tokens"] = s.num_draft_tokens, s.num_accepted_tokens
         update["num_cached_tokens"] = s.num_cached_tokens
+        update["acceptance_histogram"] = s.acceptance_histogram
         update["times"] = _times(s, arrived)
     return update
 

@@ -92,7 +92,7 @@ class ChatTemplates:
         return str(answer["text"])
 
     def _refusal(self, reason: str) -> RequestError:
-        return RequestError(f"{self.path}: the template refuses the messages: {reason}")
+        return RequestError(f"{self.path.name}: the template refuses the messages: {reason}")
 
 
 class _Renderer:

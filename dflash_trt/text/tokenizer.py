@@ -73,9 +73,7 @@ class Tokenizer:
         text is not refused.
         """
         try:
-            with _library(
-                RequestError, f"{self.directory / 'tokenizer.json'}: the tokenizer fails on this prompt"
-            ):
+            with _library(RequestError, "tokenizer.json: the tokenizer fails on this prompt"):
                 if max_tokens is not None:
                     self._check_length(text, max_tokens)
                 return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -114,9 +112,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Bytes that are not UTF-8 become U+FFFD."""
-        with _library(
-            RequestError, f"{self.directory / 'tokenizer.json'}: the tokenizer fails on these tokens"
-        ):
+        with _library(RequestError, "tokenizer.json: the tokenizer fails on these tokens"):
             if len(token_ids) >= LONG:  # unlike `decode`, this lets other threads run
                 return self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -92,6 +92,7 @@ class Driver:
             "min_tokens": params.min_tokens,
             "structured_outputs": params.structured_outputs,
             "logit_bias": params.logit_bias,
+            "allowed_token_ids": params.allowed_token_ids,
             "logprobs": params.logprobs,
             "prompt_logprobs": params.prompt_logprobs,
         }

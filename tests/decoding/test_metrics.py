@@ -63,6 +63,8 @@ def served() -> tuple[Pool, list[Request]]:
         for i in range(40)
     ]
     requests[7].deadline = 0.0
+    for sample in requests[30:38]:
+        sample.count_prompt = False
     for each in requests:
         pool.scheduler.submit(each)
     for step in range(2000):
@@ -75,11 +77,13 @@ def served() -> tuple[Pool, list[Request]]:
 def test_the_sums_are_those_of_the_requests(served) -> None:
     pool, requests = served
     total = Statistics.merge(r.statistics for r in requests)
+    prompts = [r.statistics for r in requests if r.output and r.count_prompt]
+    assert len(prompts) < len(requests) - 8
     for found in (pool.scheduler.metrics.snapshot(), Exposition(pool.scheduler.metrics.prometheus())):
         get = found.__getitem__
         end = "" if isinstance(found, dict) else "_total"
-        assert get(f"prompt_tokens{end}") == total.num_prompt_tokens
-        assert get(f"prompt_tokens_cached{end}") == total.num_cached_tokens > 0
+        assert get(f"prompt_tokens{end}") == sum(s.num_prompt_tokens for s in prompts)
+        assert get(f"prompt_tokens_cached{end}") == sum(s.num_cached_tokens for s in prompts) > 0
         assert get(f"generation_tokens{end}") == total.num_generation_tokens
         assert get(f"spec_decode_num_drafts{end}") == total.num_drafts > 0
         assert get(f"spec_decode_num_draft_tokens{end}") == total.num_draft_tokens
@@ -111,7 +115,7 @@ def test_labelled_counters_and_distributions(served) -> None:
         "request_time_per_output_token_seconds": sum(r.params.max_tokens > 1 for r in ended),
         "request_prefill_time_seconds": sum(bool(r.output) for r in requests),
         "request_decode_time_seconds": sum(bool(r.output) for r in requests),
-        "request_prompt_tokens": len(requests),
+        "request_prompt_tokens": sum(bool(r.output) and r.count_prompt for r in requests),
         "request_generation_tokens": len(requests),
         "spec_decode_num_accepted_tokens_per_draft": total.num_drafts,
         "inter_token_latency_seconds": sum(max(0, r.statistics.num_generation_tokens - 1) for r in requests),

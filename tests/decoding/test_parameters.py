@@ -39,6 +39,7 @@ ANY = st.builds(
     frequency_penalty=st.sampled_from([0.0, 0.4]),
     bad_words=st.sampled_from([(), ("a", "th")]),
     logit_bias=st.dictionaries(st.integers(0, 383), st.sampled_from([-100, 1, 4]), max_size=5),
+    allowed_token_ids=st.sampled_from([None, tuple(range(90, 200)), (5,)]),
     ignore_eos=st.booleans(),
     seed=st.integers(0, 2**64 - 1),
 )
@@ -107,6 +108,21 @@ def test_nothing_ends_before_min_tokens(llm: LLM) -> None:
     assert llm.generate(prompt(9), mine).token_ids[3:] == [11]
 
 
+def test_only_allowed_tokens_are_generated(llm: LLM) -> None:
+    (end, *_) = llm.bundle.manifest["eos_token_ids"]
+    allowed = [97, 98, 99]
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(
+            max_tokens=20, temperature=temperature, allowed_token_ids=allowed, bad_words=["a"]
+        )
+        assert set(llm.generate(prompt(9), params).token_ids) <= set(allowed)
+    ended = SamplingParams(max_tokens=20, allowed_token_ids=[*allowed, end], logit_bias={end: 90.0})
+    assert llm.generate(prompt(9), ended).token_ids == [end]
+    vocab = llm.bundle.manifest["vocab_size"]
+    with pytest.raises(RequestError, match=f"allowed_token_ids contains {vocab}, expected 0"):
+        llm.generate(prompt(5), SamplingParams(max_tokens=5, allowed_token_ids=[vocab]))
+
+
 def test_samples_are_what_each_seed_gives_alone(llm: LLM) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=2**64 - 2)
     four = llm.generate(prompt(30), params.samples(4))
@@ -166,6 +182,12 @@ def test_a_request_of_lower_number_starts_first(bundle: Path) -> None:
         ({"top_logprobs": 2}, "top_logprobs is 2, but logprobs"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is 1"),
         ({"logit_bias": [1]}, "logit_bias is"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids is"),
+        ({"allowed_token_ids": 7}, "allowed_token_ids is 7"),
+        ({"stop_outside": [("a",)]}, "stop_outside contains"),
+        ({"stop_outside": ["ab"]}, "stop_outside contains"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens is 1"),
         ({"logit_bias": {"1": 2}}, "logit_bias contains '1'"),
         ({"logit_bias": {-1: 2}}, "logit_bias has token id -1"),
         ({"logit_bias": {3: 101}}, r"logit_bias\[3\] is 101"),

@@ -16,7 +16,7 @@ _HELD = 3  # replacement characters at the end that the next token may complete
 
 
 class Detokenizer:
-    """The text of one request, in pieces, without special tokens.
+    """The text of one request, in pieces, without special tokens unless `skip_special` is false.
 
     `push(a) + push(b) + ... + flush()` equals `decode(a + b + ...)` for every byte-level tokenizer and any tokens.
     With byte-fallback tokenizers this holds for well-formed text. There, a wrong byte turns the characters directly
@@ -24,8 +24,8 @@ class Detokenizer:
     time of a push does not depend on the earlier tokens.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: tokenizers.Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special
         # Decoding a token can depend on earlier ones (bytes of one character; a space at the start of a text). The
         # window starts with complete, emitted characters as context.
         self._window: list[int] = []
@@ -36,7 +36,7 @@ class Detokenizer:
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens make certain; "" while a character is incomplete."""
         window = [*self._window, *tokens]
-        text = self._tokenizer.decode(window)
+        text = self._tokenizer.decode(window, skip_special_tokens=self._skip)
         if text.endswith(_REPLACEMENT) and len(tokens) > 1:  # find the end of its complete characters
             return "".join([self.push((token,)) for token in tokens])
         end = len(text.rstrip(_REPLACEMENT))
@@ -56,12 +56,17 @@ class Detokenizer:
         piece, self._shown = self._text[self._shown :], len(self._text)
         return piece
 
+    def special(self, token: int) -> str:
+        """The text of a special token that is left out; "" for every other token."""
+        skipped = self._skip and not self._tokenizer.decode((token,))
+        return self._tokenizer.decode((token,), skip_special_tokens=False) if skipped else ""
+
     def _cut(self) -> None:
         """Cut the window after all text was emitted in complete characters. The tokens since the last cut are enough
         context.
         """
         window = self._window[self._context_end :]
-        if context := self._tokenizer.decode(window):
+        if context := self._tokenizer.decode(window, skip_special_tokens=self._skip):
             self._window, self._context_end = window, len(window)
             self._text, self._shown = context, len(context)
 
@@ -76,13 +81,13 @@ class Detokenizer:
         if len(pending) > 2 * _REACH:
             pending = [*pending[:_REACH], *pending[-_REACH:]]
         window = [*self._window[:begun], *pending]
-        text, rest = self._tokenizer.decode(window), self._text[self._shown :]
+        text, rest = self._tokenizer.decode(window, skip_special_tokens=self._skip), self._text[self._shown :]
         if text.endswith(rest):
             self._window, self._text, self._shown = window, text, len(text) - len(rest)
 
     def _is_silent(self, token: int) -> bool:
         """Whether decoding skips this token: a special token, or an unknown id."""
         decode = self._tokenizer.decode
-        return not decode((token,)) and bool(
+        return not decode((token,), skip_special_tokens=self._skip) and bool(
             self._tokenizer.id_to_token(token) is None or decode((token,), skip_special_tokens=False)
         )

@@ -40,6 +40,10 @@ class History:
             np.array(list(params.logit_bias), np.int64),
             np.array(list(params.logit_bias.values()), np.float32),
         )
+        self._allowed = (
+            None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64)
+        )
+        self._limited = structure is not None or params.allowed_token_ids is not None
         self._end_tokens = np.array(sorted(end_tokens), np.int64)
         self._generated = 0
         seen = dict.fromkeys(prompt)
@@ -74,13 +78,16 @@ class History:
     def adjust(self, logits: Floats) -> Floats:
         """An adjusted copy of `logits` [V].
 
-        In vLLM's order: tokens that the structure refuses, bad words, and end tokens before `min_tokens` get -inf. Then
-        the bias is added, then the penalties apply: repetition (Keskar et al. 2019), frequency and presence. The
-        structure goes first: bad words and end tokens stay if it allows nothing else.
+        In vLLM's order: tokens that the structure refuses, those that are not allowed, bad words, and end tokens before
+        `min_tokens` get -inf. Then the bias is added, then the penalties apply: repetition (Keskar et al. 2019),
+        frequency and presence. What goes first counts most: none of these steps takes the last token that is left.
         """
         adjusted, params = logits.copy(), self._params
         if self.structure is not None and np.isfinite(logits.max()):
             adjusted[~self.structure.allowed()] = -np.inf
+        if self._allowed is not None and (kept := adjusted[self._allowed]).max() > -np.inf:
+            adjusted.fill(-np.inf)
+            adjusted[self._allowed] = kept
         if self._beginnings is not None:
             for beginning in self._beginnings.ending(self._state):
                 self._exclude(adjusted, self._last[beginning])
@@ -100,8 +107,8 @@ class History:
         return adjusted
 
     def _exclude(self, adjusted: Floats, tokens: Tokens) -> None:
-        """Exclude tokens. They stay if a structure leaves no others."""
+        """Exclude tokens. They stay if a structure, or the allowed tokens, leave no others."""
         before = adjusted[tokens]
         adjusted[tokens] = -np.inf
-        if self.structure is not None and adjusted.max() == -np.inf:
+        if self._limited and adjusted.max() == -np.inf:
             adjusted[tokens] = before

@@ -26,7 +26,7 @@ MOST_CHOICES = 1024
 LONG_FORCED = 512
 # JSON may have one space, or a line break with an indentation, wherever it allows whitespace. A model that is free to
 # write whitespace for ever sometimes does.
-_WHITESPACE = r"( |\n[ \t]{0,32})?"
+WHITESPACE = r"( |\n[ \t]{0,32})?"
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _grammar(matcher: Any, form: StructuredOutputs) -> tuple[str, str]:
         spaces = (
             {"whitespace_flexible": False}
             if form.disable_any_whitespace
-            else {"whitespace_pattern": _WHITESPACE}
+            else {"whitespace_pattern": WHITESPACE}
         )
         return name, matcher.grammar_from_json_schema(schema, overrides=spaces)
     if form.regex is not None:

@@ -27,9 +27,10 @@ from dflash_trt.serving.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Sampling,
     TokenizeRequest,
 )
-from dflash_trt.serving.openai.responses import Responses, ResponsesRequest, as_chat
+from dflash_trt.serving.openai.responses import NAMES, Responses, ResponsesRequest, as_chat
 
 Answering = Chat | Completions | Responses
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
@@ -110,26 +111,25 @@ def make_app(
     async def chat_completions(request: Request) -> ASGIApp:
         body = await _read(request, ChatRequest)
         admit(body.priority, body.n or 1)
-        return await answer(request, await Chat.of(model, body, request.state.request_id, most_seconds))
+        return await answer(request, await Chat.of(model, body, _id(request, body), most_seconds))
 
     @post("/v1/completions", CompletionRequest)
     async def completions(request: Request) -> ASGIApp:
         body = await _read(request, CompletionRequest)
         admit(body.priority, len(prompts_of(body.prompt)) * (body.n or 1))
-        return await answer(
-            request, await Completions.of(model, body, request.state.request_id, most_seconds)
-        )
+        return await answer(request, await Completions.of(model, body, _id(request, body), most_seconds))
 
     @post("/v1/responses", ResponsesRequest)
     async def responses(request: Request) -> ASGIApp:
         body = await _read(request, ResponsesRequest)
         admit(body.priority, 1)
         try:
-            asked = as_chat(body)
+            chat = await Chat.of(model, as_chat(body), _id(request, body), most_seconds)
         except ValidationError as error:
-            raise from_validation(error) from None
-        chat = await Chat.of(model, asked, request.state.request_id, most_seconds)
-        return await answer(request, Responses.of(chat, body, request.state.request_id))
+            raise from_validation(error).renamed(NAMES) from None
+        except ApiError as error:
+            raise error.renamed(NAMES) from None
+        return await answer(request, Responses.of(chat, body, _id(request, body)))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -300,6 +300,12 @@ async def _read(request: Request, kind: type[B]) -> B:
         return kind.model_validate_json(await request.body())
     except ValidationError as error:
         raise from_validation(error) from None
+
+
+def _id(request: Request, body: Sampling | ResponsesRequest) -> str:
+    """The id of a request: that of the header, of the body, or a new one."""
+    named = "x-request-id" not in request.headers and body.request_id
+    return named or str(request.state.request_id)
 
 
 def _schema(kind: type[BaseModel]) -> dict[str, Any]:

@@ -37,22 +37,25 @@ class Channels:
         # Stop strings cut the engine's text, but not its tokens. So no more characters are given out than it has.
         self._allowed = self._seen = 0
         self._waiting: list[tuple[str, str]] = []
+        self.reasoning_tokens = 0
 
     def push(self, text: str, token_ids: list[int]) -> list[Part]:
         self._allowed += len(text)
         for token in token_ids:
             if (marker := self._markers.get(token)) is None:
+                self.reasoning_tokens += self._in_body and _read(self._header)[0] == "analysis"
                 self._take(self._words.push([token]))
             else:
                 self._end_of_text()
                 self._mark(marker)
         return list(self._due())
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        """The rest. cut: the answer was ended before its end, so the arguments of a call may lack theirs."""
         self._end_of_text()
         if self._in_body:
-            self._waiting.append(("end", self._header))
-        return [*self._due(), *self._calls.finish()]
+            self._waiting.append(("cut" if cut else "end", self._header))
+        return [*self._due(), *self._calls.finish(cut=cut)]
 
     def _end_of_text(self) -> None:
         self._take(self._words.flush())
@@ -80,9 +83,9 @@ class Channels:
     def _due(self) -> Iterator[Part]:
         while self._waiting:
             header, text = self._waiting[0]
-            if header == "end":
+            if header in ("end", "cut"):
                 self._waiting.pop(0)
-                yield from self._message_end(text)
+                yield from self._message_end(text, "{}" if header == "end" else "")
                 continue
             room = self._allowed - self._seen
             if room <= 0:
@@ -104,10 +107,11 @@ class Channels:
         else:
             yield from self._calls.push(text)
 
-    def _message_end(self, header: str) -> Iterator[Part]:
+    def _message_end(self, header: str, without: str) -> Iterator[Part]:
+        """without: the arguments of a call that has none."""
         tool = _read(header)[1]
         if tool:
-            yield Part("call", call=Call(tool, self._call.strip() or "{}"))
+            yield Part("call", call=Call(tool, self._call.strip() or without))
             self._call = ""
 
 

@@ -12,10 +12,11 @@ from typing import Any
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.engine import Engine, Update
 from dflash_trt.serving.openai.errors import ApiError, refused
-from dflash_trt.serving.openai.generation import Prepared, Usage, prepare, updates
+from dflash_trt.serving.openai.generation import Prepared, Usage, prepare, shortened, totals, updates
 from dflash_trt.serving.openai.logprobs import of_completion
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import CompletionRequest
+from dflash_trt.serving.openai.structure import asked, names
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 _MOST_PROMPTS = 1024
@@ -50,47 +51,49 @@ class Completions:
     ) -> Completions:
         """Tokenize the prompts. Raises ApiError."""
         model.check_name(body.model)
+        tokens = body.max_tokens
         prompts = []
         for prompt in prompts_of(body.prompt):
-            prompts.append(await _ids(model, prompt, body.add_special_tokens))
+            prompts.append(shortened(model, body, await _ids(model, prompt, body), tokens))
             await asyncio.sleep(0)  # a short text is tokenized in the event loop, and there may be hundreds
-        tokens = body.max_tokens
         if tokens is None:
             room = model.max_seq_len - max(map(len, prompts), default=0)
             tokens = max(1, min(_DEFAULT_TOKENS, room))
         more: dict[str, Any] = {}
         if body.logprobs is not None:
             more = {"logprobs": True, "top_logprobs": body.logprobs, "prompt_logprobs": bool(body.echo)}
-        if body.structured_outputs is not None:
-            more["structured_outputs"] = body.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        if (form := asked(body)) is not None:
+            more["structured_outputs"] = form
         # With max_tokens 0 the prompt alone is echoed. The engine's least is one token, which is dropped.
         least = 1 if body.echo and tokens == 0 else tokens
         prepared = prepare(model, body, prompts, max_tokens=least, more=more, most_seconds=most_seconds)
         return cls(model, body, f"cmpl-{request_id}", prepared)
 
     async def run(self, engine: Engine) -> AsyncGenerator[tuple[int, Update], None]:
-        """Index and update of each choice, as they come."""
-        drop = self.body.echo and self.body.max_tokens == 0
-        async with aclosing(updates(engine, self.prepared)) as found:
-            async for index, update in found:
-                if drop:
-                    update |= {"text": "", "token_ids": []}
-                    update |= {name: [] for name in ("logprobs", "top_logprobs") if name in update}
+        """Index and update of each choice, as they come. Raises ApiError."""
+        try:
+            drop = self.body.echo and self.body.max_tokens == 0
+            async with aclosing(updates(engine, self.prepared)) as found:
+                async for index, update in found:
+                    if drop:
+                        update |= {"text": "", "token_ids": []}
+                        update |= {name: [] for name in ("logprobs", "top_logprobs") if name in update}
+                        if "finish_reason" in update:
+                            update["finish_reason"] = "length"
+                    self.usage.add(update, prompt=index % self.prepared.n == 0)
                     if "finish_reason" in update:
-                        update["finish_reason"] = "length"
-                self.usage.add(update, prompt=index % self.prepared.n == 0)
-                if "finish_reason" in update:
-                    self._reasons.append(update["finish_reason"])
-                yield index, update
+                        self._reasons.append(update["finish_reason"])
+                    yield index, update
+        except ApiError as error:
+            raise error.renamed(names(self.body)) from None
 
     def _echo(self, index: int) -> tuple[str, list[int]]:
         if not self.body.echo:
             return "", []
         at = index // self.prepared.n
         given, ids = prompts_of(self.body.prompt)[at], self.prepared.prompts[at]
-        return given if isinstance(given, str) else self.model.tokenizer.decode(
-            ids, skip_special_tokens=False
-        ), ids
+        whole = isinstance(given, str) and self.body.truncate_prompt_tokens is None
+        return str(given) if whole else self.model.tokenizer.decode(ids, skip_special_tokens=False), ids
 
     def reasons(self) -> list[str | None]:
         """The finish reasons of the choices so far."""
@@ -117,7 +120,7 @@ class Completions:
                 made["prompt_token_ids"] = ids or self.prepared.prompts[index // self.prepared.n]
             listed.append(made)
             await asyncio.sleep(0)  # log-probabilities of a long prompt take their time for each choice
-        return self._frame(listed) | {"usage": self.usage.to_dict()}
+        return self._frame(listed) | totals(self.usage, self.model, self.body, self.prepared)
 
     def _add(self, choice: _Choice, index: int, update: Update) -> None:
         if "prompt_logprobs" in update:
@@ -156,7 +159,7 @@ class Completions:
                 frame = self._frame([choice])
                 yield frame | {"usage": self.usage.to_dict()} if always else frame
         if options is not None and options.include_usage:
-            yield self._frame([]) | {"usage": self.usage.to_dict()}
+            yield self._frame([]) | totals(self.usage, self.model, self.body, self.prepared)
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -181,14 +184,15 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[st
     return prompt  # type: ignore[return-value]
 
 
-async def _ids(model: Model, prompt: str | list[int], special: bool) -> list[int]:
+async def _ids(model: Model, prompt: str | list[int], body: CompletionRequest) -> list[int]:
     """Token ids of a prompt. The engine checks given ids. Raises ApiError."""
     if not isinstance(prompt, str):
         if not prompt:
             raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
         return prompt
     try:
-        ids = await model.encode(prompt, special=special)
+        any_length = body.truncate_prompt_tokens is not None
+        ids = await model.encode(prompt, special=body.add_special_tokens, any_length=any_length)
     except RequestError as error:
         raise refused(str(error)) from None
     if not ids:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,6 +36,8 @@ _TYPES = {
     504: "timeout_error",
 }
 RETRY_SECONDS = 1
+# Patterns of fields, and their names in the client's request.
+Names = Sequence[tuple[str, str]]
 
 
 class ApiError(Exception):
@@ -43,6 +46,14 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+
+    def renamed(self, names: Names) -> ApiError:
+        """The same error, with the names of the fields that the client sent."""
+        message, param = self.message, self.param
+        for pattern, name in names:
+            message = re.sub(pattern, name, message)
+            param = param and re.sub(pattern, name, param)
+        return ApiError(self.status, message, param, self.code)
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")
@@ -106,5 +117,7 @@ def _place(parts: tuple[int | str, ...]) -> str:
 
 def _field(message: str) -> str | None:
     """The field that an error's text begins with."""
-    found = re.match(r"([a-z_]+)(?:\[\S*\])? (?:is|has|contains) ", message)
+    found = re.match(
+        r"([a-z_]+)(?:\[\S*\])?(?: (?:is|has|contains|cannot be|needs) |(?<=_outputs): )", message
+    )
     return found[1] if found else "prompt" if message.startswith("the prompt ") else None

@@ -95,6 +95,21 @@ def cache_salt(key_digest: str, given: str | None) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def shortened(model: Model, body: Sampling, ids: list[int], max_tokens: int | None) -> list[int]:
+    """The last tokens of a prompt, as many as `truncate_prompt_tokens` says. -1: as many as the model holds beside
+    `max_tokens`. Raises ApiError.
+    """
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return ids
+    if most == -1:
+        most = max(1, model.max_seq_len - (1 if max_tokens is None else max_tokens))
+    if most < 1:
+        text = f"truncate_prompt_tokens is {most}, expected 1 or more tokens, or -1 for as many as there is room for"
+        raise ApiError(400, text, "truncate_prompt_tokens")
+    return ids[-most:]
+
+
 def _biases(given: dict[str, float] | None) -> list[tuple[int, float]]:
     """Token ids and biases. JSON's keys are texts."""
     wrong = [key for key in given or {} if not (key.isascii() and key.isdecimal() and len(key) < 20)]
@@ -177,6 +192,9 @@ class Usage:
     accepted: int = 0
     reasoning: int | None = None
     details: bool = False
+    accepting: list[int] = field(
+        default_factory=list
+    )  # verifications by the number of drafts that they accepted
     _seen: set[int] = field(default_factory=set)
 
     def add(self, update: Update, *, prompt: bool) -> None:
@@ -187,6 +205,7 @@ class Usage:
         if "finish_reason" in update:
             self.drafted += update["num_draft_tokens"]
             self.accepted += update["num_accepted_tokens"]
+            self.accepting = update["acceptance_histogram"]
             if prompt:
                 self.cached += update["num_cached_tokens"]
 
@@ -202,6 +221,30 @@ class Usage:
             "completion_tokens_details": details,
             "speculation": {"draft_tokens": self.drafted, "accepted_tokens": self.accepted},
         }
+
+    def speculative_decoding(self, block_size: int) -> dict[str, Any]:
+        """The drafts of one ended choice, in the form of vLLM's `metrics.speculative_decoding`."""
+        # A tree may have more nodes than its longest path, and the list is as long.
+        longest = max((k for k, n in enumerate(self.accepting) if n), default=0)
+        counts = (self.accepting + [0] * block_size)[: max(block_size, longest + 1)]
+        steps = sum(counts)
+        return {
+            "mean_acceptance_length": 1 + self.accepted / steps if steps else 1.0,
+            "draft_acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
+            "acceptance_histogram": counts,
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": self.accepted,
+            "num_draft_tokens": self.drafted,
+            "num_spec_tokens": len(counts) - 1,
+        }
+
+
+def totals(usage: Usage, model: Model, body: Sampling, prepared: Prepared) -> dict[str, Any]:
+    """What is said of an ended answer: `usage`, and `metrics` as vLLM has them, of one choice that was drafted for."""
+    made: dict[str, Any] = {"usage": usage.to_dict()}
+    if len(prepared.messages) == 1 and body.speculate is not False:
+        made["metrics"] = {"speculative_decoding": usage.speculative_decoding(model.block_size)}
+    return made
 
 
 def merged(earlier: Update, later: Update) -> None:

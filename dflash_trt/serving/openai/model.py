@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.registry import engine_of
-from dflash_trt.errors import DFlashError, RequestError
+from dflash_trt.errors import CheckpointError, DFlashError, RequestError
 from dflash_trt.files.reading import read_object
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.protocol import Message, Tool
@@ -58,13 +58,17 @@ class Model:
                 "model_not_found",
             )
 
-    async def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of a text. Raises RequestError. A thread tokenizes long texts."""
-        work = partial(self._encode, special=special)
+    async def encode(self, text: str, *, special: bool, any_length: bool = False) -> list[int]:
+        """Token ids of a text. Raises RequestError. A thread tokenizes long texts.
+
+        any_length: take a text that is longer than this model holds.
+        """
+        work = partial(self._encode, special=special, any_length=any_length)
         return await self._texts.run(work, text, None, size=len(text), timeout=None)
 
-    def _encode(self, text: str, _: None, *, special: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=special, max_tokens=self.max_seq_len)
+    def _encode(self, text: str, _: None, *, special: bool, any_length: bool) -> list[int]:
+        most = None if any_length else self.max_seq_len
+        return self.tokenizer.encode(text, add_special_tokens=special, max_tokens=most)
 
     async def decode(self, ids: list[int]) -> str:
         """The text of token ids, special tokens included. Raises RequestError. A thread decodes long lists."""
@@ -91,15 +95,28 @@ class Model:
         variables: dict[str, Any],
         *,
         generation_prompt: bool = True,
+        continued: bool = False,
+        any_length: bool = False,
     ) -> tuple[list[int], str]:
-        """Token ids and text of a chat by the model's template. Raises RequestError."""
+        """Token ids and text of a chat by the model's template. Raises RequestError.
+
+        continued: the text ends with the content of the last message. any_length: as in `encode`.
+        """
         most = self.tokenizer.most_bytes(self.max_seq_len) + (1 << 20)
 
         def render(_: str, __: None) -> tuple[list[int], str]:
             given = [self._message(message) for message in messages]
             listed = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
-            text = self.tokenizer.apply_chat_template(given, generation_prompt, tools=listed, **variables)
-            return self._encode(text, None, special=False), text
+            try:
+                text = self.tokenizer.apply_chat_template(given, generation_prompt, tools=listed, **variables)
+            except CheckpointError:
+                raise RequestError(
+                    "messages cannot be rendered: this model has no working chat template; "
+                    "send a prompt to /v1/completions"
+                ) from None
+            if continued:
+                text = _until(text, given[-1]["content"])
+            return self._encode(text, None, special=False, any_length=any_length), text
 
         # The renderer is a process of its own, so the event loop must not wait for it.
         return await self._texts.run(render, "", None, size=most, timeout=None)
@@ -152,6 +169,16 @@ def text_of(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join([part.text for part in content])
+
+
+def _until(text: str, content: str) -> str:
+    """A rendered chat up to the end of its last message's content. Raises RequestError."""
+    for shown in (content, content.strip()):  # templates may strip it
+        if shown and (start := text.rfind(shown)) >= 0:
+            return text[: start + len(shown)]
+    raise RequestError(
+        "continue_final_message is true, but the chat template shows no text of the last message"
+    )
 
 
 def _arguments(text: str) -> Any:

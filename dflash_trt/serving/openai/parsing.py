@@ -10,6 +10,7 @@ The chat template says what a model writes. It has the markers that its family w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import uuid
@@ -42,13 +43,17 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class Stage(ABC):
-    """Text in, parts out. `push` takes text as it comes, `finish` gives the rest."""
+    """Text in, parts out. `push` takes text as it comes, `finish` gives the rest.
+
+    cut: the answer was ended before its end. A call that has begun is then given as far as its arguments go, and
+    nothing of it is content.
+    """
 
     @abstractmethod
     def push(self, text: str) -> Iterator[Part]: ...
 
     @abstractmethod
-    def finish(self) -> Iterator[Part]: ...
+    def finish(self, *, cut: bool = False) -> Iterator[Part]: ...
 
 
 class Plain(Stage):
@@ -58,7 +63,7 @@ class Plain(Stage):
         if text:
             yield Part("content", text)
 
-    def finish(self) -> Iterator[Part]:
+    def finish(self, *, cut: bool = False) -> Iterator[Part]:
         return iter(())
 
 
@@ -70,7 +75,12 @@ class Think(Stage):
 
     def __init__(self, inside: bool) -> None:
         self._state: Literal["before", "inside", "trim", "behind"] = "inside" if inside else "before"
-        self._held = ""
+        self._held, self.thought = "", inside
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no more reasoning. `thought`: whether there was any."""
+        return self._state in ("trim", "behind")
 
     def push(self, text: str) -> Iterator[Part]:
         self._held += text
@@ -80,7 +90,7 @@ class Think(Stage):
                 return
             self._state = "inside" if start.startswith("<think>") else "behind"
             if self._state == "inside":
-                self._held = start[7:]
+                self._held, self.thought = start[7:], True
         if self._state == "inside":
             yield from self._reason()
         if self._state == "trim":  # the line breaks behind the tag are no content
@@ -101,7 +111,7 @@ class Think(Stage):
         if before:
             yield Part("reasoning", before)
 
-    def finish(self) -> Iterator[Part]:
+    def finish(self, *, cut: bool = False) -> Iterator[Part]:
         if self._held and self._state != "trim":
             yield Part("reasoning" if self._state == "inside" else "content", self._held)
         self._held = ""
@@ -142,19 +152,30 @@ class TaggedCalls(Stage):
         self._behind = call is not None
         yield Part("call", call=call) if call else Part("content", f"<tool_call>{text}{tag}")
 
-    def finish(self) -> Iterator[Part]:
-        if self._inside:  # the end tag is missing, perhaps because the answer is cut
+    def finish(self, *, cut: bool = False) -> Iterator[Part]:
+        if self._inside and cut:
+            text = self._held[: len(self._held) - _overlap(self._held, "</tool_call>")]
+            if call := _cut_xml_call(text, self._schemas) or _cut_json_call(text):
+                yield Part("call", call=call)
+        elif self._inside:  # the end tag alone is missing
             yield from self._block(self._held, "")
         elif self._held and not self._behind:
-            yield Part("content", self._held)
+            # Of a cut answer, but a single < is rarely the beginning of a tag.
+            size = _overlap(self._held, "<tool_call>") if cut else 0
+            if shown := self._held[: len(self._held) - size] if size > 1 else self._held:
+                yield Part("content", shown)
         self._held, self._inside = "", False
 
 
 class BareCalls(Stage):
-    """An answer that is nothing but JSON objects with a name and parameters, perhaps separated by semicolons."""
+    """An answer that is nothing but JSON objects with a name and parameters, perhaps separated by semicolons.
 
-    def __init__(self) -> None:
+    known: names of the tools, if a call must have one of them.
+    """
+
+    def __init__(self, known: Iterable[str] | None = None) -> None:
         self._held, self._content = "", False
+        self._known = None if known is None else frozenset(known)
 
     def push(self, text: str) -> Iterator[Part]:
         self._held += text
@@ -166,28 +187,49 @@ class BareCalls(Stage):
             yield Part("content", self._held)
             self._held = ""
 
-    def finish(self) -> Iterator[Part]:
-        calls = [_json_call(value) for value in _objects(self._held.strip().removeprefix("<|python_tag|>"))]
-        if calls and all(calls):
+    def finish(self, *, cut: bool = False) -> Iterator[Part]:
+        values, rest = _objects(self._held.strip().removeprefix("<|python_tag|>"))
+        rest = rest.removeprefix("[") if cut else rest
+        calls = [call for value in values if (call := self._known_call(value))]
+        begun = bool(rest) and cut and _begins_call(rest, self._known)
+        if len(calls) == len(values) and (begun if rest else calls):
+            if begun and (last := _cut_json_call(rest)):
+                calls.append(last)
             for call in calls:
                 yield Part("call", call=call)
         elif self._held:
             yield Part("content", self._held)
         self._held = ""
 
+    def _known_call(self, value: Any) -> Call | None:
+        call = _json_call(value)
+        return call if call and (self._known is None or call.name in self._known) else None
+
 
 @dataclass
 class Parser:
-    """Parts of an answer in two stages: reasoning first, then calls in its content."""
+    """Parts of an answer in two stages: reasoning first, then calls in its content.
+
+    end_of_thought: the token `</think>`, if it is one. reasoning_tokens: those of the reasoning so far, with its tags.
+    """
 
     reasoning: Stage
     calls: Stage
+    end_of_thought: int | None = None
+    reasoning_tokens: int = 0
 
     def push(self, text: str, token_ids: list[int]) -> list[Part]:
-        return list(self._content(self.reasoning.push(text)))
+        think = self.reasoning
+        thinking = isinstance(think, Think) and not think.over
+        parts = list(self._content(think.push(text)))
+        if thinking and isinstance(think, Think) and think.thought:
+            ends = think.over and self.end_of_thought in token_ids
+            count = token_ids.index(self.end_of_thought) + 1 if ends else len(token_ids)  # type: ignore[arg-type]
+            self.reasoning_tokens += count
+        return parts
 
-    def finish(self) -> list[Part]:
-        return [*self._content(self.reasoning.finish()), *self.calls.finish()]
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        return [*self._content(self.reasoning.finish(cut=cut)), *self.calls.finish(cut=cut)]
 
     def _content(self, parts: Iterable[Part]) -> Iterator[Part]:
         for part in parts:
@@ -197,13 +239,20 @@ class Parser:
                 yield part
 
 
-def calls_of(template: str, schemas: Schemas | None) -> Stage:
-    """The stage that finds calls as this template's family writes them. Without tools there are none."""
+def calls_of(template: str, schemas: Schemas | None, *, known: bool = False) -> Stage:
+    """The stage that finds calls as this template's family writes them. Without tools there are none.
+
+    known: bare objects with the names of other functions are content.
+    """
     if schemas is None:
         return Plain()
     if "<tool_call>" in template:
         return TaggedCalls(schemas)
-    return BareCalls() if "python_tag" in template or '"parameters"' in template else Plain()
+    return (
+        BareCalls(schemas if known else None)
+        if "python_tag" in template or '"parameters"' in template
+        else Plain()
+    )
 
 
 def _overlap(text: str, tag: str) -> int:
@@ -221,8 +270,8 @@ def _json(text: str) -> Any:
         return None
 
 
-def _objects(text: str) -> list[Any]:
-    """JSON values one after the other, between them blanks and semicolons; [None] where there is something else."""
+def _objects(text: str) -> tuple[list[Any], str]:
+    """JSON values one after the other, between them blanks and semicolons, and what is behind them and no value."""
     found: list[Any] = []
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
@@ -232,9 +281,39 @@ def _objects(text: str) -> list[Any]:
         try:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
-            return [None]
+            return found, text[at:]
         found += value if isinstance(value, list) else [value]
-    return found
+    return found, ""
+
+
+_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]*)("?)')
+_ARGUMENTS = re.compile(r'\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+
+
+def _begins_call(text: str, known: frozenset[str] | None) -> bool:
+    """Whether a text without an end may be the beginning of a call in JSON, of one of the known tools."""
+    found = _NAME.match(text)
+    if found is None:
+        return '{"name":"'.startswith(re.sub(r"\s", "", text))
+    name, complete = found.groups()
+    behind = re.sub(r"\s", "", text[found.end() :])
+    if known is not None and not (name in known if complete else any(k.startswith(name) for k in known)):
+        return False
+    return any(key.startswith(behind[: len(key)]) for key in (',"arguments":', ',"parameters":'))
+
+
+def _cut_json_call(text: str) -> Call | None:
+    """A call in JSON, with the arguments as far as they go; None without a whole name."""
+    if call := _json_call(_json(text)):
+        return call
+    found = _NAME.match(text)
+    if found is None or not found[2]:
+        return None
+    behind = _ARGUMENTS.match(text, found.end())
+    arguments = text[behind.end() :] if behind else ""
+    with contextlib.suppress(ValueError, RecursionError):
+        arguments = arguments[: json.JSONDecoder().raw_decode(arguments)[1]]
+    return _call(found[1], arguments if arguments.startswith("{") else "")
 
 
 def _json_call(value: Any) -> Call | None:
@@ -272,3 +351,9 @@ def _xml_call(text: str, schemas: Schemas) -> Call | None:
         parsed = None if known else _json(value)
         arguments[name] = value if parsed is None and value.strip() != "null" else parsed
     return _call(found[1], json.dumps(arguments, ensure_ascii=False))
+
+
+def _cut_xml_call(text: str, schemas: Schemas) -> Call | None:
+    """A call as Qwen3-Coder writes it, without the end of its arguments where they have none."""
+    call = _xml_call(text[: len(text) - _overlap(text, "</parameter>")], schemas)
+    return call if call is None or "</function>" in text else Call(call.name, call.arguments[:-1], call.id)

@@ -1,7 +1,7 @@
 """The bodies of requests: OpenAI's fields, vLLM's additions under their names there, and our own.
 
-A field that is not here is refused by name. Some fields have no effect on a local server; they are accepted with
-every value (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`), or with the values named below.
+A field that is not here is refused by name. Some fields have no effect on a local server. They are accepted with every
+value that OpenAI's API has.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 Ids = Annotated[list[int], Field(max_length=MOST_WORDS)]
 
 
+RequestId = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
+Verbosity = Literal["low", "medium", "high"]
+
+
 class StreamOptions(Body):
     """`include_usage`: one more chunk at the end, with the usage. `continuous_usage_stats`: usage in every chunk."""
 
@@ -83,6 +88,9 @@ SAMPLING = (
     "ignore_eos",
     "bad_words",
     "min_tokens",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "allowed_token_ids",
 )
 
 
@@ -103,9 +111,19 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     bad_words: Words | None = None
     min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
     max_tokens: int | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MOST_WORDS)] | None = None
     structured_outputs: Structure | None = None
+    # vLLM's earlier names of the fields of `structured_outputs`.
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    request_id: RequestId | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -125,8 +143,8 @@ class Sampling(Body):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    service_tier: ServiceTier | None = None
+    store: bool | None = None
 
     def sampling(self) -> dict[str, Any]:
         """The given fields of `SamplingParams`."""
@@ -234,7 +252,13 @@ class ChatRequest(Sampling):
     reasoning_effort: str | None = None
     include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    # Without effect here.
+    verbosity: Verbosity | None = None
+    prediction: dict[str, Any] | None = None
 
 
 class TokenizeRequest(Body):

@@ -15,9 +15,18 @@ from pydantic import Field
 
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.engine import Engine
-from dflash_trt.serving.openai.errors import ApiError
+from dflash_trt.serving.openai.errors import ApiError, Names
 from dflash_trt.serving.openai.generation import Prepared, Usage
-from dflash_trt.serving.openai.protocol import MOST_MESSAGES, Body, ChatRequest, Priority, TextPart
+from dflash_trt.serving.openai.protocol import (
+    MOST_MESSAGES,
+    Body,
+    ChatRequest,
+    Priority,
+    RequestId,
+    ServiceTier,
+    TextPart,
+    Verbosity,
+)
 
 Json = dict[str, Any]
 
@@ -59,7 +68,7 @@ class Reasoning(Body):
 
 class Text(Body):
     format: Json | None = None
-    verbosity: None = None
+    verbosity: Verbosity | None = None  # without effect
 
 
 class ResponsesRequest(Body):
@@ -77,15 +86,19 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: Text | None = None
-    store: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     include: list[str] | None = None
+    request_id: RequestId | None = None
+    # Without effect here. Nothing is stored, and functions are the only tools.
+    store: bool | None = None
+    max_tool_calls: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     user: str | None = None
     metadata: Json | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: ServiceTier | None = None
     seed: int | None = None
     speculate: bool | None = None
     block_length: int | None = None
@@ -215,42 +228,49 @@ class Responses:
 
     async def chunks(self, engine: Engine) -> AsyncGenerator[Json, None]:
         """The events of a stream. The last one has the whole response."""
-        open_item: Json | None = None
-        begun = False
-        async with aclosing(self.chat.run(engine)) as found:
-            async for _, _, deltas in found:
-                if not begun:
-                    begun = True
-                    for kind in ("response.created", "response.in_progress"):
-                        yield self._event(kind, response=self._response("in_progress"))
-                for delta in deltas:
-                    kind, value = next(iter(delta.items()))
-                    if kind == "tool_calls":
-                        for event in self._closed(open_item):
-                            yield event
-                        open_item = None
-                        for event in self._call(value[0]):
-                            yield event
-                        continue
-                    if open_item is None or open_item["type"] != _TYPES[kind]:
-                        for event in self._closed(open_item):
-                            yield event
-                        open_item = self._new(kind)
-                        for event in self._opened(open_item):
-                            yield event
-                    open_item["content"][0]["text"] += value
-                    place = self._place(open_item)
-                    name = "output_text" if kind == "content" else "reasoning_text"
-                    logprobs: Json = {"logprobs": []} if kind == "content" else {}
-                    yield self._event(f"response.{name}.delta", **place, delta=value, **logprobs)
-        for event in self._closed(open_item):
-            yield event
-        whole = self._final()
-        yield self._event(f"response.{whole['status']}", response=whole)
+        try:
+            open_item: Json | None = None
+            begun = False
+            async with aclosing(self.chat.run(engine)) as found:
+                async for _, _, deltas in found:
+                    if not begun:
+                        begun = True
+                        for kind in ("response.created", "response.in_progress"):
+                            yield self._event(kind, response=self._response("in_progress"))
+                    for delta in deltas:
+                        kind, value = next(iter(delta.items()))
+                        if kind == "tool_calls":
+                            for event in self._closed(open_item):
+                                yield event
+                            open_item = None
+                            for event in self._call(value[0], "completed" if self._whole() else "incomplete"):
+                                yield event
+                            continue
+                        if open_item is None or open_item["type"] != _TYPES[kind]:
+                            for event in self._closed(open_item):
+                                yield event
+                            open_item = self._new(kind)
+                            for event in self._opened(open_item):
+                                yield event
+                        open_item["content"][0]["text"] += value
+                        place = self._place(open_item)
+                        name = "output_text" if kind == "content" else "reasoning_text"
+                        logprobs: Json = {"logprobs": []} if kind == "content" else {}
+                        yield self._event(f"response.{name}.delta", **place, delta=value, **logprobs)
+            for event in self._closed(open_item, "completed" if self._whole() else "incomplete"):
+                yield event
+            whole = self._final()
+            yield self._event(f"response.{whole['status']}", response=whole)
+        except ApiError as error:
+            raise error.renamed(NAMES) from None
+
+    def _whole(self) -> bool:
+        """Whether the answer was not cut, so far."""
+        return self.chat.answers[0].finish_reason in (None, "stop", "tool_calls")
 
     def _final(self) -> Json:
         reason = self.chat.answers[0].finish_reason
-        if reason in ("stop", "tool_calls"):
+        if self._whole():
             return self._response("completed")
         why = {"length": "max_output_tokens"}.get(str(reason), str(reason))
         return self._response("incomplete") | {"incomplete_details": {"reason": why}}
@@ -280,10 +300,10 @@ class Responses:
         yield self._event("response.output_item.added", output_index=index, item=item | {"content": []})
         yield self._event("response.content_part.added", **self._place(item), part=dict(item["content"][0]))
 
-    def _closed(self, item: Json | None) -> Iterator[Json]:
+    def _closed(self, item: Json | None, status: str = "completed") -> Iterator[Json]:
         if item is None:
             return
-        item["status"] = "completed"
+        item["status"] = status
         place, part = self._place(item), item["content"][0]
         name = part["type"]
         logprobs: Json = {"logprobs": []} if name == "output_text" else {}
@@ -291,7 +311,7 @@ class Responses:
         yield self._event("response.content_part.done", **place, part=dict(part))
         yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
-    def _call(self, call: Json) -> Iterator[Json]:
+    def _call(self, call: Json, status: str) -> Iterator[Json]:
         index = len(self._items)
         item = {
             "id": f"fc_{self.id}_{index}",
@@ -299,7 +319,7 @@ class Responses:
             "call_id": call["id"],
             "name": call["function"]["name"],
             "arguments": call["function"]["arguments"],
-            "status": "completed",
+            "status": status,
         }
         self._items.append(item)
         place = {"item_id": item["id"], "output_index": index}
@@ -332,7 +352,7 @@ class Responses:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
             "total_tokens": usage.prompt + usage.completion,
         }
         return {
@@ -353,10 +373,20 @@ class Responses:
             "tools": [tool.model_dump() for tool in body.tools or []],
             "max_output_tokens": body.max_output_tokens,
             "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
+            "store": False,
             "usage": None if status == "in_progress" else counts,
         }
 
 
+# The names of a chat's fields in a response.
+NAMES: Names = (
+    (r"\b(?:max_tokens|max_completion_tokens)\b", "max_output_tokens"),
+    (r"^messages\b(?:[\w.\[\]]*)", "input"),
+    (r"^(tools\[\d+\])\.function\b", r"\1"),
+    (r"^tool_choice\.function\b", "tool_choice"),
+    (r"^response_format(?:\.json_schema)?\b", "text.format"),
+    (r"^reasoning_effort\b", "reasoning.effort"),
+)
 _TYPES = {"content": "message", "reasoning_content": "reasoning"}
 
 

@@ -5,20 +5,47 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dflash_trt.serving.openai.errors import ApiError
+from dflash_trt.decoding.sampling.structure import WHITESPACE
+from dflash_trt.serving.openai.errors import ApiError, Names
 from dflash_trt.serving.openai.parsing import BareCalls, Stage, TaggedCalls
-from dflash_trt.serving.openai.protocol import ChatRequest, NamedTool, Tool
+from dflash_trt.serving.openai.protocol import ChatRequest, NamedTool, Sampling, Tool
+
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+def asked(body: Sampling) -> dict[str, Any] | None:
+    """`StructuredOutputs`' fields of `structured_outputs` and `guided_json` and the others; None without them.
+
+    Raises ApiError.
+    """
+    guided = {name: getattr(body, name) for name in _GUIDED if getattr(body, name) is not None}
+    if guided and (len(guided) > 1 or body.structured_outputs is not None):
+        given = [*guided, *(["structured_outputs"] if body.structured_outputs is not None else [])]
+        raise ApiError(400, f"{' and '.join(given)} are given, expected one", given[0])
+    if body.structured_outputs is not None:
+        return body.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+    return {name.removeprefix("guided_"): value for name, value in guided.items()} or None
+
+
+def names(body: Sampling, source: str = "") -> Names:
+    """The client's names for the fields of the form that it asked for. `source`: the field that has no such fields."""
+    fields = "json|json_object|regex|choice|grammar"
+    if source:
+        return [(rf"^(?:structured_outputs|{fields})\b", source)]
+    if body.structured_outputs is not None:
+        return [(rf"^({fields})\b", r"structured_outputs.\1")]
+    return [(rf"^({fields})\b", r"guided_\1")]
 
 
 def of_format(body: ChatRequest) -> dict[str, Any] | None:
     """`StructuredOutputs`' fields for a chat's format; None for free text. Raises ApiError."""
     form = body.response_format
-    if body.structured_outputs is not None:
+    if (structure := asked(body)) is not None:
         if form is not None and form.type != "text":
             raise ApiError(
                 400, "response_format and structured_outputs are given, expected one", "response_format"
             )
-        return body.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        return structure
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
@@ -27,10 +54,18 @@ def of_format(body: ChatRequest) -> dict[str, Any] | None:
     return {"json": form.json_schema.schema_ or {}}
 
 
-def of_calls(body: ChatRequest, tools: list[Tool], calls: Stage) -> dict[str, Any] | None:
-    """The grammar of an answer that must be a call; None where it need not be. Raises ApiError."""
+def of_calls(
+    body: ChatRequest, tools: list[Tool], calls: Stage, form: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """The grammar of an answer that has calls, or may have them instead of a `response_format`; None where any text
+    will do, or only the format. Raises ApiError.
+
+    form: what `of_format` gave.
+    """
     choice = body.tool_choice
-    if choice is None or (isinstance(choice, str) and choice != "required"):
+    required = not (choice is None or (isinstance(choice, str) and choice != "required"))
+    optional = bool(tools) and form is not None and not required and body.response_format is not None
+    if not (required or optional):
         return None
     functions = [tool.function for tool in tools]
     if isinstance(choice, NamedTool):
@@ -40,15 +75,20 @@ def of_calls(body: ChatRequest, tools: list[Tool], calls: Stage) -> dict[str, An
                 400, f"tool_choice names {choice.function.name}, which is not in tools", "tool_choice"
             )
     if isinstance(calls, TaggedCalls):
-        key, frame = "arguments", ('"<tool_call>\\n" ', ' "\\n</tool_call>"')
+        key, frame, between = "arguments", ('"<tool_call>\\n" ', ' "\\n</tool_call>"'), '"\\n" '
     elif isinstance(calls, BareCalls):
-        key, frame = "parameters", ("", "")
+        key, frame, between = "parameters", ("", ""), '"; " '
+    elif optional:
+        return None
     else:
         raise ApiError(
             400, "tool_choice: this model's chat template has no form for required calls", "tool_choice"
         )
+    one = f"{frame[0]}call{frame[1]}"
+    several = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
     rules = [
-        f"start: {frame[0]}call{frame[1]}",
+        f"start: calls{' | format' if optional else ''}",
+        f"calls: {one}" + (f" ({between}{one})*" if several else ""),
         f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}",
     ]
     for i, function in enumerate(functions):
@@ -56,6 +96,12 @@ def of_calls(body: ChatRequest, tools: list[Tool], calls: Stage) -> dict[str, An
         before = f'{{"name": {json.dumps(function.name)}, "{key}": '
         rules.append(f'call{i}: {json.dumps(before)} arguments{i} "}}"')
         rules.append(f"arguments{i}: %json {json.dumps(_object(function.parameters) | _BLANKS)}")
+    if optional:
+        assert form is not None
+        schema = form.get("json", {"type": "object"})
+        rules.append(
+            f"format: %json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+        )
     return {"grammar": "\n".join(rules) + "\n"}
 
 
@@ -69,5 +115,93 @@ def _object(schema: dict[str, Any] | None) -> dict[str, Any]:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     kinds = schema.get("type", "object")
     if kinds == "object" or (isinstance(kinds, list) and "object" in kinds):
-        return schema if "$ref" in schema else schema | {"type": "object"}
+        return closed(schema) if "$ref" in schema else closed(schema) | {"type": "object"}
     return {"type": "object"}
+
+
+# Keywords that may hold schemas for other values than the one that a schema is about: by name, in a list, or one.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_OTHERS = ("items", "prefixItems", "additionalProperties", "contains")
+_PARTS = ("allOf", "anyOf", "oneOf")  # they hold lists of schemas for the same value
+_TOLD = ("additionalProperties", "unevaluatedProperties", "if", "then", "else", "not", "dependentSchemas")
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose objects have no properties but those that they declare.
+
+    Without `additionalProperties` a JSON schema allows any others, and a model then invents some. Objects that have it,
+    or that declare no property, stay as they are.
+    """
+    made: dict[str, Any] = _Closing(schema).close(schema)
+    return made
+
+
+class _Closing:
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+
+    def close(self, schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        parts = sum(len(schema[key]) for key in _PARTS if isinstance(schema.get(key), list))
+        together = ("allOf" in schema and parts > 1) or ("$ref" in schema and parts > 0)
+        if together or ("properties" in schema and (parts or "$ref" in schema)):
+            # Each part would refuse the properties of the others. So the parts stay open, and the whole declares all.
+            made = self._open(schema, ())
+            names = self._names(made)
+            if names is not None:
+                made["properties"] = dict.fromkeys(names, True) | made.get("properties", {})
+                made["additionalProperties"] = False
+            return made
+        made = self._others(schema)
+        for key in _PARTS:
+            if isinstance(schema.get(key), list):
+                made[key] = [self.close(each) for each in schema[key]]
+        if isinstance(schema.get("properties"), dict) and not any(key in schema for key in _TOLD):
+            made["additionalProperties"] = False
+        return made
+
+    def _others(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """A copy, in which the schemas for other values are closed."""
+        made = dict(schema)
+        for key in _NAMED:
+            if isinstance(schema.get(key), dict):
+                made[key] = {name: self.close(each) for name, each in schema[key].items()}
+        for key in _OTHERS:
+            if key in schema:
+                value = schema[key]
+                made[key] = [self.close(e) for e in value] if isinstance(value, list) else self.close(value)
+        return made
+
+    def _open(self, schema: Any, seen: tuple[str, ...]) -> Any:
+        """The same for a part, with the parts that it refers to."""
+        if not isinstance(schema, dict):
+            return schema
+        made = self._others(schema)
+        for key in _PARTS:
+            if isinstance(schema.get(key), list):
+                made[key] = [self._open(each, seen) for each in schema[key]]
+        place = schema.get("$ref")
+        if isinstance(place, str) and place not in seen and (target := self._at(place)) is not None:
+            del made["$ref"]
+            made["allOf"] = [*made.get("allOf", []), self._open(target, (*seen, place))]
+        return made
+
+    def _names(self, schema: Any) -> list[str] | None:
+        """The properties that a schema and its parts declare; None if one says something about all others."""
+        if not isinstance(schema, dict) or any(key in schema for key in (*_TOLD, "$ref")):
+            return None
+        names = list(schema["properties"]) if isinstance(schema.get("properties"), dict) else []
+        for part in (part for key in _PARTS for part in schema.get(key, ())):
+            if (more := self._names(part)) is None:
+                return None
+            names += more
+        return names
+
+    def _at(self, place: str) -> Any:
+        """What a reference such as #/$defs/NAME refers to; None if there is nothing."""
+        found: Any = self._root
+        for name in place.removeprefix("#").split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, dict) else None
+        return found if place.startswith("#") else None

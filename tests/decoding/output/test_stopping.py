@@ -294,3 +294,56 @@ def test_the_budget_is_exact(max_tokens: int) -> None:
     tokens = list(range(40, 52))
     kept, _, reason = feed(SamplingParams(max_tokens=max_tokens), tokens, [4, 8])
     assert (len(kept), reason) == (max_tokens, "length")
+
+
+def stopped(tokens: list[int], **fields: object) -> list[tuple[str, int]]:
+    """Text and number of tokens, for pieces of every size."""
+    found = []
+    for size in (1, 2, 3, len(tokens)):
+        checker = StopChecker(SamplingParams(max_tokens=99, **fields), (), Detokenizer(byte_level()))  # type: ignore[arg-type]
+        made = [checker.push(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+        found.append(("".join(each.text for each in made), sum(each.kept for each in made)))
+    assert len(set(found)) == 1, found
+    return found[:1]
+
+
+def test_a_stop_string_may_be_part_of_the_text() -> None:
+    tokens = byte_level().encode("a stop, b").ids
+    ((text, kept),) = stopped(tokens, stop="stop")
+    assert text == "a "
+    assert stopped(tokens, stop="stop", include_stop_str_in_output=True) == [("a stop", kept)]
+
+
+def test_the_text_of_a_stop_token_may_be_part_of_the_text() -> None:
+    ends = byte_level().encode(",").ids
+    tokens = byte_level().encode("a stop, b").ids
+    assert stopped(tokens, stop_token_ids=ends)[0][0] == "a stop"
+    assert stopped(tokens, stop_token_ids=ends, include_stop_str_in_output=True)[0][0] == "a stop,"
+
+
+def test_special_tokens_may_have_text() -> None:
+    tokens = byte_level().encode("a<|start|>b<|end|>").ids
+    for skip, text in ((True, "ab"), (False, "a<|start|>b<|end|>")):
+        detokenizer = Detokenizer(byte_level(), skip)
+        assert "".join([detokenizer.push((token,)) for token in tokens]) + detokenizer.flush() == text
+
+
+@pytest.mark.parametrize(
+    ("pairs", "text", "shown"),
+    [
+        ([("(", ")")], "(stop) stop", "(stop) "),
+        ([("(", ")")], "st(op)op stop", "st(op)op "),
+        ([("", ")")], "stop ) stop", "stop ) "),
+        ([("", ")")], "stop", "stop"),
+        ([("<|start|>", "<|end|>")], "<|start|>stop<|end|>stop", "stop"),
+        ([("<|start|>", ":"), ("<|start|>o", "<|end|>")], "<|start|>stop:<|start|>o stop<|end|>stop", "stop:o stop"),
+        ([("<stop>", ")")], "<stop> stop ) stop", "<stop> stop ) "),
+        ([("<stopped>", ")")], "<stop the stopped", "<"),
+        ([("<stopped>", ")")], "<stopp", "<"),
+        ([("(", ")"), ("[", "]")], "(stop [ stop ) stop ] stop", "(stop [ stop ) stop ] "),
+        ([("|", "|")], "|stop| stop", "|stop| "),
+        ([], "(stop)", "("),
+    ],
+)  # fmt: skip
+def test_stop_strings_do_not_count_between_marks(pairs: list[tuple[str, str]], text: str, shown: str) -> None:
+    assert stopped(byte_level().encode(text).ids, stop="stop", stop_outside=pairs)[0][0] == shown

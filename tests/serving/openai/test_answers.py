@@ -38,7 +38,7 @@ def tool(parameters: Any, name: str = "order") -> dict[str, Any]:
 def called(server: Server, parameters: Any) -> Any:
     """The arguments of a required call."""
     body = {"messages": HI, "tools": [tool(parameters)], "tool_choice": "required", "max_tokens": 200}
-    answer = server.post(CHATS, body)
+    answer = server.post(CHATS, body | {"parallel_tool_calls": False})
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -64,24 +64,19 @@ def test_a_function_without_parameters_is_called_without_arguments(server: Serve
         "messages": HI,
         "tools": [{"type": "function", "function": {"name": "go"}}],
         "tool_choice": "required",
+        "parallel_tool_calls": False,
     }
     (call,) = server.post(CHATS, body | {"max_tokens": 60}).json()["choices"][0]["message"]["tool_calls"]
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("go", {})
 
 
-def test_an_answer_in_a_format_is_no_call(server: Server) -> None:
-    schema = {"type": "object", "properties": {"name": {"enum": ["Alice"]}, "arguments": {"enum": [{}]}}}
-    schema |= {"required": ["name", "arguments"], "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    for text in (
-        {"response_format": form},
-        {"structured_outputs": {"choice": ['<tool_call>{"name":"a"}</tool_call>']}},
-    ):
-        body = {"messages": HI, "tools": [tool({"type": "object"})], "max_tokens": 100, **text}
-        (made,) = server.post(CHATS, body).json()["choices"]
-        assert made["finish_reason"] == "stop"
-        assert '"name"' in made["message"]["content"]
-        assert "tool_calls" not in made["message"]
+def test_an_answer_in_a_structure_is_no_call(server: Server) -> None:
+    text = {"structured_outputs": {"choice": ['<tool_call>{"name":"a"}</tool_call>']}}
+    body = {"messages": HI, "tools": [tool({"type": "object"})], "max_tokens": 100, **text}
+    (made,) = server.post(CHATS, body).json()["choices"]
+    assert made["finish_reason"] == "stop"
+    assert '"name"' in made["message"]["content"]
+    assert "tool_calls" not in made["message"]
 
 
 def test_a_structured_answer_behind_an_opened_thought_is_content(
@@ -139,6 +134,19 @@ def test_an_echo_is_the_prompt_as_it_came(server: Server) -> None:
 def test_a_completion_near_the_end_of_the_context_takes_the_rest(server: Server) -> None:
     made = server.post(COMPLETIONS, {"prompt": [5] * 508, "ignore_eos": True}).json()
     assert made["usage"]["completion_tokens"] == 4
+
+
+def test_a_response_that_is_cut_has_a_message_that_is_incomplete(server: Server) -> None:
+    body = {"input": "hi", "max_output_tokens": 3}
+    made = server.post("/v1/responses", body).json()
+    assert (made["status"], made["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert [item["status"] for item in made["output"]] == ["incomplete"]
+    lines = server.post("/v1/responses", body | {"stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    (done,) = (event for event in events if event["type"] == "response.output_item.done")
+    assert done["item"]["status"] == "incomplete"
+    whole = server.post("/v1/responses", {"input": "hi", "max_output_tokens": 200}).json()
+    assert (whole["status"], whole["output"][0]["status"]) == ("completed", "completed")
 
 
 def test_whole_responses_are_those_of_the_clients_types(server: Server) -> None:

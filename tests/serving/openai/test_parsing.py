@@ -110,6 +110,94 @@ def test_calls_are_utf8_though_escapes_name_half_characters(text: str) -> None:
     assert json.loads(part.call.arguments.encode()) == {"city": "?"}
 
 
+CUT_TAGS = {
+    '<tool_call>\n{"name": "get", "arguments": {"city": "Bo': ("get", '{"city": "Bo'),
+    '<tool_call>\n{"name": "get", "arguments": {"city": "B"}}\n</tool': ("get", '{"city": "B"}'),
+    '<tool_call>\n{"name": "get", "arguments": {"city": "B"}': ("get", '{"city": "B"}'),
+    '<tool_call>\n{"name": "get", "arg': ("get", ""),
+    '<tool_call>\n{"name": "ge': None,
+    "<tool_call>": None,
+    "<tool_c": None,
+    "<tool_call>\n<function=get>\n<parameter=city>\nBo": ("get", '{"city": "Bo"'),
+    "<tool_call>\n<function=ge": None,
+}
+CUT_OBJECTS = {
+    '{"name": "get", "parameters": {"city": "Bo': ("get", '{"city": "Bo'),
+    '<|python_tag|>{"name": "get", "par': ("get", ""),
+    '[{"name": "get", "parameters": {"city"': ("get", '{"city"'),
+    '{"name": "g': None,
+    '{"na': None,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "call"),
+    [
+        *((TaggedCalls, text, call) for text, call in CUT_TAGS.items()),
+        *((BareCalls, text, call) for text, call in CUT_OBJECTS.items()),
+    ],
+)
+def test_a_call_that_is_cut_is_given_as_far_as_it_goes_and_is_no_content(
+    kind: type[Stage], text: str, call: tuple[str, str] | None
+) -> None:
+    made = parser(kind)
+    parts = [*made.push(text, []), *made.finish(cut=True)]  # type: ignore[attr-defined]
+    assert [(part.call.name, part.call.arguments) for part in parts if part.call] == ([call] if call else [])
+    assert [part.text for part in parts if part.kind == "content"] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (TaggedCalls, "3 <"),
+        (TaggedCalls, "Let me se"),
+        (BareCalls, '{"city": "Bo'),
+        (BareCalls, '{"name": "Alice", "age": 3'),
+        (BareCalls, "{ is a bra"),
+    ],
+)
+def test_content_that_is_cut_is_whole_and_no_call(kind: type[Stage], text: str) -> None:
+    made = parser(kind)
+    parts = [*made.push(text, []), *made.finish(cut=True)]  # type: ignore[attr-defined]
+    assert "".join(part.text for part in parts) == text
+    assert {part.kind for part in parts} == {"content"}
+
+
+def test_an_object_with_another_name_is_no_call_where_the_answer_may_be_an_object() -> None:
+    for text in ('{"name": "Alice", "parameters": {}}', '{"name": "Ali'):
+        stage = calls_of("python_tag", SCHEMAS, known=True)
+        parts = [*stage.push(text), *stage.finish(cut=True)]
+        assert [part.text for part in parts] == [text]
+    stage = calls_of("python_tag", SCHEMAS, known=True)
+    (part,) = [*stage.push('{"name": "get", "parameters": {}}'), *stage.finish()]
+    assert part.call is not None
+
+
+def test_tokens_of_reasoning_are_counted(gpt_oss: Tokenizer) -> None:
+    made = Parser(Think(False), Plain(), 9)
+    for text, ids in (("<think>", [1]), ("a", [2, 3]), ("b</think>\n\nc", [4, 9, 5]), ("d", [6])):
+        made.push(text, ids)
+    assert made.reasoning_tokens == 5
+    plain = Parser(Think(False), Plain(), 9)
+    plain.push("Hello", [1, 2])
+    assert plain.reasoning_tokens == 0
+    text = "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant<|channel|>final<|message|>It is 42.<|end|>"
+    ids = gpt_oss.encode(text, add_special_tokens=False)
+    channels = Channels(gpt_oss, "<|start|>assistant", Plain())
+    channels.push("x" * len(text), ids)
+    assert channels.reasoning_tokens == len(gpt_oss.encode("We add.", add_special_tokens=False))
+
+
+def test_a_commentary_that_is_cut_has_the_arguments_so_far(gpt_oss: Tokenizer) -> None:
+    for body, arguments in (('{"city": "B', '{"city": "B'), ("", "")):
+        text = f"<|channel|>commentary to=functions.get json<|message|>{body}"
+        made = Channels(gpt_oss, "<|start|>assistant", Plain())
+        made.push("x" * len(text), gpt_oss.encode(text, add_special_tokens=False))
+        (part,) = made.finish(cut=True)
+        assert part.call is not None
+        assert (part.call.name, part.call.arguments) == ("get", arguments)
+
+
 def test_the_template_says_how_a_family_calls() -> None:
     assert isinstance(calls_of("... <tool_call> ...", SCHEMAS), TaggedCalls)
     assert isinstance(calls_of("<|python_tag|>", SCHEMAS), BareCalls)

@@ -1,0 +1,353 @@
+"""Fields of OpenAI's and of vLLM's clients: with their meaning there, or without effect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.decoding.output.detokenizer import Detokenizer
+from dflash_trt.decoding.output.stopping import StopChecker
+from dflash_trt.serving.openai.chat import Chat
+from dflash_trt.serving.openai.errors import ApiError
+from dflash_trt.serving.openai.model import Model
+from dflash_trt.serving.openai.protocol import ChatRequest
+from dflash_trt.serving.worker import Worker
+from tests.serving.openai.conftest import COMPLETIONS, Server
+
+CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
+HI = [{"role": "user", "content": "hi"}]
+QUESTION = [{"role": "user", "content": "What should I eat in Borvik?"}]
+BEGUN = [*QUESTION, {"role": "assistant", "content": "You should eat "}]
+WRONG = {"type": "x"}
+GPT_OSS = Path(__file__).parents[3] / "dflash_trt" / "shipped" / "tiny-gpt-oss" / "target"
+
+
+def made(server: Server, path: str, **fields: Any) -> Any:
+    answer = server.post(path, fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(server: Server, path: str, **fields: Any) -> list[Any]:
+    lines = server.post(path, fields | {"stream": True}).text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHATS, {"verbosity": "low"}),
+        (CHATS, {"prediction": {"type": "content", "content": "x"}}),
+        *((CHATS, {"store": store}) for store in (True, False)),
+        *((CHATS, {"service_tier": tier}) for tier in ("auto", "default", "flex", "scale", "priority")),
+        (RESPONSES, {"text": {"verbosity": "high"}}),
+        (RESPONSES, {"store": True, "service_tier": "flex", "max_tool_calls": 3, "top_logprobs": 2}),
+    ],
+)
+def test_fields_that_have_no_effect_are_taken(server: Server, path: str, fields: Any) -> None:
+    asked = {"messages": HI} if path == CHATS else {"input": "hi"}
+
+    def text(answer: Any) -> Any:
+        return answer["choices"][0]["message"] if path == CHATS else answer["output"][0]["content"]
+
+    assert text(made(server, path, **asked, **fields)) == text(made(server, path, **asked))
+
+
+def test_nothing_is_stored_whatever_is_asked(server: Server) -> None:
+    assert made(server, RESPONSES, input="hi", store=True)["store"] is False
+
+
+def test_a_last_message_can_be_continued(server: Server, llm: LLM) -> None:
+    prompt = llm.tokenizer.apply_chat_template(BEGUN, False)
+    prompt = prompt[: prompt.rindex("You should eat ") + len("You should eat ")]
+    expected = llm.generate(
+        llm.tokenizer.encode(prompt, add_special_tokens=False), SamplingParams(max_tokens=12)
+    ).text
+    asked = {"messages": BEGUN, "max_tokens": 12, "continue_final_message": True}
+    for more in ({}, {"add_generation_prompt": False}):
+        assert made(server, CHATS, **asked, **more)["choices"][0]["message"]["content"] == expected
+    whole = made(server, CHATS, **asked, echo=True)["choices"][0]["message"]["content"]
+    assert whole == "You should eat " + expected
+    parts = [e["choices"][0]["delta"].get("content", "") for e in events(server, CHATS, **asked, echo=True)]
+    assert "".join(parts) == whole
+    assert made(server, CHATS, messages=QUESTION, max_tokens=3, echo=True)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "param"),
+    [
+        (BEGUN, {"add_generation_prompt": True}, "continue_final_message"),
+        ([*QUESTION, {"role": "assistant", "content": ""}], {}, "continue_final_message"),
+    ],
+)
+def test_a_message_that_cannot_be_continued_is_refused(
+    server: Server, messages: Any, more: Any, param: str
+) -> None:
+    answer = server.post(CHATS, {"messages": messages, "continue_final_message": True, **more})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_chat_may_lack_the_generation_prompt(server: Server, llm: LLM) -> None:
+    ids = llm.tokenizer.encode(llm.tokenizer.apply_chat_template(QUESTION, False), add_special_tokens=False)
+    usage = made(server, CHATS, messages=QUESTION, max_tokens=1, add_generation_prompt=False)["usage"]
+    assert usage["prompt_tokens"] == len(ids)
+
+
+def test_special_tokens_and_stop_strings_may_be_part_of_the_text(server: Server, llm: LLM) -> None:
+    (end,) = llm.tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    bias = {"prompt": "x", "logit_bias": {str(end): 100}, "ignore_eos": True, "max_tokens": 2}
+    assert made(server, COMPLETIONS, **bias)["choices"][0]["text"] == ""
+    shown = made(server, COMPLETIONS, **bias, skip_special_tokens=False)["choices"][0]["text"]
+    assert shown == "<|im_end|>" * 2
+    text = made(server, CHATS, messages=QUESTION, max_tokens=40)["choices"][0]["message"]["content"]
+    stop = {"messages": QUESTION, "max_tokens": 40, "stop": text[8:12]}
+    whole = text[: text.index(text[8:12])]
+    for include, expected in ((False, whole), (True, whole + text[8:12])):
+        choice = made(server, CHATS, **stop, include_stop_str_in_output=include)["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (expected, "stop")
+
+
+def test_only_allowed_tokens_come(server: Server) -> None:
+    fields = {"prompt": "x", "max_tokens": 9, "allowed_token_ids": [70, 71], "temperature": 1}
+    choice = made(server, COMPLETIONS, **fields, return_token_ids=True)["choices"][0]
+    assert set(choice["token_ids"]) <= {70, 71}
+
+
+def test_a_request_may_name_itself(server: Server) -> None:
+    assert made(server, COMPLETIONS, prompt="x", max_tokens=1, request_id="mine-7")["id"] == "cmpl-mine-7"
+    assert made(server, CHATS, messages=HI, max_tokens=1, request_id="mine-8")["id"] == "chatcmpl-mine-8"
+    body = {"prompt": "x", "max_tokens": 1, "request_id": "mine-9"}
+    assert server.post(COMPLETIONS, body, **{"X-Request-Id": "first"}).json()["id"] == "cmpl-first"
+    assert (
+        server.post(COMPLETIONS, {"prompt": "x", "request_id": "a b"}).json()["error"]["param"]
+        == "request_id"
+    )
+
+
+def test_a_prompt_keeps_its_last_tokens(server: Server, llm: LLM) -> None:
+    ids = llm.tokenizer.encode("def add(a, b):\n    return a + b")
+    expected = llm.generate(ids[-5:], SamplingParams(max_tokens=6)).text
+    asked = {"prompt": "def add(a, b):\n    return a + b", "max_tokens": 6, "truncate_prompt_tokens": 5}
+    answer = made(server, COMPLETIONS, **asked)
+    assert (answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]) == (expected, 5)
+    echoed = made(server, COMPLETIONS, **asked, echo=True)["choices"][0]["text"]
+    assert echoed == llm.tokenizer.decode(ids[-5:]) + expected
+    long = made(server, COMPLETIONS, prompt="x" * 90_000, max_tokens=6, truncate_prompt_tokens=-1)
+    assert long["usage"]["prompt_tokens"] == 506
+    chat = made(server, CHATS, messages=HI * 300, max_tokens=6, truncate_prompt_tokens=20)
+    assert chat["usage"]["prompt_tokens"] == 20
+    for wrong in (0, -2):
+        answer = server.post(COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": wrong})
+        assert answer.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+@pytest.mark.parametrize(
+    ("guide", "texts"),
+    [
+        ({"guided_choice": ["yes", "no"]}, ("yes", "no")),
+        ({"guided_regex": "(yes|no)"}, ("yes", "no")),
+        ({"guided_grammar": 'start: "yes" | "no"\n'}, ("yes", "no")),
+        ({"guided_json": {"enum": ["yes", "no"]}}, ('"yes"', '"no"')),
+        ({"guided_json": '{"enum": ["yes", "no"]}'}, ('"yes"', '"no"')),
+    ],
+)
+def test_earlier_names_of_structures_are_known(server: Server, guide: Any, texts: tuple[str, str]) -> None:
+    assert made(server, COMPLETIONS, prompt="Well,", max_tokens=9, **guide)["choices"][0]["text"] in texts
+    message = made(server, CHATS, messages=HI, max_tokens=9, **guide)["choices"][0]["message"]
+    assert message["content"] in texts
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"prompt": "x", "guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex"),
+        (COMPLETIONS, {"prompt": "x", "guided_regex": "("}, "guided_regex"),
+        (COMPLETIONS, {"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        (CHATS, {"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHATS, {"messages": HI, "max_tokens": 0}, "max_tokens"),
+        (CHATS, {"messages": HI * 300}, "messages"),
+        (CHATS, {"messages": HI, "max_tokens": 600}, "messages"),
+        (
+            CHATS,
+            {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": WRONG}}},
+            "response_format",
+        ),
+        (RESPONSES, {"input": "x" * 100_000}, "input"),
+        (RESPONSES, {"input": "hi", "max_output_tokens": 0}, "max_output_tokens"),
+        (RESPONSES, {"input": "hi", "max_output_tokens": 600}, "input"),
+        (RESPONSES, {"input": "hi", "text": {"format": {"type": "x"}}}, "text.format.type"),
+        (RESPONSES, {"input": "hi", "text": {"format": {"type": "json_schema", "schema": WRONG}}}, "text.format"),
+        (RESPONSES, {"input": "hi", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        (RESPONSES, {"input": "hi", "reasoning": {"effort": 3}}, "reasoning.effort"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_field_that_was_sent(server: Server, path: str, fields: Any, param: str) -> None:
+    for more in ({}, {"stream": True}):
+        answer = server.post(path, fields | more)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == param
+        assert error["message"].startswith((param, "the prompt "))
+
+
+def test_drafts_are_counted_as_in_vllm(server: Server) -> None:
+    for path, asked in ((CHATS, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "x = ["})):
+        answer = made(server, path, **asked, max_tokens=40)
+        found = answer["metrics"]["speculative_decoding"]
+        ours = answer["usage"]["speculation"]
+        assert found["num_draft_tokens"] == ours["draft_tokens"] > 0
+        assert found["num_accepted_draft_tokens"] == ours["accepted_tokens"]
+        assert path == COMPLETIONS or ours["accepted_tokens"] > 0
+        counts = found["acceptance_histogram"]
+        assert len(counts) == found["num_spec_tokens"] + 1
+        assert sum(counts) == found["num_spec_steps"]
+        assert sum(k * n for k, n in enumerate(counts)) == found["num_accepted_draft_tokens"]
+        assert found["mean_acceptance_length"] == 1 + ours["accepted_tokens"] / found["num_spec_steps"]
+        assert found["draft_acceptance_rate"] == ours["accepted_tokens"] / ours["draft_tokens"]
+        chunks = events(server, path, **asked, max_tokens=40, stream_options={"include_usage": True})
+        assert ["metrics" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert chunks[-1]["choices"] == []
+        for more in ({"n": 2}, {"speculate": False}):
+            assert "metrics" not in made(server, path, **asked, max_tokens=9, **more)
+
+
+def test_the_tokens_of_prompts_are_those_of_the_usages(server: Server) -> None:
+    before = server.metric("dflash_prompt_tokens_total"), server.metric("dflash_generation_tokens_total")
+    usages = [
+        made(server, COMPLETIONS, prompt="x = [", max_tokens=3, n=3)["usage"],
+        made(server, COMPLETIONS, prompt=["x = [", "def add"], max_tokens=3, n=2)["usage"],
+        made(server, CHATS, messages=HI, max_tokens=3, n=2)["usage"],
+        events(server, CHATS, messages=HI, max_tokens=3, stream_options={"include_usage": True})[-1]["usage"],
+    ]
+    for refused in ({"timeout": 1e-6}, {"max_tokens": 4000}, {"allowed_token_ids": [10**6]}):
+        assert server.post(COMPLETIONS, {"prompt": "x = [", "max_tokens": 3, **refused}).status_code in (
+            400,
+            504,
+        )
+    after = server.metric("dflash_prompt_tokens_total"), server.metric("dflash_generation_tokens_total")
+    assert after[0] - before[0] == sum(usage["prompt_tokens"] for usage in usages)
+    assert after[1] - before[1] == sum(usage["completion_tokens"] for usage in usages)
+
+
+def test_errors_have_no_path_of_the_bundle(tiny: Path) -> None:
+    model = Model(tiny, None)
+    sources = model.tokenizer._templates.sources
+    for template, says in (
+        ("{{ raise_exception('no') }}", "refuses the messages: no"),
+        (None, "no working chat"),
+    ):
+        sources.clear()
+        sources.update({} if template is None else {"default": template})
+        with pytest.raises(ApiError, match=says) as refused:
+            asyncio.run(Chat.of(model, ChatRequest(messages=HI), "x", None))
+        assert refused.value.status == 400
+        assert str(tiny) not in refused.value.message
+
+
+def test_the_engines_errors_have_no_path_of_the_bundle(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, sent = Worker.__new__(Worker), list[Any]()
+    monkeypatch.setattr(worker, "_llm", SimpleNamespace(bundle=SimpleNamespace(path=tiny)), raising=False)
+    monkeypatch.setattr(worker, "_send", lambda key, update: sent.append(update))
+    worker._refuse(1, "INTERNAL", f"OSError: {tiny}/target/graph.onnx in {tiny}: not found")
+    assert sent == [{"error": ["INTERNAL", "OSError: target/graph.onnx in the bundle: not found"]}]
+
+
+def stopped_at(chat: Chat, model: Model, answer: str) -> list[str]:
+    """The text of an answer whose engine stops at the chat's stop strings."""
+    params = SamplingParams(**chat.prepared.messages[0]["params"] | {"max_tokens": 400})
+    checker = StopChecker(params, (), Detokenizer(model.tokenizer.backend))
+    taken = chat.answers[0]
+    for token in model.tokenizer.encode(answer, add_special_tokens=False):
+        emission = checker.push((token,))
+        update: dict[str, Any] = {"text": emission.text, "token_ids": [token][: emission.kept]}
+        if emission.finish_reason is not None:
+            update["finish_reason"] = emission.finish_reason
+        taken.take(update)
+        if emission.finish_reason is not None:
+            return [taken.reasoning, taken.content]
+    taken.take({"text": checker.abandon("length"), "token_ids": [], "finish_reason": "length"})
+    return [taken.reasoning, taken.content]
+
+
+@pytest.mark.parametrize("stop", ["analysis", "final", "add", "assistant"])
+def test_stop_strings_are_about_the_content_of_channels(
+    tiny: Path, stop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = gpt_oss(tiny, monkeypatch)
+    chat = asyncio.run(Chat.of(model, ChatRequest(messages=HI, stop=stop), "x", None))
+    text = "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant<|channel|>final<|message|>It is 4"
+    assert stopped_at(chat, model, text) == ["We add.", "It is 4"]
+    chat = asyncio.run(Chat.of(model, ChatRequest(messages=HI, stop=stop), "x", None))
+    assert stopped_at(chat, model, f"{text}2, {stop} more") == ["We add.", "It is 42, "]
+
+
+def gpt_oss(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    """The bundle tiny with the tokenizer and template of gpt-oss."""
+    from dflash_trt.text.tokenizer import Tokenizer
+
+    model = Model(tiny, None)
+    monkeypatch.setattr(model, "tokenizer", Tokenizer(GPT_OSS))
+    monkeypatch.setattr(model, "template", model.tokenizer.chat_source())
+
+    async def chat(*_: Any, **__: Any) -> tuple[list[int], str]:
+        return await model.encode("<|start|>assistant", special=False), "<|start|>assistant"
+
+    monkeypatch.setattr(model, "chat", chat)
+    return model
+
+
+@pytest.mark.parametrize("stop", ["think", "thought", "\n\n"])
+def test_stop_strings_are_about_what_follows_a_thought(
+    tiny: Path, stop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for begun in ("", "<think>"):
+        model = Model(tiny, None)
+        monkeypatch.setattr(model, "template", "<think>")
+
+        async def chat(*_: Any, begun: str = begun, model: Model = model, **__: Any) -> tuple[list[int], str]:
+            return await model.encode(f"hi{begun}", special=False), f"hi{begun}"
+
+        monkeypatch.setattr(model, "chat", chat)
+        asked = asyncio.run(Chat.of(model, ChatRequest(messages=HI, stop=stop), "x", None))
+        answer = "<think>"[len(begun) :] + f"a thought\n\n</think>An answer{stop} and more"
+        assert stopped_at(asked, model, answer) == ["a thought\n\n", "An answer"]
+
+
+def test_stop_strings_do_not_cut_calls(server: Server) -> None:
+    function = {"name": "order", "parameters": {"type": "object", "properties": {"a": {"enum": ["x"]}}}}
+    body = {"messages": HI, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    choice = made(server, CHATS, **body, stop=["\n", "name"], max_tokens=60, parallel_tool_calls=False)[
+        "choices"
+    ][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "order"
+
+
+def test_thoughts_are_counted_in_usages(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpt_oss(tiny, monkeypatch)
+    chat = asyncio.run(Chat.of(model, ChatRequest(messages=HI), "x", None))
+    text = (
+        "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant<|channel|>final<|message|>It is 42."
+    )
+    ids = model.tokenizer.encode(text, add_special_tokens=False)
+    update = {"text": model.tokenizer.decode(ids), "token_ids": ids, "num_input_tokens": 9}
+
+    async def run() -> dict[str, Any]:
+        from dflash_trt.serving.openai import chat as module
+
+        async def updates(*_: Any) -> Any:
+            yield 0, update
+
+        monkeypatch.setattr(module, "updates", updates)
+        async for _ in chat.run(None):  # type: ignore[arg-type]
+            pass
+        return chat.usage.to_dict()
+
+    thought = len(model.tokenizer.encode("We add.", add_special_tokens=False))
+    assert asyncio.run(run())["completion_tokens_details"] == {"reasoning_tokens": thought}
