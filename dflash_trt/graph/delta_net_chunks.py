@@ -27,23 +27,51 @@ def chunked_delta(kind: DeltaKind) -> ir.Function:
     """The pending rows are the first chunk. A Scan carries the state from chunk to chunk."""
     g = GraphBuilder("GatedDeltaNet")
     a = DeltaInputs(g, kind)
-    group = kind.value_heads // kind.key_heads
-    # Whole chunks: the last rows are zeros, and do not count.
+    products = _products(g, a, kind)
+    end_state, chunks = g.multi(
+        "Scan",
+        a.state,
+        *products.values(),
+        outputs=2,
+        name="chunks",
+        body=_step(g, kind, list(products)).graph,
+        num_scan_inputs=len(products),
+    )
+    # [chunks, B, Hv, CHUNK, dv] -> [B, rows, Hv*dv], without the pending rows and the spare ones.
+    y = g.op("Transpose", chunks, name="by_row", perm=[1, 0, 3, 2, 4])
+    y = g.op("Reshape", y, g.shape(g.dim(a.gates, 0), -1, kind.value_heads * kind.value_dim), name="rows")
+    last = g.op("Add", a.count, g.constant([CHUNK]), name="last_row")
+    a.output(g.op("Slice", y, g.constant([CHUNK]), last, g.constant([1]), name="new_rows"), end_state)
+    return g.function()
+
+
+def _by_chunk(
+    g: GraphBuilder, kind: DeltaKind, x: ir.Value, pads: ir.Value, heads: int, size: int, name: str
+) -> ir.Value:
+    """[B, W+S, heads*size] -> [chunks, B, Hv, CHUNK, size], filled up with zeros, which do not count."""
+    x = g.op("Pad", x, pads, name=f"{name}_padded")
+    x = g.op("Reshape", x, g.constant([0, -1, CHUNK, heads, size]), name=f"{name}_by_chunk")
+    x = g.op("Transpose", x, name=f"{name}_by_head", perm=[1, 0, 3, 2, 4])
+    if heads == kind.value_heads:
+        return x
+    # Each key head stands for several value heads.
+    x = g.unsqueeze(x, 3)
+    x = g.op("Concat", *[x] * (kind.value_heads // kind.key_heads), name=f"{name}_repeated", axis=3)
+    return g.op("Reshape", x, g.constant([0, 0, -1, CHUNK, size]), name=f"{name}_of_values")
+
+
+def _products(g: GraphBuilder, a: DeltaInputs, kind: DeltaKind) -> dict[str, ir.Value]:
+    """What a chunk computes without the state, [chunks, B, Hv, ..].
+
+    Values and reads of its own rows, what the queries ask of the state and of the chunk, what the chunk writes to the
+    state, and the share of the state that is kept.
+    """
     spare = g.op("Mod", g.op("Neg", a.count, name="negative"), g.constant([CHUNK]), name="spare")
     zeros = [0, 0, 0, 0], [0]
     pads = g.op("Concat", g.constant(zeros[0]), spare, g.constant(zeros[1]), name="pads", axis=0)
 
     def by_chunk(x: ir.Value, heads: int, size: int, name: str) -> ir.Value:
-        """[B, W+S, heads*size] -> [chunks, B, Hv, CHUNK, size]."""
-        x = g.op("Pad", x, pads, name=f"{name}_padded")
-        x = g.op("Reshape", x, g.constant([0, -1, CHUNK, heads, size]), name=f"{name}_by_chunk")
-        x = g.op("Transpose", x, name=f"{name}_by_head", perm=[1, 0, 3, 2, 4])
-        if heads == kind.value_heads:
-            return x
-        # Each key head stands for `group` value heads.
-        x = g.unsqueeze(x, 3)
-        x = g.op("Concat", *[x] * group, name=f"{name}_repeated", axis=3)
-        return g.op("Reshape", x, g.constant([0, 0, -1, CHUNK, size]), name=f"{name}_of_values")
+        return _by_chunk(g, kind, x, pads, heads, size, name)
 
     q, k = (by_chunk(x, kind.key_heads, kind.key_dim, name) for x, name in ((a.q, "q"), (a.k, "k")))
     v = by_chunk(a.v, kind.value_heads, kind.value_dim, "v")
@@ -68,18 +96,8 @@ def chunked_delta(kind: DeltaKind) -> ir.Function:
     between = g.op("Exp", g.op("Min", difference, zero, name="not_above"), name="between")
     by_column = flipped(k, "k_by_column")
     system = times(times(product(k, by_column, "keys"), beta, "keys_scaled"), between, "keys_decayed")
-    system = g.op("Neg", times(system, strictly, "system"), name="negative_system")
-    inverse = g.op("Add", g.constant(np.eye(CHUNK), np.float32), system, name="inverse")
-    power, rows = system, 2
-    while rows < CHUNK:
-        power = product(power, power, "power")
-        inverse = g.op("Add", inverse, product(inverse, power, "further"), name="inverse")
-        rows *= 2
+    inverse = _inverse(g, g.op("Neg", times(system, strictly, "system"), name="negative_system"))
     decayed = g.op("Exp", total, name="decayed")
-    values = product(inverse, times(v, beta, "v_scaled"), "values")
-    reads = product(inverse, times(times(k, beta, "k_scaled"), decayed, "k_decayed"), "reads")
-    asks = times(q, decayed, "q_decayed")
-    shares = times(times(product(q, by_column, "scores"), between, "scores_decayed"), lower, "shares")
     # The rows that enter the new state.
     row = g.constant(np.arange(CHUNK).reshape(CHUNK, 1))
     entering = g.op("Cast", g.op("Less", row, count, name="enters"), name="entering", to=int(FLOAT))
@@ -87,22 +105,41 @@ def chunked_delta(kind: DeltaKind) -> ir.Function:
     left = g.op(
         "Exp", g.op("Min", g.op("Sub", end, total, name="left"), zero, name="left_below"), name="left"
     )
-    writes = flipped(times(times(k, left, "k_left"), entering, "writes"), "writes_by_column")
-    kept = g.op("Exp", end, name="kept")
+    return {
+        "values": product(inverse, times(v, beta, "v_scaled"), "values"),
+        "reads": product(inverse, times(times(k, beta, "k_scaled"), decayed, "k_decayed"), "reads"),
+        "asks": times(q, decayed, "q_decayed"),
+        "shares": times(times(product(q, by_column, "scores"), between, "scores_decayed"), lower, "shares"),
+        "writes": flipped(times(times(k, left, "k_left"), entering, "writes"), "writes_by_column"),
+        "kept": g.op("Exp", end, name="kept"),
+    }
 
+
+def _inverse(g: GraphBuilder, system: ir.Value) -> ir.Value:
+    """(1 - system)^-1 of strictly lower matrices [.., CHUNK, CHUNK]: the product of 1 + system^(2^i)."""
+    inverse = g.op("Add", g.constant(np.eye(CHUNK), np.float32), system, name="inverse")
+    power, rows = system, 2
+    while rows < CHUNK:
+        power = g.op("MatMul", power, power, name="power")
+        inverse = g.op("Add", inverse, g.op("MatMul", inverse, power, name="further"), name="inverse")
+        rows *= 2
+    return inverse
+
+
+def _step(g: GraphBuilder, kind: DeltaKind, names: list[str]) -> GraphBuilder:
+    """The Scan's body: a chunk's rows y and the state after it, from the state before and the chunk's products."""
     body = g.body("chunk")
     shape: list[int | str] = ["B", kind.value_heads]
-    wide, tall = [*shape, CHUNK, kind.value_dim], [*shape, CHUNK, kind.key_dim]
-    state = body.input("chunk/state", FLOAT, [*shape, kind.key_dim, kind.value_dim])
-    inputs = {
-        "values": (values, wide),
-        "reads": (reads, tall),
-        "asks": (asks, tall),
-        "shares": (shares, [*shape, CHUNK, CHUNK]),
-        "writes": (writes, [*shape, kind.key_dim, CHUNK]),
-        "kept": (kept, [*shape, 1, 1]),
+    shapes = {
+        "values": [*shape, CHUNK, kind.value_dim],
+        "reads": [*shape, CHUNK, kind.key_dim],
+        "asks": [*shape, CHUNK, kind.key_dim],
+        "shares": [*shape, CHUNK, CHUNK],
+        "writes": [*shape, kind.key_dim, CHUNK],
+        "kept": [*shape, 1, 1],
     }
-    of = {name: body.input(f"chunk/{name}", FLOAT, shape) for name, (_, shape) in inputs.items()}
+    state = body.input("chunk/state", FLOAT, [*shape, kind.key_dim, kind.value_dim])
+    of = {name: body.input(f"chunk/{name}", FLOAT, shapes[name]) for name in names}
     new = body.op("Sub", of["values"], body.op("MatMul", of["reads"], state, name="known"), name="new")
     y = body.op(
         "Add",
@@ -117,22 +154,8 @@ def chunked_delta(kind: DeltaKind) -> ir.Function:
         name="after",
     )
     body.output(after, "chunk/after", FLOAT, [*shape, kind.key_dim, kind.value_dim])
-    body.output(y, "chunk/y", FLOAT, wide)
-    end_state, chunks = g.multi(
-        "Scan",
-        a.state,
-        *(value for value, _ in inputs.values()),
-        outputs=2,
-        name="chunks",
-        body=body.graph,
-        num_scan_inputs=len(inputs),
-    )
-    # [chunks, B, Hv, CHUNK, dv] -> [B, rows, Hv*dv], without the pending rows and the spare ones.
-    y = g.op("Transpose", chunks, name="by_row", perm=[1, 0, 3, 2, 4])
-    y = g.op("Reshape", y, g.shape(g.dim(a.gates, 0), -1, kind.value_heads * kind.value_dim), name="rows")
-    last = g.op("Add", a.count, g.constant([CHUNK]), name="last_row")
-    a.output(g.op("Slice", y, g.constant([CHUNK]), last, g.constant([1]), name="new_rows"), end_state)
-    return g.function()
+    body.output(y, "chunk/y", FLOAT, shapes["values"])
+    return body
 
 
 def _counts(g: GraphBuilder, a: DeltaInputs, chunks: ir.Value) -> ir.Value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,133 +18,108 @@ from dflash_trt.extras import install
 SUMMARY = "train a drafter and measure it regularly"
 
 
+_NUMBER = {"metavar": "N"}
+# Option, and add_argument's arguments. A default other than None ends the help.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--target": {"required": True, "metavar": "NAME_OR_PATH", "help": "the model that the drafter is for"},
+    "--data": {
+        "type": Path,
+        "required": True,
+        "metavar": "FILE",
+        "help": "the target's answers, from `train regenerate`",
+    },
+    "--out": {
+        "type": Path,
+        "required": True,
+        "metavar": "DIR",
+        "help": "directory of the run: checkpoints, state, log and curve",
+    },
+    "--steps": {"type": at_least(1), "required": True, **_NUMBER, "help": "number of steps"},
+    "--from": {
+        "dest": "checkpoint",
+        "metavar": "NAME_OR_PATH",
+        "help": "a drafter to continue from (default: a new one)",
+    },
+    "--kind": {
+        "choices": ["dflash", "dflash2", "eagle3"],
+        "help": "kind of the drafter (default: dflash, or as --from); dflash2 can begin with a DFlash drafter",
+    },
+    "--draft-vocabulary": {
+        "type": at_least(16),
+        **_NUMBER,
+        "help": "tokens of the head of an EAGLE-3 drafter: the most frequent of the answers (default: 8192)",
+    },
+    "--layers": {"type": at_least(1), **_NUMBER, "help": "layers of a new drafter (default: 2)"},
+    "--taps": {
+        "type": each(at_least(0)),
+        "metavar": "L,...",
+        "help": "tapped target layers of a new drafter (default: 5, spread evenly)",
+    },
+    "--block-size": {
+        "type": at_least(2),
+        "metavar": "K",
+        "help": "tokens of a block, including the anchor (default: 8, or as --from)",
+    },
+    "--mask-token-id": {
+        "type": at_least(0),
+        "metavar": "ID",
+        "help": "mask token of a new drafter (default: an unused token)",
+    },
+    "--batch-size": {"type": at_least(1), "default": 8, **_NUMBER, "help": "answers per step and process"},
+    "--anchors": {
+        "type": at_least(1),
+        "default": 64,
+        **_NUMBER,
+        "help": "limit of blocks per answer and step",
+    },
+    "--max-length": {
+        "type": at_least(4),
+        "default": 1024,
+        **_NUMBER,
+        "help": "limit of tokens of prompt and answer",
+    },
+    "--head-tokens": {
+        "type": at_least(0),
+        "default": 0,
+        **_NUMBER,
+        "help": "tokens whose logits the loss has, drawn for each step; 0: all",
+    },
+    "--distill": {
+        "type": share,
+        "default": 0.0,
+        "metavar": "SHARE",
+        "help": "share of the target's own distribution in what a row shall predict, 0 to 1",
+    },
+    "--learning-rate": {"type": float, "default": 6e-4, "metavar": "R", "help": "highest learning rate"},
+    "--optimizer": {"choices": ["adamw", "muon"], "default": "adamw", "help": "of the matrices"},
+    "--weighting": {
+        "choices": ["dpace", "decay"],
+        "default": "dpace",
+        "help": "weights of the loss over a block",
+    },
+    "--shorter": {"type": share, "default": 0.2, "metavar": "SHARE", "help": "share of shortened blocks"},
+    "--seed": {"type": at_least(0), "default": 0, "help": "seed of weights, order and anchors"},
+    "--features": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "keep the target's features here (default: compute them each time)",
+    },
+    "--save-every": {"type": at_least(1), "default": 50, **_NUMBER, "help": "steps between saved states"},
+    "--evaluate-every": {
+        "type": at_least(0),
+        "default": 500,
+        **_NUMBER,
+        "help": "steps between evaluations; 0: only before the first step and at the end",
+    },
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--target", required=True, metavar="NAME_OR_PATH", help="the model that the drafter is for")
-    add(
-        "--data",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="the target's answers, from `train regenerate`",
-    )
-    add(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="directory of the run: checkpoints, state, log and curve",
-    )
-    add("--steps", type=at_least(1), required=True, metavar="N", help="number of steps")
-    add(
-        "--from",
-        dest="checkpoint",
-        metavar="NAME_OR_PATH",
-        help="a drafter to continue from (default: a new one)",
-    )
-    add(
-        "--kind",
-        choices=["dflash", "dflash2", "eagle3"],
-        help="kind of the drafter (default: dflash, or as --from); dflash2 can begin with a DFlash drafter",
-    )
-    add(
-        "--draft-vocabulary",
-        type=at_least(16),
-        metavar="N",
-        help="tokens of the head of an EAGLE-3 drafter: the most frequent of the answers (default: 8192)",
-    )
-    add("--layers", type=at_least(1), metavar="N", help="layers of a new drafter (default: 2)")
-    add(
-        "--taps",
-        type=each(at_least(0)),
-        metavar="L,...",
-        help="tapped target layers of a new drafter (default: 5, spread evenly)",
-    )
-    add(
-        "--block-size",
-        type=at_least(2),
-        metavar="K",
-        help="tokens of a block, including the anchor (default: 8, or as --from)",
-    )
-    add(
-        "--mask-token-id",
-        type=at_least(0),
-        metavar="ID",
-        help="mask token of a new drafter (default: an unused token)",
-    )
-    add(
-        "--batch-size",
-        type=at_least(1),
-        default=8,
-        metavar="N",
-        help="answers per step and process (default: 8)",
-    )
-    add(
-        "--anchors",
-        type=at_least(1),
-        default=64,
-        metavar="N",
-        help="limit of blocks per answer and step (default: 64)",
-    )
-    add(
-        "--max-length",
-        type=at_least(4),
-        default=1024,
-        metavar="N",
-        help="limit of tokens of prompt and answer (default: 1024)",
-    )
-    add(
-        "--head-tokens",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="tokens whose logits the loss has, drawn for each step (default: 0, all)",
-    )
-    add(
-        "--distill",
-        type=share,
-        default=0.0,
-        metavar="SHARE",
-        help="share of the target's own distribution in what a row shall predict, 0 to 1 (default: 0)",
-    )
-    add(
-        "--learning-rate", type=float, default=6e-4, metavar="R", help="highest learning rate (default: 6e-4)"
-    )
-    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="default: adamw")
-    add(
-        "--weighting",
-        choices=["dpace", "decay"],
-        default="dpace",
-        help="weights of the loss over a block (default: dpace)",
-    )
-    add(
-        "--shorter",
-        type=share,
-        default=0.2,
-        metavar="SHARE",
-        help="share of shortened blocks (default: 0.2)",
-    )
-    add("--seed", type=at_least(0), default=0, help="seed of weights, order and anchors (default: 0)")
-    add(
-        "--features",
-        type=Path,
-        metavar="DIR",
-        help="keep the target's features here (default: compute them each time)",
-    )
-    add(
-        "--save-every",
-        type=at_least(1),
-        default=50,
-        metavar="N",
-        help="steps between saved states (default: 50)",
-    )
-    add(
-        "--evaluate-every",
-        type=at_least(0),
-        default=500,
-        metavar="N",
-        help="steps between evaluations; 0: only before the first step and at the end (default: 500)",
-    )
+    for option, arguments in _OPTIONS.items():
+        given = dict(arguments)
+        if "default" in given:
+            given["help"] += f" (default: {given['default']})"
+        parser.add_argument(option, **given)
     add_questions(parser, "a tenth of those of --data, whose answers are not trained on")
 
 
@@ -156,21 +132,8 @@ def run(args: argparse.Namespace) -> int:
     from dflash_trt.training.run import Design
     from dflash_trt.training.run import run as train
 
-    recipe = Recipe(
-        steps=args.steps,
-        batch_size=args.batch_size,
-        anchors=args.anchors,
-        learning_rate=args.learning_rate,
-        optimizer=args.optimizer,
-        weighting=args.weighting,
-        shorter=args.shorter,
-        max_length=args.max_length,
-        head_tokens=args.head_tokens,
-        distill=args.distill,
-        seed=args.seed,
-        limit=args.limit,
-        eval_tokens=args.eval_tokens,
-    )
+    given = {name: value for name, value in vars(args).items() if name != "held_out"}  # there a digest
+    recipe = Recipe(**{each.name: given[each.name] for each in fields(Recipe) if each.name in given})
     design = Design(
         checkpoint=resolve(args.checkpoint, "drafter").directory if args.checkpoint else None,
         kind=args.kind,
