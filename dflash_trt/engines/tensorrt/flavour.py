@@ -37,13 +37,13 @@ class Flavour:
         except ImportError as error:
             raise BuildError(
                 f"--engine {self.name} needs the Python package {self.module}, which cannot be imported ({error}); "
-                f"install it with: {install(self.name)} (NVIDIA publishes it as a wheel, "
+                f"install it with: {install(f'{self.name}:tensorrt')} (NVIDIA publishes it as a wheel, "
                 f"{self.wheel}, for Linux and Windows)"
             ) from None
         if tuple(int(n) for n in module.__version__.split(".")[:2]) < self.oldest:
             raise BuildError(
                 f"{self.label} {module.__version__} is installed, expected {'.'.join(map(str, self.oldest))} or newer: "
-                f"{install(self.name).replace('install', 'install --upgrade', 1)}"
+                f"{install(f'{self.name}:tensorrt').replace('install', 'install --upgrade', 1)}"
             )
         return module
 
