@@ -48,8 +48,8 @@ class AsyncLLM:
     tree_nodes: nodes of the tree that a round verifies, of a bundle built with `--tree-width`; 0: chains (default: the
         number expected to be fastest).
     stream_interval: the least number of seconds between chunks of a stream. Tokens in between are held back and
-    delivered as
-        one chunk, in the first round after the interval. The end is never held back (default 0: a chunk per round).
+        delivered as one chunk, in the first round after the interval. The end is never held back (default 0: a chunk
+        per round).
 
     A request's tokens do not depend on the other requests. An error of one request ends only that request. Use it as
     an async context manager, or `await close()`. Requests that run when the interpreter exits are cancelled.

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 class Kept:
     """A copy of a slot's cache content for positions start .. stop-1. It is freed when nothing refers to it.
 
-    lengths: the lengths from start + 1 to stop, ascending, that a slot can get when this copy is restored behind the
+    lengths: the lengths from start + 1 to stop, ascending, to which a slot can be restored with this copy after the
     copies of the earlier positions.
     data: the content. Only the caches read it.
     size: bytes of the copy.

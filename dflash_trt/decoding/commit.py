@@ -22,7 +22,7 @@ from dflash_trt.errors import DecodingError, NonFiniteError, RequestError
 
 Array = np.ndarray[Any, Any]
 
-# Interruptions of the process or of a generator, which no request causes.
+# These end the process or a generator. They are no error of a request, so they are raised and never turned into one.
 INTERRUPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 

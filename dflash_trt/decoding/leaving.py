@@ -35,7 +35,7 @@ class Leaving:
             self._worth = max(_FEW, 2 * len(self._deadlines))
 
     def cancel(self, request: Request) -> None:
-        """Let this request leave next. No effect if it has ended."""
+        """End this request at the next `take`. No effect if it has ended."""
         request.cancelled = True
         self._cancelled.append(request)
 

@@ -13,8 +13,8 @@ from dflash_trt.logs import warn_once
 
 _log = logging.getLogger(__name__)
 
-# Tokens of a page: prefixes share whole pages. Pages of 16 tokens take twice as long to copy. Larger pages take no
-# less time than these (docs/measurements.md).
+# Tokens of a page: prefixes share whole pages. Rows in pages of 16 tokens take twice as long to copy out of a slot. In
+# larger pages they take no less time than in these.
 PAGE = 64
 
 
