@@ -99,7 +99,7 @@ def main(target: str = "smollm2-135m", drafter: str | None = None) -> int:
         console.print(f"\nTalk with it: {command()} chat bundles/{target}", markup=False)
     if target == "smollm2-135m" and drafter is None:
         console.print(
-            "\nSmolLM2's drafter was trained for some hours on one core: about 1.7 tokens per pass "
+            "\nSmolLM2's drafter was trained for a few hours: about 1.7 tokens per pass "
             "(docs/training.md).\nThe pair tiny has a drafter that fits its easy text:\n",
             markup=False,
         )
