@@ -24,6 +24,7 @@ from tests.doubles.watched import Watch, available, watched
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = "".join(json.dumps({"prompt": f"x = {i}"}) + "\n" for i in range(2))
+HELD_OUT = '{"id": "b", "category": "x", "prompt": "What is the other?"}\n'
 # The commands by name; BUNDLE, TARGET, DRAFTER and PROMPTS are places. What they read from standard input is a "hi".
 COMMANDS = {
     "build": "build --target tiny --out bundle",
@@ -40,7 +41,7 @@ COMMANDS = {
     "quantize": "quantize tiny --scheme int4 --out quantized",
     "train regenerate": "train regenerate --bundle BUNDLE --prompts PROMPTS --out answers.jsonl --max-tokens 4",
     "train drafter": "train drafter --target tiny --data ANSWERS --out run --steps 1 --batch-size 1"
-    " --held-out PROMPTS --eval-tokens 2",
+    " --held-out HELD --eval-tokens 2",
     "pairs": "pairs",
     "doctor": "doctor",
     "completion": "completion bash",
@@ -114,7 +115,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
     """Every command's run. Two run at a time."""
     root = tmp_path_factory.mktemp("privacy")
     (prompts := root / "prompts.jsonl").write_text(PROMPTS)
-    names = {"BUNDLE": str(root / "build/work/bundle"), "PROMPTS": str(prompts)}
+    (held_out := root / "held_out.jsonl").write_text(HELD_OUT)
+    names = {"BUNDLE": str(root / "build/work/bundle"), "PROMPTS": str(prompts), "HELD": str(held_out)}
     names["ANSWERS"] = str(root / "train regenerate/work/answers.jsonl")
 
     def run(name: str, line: str) -> tuple[Place, Watch]:
