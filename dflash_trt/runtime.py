@@ -141,9 +141,7 @@ class Runtime:
             self.scheduler.slots.overwritten()
             with self.scheduler.whole():
                 most = min(MOST_NODES, self.most_tree_nodes)
-                self._adaptive = new_adaptive(
-                    self.block_size, self.pair, self.scheduler.max_batch_size, most
-                )
+                self._adaptive = new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size, most)
                 for slot in range(
                     self.scheduler.max_batch_size
                 ):  # the numbers of these passes may not be finite
@@ -337,9 +335,7 @@ def _characters(value: object, most: int) -> int:
     return size
 
 
-def new_adaptive(
-    block_size: int, pair: Pair, max_batch_size: int, most_nodes: int = 0
-) -> AdaptiveLength:
+def new_adaptive(block_size: int, pair: Pair, max_batch_size: int, most_nodes: int = 0) -> AdaptiveLength:
     """The adaptive length of a pair. Times the pair's passes, which overwrites rows of slots 0 .. max_batch_size-1.
 
     most_nodes: the most nodes of a tree, whose times are followed too.

@@ -25,7 +25,9 @@ _ONLY = ("context", "acceptance", "blocks")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("times", "of one B200, from a model of a pass's time")
     group.add_argument(
-        "--curve", action="store_true", help="show tokens per second, plain and with drafts, by requests at a time"
+        "--curve",
+        action="store_true",
+        help="show tokens per second, plain and with drafts, by requests at a time",
     )
     group.add_argument(
         "--context", type=at_least(1), metavar="N", help="rows of cache of each request (default: 1000)"

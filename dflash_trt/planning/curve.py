@@ -99,7 +99,9 @@ def compute_curves(
     layout = replace(settings, max_seq_len=context, max_batch_size=1)
     most = min(estimate_memory(inventory, layout).largest_batch, MOST_REQUESTS)
     if most < 1:
-        raise BuildError(f"{name} does not fit on {gpu.name} with {context} tokens of context: lower --context")
+        raise BuildError(
+            f"{name} does not fit on {gpu.name} with {context} tokens of context: lower --context"
+        )
     target = work_of(inventory, "target", gpu)
     drafter = work_of(
         inventory, "drafter", gpu, draft_vocabulary=registry.find(settings.engine).draft_vocabulary

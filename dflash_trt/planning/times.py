@@ -8,7 +8,8 @@ memory: weights, the experts that the rows reach, and the caches, at `bandwidth_
 operations at `compute_share` of its peak. Rows of one block share experts: n rows of blocks reach as many experts as
 n^union rows of different texts. A kernel computes `tile` rows for each expert at least, half of them for nothing.
 
-The constants were fitted to a published table (build_scripts/bench/fit_times.py), and confirmed on that kind of GPU alone.
+The constants were fitted to a published table (build_scripts/bench/fit_times.py), and confirmed on that kind of GPU
+alone.
 """
 
 from __future__ import annotations

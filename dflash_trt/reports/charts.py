@@ -95,9 +95,7 @@ def load_chart(loads: Sequence[str], panels: Mapping[str, Series], *, title: str
 
 
 @_styled
-def curve_chart(
-    series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x: str, y: str
-) -> str:
+def curve_chart(series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x: str, y: str) -> str:
     """One line for each entry of `series`, through its points. The last one is drawn in bold."""
     figure, (axis,) = _figure(1, title)
     for number, (label, points) in enumerate(series.items()):

@@ -59,7 +59,10 @@ def test_times_are_given_where_published_tables_confirm_them_and_nowhere_else() 
     confirmed, refused = [], dict[str, list[float]]()
     for tables, errors_of in ((speedups(), speedup_errors), (lengths.figures()["steps"], pass_errors)):
         for table in tables:
-            error, hybrid = float(np.median(np.abs(errors_of(table)))), inventory(table["pair"]).target.delta_layers
+            error, hybrid = (
+                float(np.median(np.abs(errors_of(table)))),
+                inventory(table["pair"]).target.delta_layers,
+            )
             if table["gpu"] == times.GPU and not hybrid:
                 confirmed.append(error)
             else:
@@ -171,9 +174,7 @@ def test_acceptance_that_cannot_be_is_refused(text: str, said: str) -> None:
         lengths.parse(text)
 
 
-def test_the_command_shows_speeds_and_draws_them(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command_shows_speeds_and_draws_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     svg = tmp_path / "curve.svg"
     assert main(["plan", "--curve", *CARD, "--svg", str(svg)]) == 0
