@@ -3,7 +3,9 @@
     python -m build_scripts.bench.fit_times [--write]
 
 It fits to all points, and to each half of them, and prints the errors: also on the half that a fit has not seen. The
-halves are the points of even and odd number. `--write` writes the constants of all points.
+halves are the points of even and odd number. `--write` writes the constants of all points. The
+constants in use are also compared with the other published figures (dflash_trt/planning/published.json): speedups of
+drafting, and times of single passes, which are compared without the host's share.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.models.configs import read_drafter_config, read_target_config
-from dflash_trt.models.inventory import take_inventory
+from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.planning import times
 from dflash_trt.planning.acceptance import figures
 from dflash_trt.planning.gpus import Gpu, find_gpu
@@ -41,6 +45,12 @@ class Point:
     acceptance: float | None
 
 
+@cache
+def inventory(pair: str) -> Inventory:
+    target, drafter = known_configs(pair)
+    return take_inventory(read_target_config(target), read_drafter_config(drafter))
+
+
 class Table:
     """All points of the published table of throughputs, with the work of their pairs."""
 
@@ -58,11 +68,9 @@ class Table:
         ]
         self.work: dict[str, tuple[Work, Work]] = {}
         for pair in {point.pair for point in self.points}:
-            target, drafter = known_configs(pair)
-            inventory = take_inventory(read_target_config(target), read_drafter_config(drafter))
             self.work[pair] = (
-                work_of(inventory, "target", self.gpu),
-                work_of(inventory, "drafter", self.gpu),
+                work_of(inventory(pair), "target", self.gpu),
+                work_of(inventory(pair), "drafter", self.gpu),
             )
 
     def throughput(self, point: Point, constants: times.Constants) -> float:
@@ -104,6 +112,47 @@ def _constants(x: Sequence[float]) -> times.Constants:
     return times.Constants(**dict(zip(_NAMES, (float(v) for v in np.array(x) * _SCALE), strict=True)))
 
 
+def speedups() -> list[dict[str, Any]]:
+    """The tables that have speedups, one for each pair. A row without acceptance has that of another table."""
+    lengths: dict[tuple[Any, ...], float] = {}
+    found: list[dict[str, Any]] = []
+    for table in figures()["tables"]:
+        for row in table["rows"]:
+            row.setdefault("acceptance", lengths.get(key := (row["pair"], row["task"], row["block"])))
+            lengths[key] = row["acceptance"]
+        for pair in dict.fromkeys(row["pair"] for row in table["rows"]):
+            own = [row for row in table["rows"] if row["pair"] == pair and "speedup" in row]
+            if own:
+                found.append({**table, "pair": pair, "rows": own})
+    return found
+
+
+def speedup_errors(table: dict[str, Any]) -> list[float]:
+    """Relative errors of the model's speedups."""
+    gpu, constants = find_gpu(table["gpu"]), times.built_in()
+    target, drafter = (work_of(inventory(table["pair"]), side, gpu) for side in ("target", "drafter"))
+    errors = []
+    for row in table["rows"]:
+        for requests, value in zip(table["requests"], row["speedup"], strict=True):
+            at = {"requests": requests, "context": table["context"]}
+            plain = times.plain_seconds(target, gpu, constants, **at)
+            drafted = times.round_seconds(target, drafter, gpu, constants, width=row["block"], **at)
+            errors.append(row["acceptance"] * plain / drafted / value - 1)
+    return errors
+
+
+def pass_errors(table: dict[str, Any]) -> list[float]:
+    """Relative errors of the model's pass times."""
+    gpu, constants = find_gpu(table["gpu"]), times.built_in()
+    target = work_of(inventory(table["pair"]), "target", gpu)
+    errors = []
+    for row in table["rows"]:
+        for requests, value in zip(table["requests"], row["milliseconds"], strict=True):
+            at = {"requests": requests, "width": row["width"], "context": table["context"]}
+            errors.append(1e3 * times.pass_seconds(target, gpu, constants, **at) / value - 1)
+    return errors
+
+
 def describe(errors: np.ndarray) -> str:
     """One line: how many points are near, the median and the largest error."""
     size = np.abs(errors)
@@ -131,11 +180,15 @@ def main() -> None:
         print(
             f"{point.pair:<22}{point.task:<10}{kind:<8}{point.requests:>3}{point.published:>8.0f}{error:>+7.0%}"
         )
+    for tables, errors_of in ((speedups(), speedup_errors), (figures()["steps"], pass_errors)):
+        for other in tables:
+            print(f"{other['pair']}, {other['source']}\n  {describe(np.array(errors_of(other)))}")
     if args.write:
         rounded = {name: float(f"{value:.4g}") for name, value in asdict(whole).items()}
         errors = np.abs(table.errors(times.Constants(**rounded)))
         document = {
             "source": table.source,
+            "gpu": table.gpu.name,
             "median_error": round(float(np.median(errors)), 3),
             "constants": rounded,
         }

@@ -34,11 +34,6 @@ class Gpu:
     gpus_per_node: int
     sources: Mapping[str, str]
 
-    def is_named(self, reported: str) -> bool:
-        """Whether a driver's name for a GPU, such as "NVIDIA H100 80GB HBM3", means this one."""
-        words = _words(reported)
-        return all(word in words for word in _words(self.name))
-
 
 def gpus() -> dict[str, Gpu]:
     """Every GPU of the table, by name."""
@@ -78,10 +73,6 @@ def find_gpu(name: str) -> Gpu:
             "or give the figures of yours: --gpu memory=24,bandwidth=1008,sm=89 (GiB, GB/s, compute capability)"
         )
     return table[short[wanted]]
-
-
-def _words(name: str) -> list[str]:
-    return re.findall(r"[a-z]+|[0-9]+", name.lower())
 
 
 def _letters(name: str) -> str:

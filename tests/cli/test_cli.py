@@ -41,7 +41,7 @@ def test_help_has_examples(arguments: list[str], capsys: pytest.CaptureFixture[s
     [
         ([], "dflash-trt [options] COMMAND ..."),
         (["generate"], "dflash-trt generate [options] BUNDLE"),
-        (["build"], "dflash-trt build [options]"),
+        (["build"], "dflash-trt build [options] --target NAME_OR_PATH"),
         (["quantize"], "dflash-trt quantize [options] --scheme SCHEME --out DIR NAME_OR_PATH"),
     ],
 )

@@ -432,8 +432,6 @@ def test_a_plan_says_what_it_rests_on(tmp_path: Path, capsys: pytest.CaptureFixt
     assert said.err.startswith(UNSURE)
     assert "drafter.dflash_config.mask_token_id" in said.err
     assert json.loads(said.out)["unverified"][0] == "drafter.dflash_config.mask_token_id"
-    main(["plan", "--target", "qwen3-coder-next", *asking, "--curve"])
-    assert capsys.readouterr().err.startswith(UNSURE)
     main(["plan", "--target", "qwen3-8b", *asking, "--json"])
     said = capsys.readouterr()
     assert (said.err, json.loads(said.out)["unverified"]) == ("", [])

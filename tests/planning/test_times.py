@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from build_scripts.bench.fit_times import Table
-from dflash_trt.checkpoint.catalogue import known_configs
+from build_scripts.bench.fit_times import Table, inventory, pass_errors, speedup_errors, speedups
 from dflash_trt.cli import main
 from dflash_trt.errors import BuildError, RequestError
-from dflash_trt.models.configs import read_drafter_config, read_target_config
-from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.planning import acceptance as lengths
 from dflash_trt.planning import times
 from dflash_trt.planning.acceptance import Acceptance
-from dflash_trt.planning.curve import CHAIN, PLAIN, Curves, compute_curves
+from dflash_trt.planning.curve import MOST_REQUESTS, PLAIN, Curves, compute_curves
 from dflash_trt.planning.gpus import find_gpu
-from dflash_trt.planning.layouts import model_layouts
-from dflash_trt.planning.memory import Settings
+from dflash_trt.planning.memory import Settings, estimate_memory
 from dflash_trt.planning.work import work_of
 
-CARD = ["--target", "gpt-oss-120b", "--gpu", "b300", "--engine", "tensorrt-llm"]
+CARD = ["--target", "gpt-oss-120b", "--gpu", "b200", "--engine", "tensorrt-llm"]
 
 
 @pytest.fixture(scope="module")
@@ -34,33 +30,12 @@ def table() -> Table:
     return Table()
 
 
-@cache
-def inventory(pair: str) -> Inventory:
-    target, drafter = known_configs(pair)
-    return take_inventory(read_target_config(target), read_drafter_config(drafter))
-
-
-def curves(pair: str, blocks: tuple[int, ...], given: Acceptance | None = None, **values: Any) -> Curves:
-    known, chain = lengths.published(pair)
-    wanted = given or known
-    assert wanted is not None
-    base: dict[str, Any] = {"engine": "tensorrt-llm", "gpu": find_gpu("b300"), "max_seq_len": 2048}
+def curves(pair: str, blocks: tuple[int, ...], **values: Any) -> Curves:
+    acceptance = lengths.published(pair)
+    assert acceptance is not None
+    base: dict[str, Any] = {"engine": "tensorrt-llm", "gpu": find_gpu("b200"), "max_seq_len": 2048}
     settings = Settings(**base | {"max_batch_size": 1, "block_size": 10} | values)
-    return compute_curves(
-        model_layouts(inventory(pair), settings, name=pair, context=2048),
-        wanted,
-        name=pair,
-        place="b300",
-        times="the model",
-        context=2048,
-        blocks=blocks,
-        chain=chain,
-    )
-
-
-@pytest.fixture(scope="module")
-def published() -> Curves:
-    return curves("gpt-oss-120b", (4, 6, 8, 10))
+    return compute_curves(inventory(pair), settings, acceptance, name=pair, context=2048, blocks=blocks)
 
 
 def test_published_throughputs_are_met(table: Table) -> None:
@@ -79,6 +54,25 @@ def test_constants_of_one_half_meet_the_other_half(table: Table) -> None:
         assert np.median(errors) < 0.08
 
 
+def test_times_are_given_where_published_tables_confirm_them_and_nowhere_else() -> None:
+    """A median error of 15% is the limit, on the kind of GPU and for the kinds of targets that `plan --curve` takes."""
+    confirmed, refused = [], dict[str, list[float]]()
+    for tables, errors_of in ((speedups(), speedup_errors), (lengths.figures()["steps"], pass_errors)):
+        for table in tables:
+            error, hybrid = (
+                float(np.median(np.abs(errors_of(table)))),
+                inventory(table["pair"]).target.delta_layers,
+            )
+            if table["gpu"] == times.GPU and not hybrid:
+                confirmed.append(error)
+            else:
+                refused.setdefault("hybrid" if hybrid else table["gpu"], []).append(error)
+    assert len(confirmed) == 4
+    assert max(confirmed) < 0.155
+    assert refused.keys() == {"h200", "b300", "hybrid"}
+    assert all(max(errors) > 0.25 for errors in refused.values())
+
+
 def test_work_is_that_of_the_published_models() -> None:
     """Bytes of cache per token in BF16, with the layers that a window limits to 128 tokens."""
     gpu = find_gpu("b200")
@@ -89,8 +83,6 @@ def test_work_is_that_of_the_published_models() -> None:
     assert work_of(inventory("qwen3-8b"), "target", gpu).cache_bytes(1) == 147_456
     dense = work_of(inventory("qwen3-8b"), "target", gpu)
     assert dense.dense_bytes == pytest.approx(2 * 7.57e9, rel=0.01)  # without the embedding
-    halves = work_of(inventory("qwen3-8b"), "target", gpu, gpus=2)
-    assert halves.dense_bytes == pytest.approx(dense.dense_bytes / 2, rel=0.01)
     drafter = work_of(inventory("qwen3-8b"), "drafter", gpu)
     assert (
         drafter.dense_bytes > 2 * inventory("qwen3-8b").target.vocab_size * 4096
@@ -106,67 +98,47 @@ def test_rows_reach_experts_as_draws_do() -> None:
 def test_a_pass_takes_longer_with_more_of_anything() -> None:
     gpu, constants = find_gpu("b300"), times.built_in()
     for pair in ("gpt-oss-120b", "qwen3-8b"):
-        for gpus in (1, 8):
-            work = work_of(inventory(pair), "target", gpu, gpus=gpus)
-            base: dict[str, Any] = {"requests": 4, "width": 4, "context": 1000}
-            seconds = times.pass_seconds(work, gpu, constants, **base)
-            for more in ({"requests": 8}, {"width": 8}, {"context": 8000}):
-                assert times.pass_seconds(work, gpu, constants, **base | more) > seconds
-            slower = replace(constants, layer_seconds=2 * constants.layer_seconds)
-            gained = times.pass_seconds(work, gpu, slower, **base) - seconds
-            assert gained == pytest.approx(work.layers * constants.layer_seconds)
+        work = work_of(inventory(pair), "target", gpu)
+        base: dict[str, Any] = {"requests": 4, "width": 4, "context": 1000}
+        seconds = times.pass_seconds(work, gpu, constants, **base)
+        for more in ({"requests": 8}, {"width": 8}, {"context": 8000}):
+            assert times.pass_seconds(work, gpu, constants, **base | more) > seconds
+        slower = replace(constants, layer_seconds=2 * constants.layer_seconds)
+        gained = times.pass_seconds(work, gpu, slower, **base) - seconds
+        assert gained == pytest.approx(work.layers * constants.layer_seconds)
 
 
-def test_the_published_15x_is_a_slice_near_the_top_speed_of_plain_decoding(published: Curves) -> None:
-    top = published.fastest(PLAIN).speed
-
-    def ratio(share: float) -> float:
-        plain, block = published.best(PLAIN, share * top), published.best_block(share * top)
-        assert plain is not None
-        assert block is not None
-        return block.throughput / plain.throughput
-
-    assert 10 < ratio(0.80) < 20
-    assert 10 < ratio(0.85) < 20
-    assert ratio(0.25) < 6
-    assert published.best(PLAIN, 1.01 * top) is None
-    assert published.best_block(1.5 * top) is not None
-    alone = published.same_batch("block 10", 1)
-    assert alone is not None
-    assert 1.8 < alone < 2.5  # "more than doubles"
-    chain = published.best(CHAIN, 0.8 * top)
-    block = published.best_block(0.8 * top)
-    assert chain is not None
-    assert block is not None
-    assert chain.throughput < block.throughput
-
-
-def test_a_frontier_has_no_point_that_another_one_beats(published: Curves) -> None:
-    for method in published.points:
-        points = published.frontier(method)
-        assert [p.speed for p in points] == sorted(p.speed for p in points)
-        assert [p.throughput for p in points] == sorted((p.throughput for p in points), reverse=True)
-        assert points[-1].speed == published.fastest(method).speed
-        for point in published.points[method]:
-            assert any(p.speed >= point.speed and p.throughput >= point.throughput for p in points)
-        for share in (0.3, 0.6):
-            speed = share * points[-1].speed
-            best = published.best(method, speed)
-            assert best is not None
-            assert best.speed >= speed
-            assert best.throughput == max(p.throughput for p in published.points[method] if p.speed >= speed)
+def test_points_are_those_of_the_published_tables(table: Table) -> None:
+    """The same pair, context and batches as a row of the table give its throughputs by the model."""
+    found = curves("qwen3-8b", (16,), block_size=16)
+    near = compute_curves(
+        inventory("qwen3-8b"),
+        Settings(engine="tensorrt", gpu=table.gpu, max_seq_len=8192, max_batch_size=1, block_size=16),
+        Acceptance({16: 6.5}, "test"),
+        name="qwen3-8b",
+        context=table.context,
+        blocks=(16,),
+    )
+    for point in table.points:
+        if (point.pair, point.task) == ("qwen3-8b", "HumanEval"):
+            method = PLAIN if point.acceptance is None else "block 16"
+            (drawn,) = (p for p in near.points[method] if p.batch == point.requests)
+            assert drawn.throughput == pytest.approx(table.throughput(point, times.built_in()))
+            assert drawn.speed * drawn.batch == pytest.approx(drawn.throughput)
+    for points in found.points.values():
+        assert [p.batch for p in points] == [1, 2, 4, 8, 16, MOST_REQUESTS]
+        assert [p.speed for p in points] == sorted((p.speed for p in points), reverse=True)
 
 
 def test_batches_fill_the_memory_and_no_more() -> None:
     """A GPU with little room: the largest batch is that of the memory plan."""
-    gpu = replace(find_gpu("b300"), memory_bytes=24 << 30, gpus_per_node=1)
+    gpu = replace(find_gpu("b200"), memory_bytes=24 << 30)
     found = curves("qwen3-8b", (16,), gpu=gpu, block_size=16, engine="tensorrt")
-    most = max(point.batch for point in found.points[PLAIN])
-    assert 1 < most < 64
+    room = Settings(engine="tensorrt", gpu=gpu, max_seq_len=2048, max_batch_size=1, block_size=16)
+    most = estimate_memory(inventory("qwen3-8b"), room).largest_batch
+    assert found.points[PLAIN][-1].batch <= most < 2 * found.points[PLAIN][-1].batch <= MOST_REQUESTS
     with pytest.raises(BuildError, match="lower --context"):
         curves("qwen3-8b", (16,), gpu=replace(gpu, memory_bytes=8 << 30), block_size=16)
-    with pytest.raises(BuildError, match="no peak rate for BF16"):
-        curves("qwen3-8b", (16,), gpu=replace(gpu, dense_flops={}), block_size=16)
 
 
 def test_acceptance_between_and_beyond_known_lengths() -> None:
@@ -202,50 +174,53 @@ def test_acceptance_that_cannot_be_is_refused(text: str, said: str) -> None:
         lengths.parse(text)
 
 
-def test_the_command_shows_ratios_of_all_three_kinds(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command_shows_speeds_and_draws_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     svg = tmp_path / "curve.svg"
     assert main(["plan", "--curve", *CARD, "--svg", str(svg)]) == 0
     text = capsys.readouterr().out
-    for part in (
-        "a model, not a measured curve",
-        "(80%)",
-        "at the same speed",
-        "at the same batch",
-        "EAGLE-3",
-    ):
+    for part in ("a model, not a measured curve", "tokens/s of one user", "tokens/s of the GPU", "block 6"):
         assert part in text
+    assert max(map(len, text.splitlines())) <= 110
     assert "<svg" in svg.read_text()
-    assert main(["plan", "--curve", "--json", *CARD, "--blocks", "4,10"]) == 0
+    assert main(["plan", "--curve", "--json", *CARD, "--blocks", "2,10"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found["points"]) == {PLAIN, "block 4", "block 10", CHAIN}
-
-
-def test_the_command_counts_users_at_a_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--speed", "80", "--json", *CARD]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["drafted"]["users"] == found["users"] > found["plain"]["users"] > 0
-    assert found["drafted"]["tokens_per_second"] >= 80
-    assert main(["plan", "--speed", "80", *CARD]) == 0
-    assert f"{found['users']} users" in capsys.readouterr().out
-    assert main(["plan", "--speed", "5000", *CARD]) == 1
-    assert "no setting reaches 5000" in capsys.readouterr().out
+    assert set(found["points"]) == {PLAIN, "block 2", "block 10"}
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--blocks", "4"], "only with --curve, --speed or --slo"),
-        (["--speed", "0"], "not above 0"),
-        (["--curve", "--blocks", "11"], "trained for blocks of 10"),
-        (["--curve", "--tp", "4", "--max-seq-len", "99"], "--tp, --max-seq-len: not with --curve"),
+        ([*CARD, "--blocks", "4"], "--blocks: only with --curve"),
+        ([*CARD, "--context", "4"], "--context: only with --curve"),
+        ([*CARD, "--curve", "--blocks", "11"], "trained for blocks of 10"),
+        ([*CARD, "--curve", "--acceptance", "16=5"], "--acceptance has 16: the drafter was trained for blocks"),
+        ([*CARD, "--curve", "--tp", "4", "--max-seq-len", "99"], "--tp, --max-seq-len: not with --curve"),
+        (
+            ["--curve", "--target", "qwen3-8b", "--gpu", "h200"],
+            "--gpu h200: --curve has times for b200 only, where they agree with published tables; .* measure on the "
+            "machine itself with `dflash-trt bench`",
+        ),
+        (["--curve", "--target", "qwen3-8b", "--gpu", "memory=24,bandwidth=1008,sm=89"], "for b200 only"),
+        (["--curve", "--target", "qwen3.5-9b", "--gpu", "b200"], "leaves out the states of recurrent layers"),
+        (
+            ["--curve", "--target", "qwen3-8b", "--gpu", "b200", "--precision", "target=fp8"],
+            "BF16 and of experts in MXFP4 only, .* not of fp8",
+        ),
+        (["--curve", "--target", "qwen3-8b", "--gpu", "b200", "--engine", "onnxruntime"], "not of fp32, int8"),
     ],
-)
+)  # fmt: skip
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], options: list[str], said: str) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", *CARD, *options])
-    assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *options])
+    assert ended.value.code == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_an_engine_that_builds_nothing_for_the_gpu_has_no_curve(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--curve", "--target", "qwen3-8b", "--gpu", "b200", "--engine", "tensorrt-rtx"]
+    assert main(["plan", *words]) == 1
+    assert "a build for b200 is refused" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -257,7 +232,6 @@ def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], options: 
         ("qwen3.5-27b", "Table 11", {16: 9.1}),
         ("qwen3.5-35b-a3b", "Table 11", {16: 7.9}),
         ("qwen3-coder-next", "Table 11", {16: 7.2}),
-        ("qwen3.8-27b", "inco.ai/blog/dflash2", {8: 4.8}),
         ("qwen3-4b", "Table 3", {16: 6.63}),
         ("gpt-oss-120b", "model card", {4: 3.1, 6: 3.8, 10: 4.4}),
     ],
@@ -265,10 +239,12 @@ def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], options: 
 def test_published_acceptance_is_found(
     pair: str, source: str, expected: dict[int, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found, _ = lengths.published(pair)
+    found = lengths.published(pair)
     assert found is not None
     assert found.lengths == expected
     assert source in found.source
+    if inventory(pair).target.delta_layers:
+        return
     assert main(["plan", "--curve", "--target", pair, "--gpu", "b200", "--engine", "tensorrt"]) == 0
     assert f"acceptance: {found.source}" in " ".join(capsys.readouterr().out.split())
 
@@ -277,7 +253,7 @@ def test_each_published_figure_stands_once() -> None:
     tables = lengths.figures()["tables"]
     assert len({table["source"] for table in tables}) == len(tables)
     for table in tables:
-        rows = [(row["pair"], row.get("method"), row.get("task"), row.get("block")) for row in table["rows"]]
+        rows = [(row["pair"], row["task"], row["block"]) for row in table["rows"]]
         assert len(set(rows)) == len(rows)
         for row in table["rows"]:
             for key in {"plain", "drafted", "speedup"} & set(row):
@@ -285,11 +261,11 @@ def test_each_published_figure_stands_once() -> None:
 
 
 def test_a_pair_without_a_published_acceptance_needs_one(capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = ["plan", "--curve", "--target", "tiny", "--gpu", "h100"]
+    tiny = ["plan", "--curve", "--target", "tiny", "--gpu", "b200"]
     with pytest.raises(SystemExit) as ended:
         main(tiny)
     assert ended.value.code == 2
     assert "give --acceptance" in capsys.readouterr().err
     assert main([*tiny, "--acceptance", "8=6.5"]) == 0
-    assert main(["plan", "--curve", "--target", "Qwen/Qwen3-8B", "--gpu", "h100"]) == 0  # by its repository
+    assert main(["plan", "--curve", "--target", "Qwen/Qwen3-8B", "--gpu", "b200"]) == 0  # by its repository
     assert "Table 3" in capsys.readouterr().out
