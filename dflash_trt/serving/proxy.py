@@ -20,13 +20,14 @@ from pathlib import Path
 
 from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
+from dflash_trt.serving import wire
 from dflash_trt.serving.processes import allow_open_files
 
 _LONGEST_PATH = 107  # characters of a Unix socket's path on Linux
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProxySettings:
     """The proxy's settings.
 
     host: the address to listen on.
@@ -45,13 +46,6 @@ class Settings:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
-
-
-def max_request_bytes(max_seq_len: int) -> int:
-    """The size limit of a request for this bundle: 64 bytes per prompt token, as JSON or protobuf, and 1 MiB for the
-    rest.
-    """
-    return (1 << 20) + 64 * max_seq_len
 
 
 @dataclass(frozen=True)
@@ -109,12 +103,12 @@ def check_installed() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     connection = socket.socket(fileno=int(arguments[0]))
-    settings = Settings(**json.loads(arguments[1]))
+    settings = ProxySettings(**json.loads(arguments[1]))
     allow_open_files()
     return asyncio.run(serve(connection, settings))
 
 
-async def serve(connection: socket.socket, settings: Settings) -> int:
+async def serve(connection: socket.socket, settings: ProxySettings) -> int:
     """Serve until the other side closes the connection. Returns the exit code."""
     from dflash_trt.serving.proxy_grpc import serve_grpc
     from dflash_trt.serving.proxy_http import serve_http
@@ -125,10 +119,10 @@ async def serve(connection: socket.socket, settings: Settings) -> int:
             await stack.enter_async_context(serve_http(settings))
             await stack.enter_async_context(serve_grpc(settings))
         except DFlashError as error:
-            writer.write(json.dumps({"fatal": str(error)}).encode() + b"\n")
+            writer.write(wire.line(wire.Ready(fatal=str(error))))
             await writer.drain()
             return 1
-        writer.write(b'{"ready": true}\n')
+        writer.write(wire.line(wire.Ready(ready=True)))
         await reader.read()
     return 0
 

@@ -20,7 +20,7 @@ from aiohttp import ClientConnectorError, ClientError, ClientSession, ClientTime
 from aiohttp.http_exceptions import HttpProcessingError
 
 from dflash_trt.errors import DFlashError
-from dflash_trt.serving.proxy import Settings, Sockets
+from dflash_trt.serving.proxy import ProxySettings, Sockets
 
 # Seconds for: a connection to send the head of a request, a body to arrive, a client to read its answer.
 IDLE_SECONDS, BODY_SECONDS, TAKE_SECONDS = 15.0, 30.0, 60.0
@@ -273,7 +273,7 @@ def _logger() -> logging.Logger:
 
 
 @asynccontextmanager
-async def serve_http(settings: Settings) -> AsyncIterator[None]:
+async def serve_http(settings: ProxySettings) -> AsyncIterator[None]:
     """Serve the model's port and the metrics port. Raises DFlashError if one is not available."""
     sockets = Sockets(Path(settings.upstream))
     models = HttpProxy(sockets.http, _READ, _GENERATE, settings.max_bytes, settings.fields)

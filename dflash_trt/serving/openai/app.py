@@ -18,7 +18,7 @@ import dflash_trt
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.completions import Completions, prompts_of
-from dflash_trt.serving.openai.engine import Engine, EngineDownError
+from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, from_validation, refused
 from dflash_trt.serving.openai.gate import FACTS
 from dflash_trt.serving.openai.generation import cache_salt, check_answers
@@ -39,7 +39,7 @@ B = TypeVar("B", bound=BaseModel)
 
 def make_app(
     model: Model,
-    engine: Engine,
+    engine: EngineProcess,
     metrics: Callable[[], Awaitable[str]],
     most_seconds: float | None,
     *,
@@ -157,7 +157,7 @@ def make_app(
                     generation_prompt=body.add_generation_prompt,
                 )
         except RequestError as error:
-            raise refused(str(error)) from None
+            raise refused(error) from None
         texts = await model.token_texts(ids) if body.return_token_strs else None
         return _json(
             {"count": len(ids), "max_model_len": model.max_seq_len, "tokens": ids, "token_strs": texts}
@@ -170,7 +170,7 @@ def make_app(
         try:
             return _json({"prompt": await model.decode(body.tokens)})
         except RequestError as error:
-            raise refused(str(error)) from None
+            raise refused(error) from None
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -29,7 +29,7 @@ from dflash_trt.serving import event_loop
 from dflash_trt.serving.processes import allow_open_files
 
 if TYPE_CHECKING:
-    from dflash_trt.serving.openai.engine import Engine
+    from dflash_trt.serving.openai.engine import EngineProcess
 
 # Longer than clients and load balancers keep idle connections: 5 s for the openai client, 60 s for most balancers. A
 # connection that both ends close at once loses a request.
@@ -98,19 +98,19 @@ def serve(settings: ServerSettings, ready: Callable[[int], None], say: Callable[
         return event_loop.run(_serve(settings, listening, ready, say))
 
 
-def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[Any, Engine]:
+def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[Any, EngineProcess]:
     """The routes behind the gate, for ASGI, and the engine, which has to be started."""
     from starlette.middleware.cors import CORSMiddleware
 
     from dflash_trt.serving.openai.app import make_app
-    from dflash_trt.serving.openai.engine import Engine
+    from dflash_trt.serving.openai.engine import EngineProcess
     from dflash_trt.serving.openai.gate import Gate
     from dflash_trt.serving.openai.metrics import ServerMetrics
     from dflash_trt.serving.openai.model import Model
-    from dflash_trt.serving.proxy import max_request_bytes
+    from dflash_trt.serving.wire import max_request_bytes
 
     model = Model(settings.bundle, settings.name)
-    engine = Engine(
+    engine = EngineProcess(
         {"bundle": str(settings.bundle), **settings.engine},
         key=model.bundle.manifest["key"], limit=settings.limit, say=say,
     )  # fmt: skip
