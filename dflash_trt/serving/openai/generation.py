@@ -240,6 +240,6 @@ class Usage:
 def totals(usage: Usage, model: Model, body: Sampling, prepared: Prepared) -> dict[str, Any]:
     """What is said of an ended answer: `usage`, and `metrics` as vLLM has them, of one choice that was drafted for."""
     made: dict[str, Any] = {"usage": usage.to_dict()}
-    if len(prepared.messages) == 1 and body.speculate is not False:
+    if prepared.choices == 1 and body.speculate is not False:
         made["metrics"] = {"speculative_decoding": usage.speculative_decoding(model.block_size)}
     return made
