@@ -27,7 +27,7 @@ from dflash_trt.serving.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Sampling,
+    SamplingFields,
     TokenizeRequest,
 )
 from dflash_trt.serving.openai.responses import NAMES, Responses, ResponsesRequest, as_chat
@@ -302,7 +302,7 @@ async def _read(request: Request, kind: type[B]) -> B:
         raise from_validation(error) from None
 
 
-def _id(request: Request, body: Sampling | ResponsesRequest) -> str:
+def _id(request: Request, body: SamplingFields | ResponsesRequest) -> str:
     """The id of a request: that of the header, of the body, or a new one."""
     named = "x-request-id" not in request.headers and body.request_id
     return named or str(request.state.request_id)

@@ -16,7 +16,7 @@ from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, Names, refused
 from dflash_trt.serving.openai.generation import Prepared, Usage, prepare, shortened, totals, updates
 from dflash_trt.serving.openai.model import Model, text_of
-from dflash_trt.serving.openai.parsing import Parser, Part, Think, calls_of
+from dflash_trt.serving.openai.parsing import AnswerParser, Part, Think, calls_of
 from dflash_trt.serving.openai.protocol import ChatRequest
 from dflash_trt.serving.openai.structure import names as form_names
 from dflash_trt.serving.openai.structure import of_calls, of_format
@@ -24,10 +24,10 @@ from dflash_trt.serving.wire import Update
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """One choice of a chat so far."""
 
-    parser: Parser | Channels
+    parser: AnswerParser | Channels
     one_call: bool = False
     echo: str = ""  # the last message's content, which the answer's begins with
     words: Detokenizer | None = None  # splits the text by rounds
@@ -104,7 +104,7 @@ class Chat:
     body: ChatRequest
     id: str
     prepared: Prepared
-    answers: list[Answer]
+    answers: list[ChatAnswer]
     names: Names
     usage: Usage = field(default_factory=lambda: Usage(reasoning=0))
     created: int = field(default_factory=lambda: int(time.time()))
@@ -192,17 +192,17 @@ class Chat:
         answers = []
         for _ in range(prepared.n):
             calls = calls_of(calling, schemas, known=wanted is not None)
-            parser: Parser | Channels
+            parser: AnswerParser | Channels
             if "<|channel|>" in template:
                 parser = Channels(model.tokenizer, text, calls)
             elif "<think>" in template or "</think>" in template:
                 end = model.tokenizer.backend.token_to_id("</think>")
-                parser = Parser(Think(thinks), calls, end)
+                parser = AnswerParser(Think(thinks), calls, end)
             else:
-                parser = Parser(calls_of("", None), calls)
+                parser = AnswerParser(calls_of("", None), calls)
             words = Detokenizer(model.tokenizer.backend) if body.return_rounds else None
             echo = last if body.echo and body.messages[-1].role == "assistant" else ""
-            answers.append(Answer(parser, body.parallel_tool_calls is False, echo, words))
+            answers.append(ChatAnswer(parser, body.parallel_tool_calls is False, echo, words))
         return cls(model, body, f"chatcmpl-{request_id}", prepared, answers, names)
 
     async def run(

@@ -14,7 +14,7 @@ from dflash_trt.serving.openai import tracing
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess, QueueFullError
 from dflash_trt.serving.openai.errors import ApiError, from_engine, refused
 from dflash_trt.serving.openai.model import Model
-from dflash_trt.serving.openai.protocol import Sampling
+from dflash_trt.serving.openai.protocol import SamplingFields
 from dflash_trt.serving.wire import Request, Update
 
 
@@ -43,7 +43,7 @@ def check_answers(answers: int, engine: EngineProcess) -> None:
 
 def prepare(
     model: Model,
-    body: Sampling,
+    body: SamplingFields,
     prompts: list[list[int]],
     *,
     max_tokens: int | None,
@@ -93,7 +93,7 @@ def cache_salt(key_digest: str, given: str | None) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def shortened(model: Model, body: Sampling, ids: list[int], max_tokens: int | None) -> list[int]:
+def shortened(model: Model, body: SamplingFields, ids: list[int], max_tokens: int | None) -> list[int]:
     """The last tokens of a prompt, as many as `truncate_prompt_tokens` says. -1: as many as the model holds beside
     `max_tokens`. Raises ApiError.
     """
@@ -237,7 +237,7 @@ class Usage:
         }
 
 
-def totals(usage: Usage, model: Model, body: Sampling, prepared: Prepared) -> dict[str, Any]:
+def totals(usage: Usage, model: Model, body: SamplingFields, prepared: Prepared) -> dict[str, Any]:
     """What is said of an ended answer: `usage`, and `metrics` as vLLM has them, of one choice that was drafted for."""
     made: dict[str, Any] = {"usage": usage.to_dict()}
     if prepared.choices == 1 and body.speculate is not False:
