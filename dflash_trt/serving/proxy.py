@@ -2,9 +2,12 @@
 
     python -m dflash_trt.serving.proxy FD SETTINGS
 
-tritonserver listens on Unix sockets in a directory that only its user may enter. Its HTTP server must not read what
-strangers send: one chunked request (CVE-2025-23310) or one deeply nested JSON body ends version 24.10. FD is a
-socket. This process writes {"ready": true} or {"fatal": reason} to it, and ends when the other side closes it.
+FD is a socket. This process writes a `Ready` of dflash_trt/serving/wire.py to it, and ends when the other side closes
+it. tritonserver listens on Unix sockets in a directory that only its user may enter.
+
+Every version needs the proxy for the closed APIs, the limits of sizes, times and connections, and the answers while the
+server starts again. Versions before 25.07 also must not read what strangers send: one chunked request (CVE-2025-23310)
+or one deeply nested JSON body ends 24.10. Further defects of versions up to 26.05 are known (docs/serving.md).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ MAX_CONNECTIONS = 4096  # beyond this, the longest idle ones are closed
 MAX_HELD_BYTES = 256 << 20  # bodies of all clients together
 MAX_CHUNKS = 4096  # bytes per read of a body without a length: reading single bytes takes 100 times as long
 # Nesting depth and number of lists and objects in a body. A request has two levels and a handful of objects. Triton
-# 24.10 crashes at 100,000 levels, which take 200 kB.
+# 24.10 crashes at 100,000 levels, which take 200 kB; later versions were not tried.
 MAX_NESTING, MAX_NESTED = 8, 1000
 _LIMITS = {"INT32": (-(2**31), 2**31 - 1), "UINT64": (0, 2**64 - 1)}
 

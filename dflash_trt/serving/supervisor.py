@@ -1,4 +1,9 @@
-"""Keep tritonserver and the proxy in front of it running until told to stop."""
+"""Keep tritonserver and the proxy in front of it running until told to stop.
+
+Every version needs the restarts of tritonserver and the proxy, and the loading of the model after its engine's death:
+the model can only unload itself. `dead_since` and the restart that follows from it were needed with 24.10, where a
+server whose backend process died can neither stop nor load the model again. Later versions were not tried without them.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +39,8 @@ class Supervisor:
     """Run tritonserver and the proxy, and restart whichever of them ends.
 
     The model is loaded again after its engine ended, and not after somebody unloaded it. The server is restarted after
-    its backend process ended: Triton then leaves the model's requests hanging, and can neither reload it nor stop. A
-    server that has never served is not restarted, because it would fail again.
+    its backend process ended, because the model's requests then hang. A server that has never served is not restarted,
+    because it would fail again.
 
     repository: the model repository. An engine that ends leaves a file there.
     sockets: in a directory that only this user may enter.
