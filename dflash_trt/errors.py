@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -41,6 +42,15 @@ class BundleError(DFlashError):
 
 class RequestError(DFlashError):
     """A request asks for something impossible. The message names the field."""
+
+    @property
+    def field(self) -> str | None:
+        """The field that the message begins with; "prompt" where it begins with "the prompt"."""
+        message = str(self)
+        found = re.match(
+            r"([a-z_]+)(?:\[\S*\])?(?: (?:is|has|contains|cannot be|needs) |(?<=_outputs): )", message
+        )
+        return found[1] if found else "prompt" if message.startswith("the prompt ") else None
 
 
 class UsageError(BuildError, RequestError):

@@ -12,7 +12,7 @@ import grpc
 from aiohttp import ClientSession, web
 from grpc import aio
 
-from dflash_trt.serving.proxy import Settings, Sockets
+from dflash_trt.serving.proxy import ProxySettings, Sockets
 from dflash_trt.serving.proxy_grpc import serve_grpc
 from dflash_trt.serving.proxy_http import serve_http
 from server_tests.serving import free_ports
@@ -81,7 +81,7 @@ class Upstream:
 class Front:
     """The proxy and its clients."""
 
-    def __init__(self, upstream: Upstream, settings: Settings) -> None:
+    def __init__(self, upstream: Upstream, settings: ProxySettings) -> None:
         self.upstream, self.settings = upstream, settings
         self.url = f"http://127.0.0.1:{settings.http_port}"
         self.grpc = f"127.0.0.1:{settings.grpc_port}"
@@ -111,7 +111,7 @@ def run(tmp_path: Path, check: Callable[[Front], Awaitable[None]], *, up: bool =
 
     async def inside() -> None:
         http, grpc_port, metrics = free_ports(3)
-        settings = Settings("127.0.0.1", http, grpc_port, metrics, str(tmp_path), MOST)
+        settings = ProxySettings("127.0.0.1", http, grpc_port, metrics, str(tmp_path), MOST)
         upstream = Upstream()
         async with asyncio.timeout(100), serve_http(settings), serve_grpc(settings):
             if not up:

@@ -60,7 +60,11 @@ class Serving:
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         self.grpc = f"127.0.0.1:{self.grpc_port}"
         self.log_file = log
-        ports = [f"--{name}-port={getattr(self, f'{name}_port')}" for name in ("http", "grpc", "metrics")]
+        ports = (
+            f"--port={self.http_port}",
+            f"--grpc-port={self.grpc_port}",
+            f"--metrics-port={self.metrics_port}",
+        )
         command = [sys.executable, "-m", "dflash_trt", "serve", str(bundle), "--api=triton", *ports, *options]
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)

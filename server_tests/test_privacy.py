@@ -28,7 +28,7 @@ def test_triton_sends_nothing_and_writes_only_what_is_listed(
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     environment |= {"HOME": str(home), "TMPDIR": str(temporary)}
     http, grpc, metrics = free_ports(3)
-    ports = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    ports = [f"--port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
     command = [sys.executable, "-m", "dflash_trt", "serve", str(bundles["tiny"]), "--api=triton", *ports]
     with watched(command, environment, work) as watch:
         assert watch.process.stdout is not None

@@ -54,9 +54,9 @@ def main() -> int:
         runpy.run_module("dflash_trt.serving.worker", run_name="__main__")
         return 0
     from dflash_trt.cli import main as dflash_trt
-    from dflash_trt.serving.openai import engine
+    from dflash_trt.serving import wire
 
-    engine.WORKER = (__file__, "worker")
+    wire.WORKER = (__file__, "worker")
     return dflash_trt([role, *arguments])
 
 

@@ -218,8 +218,9 @@ def _triton(args: argparse.Namespace) -> int:
     from dflash_trt.extras import install
     from dflash_trt.serving.deploy import container_command, deploy, request_fields
     from dflash_trt.serving.launch import find_server, server_arguments
-    from dflash_trt.serving.proxy import Settings, Sockets, check_installed, max_request_bytes
+    from dflash_trt.serving.proxy import ProxySettings, Sockets, check_installed
     from dflash_trt.serving.supervisor import Supervisor
+    from dflash_trt.serving.wire import max_request_bytes
 
     host, place = _shown(args.host), bundle_of(args)
     with tempfile.TemporaryDirectory(prefix="dflash-trt-") as temporary:  # only this user may enter it
@@ -235,7 +236,7 @@ def _triton(args: argparse.Namespace) -> int:
         check_installed()
         repository = deploy(place, directory / "repository", python=sys.executable, **engine_settings(args))
         sockets = Sockets(directory)
-        settings = Settings(
+        settings = ProxySettings(
             host=args.host,
             http_port=args.port,
             grpc_port=args.grpc_port,

@@ -104,15 +104,24 @@ def check_drafting(bundle: Bundle, block_length: int | None, tree_nodes: int | N
 
 def _write_model(folder: Path, bundle: Bundle, settings: Mapping[str, object], *, copy: bool) -> None:
     source, version = template() / MODEL, folder / "1"
-    version.mkdir(parents=True)
-    for module in (source / "1").glob("*.py"):
-        shutil.copyfile(module, version / module.name)
+    copy_code(version)
     if copy:
         bundle.copy_to(version / "bundle")
     else:
         (version / "bundle").symlink_to(bundle.path.resolve(), target_is_directory=True)
     config = Template((source / "config.pbtxt").read_text(encoding="utf-8")).substitute(settings)
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+
+
+def copy_code(folder: Path) -> None:
+    """Write the code of the model into a new directory. Triton's Python may lack this package, so wire.py is copied.
+
+    It is renamed, because Triton appends the directory to the path: another package's module of this name would win.
+    """
+    folder.mkdir(parents=True)
+    for module in (template() / MODEL / "1").glob("*.py"):
+        shutil.copyfile(module, folder / module.name)
+    shutil.copyfile(Path(__file__).with_name("wire.py"), folder / "dflash_wire.py")
 
 
 def _check_name(name: str) -> None:

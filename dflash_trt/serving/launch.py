@@ -20,14 +20,14 @@ STUB = "triton_python_backend_stub"
 
 
 @dataclass
-class Server:
+class TritonServer:
     """A tritonserver: its command, and its additional environment variables."""
 
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def find_server(directory: Path) -> Server | None:
+def find_server(directory: Path) -> TritonServer | None:
     """The tritonserver on the PATH, else the one of nvidia-pytriton's wheel, else None.
 
     The wheel's backend has to be combined with the stub for this Python. That is done in `directory`, with links.
@@ -35,7 +35,7 @@ def find_server(directory: Path) -> Server | None:
     Raises DFlashError if the wheel has no stub for this Python, or libpython is missing.
     """
     if found := shutil.which("tritonserver"):
-        return Server([found])
+        return TritonServer([found])
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -56,7 +56,7 @@ def find_server(directory: Path) -> Server | None:
     path = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     command = [str(root / "bin" / "tritonserver"), "--backend-directory", str(backend.parent)]
     environment = {"LD_LIBRARY_PATH": ":".join(filter(None, libraries)), "PATH": ":".join(path)}
-    return Server(command, environment)
+    return TritonServer(command, environment)
 
 
 def _libpython(version: str) -> Path:

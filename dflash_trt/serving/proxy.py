@@ -2,9 +2,12 @@
 
     python -m dflash_trt.serving.proxy FD SETTINGS
 
-tritonserver listens on Unix sockets in a directory that only its user may enter. Its HTTP server must not read what
-strangers send: one chunked request (CVE-2025-23310) or one deeply nested JSON body ends version 24.10. FD is a
-socket. This process writes {"ready": true} or {"fatal": reason} to it, and ends when the other side closes it.
+FD is a socket. This process writes a `Ready` of dflash_trt/serving/wire.py to it, and ends when the other side closes
+it. tritonserver listens on Unix sockets in a directory that only its user may enter.
+
+Every version needs the proxy for the closed APIs, the limits of sizes, times and connections, and the answers while the
+server starts again. Versions before 25.07 also must not read what strangers send: one chunked request (CVE-2025-23310)
+or one deeply nested JSON body ends 24.10. Further defects of versions up to 26.05 are known (docs/serving.md).
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ from pathlib import Path
 
 from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
+from dflash_trt.serving import wire
 from dflash_trt.serving.processes import allow_open_files
 
 _LONGEST_PATH = 107  # characters of a Unix socket's path on Linux
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProxySettings:
     """The proxy's settings.
 
     host: the address to listen on.
@@ -45,13 +49,6 @@ class Settings:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
-
-
-def max_request_bytes(max_seq_len: int) -> int:
-    """The size limit of a request for this bundle: 64 bytes per prompt token, as JSON or protobuf, and 1 MiB for the
-    rest.
-    """
-    return (1 << 20) + 64 * max_seq_len
 
 
 @dataclass(frozen=True)
@@ -109,12 +106,12 @@ def check_installed() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     connection = socket.socket(fileno=int(arguments[0]))
-    settings = Settings(**json.loads(arguments[1]))
+    settings = ProxySettings(**json.loads(arguments[1]))
     allow_open_files()
     return asyncio.run(serve(connection, settings))
 
 
-async def serve(connection: socket.socket, settings: Settings) -> int:
+async def serve(connection: socket.socket, settings: ProxySettings) -> int:
     """Serve until the other side closes the connection. Returns the exit code."""
     from dflash_trt.serving.proxy_grpc import serve_grpc
     from dflash_trt.serving.proxy_http import serve_http
@@ -125,10 +122,10 @@ async def serve(connection: socket.socket, settings: Settings) -> int:
             await stack.enter_async_context(serve_http(settings))
             await stack.enter_async_context(serve_grpc(settings))
         except DFlashError as error:
-            writer.write(json.dumps({"fatal": str(error)}).encode() + b"\n")
+            writer.write(wire.line(wire.Ready(fatal=str(error))))
             await writer.drain()
             return 1
-        writer.write(b'{"ready": true}\n')
+        writer.write(wire.line(wire.Ready(ready=True)))
         await reader.read()
     return 0
 

@@ -15,7 +15,7 @@ import grpc
 from grpc import aio
 
 from dflash_trt.errors import DFlashError
-from dflash_trt.serving.proxy import Settings, Sockets
+from dflash_trt.serving.proxy import ProxySettings, Sockets
 
 MAX_CALLS = 4096
 _SERVICE = "/inference.GRPCInferenceService/"
@@ -76,7 +76,7 @@ async def _fail(context: aio.ServicerContext, error: aio.AioRpcError) -> None:
 
 
 @asynccontextmanager
-async def serve_grpc(settings: Settings) -> AsyncIterator[None]:
+async def serve_grpc(settings: ProxySettings) -> AsyncIterator[None]:
     """Serve gRPC. Raises DFlashError if the address is not available."""
     upstream = [
         ("grpc.max_receive_message_length", -1),

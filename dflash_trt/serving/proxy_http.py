@@ -20,7 +20,7 @@ from aiohttp import ClientConnectorError, ClientError, ClientSession, ClientTime
 from aiohttp.http_exceptions import HttpProcessingError
 
 from dflash_trt.errors import DFlashError
-from dflash_trt.serving.proxy import Settings, Sockets
+from dflash_trt.serving.proxy import ProxySettings, Sockets
 
 # Seconds for: a connection to send the head of a request, a body to arrive, a client to read its answer.
 IDLE_SECONDS, BODY_SECONDS, TAKE_SECONDS = 15.0, 30.0, 60.0
@@ -28,7 +28,7 @@ MAX_CONNECTIONS = 4096  # beyond this, the longest idle ones are closed
 MAX_HELD_BYTES = 256 << 20  # bodies of all clients together
 MAX_CHUNKS = 4096  # bytes per read of a body without a length: reading single bytes takes 100 times as long
 # Nesting depth and number of lists and objects in a body. A request has two levels and a handful of objects. Triton
-# 24.10 crashes at 100,000 levels, which take 200 kB.
+# 24.10 crashes at 100,000 levels, which take 200 kB; later versions were not tried.
 MAX_NESTING, MAX_NESTED = 8, 1000
 _LIMITS = {"INT32": (-(2**31), 2**31 - 1), "UINT64": (0, 2**64 - 1)}
 
@@ -273,7 +273,7 @@ def _logger() -> logging.Logger:
 
 
 @asynccontextmanager
-async def serve_http(settings: Settings) -> AsyncIterator[None]:
+async def serve_http(settings: ProxySettings) -> AsyncIterator[None]:
     """Serve the model's port and the metrics port. Raises DFlashError if one is not available."""
     sockets = Sockets(Path(settings.upstream))
     models = HttpProxy(sockets.http, _READ, _GENERATE, settings.max_bytes, settings.fields)

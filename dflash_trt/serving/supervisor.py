@@ -1,9 +1,13 @@
-"""Keep tritonserver and the proxy in front of it running until told to stop."""
+"""Keep tritonserver and the proxy in front of it running until told to stop.
+
+Every version needs the restarts of tritonserver and the proxy, and the loading of the model after its engine's death:
+the model can only unload itself. `dead_since` and the restart that follows from it were needed with 24.10, where a
+server whose backend process died can neither stop nor load the model again. Later versions were not tried without them.
+"""
 
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import signal
 import socket
@@ -14,21 +18,18 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from dflash_trt.errors import DFlashError
+from dflash_trt.serving import wire
 from dflash_trt.serving.deploy import MODEL
-from dflash_trt.serving.launch import STUB, Server
+from dflash_trt.serving.launch import STUB, TritonServer
 from dflash_trt.serving.processes import Process, descendants, has_ended, is_same, send_signal
-from dflash_trt.serving.proxy import Settings, Sockets
+from dflash_trt.serving.proxy import ProxySettings, Sockets
 
 _TIED = Path(__file__).with_name("tied.py")
 _PROXY = "dflash_trt.serving.proxy"
-_WORKER = "dflash_trt.serving.worker"
 _LOOK_SECONDS = 0.5
 _DEAD_SECONDS = 1.0
-# Pause before a restart: doubled each time, until a server has served for STEADY_SECONDS.
-FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.25, 30.0, 60.0
 _PROXY_SECONDS = 60.0
 
 Say = Callable[[str], None]
@@ -38,8 +39,8 @@ class Supervisor:
     """Run tritonserver and the proxy, and restart whichever of them ends.
 
     The model is loaded again after its engine ended, and not after somebody unloaded it. The server is restarted after
-    its backend process ended: Triton then leaves the model's requests hanging, and can neither reload it nor stop. A
-    server that has never served is not restarted, because it would fail again.
+    its backend process ended, because the model's requests then hang. A server that has never served is not restarted,
+    because it would fail again.
 
     repository: the model repository. An engine that ends leaves a file there.
     sockets: in a directory that only this user may enter.
@@ -49,11 +50,11 @@ class Supervisor:
 
     def __init__(
         self,
-        server: Server,
+        server: TritonServer,
         arguments: list[str],
         repository: Path,
         sockets: Sockets,
-        proxy: Settings,
+        proxy: ProxySettings,
         grace: float,
     ) -> None:
         self._engine_ended = repository / MODEL / "1" / "engine-ended"
@@ -83,7 +84,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run(self, ready: Callable[[], None], say: Say) -> int:
-        pause = FIRST_PAUSE
+        pause = wire.FIRST_PAUSE
         while not self._stop.is_set():
             self._sockets.remove()
             self._tree: dict[int, Process] = {}
@@ -100,7 +101,7 @@ class Supervisor:
                 self._end(process, say)
             if not self._served:
                 return code
-            pause = FIRST_PAUSE if monotonic() - began > STEADY_SECONDS else min(2 * pause, LONGEST_PAUSE)
+            pause = wire.next_pause(pause, monotonic() - began)
             self._stop.wait(pause)
         return 0
 
@@ -111,7 +112,7 @@ class Supervisor:
         while not self._stop.wait(_LOOK_SECONDS if serves else 0.1):
             if (code := process.poll()) is not None:
                 again = ": restarting it" if self._served else ""
-                say(f"tritonserver ended with {_how(code)}{again}")
+                say(f"tritonserver ended with {wire.how_it_ended(code)}{again}")
                 return code or 1
             self._tree = descendants(process.pid)
             dead = dead_since(self._tree, dead, now := monotonic())
@@ -141,7 +142,7 @@ class Supervisor:
                 say("cancelling unfinished requests")
                 tree |= descendants(process.pid)
                 for pid, (_, _, arguments) in tree.items():
-                    if _WORKER in arguments:
+                    if wire.WORKER[-1] in arguments:
                         send_signal(pid, signal.SIGTERM)
                 has_ended(process, 10)
         tree |= descendants(process.pid)
@@ -170,19 +171,19 @@ class Reload:
 
     def __init__(self, load: Callable[[], object]) -> None:
         self._load, self._thread = load, threading.Thread()
-        self._pause, self._next = FIRST_PAUSE, 0.0
+        self._pause, self._next = wire.FIRST_PAUSE, 0.0
 
     def is_due(self) -> bool:
         return not self._thread.is_alive() and monotonic() >= self._next
 
     def start(self) -> None:
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._pause = wire.next_pause(self._pause)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def is_done(self) -> None:
         """The model is ready, so the next attempt need not wait."""
-        self._pause, self._next = FIRST_PAUSE, 0.0
+        self._pause, self._next = wire.FIRST_PAUSE, 0.0
 
     def _run(self) -> None:
         self._load()
@@ -192,7 +193,7 @@ class Reload:
 class Proxy:
     """The proxy's process. Entering starts it. Raises DFlashError if it cannot listen."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ProxySettings) -> None:
         self._settings = settings
 
     def __enter__(self) -> Proxy:
@@ -207,7 +208,7 @@ class Proxy:
 
     def start_again_if_ended(self, say: Say) -> None:
         if (code := self._process.poll()) is not None:
-            say(f"the proxy ended with {_how(code)}: restarting it")
+            say(f"the proxy ended with {wire.how_it_ended(code)}: restarting it")
             self._socket.close()
             try:
                 self._start()
@@ -219,19 +220,13 @@ class Proxy:
         command = [sys.executable, "-P", "-m", _PROXY, str(theirs.fileno()), self._settings.to_json()]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         theirs.close()
-        if "ready" not in (said := self._first_line()):
+        self._socket.settimeout(_PROXY_SECONDS)
+        (said,) = next(wire.received(self._socket), [wire.Ready()])
+        if "ready" not in said:
             self._process.kill()
             self._process.wait()
-            raise DFlashError(said.get("fatal") or f"the proxy ended with {_how(self._process.returncode)}")
-
-    def _first_line(self) -> dict[str, Any]:
-        self._socket.settimeout(_PROXY_SECONDS)
-        data = b""
-        with suppress(OSError):
-            while not data.endswith(b"\n") and (more := self._socket.recv(4096)):
-                data += more
-        said: dict[str, Any] = json.loads(data or b"{}")
-        return said
+            how = wire.how_it_ended(self._process.returncode)
+            raise DFlashError(said.get("fatal") or f"the proxy ended with {how}")
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -252,7 +247,3 @@ def dead_since(processes: Mapping[int, Process], before: Mapping[int, float], no
     """
     dead = [pid for pid, (name, state, _) in processes.items() if (name, state) == (STUB[:15], "Z")]
     return {pid: before.get(pid, now) for pid in dead}
-
-
-def _how(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

@@ -2,12 +2,7 @@
 
     python -m dflash_trt.serving.worker FD SETTINGS
 
-The Triton model (triton_repo/dflash/1/model.py) starts it, or the server of OpenAI's API (dflash_trt/serving/openai).
-The worker first writes {"ready": true}, the longest line it accepts, and the bundle's key. The server sends one object
-per line: a request with its id, {"cancel": id}, {"id": id, "ask": "metrics"}, or {"watch": "metrics"}, which asks for
-["metrics", samples] every second. The answers are lists of [id, update]. An update has text and token_ids. The last
-update of a request also has finish_reason and statistics, or error: [code, message]. The end of input ends this
-process. SIGTERM cancels all requests. SIGINT is left to the server.
+FD: the socket. dflash_trt/serving/wire.py says what the lines are. SETTINGS: the parameters of config.pbtxt.
 """
 
 from __future__ import annotations
@@ -24,28 +19,26 @@ import time
 import traceback
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from dflash_trt.async_llm import AsyncLLM
 from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
 from dflash_trt.decoding.sampling.structure import StructuredOutputs
-from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import BusyError, DecodingError, DFlashError, RequestError, quoted
 from dflash_trt.runtime import Prompt
-from dflash_trt.serving import event_loop
+from dflash_trt.serving import event_loop, wire
 from dflash_trt.serving.processes import is_running
 
 METRICS_SECONDS = 1.0
 _LAST_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
-# Fields of SamplingParams and StructuredOutputs: the inputs of the Triton model.
-_NAMES = {
-    "stop": "stop_words",
-    "n": "num_return_sequences",
-    "top_logprobs": "num_top_log_probs",
-    "logit_bias": "embedding_bias_words",
-    **dict.fromkeys(("json", "regex", "choice", "grammar", "structured_outputs"), "guided_decoding_guide"),
-}
+# Options of `AsyncLLM` that a request may have.
+_OPTIONS = ("speculate", "block_length", "tree_nodes", "timeout", "priority", "cache_salt")
+# The fields of an update that are those of a Chunk or Completion, and of the statistics of its end.
+_PARTS = (
+    "text", "token_ids", "rounds", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "finish_reason"
+)  # fmt: skip
+_COUNTS = ("num_draft_tokens", "num_accepted_tokens", "num_cached_tokens", "acceptance_histogram")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         llm = AsyncLLM(bundle, **_options(settings))
     except (DFlashError, OSError) as error:
-        connection.sendall(json.dumps({"fatal": str(error)}).encode() + b"\n")
+        connection.sendall(wire.line(wire.Ready(fatal=str(error))))
         return 1
     loaded.set()
     gc.freeze()  # what exists now stays, so the collector need not look at it again
@@ -124,8 +117,8 @@ class Worker:
         """Serve until the end of input. Returns the exit code."""
         self._reader, self._writer = await asyncio.open_connection(sock=connection, limit=self._longest_line)
         key = self._llm.bundle.manifest["key"]
-        ready = {"ready": True, "longest_line": self._longest_line, "key": key}
-        self._writer.write(json.dumps(ready).encode() + b"\n")
+        ready = wire.Ready(ready=True, longest_line=self._longest_line, key=key)
+        self._writer.write(wire.line(ready))
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._close)
         shown = list[asyncio.Task[None]]()
@@ -167,19 +160,21 @@ class Worker:
         await asyncio.sleep(_LAST_SECONDS)
         self._fail()
 
-    async def _answer(self, key: int, message: dict[str, Any]) -> None:
+    async def _answer(self, key: int, message: wire.Request) -> None:
         arrived = time.time_ns()
         try:
-            prompt = message["prompt"]
-            if prompt is None:
+            prompt: Prompt
+            if "prompt" in message:
+                prompt = message["prompt"]
+            else:
                 kwargs = message.get("chat_template_kwargs")
                 prompt = await asyncio.to_thread(self._llm.chat_prompt, message["messages"], kwargs)
             params = self._params(message)
             if (n := message.get("n", 1)) == 1:
-                await self._generate(key, message, prompt, params, arrived, {})
+                await self._generate(key, message, prompt, params, arrived)
                 return
             samples = [
-                asyncio.create_task(self._generate(key, message, prompt, each, arrived, {"index": i}))
+                asyncio.create_task(self._generate(key, message, prompt, each, arrived, i))
                 for i, each in enumerate(params.samples(n))
             ]
             try:
@@ -188,26 +183,26 @@ class Worker:
                 for sample in samples:  # if one has failed
                     sample.cancel()
         except BusyError as error:
-            self._refuse(key, "UNAVAILABLE", str(error), busy=True)
+            self._refuse(key, "BUSY", str(error))
         except DecodingError as error:
             self._refuse(key, "INTERNAL", str(error))
         except RequestError as error:
-            self._refuse(key, "INVALID_ARG", _named(str(error), message["field"]))
+            self._refuse(key, "INVALID_ARG", str(error), error.field)
         except DFlashError as error:
             if self._closing is None:
                 self._fail()
             text = str(error) if self._closing is None else "the server is stopping"
             self._refuse(key, "UNAVAILABLE", text)
 
-    def _params(self, message: dict[str, Any]) -> SamplingParams:
+    def _params(self, message: wire.Request) -> SamplingParams:
         given = dict(message["params"])
-        ends = [*given.pop("stop_token_ids", ()), *self._end_ids(message["end_id"])]
-        bias = dict(message.get("logit_bias", ()))  # pairs: the keys of JSON's objects are texts
+        ends = [*given.pop("stop_token_ids", ()), *self._end_ids(message.get("end_id", -1))]
+        bias = dict(message.get("logit_bias", ()))
         for word, weight in message.get("bias_words", ()):
             ids = self._llm.tokenizer.encode(word, add_special_tokens=False)
             if len(ids) != 1:
                 raise RequestError(
-                    f"embedding_bias_words contains {quoted(word)}, which is {len(ids)} tokens, expected 1"
+                    f"logit_bias contains {quoted(word)}, which is {len(ids)} tokens, expected 1"
                 )
             bias[ids[0]] = weight
         if form := given.pop("structured_outputs", None):
@@ -217,22 +212,24 @@ class Worker:
     async def _generate(
         self,
         key: int,
-        message: dict[str, Any],
+        message: wire.Request,
         prompt: Prompt,
         params: SamplingParams,
         arrived: int,
-        index: dict[str, int],
+        index: int | None = None,
     ) -> None:
         """Send the updates of one sequence."""
-        options = {name: message[name] for name in ("speculate", "block_length", "tree_nodes", "timeout")}
-        options |= {"priority": message.get("priority", 0), "cache_salt": message.get("cache_salt", "")}
-        # One sample of a prompt counts its tokens: the first.
-        options["count_prompt"] = not index.get("index", 0)
 
         def send(part: Chunk | Completion) -> None:
-            self._send(key, self._about_prompt(part, message["echo"]) | _update(part, arrived) | index)
+            update = _update(part, arrived)
+            if message.get("echo") and part.prompt_token_ids is not None:
+                update["echo"] = self._echo(part.prompt_token_ids)
+            if index is not None:
+                update["index"] = index
+            self._send(key, update)
 
-        if message["stream"]:
+        options = _request_options(message, index)
+        if message.get("stream"):
             await self._llm.deliver(prompt, params, send, **options)
         else:
             send(await self._llm.generate(prompt, params, **options))
@@ -246,23 +243,14 @@ class Worker:
             traceback.print_exception(error)
             self._refuse(key, "INTERNAL", f"{type(error).__name__}: {error}")
 
-    def _refuse(self, key: int, code: str, text: str, **more: bool) -> None:
+    def _refuse(self, key: int, code: wire.Code, text: str, field: str | None = None) -> None:
         """Answer a request with an error. Clients learn nothing of the server's folders."""
         folder = str(self._llm.bundle.path)
-        self._send(
-            key, {"error": [code, text.replace(f"{folder}/", "").replace(folder, "the bundle")], **more}
-        )
+        text = text.replace(f"{folder}/", "").replace(folder, "the bundle")
+        self._send(key, wire.refusal(code, text, field))
 
-    def _about_prompt(self, part: Chunk | Completion, echo: bool) -> dict[str, Any]:
-        """Fields of a request's first update besides its tokens. Later updates have none."""
-        if (ids := part.prompt_token_ids) is None:
-            return {}
-        about: dict[str, Any] = {"num_input_tokens": len(ids)}
-        if part.prompt_logprobs is not None:
-            about["prompt_logprobs"] = part.prompt_logprobs
-        if part.prompt_top_logprobs is not None:
-            about["prompt_top_logprobs"] = part.prompt_top_logprobs
-        return about | {"echo": [self._llm.tokenizer.decode(ids), ids]} if echo else about
+    def _echo(self, ids: list[int]) -> tuple[str, list[int]]:
+        return self._llm.tokenizer.decode(ids), ids
 
     def _end_ids(self, end_id: int) -> list[int]:
         vocab = self._llm.bundle.manifest["vocab_size"]
@@ -294,39 +282,21 @@ class Worker:
         self._reader.feed_eof()
 
 
-def _update(part: Chunk | Completion, arrived: int) -> dict[str, Any]:
-    update: dict[str, Any] = {"text": part.text, "token_ids": part.token_ids}
-    if isinstance(part, Chunk):
-        update["rounds"] = part.rounds
-    if part.logprobs is not None:
-        update["logprobs"] = part.logprobs
-    if part.top_logprobs is not None:
-        update["top_logprobs"] = part.top_logprobs
-    if part.finish_reason is not None:
-        s = part.statistics
-        assert s is not None
-        update["finish_reason"] = part.finish_reason
-        update["num_draft_tokens"], update["num_accepted_tokens"] = s.num_draft_tokens, s.num_accepted_tokens
-        update["num_cached_tokens"] = s.num_cached_tokens
-        update["acceptance_histogram"] = s.acceptance_histogram
-        update["times"] = _times(s, arrived)
-    return update
+def _request_options(message: wire.Request, index: int | None) -> dict[str, Any]:
+    """`AsyncLLM`'s options of a request. One of its sequences counts the prompt's tokens: the first."""
+    given = {name: value for name, value in message.items() if name in _OPTIONS}
+    return given | {"count_prompt": not index}
 
 
-def _times(s: Statistics, arrived: int) -> list[int]:
-    """Arrival, start of prefill, first token and last token, in nanoseconds since the epoch."""
-    after = (0.0, s.queue_time, s.time_to_first_token, s.time_to_first_token + s.generation_time)
-    return [arrived + round(seconds * 1e9) for seconds in after]
-
-
-def _named(message: str, field: str) -> str:
-    """An engine's error, with the inputs' names of the Triton model. OpenAI's API has the engine's own names."""
-    if field == "the prompt":
-        return message
-    for ours, theirs in (("the prompt", field), *_NAMES.items()):
-        if message.startswith(f"{ours} "):
-            return theirs + message.removeprefix(ours)
-    return message
+def _update(part: Chunk | Completion, arrived: int) -> wire.Update:
+    given = {name: value for name in _PARTS if (value := getattr(part, name, None)) is not None}
+    if part.prompt_token_ids is not None:
+        given["num_input_tokens"] = len(part.prompt_token_ids)
+    if (s := part.statistics) is not None:
+        given |= {name: getattr(s, name) for name in _COUNTS}
+        ends = (0.0, s.queue_time, s.time_to_first_token, s.time_to_first_token + s.generation_time)
+        given["times"] = [arrived + round(seconds * 1e9) for seconds in ends]
+    return cast(wire.Update, given)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from dflash_trt import LLM, AsyncLLM, SamplingParams
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError
-from dflash_trt.serving import supervisor
+from dflash_trt.serving import supervisor, wire
 from dflash_trt.serving.deploy import container_command, deploy, template
 from dflash_trt.serving.launch import find_server, server_arguments
 from dflash_trt.serving.processes import descendants
@@ -93,16 +93,7 @@ def test_the_ensemble_has_every_tensor_of_the_model() -> None:
 
 
 def request(key: int, prompt: list[int], **params: Any) -> bytes:
-    message = {
-        "id": key,
-        "prompt": prompt,
-        "field": "input_ids",
-        "params": params,
-        "end_id": -1,
-        "stream": True,
-    }
-    message |= {"echo": False, "speculate": True, "block_length": None, "tree_nodes": None, "timeout": None}
-    return json.dumps(message).encode() + b"\n"
+    return wire.line(wire.Request(id=key, prompt=prompt, params=params, stream=True))
 
 
 class Engine:
@@ -110,8 +101,8 @@ class Engine:
 
     def __init__(self, bundle: Path, **settings: str) -> None:
         self.socket, theirs = socket.socketpair()
-        arguments = json.dumps({"bundle": str(bundle), "threads": "1", "block_length": "", **settings})
-        command = [sys.executable, "-m", "dflash_trt.serving.worker", str(theirs.fileno()), arguments]
+        arguments = {"bundle": str(bundle), "threads": "1", "block_length": "", **settings}
+        command = wire.command(sys.executable, theirs, arguments)
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
         self.file = self.socket.makefile("rb")
@@ -150,9 +141,9 @@ def test_the_engine_process_answers_and_ends_with_its_socket(bundle: Path) -> No
             break
     assert tokens == expected.token_ids
     assert ends[1] == expected.finish_reason
-    assert ends[2][0] == "INVALID_ARG"
-    assert ends[2][1].startswith("input_ids has token id 1000000")
-    assert ends[3][0] == "CANCELLED"
+    assert (ends[2]["code"], ends[2]["field"]) == ("INVALID_ARG", "prompt")
+    assert ends[2]["text"].startswith("the prompt has token id 1000000")
+    assert ends[3]["code"] == "CANCELLED"
     assert engine.end() == 0
 
 
@@ -168,7 +159,7 @@ def test_a_text_that_cannot_fit_is_refused_and_one_that_fits_is_told_its_tokens(
         got[key].append(update)
         if got[1] and got[2] and "finish_reason" in got[2][-1]:
             break
-    assert got[1][0]["error"][1].startswith(f"input_ids has {len(text)} bytes")
+    assert got[1][0]["error"]["text"].startswith(f"the prompt has {len(text)} bytes")
     with LLM(bundle, threads=1) as llm:
         assert got[2][0]["num_input_tokens"] == len(llm.tokenizer.encode("hello"))
     assert all("num_input_tokens" not in update for update in got[2][1:])
@@ -220,7 +211,7 @@ def test_sigterm_cancels_what_is_in_flight_and_takes_nothing_more(bundle: Path) 
     key, update = next((k, u) for k, u in updates if "finish_reason" in u)
     assert (key, update["finish_reason"]) == (1, "cancelled")
     engine.ask(2, prompt(5), max_tokens=2)
-    assert next(updates) == (2, {"error": ["UNAVAILABLE", "the server is stopping"]})
+    assert next(updates) == (2, wire.refusal("UNAVAILABLE", "the server is stopping"))
     assert engine.end() == 0
 
 
@@ -237,12 +228,13 @@ def test_a_failed_engine_refuses_its_requests_and_ends_the_process(bundle: Path)
         reader, writer = await asyncio.open_connection(sock=ours)
         for key in (1, 2):
             writer.write(request(key, prompt(5), max_tokens=20))
-        failed: dict[int, list[str]] = {}
+        failed: dict[int, wire.Error] = {}
         await reader.readline()
         while len(failed) < 2:
             failed |= {k: u["error"] for k, u in json.loads(await reader.readline()) if "error" in u}
         assert all(
-            code == "UNAVAILABLE" and "RuntimeError: out of order" in text for code, text in failed.values()
+            error["code"] == "UNAVAILABLE" and "RuntimeError: out of order" in error["text"]
+            for error in failed.values()
         )
         assert await serving == 1
         await llm.close()
@@ -267,18 +259,18 @@ def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
             logits, sound = prefill(tokens, *given, **options)
             return (logits * np.nan if tokens[0] == 2 else logits), sound
 
-        about = worker._about_prompt
+        echo = worker._echo
         llm._runtime.request = panicking  # type: ignore[method-assign]
         llm._runtime.pair.prefill = not_finite  # type: ignore[method-assign, union-attr]
-        worker._about_prompt = lambda part, echo: (
-            {"echo": object()} if (part.prompt_token_ids or [0])[0] == 3 else about(part, echo)
-        )  # type: ignore[method-assign, dict-item]
+        worker._echo = lambda ids: object() if ids[0] == 3 else echo(ids)  # type: ignore[assignment, method-assign]
         ours, theirs = socket.socketpair()
         serving = asyncio.create_task(worker.serve(theirs))
         reader, writer = await asyncio.open_connection(sock=ours)
         await reader.readline()
         for key in range(1, 7):
-            writer.write(request(key, [key, *prompt(4)] if key < 4 else prompt(5), max_tokens=20))
+            ids = [key, *prompt(4)] if key < 4 else prompt(5)
+            params = {"max_tokens": 20}
+            writer.write(wire.line(wire.Request(id=key, prompt=ids, params=params, stream=True, echo=True)))
         ends: dict[int, Any] = {}
         tokens: dict[int, list[int]] = {key: [] for key in range(1, 7)}
         while len(ends) < 6:
@@ -287,9 +279,9 @@ def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
                     tokens[key] += update.get("token_ids", [])
                     if "error" in update or "finish_reason" in update:
                         ends[key] = update.get("error") or update["finish_reason"]
-        assert [ends[key][0] for key in (1, 2, 3)] == ["INTERNAL"] * 3
-        assert [ends[key][1].partition(":")[0] for key in (1, 3)] == ["Panic", "TypeError"]
-        assert "no finite largest value" in ends[2][1]
+        assert [ends[key]["code"] for key in (1, 2, 3)] == ["INTERNAL"] * 3
+        assert [ends[key]["text"].partition(":")[0] for key in (1, 3)] == ["Panic", "TypeError"]
+        assert "no finite largest value" in ends[2]["text"]
         assert [tokens[key] for key in (4, 5, 6)] == [expected.token_ids] * 3
         writer.close()
         assert await serving == 0

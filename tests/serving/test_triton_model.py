@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from dflash_trt.serving.deploy import template
-from dflash_trt.serving.worker import _named
+from dflash_trt.errors import RequestError
+from dflash_trt.serving.deploy import copy_code
+from dflash_trt.serving.wire import Code, received, refusal
 
 
 class Sender:
@@ -74,9 +76,10 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     )
     Family.values.clear()
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton)
-    folder = template() / "dflash" / "1"
+    copy_code(folder := tmp_path / "1")
     monkeypatch.syspath_prepend(str(folder))  # Triton does so, too
-    monkeypatch.delitem(sys.modules, "dflash_metrics", raising=False)
+    for module in ("dflash_metrics", "dflash_wire"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     spec = importlib.util.spec_from_file_location("model", folder / "model.py")
     assert spec is not None
     assert spec.loader is not None
@@ -88,8 +91,8 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(model: Any, tmp_path: Path) -> None:
     triton, (ours, theirs) = model.TritonPythonModel(), socket.socketpair()
     senders = [Sender() for _ in range(3)]
-    triton.pending = {i: model.PendingRequest(sender, set()) for i, sender in enumerate(senders)}
-    triton.lock, triton.socket, triton.unread, triton.closing = threading.Lock(), ours, b"", True
+    triton.pending = {i: model.PendingRequest(sender) for i, sender in enumerate(senders)}
+    triton.lock, triton.socket, triton.answers, triton.closing = threading.Lock(), ours, received(ours), True
     triton.counts = model.Counts(tmp_path / "engine-ended")
     thread = threading.Thread(target=triton.receive)
     thread.start()
@@ -118,18 +121,23 @@ def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(model: Any, t
 def test_refusals_and_deaths_are_counted_also_over_a_reload(model: Any, tmp_path: Path) -> None:
     for life in range(2):
         triton, (ours, theirs) = model.TritonPythonModel(), socket.socketpair()
-        triton.name, triton.lock, triton.socket, triton.unread = "dflash", threading.Lock(), ours, b""
+        triton.name, triton.lock, triton.socket, triton.answers = (
+            "dflash",
+            threading.Lock(),
+            ours,
+            received(ours),
+        )
         triton.closing, triton.metrics, triton.counts = (
             False,
             model.Metrics({}),
             model.Counts(tmp_path / "engine-ended"),
         )
         triton.engine = SimpleNamespace(wait=lambda: -9)
-        triton.pending = {i: model.PendingRequest(Sender(), set()) for i in range(5)}
+        triton.pending = {i: model.PendingRequest(Sender()) for i in range(5)}
         thread = threading.Thread(target=triton.receive)
         thread.start()
-        errors = [["UNAVAILABLE", "full"], ["INVALID_ARG", "top_p is 2"], ["CANCELLED", "left"]]
-        answers: list[Any] = [[i, {"error": error, "busy": i == 0}] for i, error in enumerate(errors)]
+        codes: list[Code] = ["BUSY", "INVALID_ARG", "CANCELLED"]
+        answers: list[Any] = [[i, refusal(code, "why")] for i, code in enumerate(codes)]
         theirs.sendall(json.dumps([*answers, ["metrics", []]]).encode() + b"\n")
         theirs.close()  # the engine dies with two requests in flight
         thread.join(60)
@@ -146,8 +154,32 @@ def test_refusals_and_deaths_are_counted_also_over_a_reload(model: Any, tmp_path
         }
 
 
-def test_errors_have_the_names_of_the_api() -> None:
-    said = "regex cannot be compiled: x"
-    assert _named(said, "text_input") == "guided_decoding_guide cannot be compiled: x"
-    assert _named("the prompt is empty", "input_ids") == "input_ids is empty"
-    assert _named(said, "the prompt") == said
+def test_errors_have_the_names_of_the_inputs(model: Any) -> None:
+    def named(text: str) -> str:
+        return str(model.named(refusal("INVALID_ARG", text, RequestError(text).field)["error"], "input_ids"))
+
+    assert named("regex cannot be compiled: x") == "guided_decoding_guide cannot be compiled: x"
+    assert named("structured_outputs: x") == "guided_decoding_guide: x"
+    assert named("the prompt is empty") == "input_ids is empty"
+    assert named("n is 0, expected an integer") == "num_return_sequences is 0, expected an integer"
+    assert named("top_p is 2, expected 0 to 1") == "top_p is 2, expected 0 to 1"
+    assert named("messages[0].role is 5") == "messages[0].role is 5"
+
+
+def test_the_model_s_code_needs_numpy_alone(tmp_path: Path) -> None:
+    copy_code(folder := tmp_path / "1")
+    (folder / "triton_python_backend_utils.py").touch()
+    program = (
+        "import sys; before = {*sys.modules}; sys.path.append(sys.argv[1]); import model\n"
+        "roots = {name.partition('.')[0] for name in {*sys.modules} - before} - sys.stdlib_module_names\n"
+        "print(*sorted(root for root in roots if not root.startswith('_')))"
+    )
+    command = [sys.executable, "-I", "-c", program, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split() == [
+        "dflash_metrics",
+        "dflash_wire",
+        "model",
+        "numpy",
+        "triton_python_backend_utils",
+    ]

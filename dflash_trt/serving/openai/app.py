@@ -18,7 +18,7 @@ import dflash_trt
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.completions import Completions, prompts_of
-from dflash_trt.serving.openai.engine import Engine, EngineDownError
+from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, from_validation, refused
 from dflash_trt.serving.openai.gate import FACTS
 from dflash_trt.serving.openai.generation import cache_salt, check_answers
@@ -27,7 +27,7 @@ from dflash_trt.serving.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Sampling,
+    SamplingFields,
     TokenizeRequest,
 )
 from dflash_trt.serving.openai.responses import NAMES, Responses, ResponsesRequest, as_chat
@@ -39,7 +39,7 @@ B = TypeVar("B", bound=BaseModel)
 
 def make_app(
     model: Model,
-    engine: Engine,
+    engine: EngineProcess,
     metrics: Callable[[], Awaitable[str]],
     most_seconds: float | None,
     *,
@@ -63,6 +63,17 @@ def make_app(
         title="dflash-trt", version=dflash_trt.__version__, docs_url=None, redoc_url=None, lifespan=lifespan
     )
 
+    _add_errors(app)
+    posts = _add_answers(
+        app, model, engine, most_seconds, prompt_details=prompt_details, priorities=priorities
+    )
+    _add_texts(app, model)
+    _add_page(app)
+    _add_state(app, model, engine, metrics)
+    return _Api(app, posts)
+
+
+def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
         return _refusal(error)
@@ -73,6 +84,17 @@ def make_app(
         text = f"{request.method} {request.url.path[:200]} is not an endpoint of this server"
         return _refusal(ApiError(error.status_code, text))
 
+
+def _add_answers(
+    app: FastAPI,
+    model: Model,
+    engine: EngineProcess,
+    most_seconds: float | None,
+    *,
+    prompt_details: bool,
+    priorities: bool,
+) -> dict[str, Endpoint]:
+    """The endpoints that answer requests, by path."""
     posts: dict[str, Endpoint] = {}
 
     def post(path: str, body: type[BaseModel]) -> Callable[[Endpoint], Endpoint]:
@@ -131,14 +153,11 @@ def make_app(
             raise error.renamed(NAMES) from None
         return await answer(request, Responses.of(chat, body, _id(request, body)))
 
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return _json({"object": "list", "data": [_card(model)]})
+    return posts
 
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Response:
-        model.check_name(name)
-        return _json(_card(model))
+
+def _add_texts(app: FastAPI, model: Model) -> None:
+    """Texts as tokens, and tokens as texts."""
 
     @app.post("/tokenize", openapi_extra=_schema(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
@@ -157,7 +176,7 @@ def make_app(
                     generation_prompt=body.add_generation_prompt,
                 )
         except RequestError as error:
-            raise refused(str(error)) from None
+            raise refused(error) from None
         texts = await model.token_texts(ids) if body.return_token_strs else None
         return _json(
             {"count": len(ids), "max_model_len": model.max_seq_len, "tokens": ids, "token_strs": texts}
@@ -170,8 +189,10 @@ def make_app(
         try:
             return _json({"prompt": await model.decode(body.tokens)})
         except RequestError as error:
-            raise refused(str(error)) from None
+            raise refused(error) from None
 
+
+def _add_page(app: FastAPI) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)
@@ -181,6 +202,21 @@ def make_app(
         if name not in ("page.css", "page.js", "charts.js", "markdown.js"):
             raise ApiError(404, f"/page/{name[:100]} is not an endpoint of this server")
         return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
+
+
+def _add_state(
+    app: FastAPI, model: Model, engine: EngineProcess, metrics: Callable[[], Awaitable[str]]
+) -> None:
+    """What the server has, and how it is."""
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [_card(model)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        model.check_name(name)
+        return _json(_card(model))
 
     @app.get("/health")
     async def health() -> Response:
@@ -207,8 +243,6 @@ def make_app(
     @app.get("/metrics")
     async def show_metrics() -> Response:
         return PlainTextResponse(await metrics(), media_type="text/plain; version=0.0.4")
-
-    return _Api(app, posts)
 
 
 class _Api:
@@ -302,7 +336,7 @@ async def _read(request: Request, kind: type[B]) -> B:
         raise from_validation(error) from None
 
 
-def _id(request: Request, body: Sampling | ResponsesRequest) -> str:
+def _id(request: Request, body: SamplingFields | ResponsesRequest) -> str:
     """The id of a request: that of the header, of the body, or a new one."""
     named = "x-request-id" not in request.headers and body.request_id
     return named or str(request.state.request_id)

@@ -12,21 +12,22 @@ from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai import logprobs
 from dflash_trt.serving.openai.channels import Channels
-from dflash_trt.serving.openai.engine import Engine, Update
+from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, Names, refused
 from dflash_trt.serving.openai.generation import Prepared, Usage, prepare, shortened, totals, updates
 from dflash_trt.serving.openai.model import Model, text_of
-from dflash_trt.serving.openai.parsing import Parser, Part, Think, calls_of
+from dflash_trt.serving.openai.parsing import AnswerParser, Part, Think, calls_of
 from dflash_trt.serving.openai.protocol import ChatRequest
 from dflash_trt.serving.openai.structure import names as form_names
 from dflash_trt.serving.openai.structure import of_calls, of_format
+from dflash_trt.serving.wire import Update
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """One choice of a chat so far."""
 
-    parser: Parser | Channels
+    parser: AnswerParser | Channels
     one_call: bool = False
     echo: str = ""  # the last message's content, which the answer's begins with
     words: Detokenizer | None = None  # splits the text by rounds
@@ -103,7 +104,7 @@ class Chat:
     body: ChatRequest
     id: str
     prepared: Prepared
-    answers: list[Answer]
+    answers: list[ChatAnswer]
     names: Names
     usage: Usage = field(default_factory=lambda: Usage(reasoning=0))
     created: int = field(default_factory=lambda: int(time.time()))
@@ -154,7 +155,7 @@ class Chat:
         except TypeError as error:  # a variable with a name of the renderer's own
             raise ApiError(400, f"chat_template_kwargs is refused: {error}", "chat_template_kwargs") from None
         except RequestError as error:
-            raise refused(str(error)) from None
+            raise refused(error) from None
         ids = shortened(model, body, ids, given)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs is given, but logprobs is not true: set it", "top_logprobs")
@@ -191,20 +192,22 @@ class Chat:
         answers = []
         for _ in range(prepared.n):
             calls = calls_of(calling, schemas, known=wanted is not None)
-            parser: Parser | Channels
+            parser: AnswerParser | Channels
             if "<|channel|>" in template:
                 parser = Channels(model.tokenizer, text, calls)
             elif "<think>" in template or "</think>" in template:
                 end = model.tokenizer.backend.token_to_id("</think>")
-                parser = Parser(Think(thinks), calls, end)
+                parser = AnswerParser(Think(thinks), calls, end)
             else:
-                parser = Parser(calls_of("", None), calls)
+                parser = AnswerParser(calls_of("", None), calls)
             words = Detokenizer(model.tokenizer.backend) if body.return_rounds else None
             echo = last if body.echo and body.messages[-1].role == "assistant" else ""
-            answers.append(Answer(parser, body.parallel_tool_calls is False, echo, words))
+            answers.append(ChatAnswer(parser, body.parallel_tool_calls is False, echo, words))
         return cls(model, body, f"chatcmpl-{request_id}", prepared, answers, names)
 
-    async def run(self, engine: Engine) -> AsyncGenerator[tuple[int, Update, list[dict[str, Any]]], None]:
+    async def run(
+        self, engine: EngineProcess
+    ) -> AsyncGenerator[tuple[int, Update, list[dict[str, Any]]], None]:
         """Index, update and deltas of each choice, as they come. Raises ApiError."""
         try:
             async with aclosing(updates(engine, self.prepared)) as found:
@@ -232,7 +235,7 @@ class Chat:
         """Whether all choices have ended."""
         return all(self.reasons())
 
-    async def whole(self, engine: Engine) -> dict[str, Any]:
+    async def whole(self, engine: EngineProcess) -> dict[str, Any]:
         """The answer at once."""
         async with aclosing(self.run(engine)) as found:
             async for _ in found:
@@ -246,7 +249,7 @@ class Chat:
             choices.append(choice)
         return self._frame("chat.completion", choices) | self._ended()
 
-    async def chunks(self, engine: Engine) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in chunks."""
         options = self.body.stream_options
         always = options is not None and options.continuous_usage_stats

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_trt.errors import RequestError
-from dflash_trt.serving.openai.engine import Engine, Update
+from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, refused
 from dflash_trt.serving.openai.generation import Prepared, Usage, prepare, shortened, totals, updates
 from dflash_trt.serving.openai.logprobs import of_completion
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import CompletionRequest
 from dflash_trt.serving.openai.structure import asked, names
+from dflash_trt.serving.wire import Update
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 _MOST_PROMPTS = 1024
@@ -69,7 +70,7 @@ class Completions:
         prepared = prepare(model, body, prompts, max_tokens=least, more=more, most_seconds=most_seconds)
         return cls(model, body, f"cmpl-{request_id}", prepared)
 
-    async def run(self, engine: Engine) -> AsyncGenerator[tuple[int, Update], None]:
+    async def run(self, engine: EngineProcess) -> AsyncGenerator[tuple[int, Update], None]:
         """Index and update of each choice, as they come. Raises ApiError."""
         try:
             drop = self.body.echo and self.body.max_tokens == 0
@@ -77,7 +78,8 @@ class Completions:
                 async for index, update in found:
                     if drop:
                         update |= {"text": "", "token_ids": []}
-                        update |= {name: [] for name in ("logprobs", "top_logprobs") if name in update}
+                        if "logprobs" in update:
+                            update |= {"logprobs": [], "top_logprobs": []}
                         if "finish_reason" in update:
                             update["finish_reason"] = "length"
                     self.usage.add(update, prompt=index % self.prepared.n == 0)
@@ -104,7 +106,7 @@ class Completions:
         """Whether all choices have ended."""
         return len(self._reasons) == self.prepared.choices
 
-    async def whole(self, engine: Engine) -> dict[str, Any]:
+    async def whole(self, engine: EngineProcess) -> dict[str, Any]:
         """The completions at once."""
         choices = [_Choice() for _ in range(self.prepared.choices)]
         async with aclosing(self.run(engine)) as found:
@@ -138,7 +140,7 @@ class Completions:
         ids = [*choice.prompt, *choice.token_ids]
         return of_completion(self.model, ids, choice.logprobs, choice.tops, choice.offset)
 
-    async def chunks(self, engine: Engine) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
         """The completions in chunks."""
         options = self.body.stream_options
         always = options is not None and options.continuous_usage_stats
@@ -194,7 +196,7 @@ async def _ids(model: Model, prompt: str | list[int], body: CompletionRequest) -
         any_length = body.truncate_prompt_tokens is not None
         ids = await model.encode(prompt, special=body.add_special_tokens, any_length=any_length)
     except RequestError as error:
-        raise refused(str(error)) from None
+        raise refused(error) from None
     if not ids:
         raise ApiError(400, "the prompt is empty: give at least one token", "prompt")
     return ids

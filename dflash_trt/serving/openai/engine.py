@@ -1,6 +1,6 @@
 """The engine process as the API sees it: requests in, updates out, and a new process after one has died.
 
-The process is `dflash_trt.serving.worker`, which also serves Triton. This module speaks its lines of JSON from asyncio.
+The process is `dflash_trt.serving.worker`, which also serves Triton. They speak by dflash_trt/serving/wire.py.
 """
 
 from __future__ import annotations
@@ -8,22 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
-import signal
 import socket
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
-from dflash_trt.errors import DFlashError
+from dflash_trt.errors import DFlashError, RequestError
+from dflash_trt.serving import wire
+from dflash_trt.serving.wire import Ready, Request, Update
 
-Update = dict[str, Any]
-# Pause before a restart: doubled each time, until an engine has served for STEADY_SECONDS.
-FIRST_PAUSE, LONGEST_PAUSE, STEADY_SECONDS = 0.25, 30.0, 60.0
-WORKER: tuple[str, ...] = ("-P", "-m", "dflash_trt.serving.worker")  # arguments of Python
 _ASK_SECONDS = 5.0
 _UNANSWERED = 6  # questions in a row, after which an engine is killed
 _LATE_SECONDS = 10.0  # after a request's deadline, which the engine should have answered
@@ -53,7 +49,7 @@ class _Connection:
 
     process: asyncio.subprocess.Process
     transport: asyncio.Transport
-    lines: _Lines
+    lines: _EngineLines
     longest_line: int
     born: float
     pending: dict[int, asyncio.Queue[Update]] = field(default_factory=dict)
@@ -63,7 +59,7 @@ class _Connection:
     _arrived: deque[Any] = field(default_factory=deque)
 
     def tell(self, message: dict[str, Any]) -> None:
-        self.transport.write(json.dumps(message).encode() + b"\n")
+        self.transport.write(wire.line(message))
 
     def deliver(self, updates: list[Any]) -> None:
         """Give the updates to the requests, one per turn of the loop.
@@ -80,10 +76,10 @@ class _Connection:
         while self._arrived:
             self._deliver_one()
         for queue in self.pending.values():
-            queue.put_nowait({"error": ["UNAVAILABLE", why]})
+            queue.put_nowait(wire.refusal("UNAVAILABLE", why))
         for answer in self.asked.values():
             if not answer.done():
-                answer.set_result({"error": why})
+                answer.set_result(wire.refusal("UNAVAILABLE", why))
 
     def _deliver_next(self) -> None:
         if self._arrived:
@@ -99,7 +95,7 @@ class _Connection:
             answer.set_result(update)
 
 
-class Engine:
+class EngineProcess:
     """The engine process of one bundle. It is started again when it dies, until `close`.
 
     settings: `AsyncLLM`'s arguments as texts, as the parameters of config.pbtxt. `key`: of the bundle's manifest.
@@ -154,7 +150,7 @@ class Engine:
             connection.refuse("the server is stopping")
             await _end(connection.process)
 
-    async def updates(self, message: dict[str, Any]) -> AsyncGenerator[Update, None]:
+    async def updates(self, message: Request) -> AsyncGenerator[Update, None]:
         """The updates of one request, until each of its `n` choices has a finish_reason, or one has an error.
 
         With n above 1 an update has the `index` of its choice. A consumer that leaves cancels the request.
@@ -162,7 +158,7 @@ class Engine:
         Raises:
             EngineDownError: there is no engine.
             QueueFullError: too many requests are in flight.
-            DFlashError: the request has more bytes than the engine reads.
+            RequestError: the request has more bytes than the engine reads.
         """
         connection = self._connection
         if connection is None or self._closing:
@@ -173,17 +169,17 @@ class Engine:
                 f"{connection.in_flight} requests are in flight, and the limit is {self.limit}; try again later"
             )
         key = next(self._numbers)
-        line = json.dumps({"id": key, **message}).encode() + b"\n"
+        line = wire.line(message | {"id": key})
         if len(line) > connection.longest_line:
-            raise DFlashError(
+            raise RequestError(
                 f"the request has {len(line)} bytes in JSON, expected at most {connection.longest_line}"
             )
         queue = connection.pending[key] = asyncio.Queue()
         connection.in_flight += choices
         connection.transport.write(line)
         late = None
-        if (seconds := message["timeout"]) is not None and 0 <= seconds < _LONGEST_TIMER:
-            silent = {"error": ["DEADLINE", "the deadline passed, and the engine does not answer"]}
+        if (seconds := message.get("timeout")) is not None and 0 <= seconds < _LONGEST_TIMER:
+            silent = wire.refusal("DEADLINE", "the deadline passed, and the engine does not answer")
             loop = asyncio.get_running_loop()
             late = loop.call_later(seconds + _LATE_SECONDS, queue.put_nowait, silent)
         left, error = choices, ""
@@ -191,7 +187,7 @@ class Engine:
             while left:
                 update = await queue.get()
                 if "error" in update:
-                    left, error = 0, update["error"][0]
+                    left, error = 0, update["error"]["code"]
                 left -= "finish_reason" in update
                 yield update
         finally:
@@ -212,33 +208,30 @@ class Engine:
         connection.tell({"id": key, "ask": "metrics"})
         try:
             async with asyncio.timeout(_ASK_SECONDS):
-                update = await answer
+                update: Update = await answer
         except TimeoutError:
             raise EngineDownError(f"the engine has not answered for {_ASK_SECONDS:g} s") from None
         finally:
             del connection.asked[key]
         if "metrics" not in update:
-            raise EngineDownError(str(update.get("error", "the engine gave no metrics")))
-        return str(update["metrics"])
+            raise EngineDownError(update["error"]["text"])
+        return update["metrics"]
 
     async def _open(self) -> _Connection:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, *WORKER, str(theirs.fileno())),
-                json.dumps(self._settings),
+                *wire.command(sys.executable, theirs, self._settings),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # otherwise Ctrl-C in a terminal reaches it
             )
-        lines = _Lines()
+        lines = _EngineLines()
         try:
             transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: lines, sock=ours)
             first = await lines.first
             if "ready" not in first:
-                raise DFlashError(
-                    first.get("fatal") or f"while loading, the engine {_how(await process.wait())}"
-                )
+                raise DFlashError(first.get("fatal") or f"while loading, {_how(await process.wait())}")
             if first["key"] != self._key:
                 self.replaced = True
                 raise DFlashError("the bundle was replaced; start the server again")
@@ -254,25 +247,24 @@ class Engine:
 
     async def _keep_running(self, connection: _Connection) -> None:
         """Notice the death of the engine, answer its requests, and start another one."""
-        pause = FIRST_PAUSE
+        pause = wire.FIRST_PAUSE
         while True:
             await self._until_end(connection)
             self._connection = None
             self.counts.deaths += 1
             connection.transport.close()
-            how = f"the engine {_how(await _end(connection.process))}"
+            how = _how(await _end(connection.process))
             refused = len(connection.pending)
             connection.refuse(how)
             self._say(f"{how}; {refused} requests are refused; starting another one")
-            steady = monotonic() - connection.born > STEADY_SECONDS
-            pause = FIRST_PAUSE if steady else min(2 * pause, LONGEST_PAUSE)
+            pause = wire.next_pause(pause, monotonic() - connection.born)
             while self._connection is None:
                 await asyncio.sleep(pause)
                 try:
                     connection = self._connection = await self._open()
                 except (DFlashError, OSError) as error:
                     self._say(f"the engine cannot be started: {error}")
-                    pause = min(2 * pause, LONGEST_PAUSE)
+                    pause = wire.next_pause(pause)
             self.counts.restarts += 1
             self._say("the engine serves again")
 
@@ -291,29 +283,22 @@ class Engine:
                     connection.process.kill()
 
 
-class _Lines(asyncio.Protocol):
+class _EngineLines(asyncio.Protocol):
     """The engine's answers: first one object, then lists of [id, update]."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.first: asyncio.Future[dict[str, Any]] = loop.create_future()
+        self.first: asyncio.Future[Ready] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         self.deliver: Callable[[list[Any]], None] = lambda updates: None
-        self._parts: list[bytes] = []
+        self._lines = wire.Lines()
 
     def data_received(self, data: bytes) -> None:
-        *lines, rest = data.split(b"\n")
-        for line in lines:
-            whole = b"".join([*self._parts, line])
-            self._parts.clear()
-            found = json.loads(whole)
-            if isinstance(found, dict):
-                if not self.first.done():
-                    self.first.set_result(found)
-            else:
-                self.deliver(found)
-        if rest:
-            self._parts.append(rest)
+        for said in self._lines.push(data):
+            if not isinstance(said, dict):
+                self.deliver(said)
+            elif not self.first.done():
+                self.first.set_result(cast(Ready, said))
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.first.done():
@@ -334,4 +319,4 @@ async def _end(process: asyncio.subprocess.Process) -> int:
 
 
 def _how(code: int) -> str:
-    return f"ended ({signal.Signals(-code).name})" if code < 0 else f"ended (exit code {code})"
+    return f"the engine ended ({wire.how_it_ended(code)})"

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dflash_trt.errors import shorten, show
+from dflash_trt.errors import RequestError, shorten, show
+from dflash_trt.serving.wire import Error
 
 # Why a request was refused, as a label of the metrics, by status.
 REASONS = {
@@ -66,18 +67,15 @@ class ApiError(Exception):
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
 
-def from_engine(update: dict[str, Any]) -> ApiError:
+def from_engine(error: Error) -> ApiError:
     """The error that the engine answered a request with."""
-    code, message = update["error"]
-    if update.get("busy"):
-        return ApiError(429, message)
-    status = {"INVALID_ARG": 400, "UNAVAILABLE": 503, "CANCELLED": 503, "DEADLINE": 504}.get(code, 500)
-    return ApiError(status, message, _field(message) if status == 400 else None)
+    statuses = {"INVALID_ARG": 400, "BUSY": 429, "UNAVAILABLE": 503, "CANCELLED": 503, "DEADLINE": 504}
+    return ApiError(statuses.get(error["code"], 500), error["text"], error["field"])
 
 
-def refused(message: str) -> ApiError:
-    """An impossible request, with an error text that begins with the field."""
-    return ApiError(400, message, _field(message))
+def refused(error: RequestError) -> ApiError:
+    """An impossible request."""
+    return ApiError(400, str(error), error.field)
 
 
 def from_validation(error: ValidationError) -> ApiError:
@@ -113,11 +111,3 @@ def _place(parts: tuple[int | str, ...]) -> str:
         elif not path or not (part in ("str", "int") or "[" in part or part[:1].isupper()):
             path += f".{part}" if path else shorten(part, 100)
     return path
-
-
-def _field(message: str) -> str | None:
-    """The field that an error's text begins with."""
-    found = re.match(
-        r"([a-z_]+)(?:\[\S*\])?(?: (?:is|has|contains|cannot be|needs) |(?<=_outputs): )", message
-    )
-    return found[1] if found else "prompt" if message.startswith("the prompt ") else None

@@ -9,19 +9,20 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_trt.errors import DFlashError, quoted
+from dflash_trt.errors import RequestError, quoted
 from dflash_trt.serving.openai import tracing
-from dflash_trt.serving.openai.engine import Engine, EngineDownError, QueueFullError, Update
+from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess, QueueFullError
 from dflash_trt.serving.openai.errors import ApiError, from_engine, refused
 from dflash_trt.serving.openai.model import Model
-from dflash_trt.serving.openai.protocol import Sampling
+from dflash_trt.serving.openai.protocol import SamplingFields
+from dflash_trt.serving.wire import Request, Update
 
 
 @dataclass
 class Prepared:
     """A request ready for the engine: one message per prompt, which asks for `n` choices."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Request]
     prompts: list[list[int]]
     n: int
 
@@ -30,7 +31,7 @@ class Prepared:
         return len(self.prompts) * self.n
 
 
-def check_answers(answers: int, engine: Engine) -> None:
+def check_answers(answers: int, engine: EngineProcess) -> None:
     """Raise ApiError for a request of more answers than the server takes at once, before work is done for it."""
     if answers > engine.limit:  # not 429: it would never fit
         raise ApiError(
@@ -42,7 +43,7 @@ def check_answers(answers: int, engine: Engine) -> None:
 
 def prepare(
     model: Model,
-    body: Sampling,
+    body: SamplingFields,
     prompts: list[list[int]],
     *,
     max_tokens: int | None,
@@ -50,7 +51,7 @@ def prepare(
     most_seconds: float | None,
 ) -> Prepared:
     """The engine's messages for the prompts of a request, `n` choices for each. Raises ApiError naming the field."""
-    messages: list[dict[str, Any]] = []
+    messages: list[Request] = []
     n, bias = body.n or 1, _biases(body.logit_bias)
     for prompt in prompts:
         room = model.max_seq_len - len(prompt)
@@ -68,21 +69,18 @@ def prepare(
             "max_tokens": room if max_tokens is None else max_tokens,
         }
         messages.append(
-            {
-                "field": "the prompt",
-                "prompt": prompt,
-                "params": params,
-                "n": n,
-                "end_id": -1,
-                "stream": bool(body.stream),
-                "echo": False,
-                "speculate": body.speculate is not False,
-                "block_length": body.block_length,
-                "tree_nodes": body.tree_nodes,
-                "priority": body.priority or 0,
-                "logit_bias": bias,
-                "timeout": min((s for s in (body.timeout, most_seconds) if s is not None), default=None),
-            }
+            Request(
+                prompt=prompt,
+                params=params,
+                n=n,
+                stream=bool(body.stream),
+                speculate=body.speculate is not False,
+                block_length=body.block_length,
+                tree_nodes=body.tree_nodes,
+                priority=body.priority or 0,
+                logit_bias=bias,
+                timeout=min((s for s in (body.timeout, most_seconds) if s is not None), default=None),
+            )
         )
     return Prepared(messages, prompts, n)
 
@@ -95,7 +93,7 @@ def cache_salt(key_digest: str, given: str | None) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def shortened(model: Model, body: Sampling, ids: list[int], max_tokens: int | None) -> list[int]:
+def shortened(model: Model, body: SamplingFields, ids: list[int], max_tokens: int | None) -> list[int]:
     """The last tokens of a prompt, as many as `truncate_prompt_tokens` says. -1: as many as the model holds beside
     `max_tokens`. Raises ApiError.
     """
@@ -118,17 +116,17 @@ def _biases(given: dict[str, float] | None) -> list[tuple[int, float]]:
     return [(int(key), bias) for key, bias in (given or {}).items()]
 
 
-def updates(engine: Engine, prepared: Prepared) -> AsyncGenerator[tuple[int, Update], None]:
+def updates(engine: EngineProcess, prepared: Prepared) -> AsyncGenerator[tuple[int, Update], None]:
     """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
     if len(prepared.messages) == 1:
         return _one(engine, 0, prepared.messages[0])
     return _several(engine, prepared)
 
 
-async def _several(engine: Engine, prepared: Prepared) -> AsyncGenerator[tuple[int, Update], None]:
+async def _several(engine: EngineProcess, prepared: Prepared) -> AsyncGenerator[tuple[int, Update], None]:
     queue: asyncio.Queue[tuple[int, Update | ApiError]] = asyncio.Queue()
 
-    async def pump(first: int, message: dict[str, Any]) -> None:
+    async def pump(first: int, message: Request) -> None:
         try:
             async with aclosing(_one(engine, first, message)) as found:
                 async for item in found:
@@ -154,7 +152,7 @@ async def _several(engine: Engine, prepared: Prepared) -> AsyncGenerator[tuple[i
 
 
 async def _one(
-    engine: Engine, first: int, message: dict[str, Any]
+    engine: EngineProcess, first: int, message: Request
 ) -> AsyncGenerator[tuple[int, Update], None]:
     """The updates of one prompt, whose first choice has the index `first`."""
     begun = set[int]()
@@ -162,7 +160,7 @@ async def _one(
         async with aclosing(engine.updates(message)) as found:
             async for update in found:
                 if "error" in update:
-                    raise from_engine(update)
+                    raise from_engine(update["error"])
                 index = first + update.get("index", 0)
                 if update["token_ids"]:
                     begun.add(index)
@@ -174,8 +172,8 @@ async def _one(
         raise ApiError(429, str(error), code="queue_full") from None
     except EngineDownError as error:
         raise ApiError(503, str(error), code="engine_down") from None
-    except DFlashError as error:
-        raise refused(str(error)) from None
+    except RequestError as error:
+        raise refused(error) from None
 
 
 @dataclass
@@ -239,17 +237,9 @@ class Usage:
         }
 
 
-def totals(usage: Usage, model: Model, body: Sampling, prepared: Prepared) -> dict[str, Any]:
+def totals(usage: Usage, model: Model, body: SamplingFields, prepared: Prepared) -> dict[str, Any]:
     """What is said of an ended answer: `usage`, and `metrics` as vLLM has them, of one choice that was drafted for."""
     made: dict[str, Any] = {"usage": usage.to_dict()}
     if prepared.choices == 1 and body.speculate is not False:
         made["metrics"] = {"speculative_decoding": usage.speculative_decoding(model.block_size)}
     return made
-
-
-def merged(earlier: Update, later: Update) -> None:
-    """Add the later update of a choice to the earlier one."""
-    for key in ("text", "token_ids", "logprobs", "top_logprobs"):
-        if key in later and key in earlier:
-            later[key] = earlier[key] + later[key]
-    earlier.update(later)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_trt.serving.openai.engine import Update
 from dflash_trt.serving.openai.model import Model
+from dflash_trt.serving.wire import Update
 
 
 def of_chat(model: Model, update: Update) -> dict[str, Any] | None:

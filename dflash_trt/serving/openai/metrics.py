@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflash_trt.decoding.metrics import PREFIX
-from dflash_trt.serving.openai.engine import Engine, EngineDownError
+from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
 from dflash_trt.serving.openai.errors import REASONS
 
 
@@ -13,7 +13,7 @@ class ServerMetrics:
     The engine's counters start again at 0 with a new process, which Prometheus' `rate` expects. These do not.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineProcess) -> None:
         self._engine = engine
         self._answers: dict[int, int] = {}
         self._refused = dict.fromkeys(sorted(set(REASONS.values())), 0)

@@ -207,7 +207,7 @@ class BareCalls(Stage):
 
 
 @dataclass
-class Parser:
+class AnswerParser:
     """Parts of an answer in two stages: reasoning first, then calls in its content.
 
     end_of_thought: the token `</think>`, if it is one. reasoning_tokens: those of the reasoning so far, with its tags.

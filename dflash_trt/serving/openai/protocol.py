@@ -62,7 +62,7 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
-class Structure(Body):
+class StructureFields(Body):
     """`StructuredOutputs`: exactly one of these."""
 
     schema_: str | dict[str, Any] | bool | None = Field(None, alias="json")
@@ -94,7 +94,7 @@ SAMPLING = (
 )
 
 
-class Sampling(Body):
+class SamplingFields(Body):
     """The fields that chats and completions share. None stands for the default."""
 
     model: str | None = None
@@ -117,7 +117,7 @@ class Sampling(Body):
     truncate_prompt_tokens: int | None = None
     max_tokens: int | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MOST_WORDS)] | None = None
-    structured_outputs: Structure | None = None
+    structured_outputs: StructureFields | None = None
     # vLLM's earlier names of the fields of `structured_outputs`.
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -155,7 +155,7 @@ class Sampling(Body):
 assert set(SAMPLING) <= set(SamplingParams.__dataclass_fields__)
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -238,7 +238,7 @@ class Format(Body):
         return self
 
 
-class ChatRequest(Sampling):
+class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dflash_trt.serving.openai.chat import Chat
-from dflash_trt.serving.openai.engine import Engine
+from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, Names
 from dflash_trt.serving.openai.generation import Prepared, Usage
 from dflash_trt.serving.openai.protocol import (
@@ -218,7 +218,7 @@ class Responses:
         """Whether all choices have ended."""
         return self.chat.ended
 
-    async def whole(self, engine: Engine) -> Json:
+    async def whole(self, engine: EngineProcess) -> Json:
         """The response at once."""
         async with aclosing(self.chunks(engine)) as events:
             async for event in events:
@@ -226,7 +226,7 @@ class Responses:
         whole: Json = last["response"]
         return whole
 
-    async def chunks(self, engine: Engine) -> AsyncGenerator[Json, None]:
+    async def chunks(self, engine: EngineProcess) -> AsyncGenerator[Json, None]:
         """The events of a stream. The last one has the whole response."""
         try:
             open_item: Json | None = None

@@ -29,7 +29,7 @@ from dflash_trt.serving import event_loop
 from dflash_trt.serving.processes import allow_open_files
 
 if TYPE_CHECKING:
-    from dflash_trt.serving.openai.engine import Engine
+    from dflash_trt.serving.openai.engine import EngineProcess
 
 # Longer than clients and load balancers keep idle connections: 5 s for the openai client, 60 s for most balancers. A
 # connection that both ends close at once loses a request.
@@ -98,19 +98,19 @@ def serve(settings: ServerSettings, ready: Callable[[int], None], say: Callable[
         return event_loop.run(_serve(settings, listening, ready, say))
 
 
-def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[Any, Engine]:
+def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[Any, EngineProcess]:
     """The routes behind the gate, for ASGI, and the engine, which has to be started."""
     from starlette.middleware.cors import CORSMiddleware
 
     from dflash_trt.serving.openai.app import make_app
-    from dflash_trt.serving.openai.engine import Engine
+    from dflash_trt.serving.openai.engine import EngineProcess
     from dflash_trt.serving.openai.gate import Gate
     from dflash_trt.serving.openai.metrics import ServerMetrics
     from dflash_trt.serving.openai.model import Model
-    from dflash_trt.serving.proxy import max_request_bytes
+    from dflash_trt.serving.wire import max_request_bytes
 
     model = Model(settings.bundle, settings.name)
-    engine = Engine(
+    engine = EngineProcess(
         {"bundle": str(settings.bundle), **settings.engine},
         key=model.bundle.manifest["key"], limit=settings.limit, say=say,
     )  # fmt: skip
@@ -154,33 +154,44 @@ async def _serve(
     ready: Callable[[int], None],
     say: Callable[[str], None],
 ) -> int:
-    import uvicorn
-
     from dflash_trt.serving.openai import tracing
-    from dflash_trt.serving.openai.connections import Connection
 
     provider = tracing.exporting(settings.traces) if settings.traces else None
     gate, engine = application(settings, say)
     if provider is not None:
         gate = tracing.start(gate, provider)
-    config = uvicorn.Config(
-        gate,
-        http=Connection,
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=_IDLE_SECONDS,
-        timeout_graceful_shutdown=math.ceil(settings.grace + _END_SECONDS),
-        ssl_certfile=settings.certificate,
-        ssl_keyfile=settings.certificate_key,
-        backlog=4096,
-    )
+    background: list[asyncio.Task[None]] = []
+    server, port = _uvicorn(gate, engine, settings, say, background), listening.getsockname()[1]
+    await engine.start()
+    gc.freeze()  # what exists now stays, so the collector need not look at it again
+    # uvicorn raises a signal again when it has ended. By then it has done its work.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    try:
+        background.append(asyncio.create_task(_when_started(server, partial(ready, port))))
+        await server.serve(sockets=[listening])
+    finally:
+        for task in background:
+            task.cancel()
+        await engine.close()
+        if provider is not None:
+            sending = threading.Thread(target=provider.shutdown, daemon=True)  # sends the last spans
+            sending.start()
+            await asyncio.to_thread(sending.join, _SPANS_SECONDS)
+    return 0
+
+
+def _uvicorn(
+    gate: Any,
+    engine: EngineProcess,
+    settings: ServerSettings,
+    say: Callable[[str], None],
+    background: list[asyncio.Task[None]],
+) -> Any:
+    """uvicorn's server, which drains and ends as the settings say. background: takes the tasks of the end."""
+    import uvicorn
 
     loop = asyncio.get_running_loop()
-    background: list[asyncio.Task[None]] = []
 
     async def end_requests() -> None:
         await asyncio.sleep(settings.grace)
@@ -213,24 +224,29 @@ async def _serve(
                 background.append(asyncio.create_task(_cut_unconfirmed(self.server_state.connections)))
             await super().shutdown(sockets)
 
-    server, port = Server(config), listening.getsockname()[1]
-    await engine.start()
-    gc.freeze()  # what exists now stays, so the collector need not look at it again
-    # uvicorn raises a signal again when it has ended. By then it has done its work.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    try:
-        background.append(asyncio.create_task(_when_started(server, partial(ready, port))))
-        await server.serve(sockets=[listening])
-    finally:
-        for task in background:
-            task.cancel()
-        await engine.close()
-        if provider is not None:
-            sending = threading.Thread(target=provider.shutdown, daemon=True)  # sends the last spans
-            sending.start()
-            await asyncio.to_thread(sending.join, _SPANS_SECONDS)
-    return 0
+    return Server(_config(gate, settings))
+
+
+def _config(gate: Any, settings: ServerSettings) -> Any:
+    import uvicorn
+
+    from dflash_trt.serving.openai.connections import Connection
+
+    return uvicorn.Config(
+        gate,
+        http=Connection,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_IDLE_SECONDS,
+        timeout_graceful_shutdown=math.ceil(settings.grace + _END_SECONDS),
+        ssl_certfile=settings.certificate,
+        ssl_keyfile=settings.certificate_key,
+        backlog=4096,
+    )
 
 
 async def _cut_unconfirmed(connections: Iterable[Any]) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 from dflash_trt.decoding.sampling.structure import WHITESPACE
 from dflash_trt.serving.openai.errors import ApiError, Names
 from dflash_trt.serving.openai.parsing import BareCalls, Stage, TaggedCalls
-from dflash_trt.serving.openai.protocol import ChatRequest, NamedTool, Sampling, Tool
+from dflash_trt.serving.openai.protocol import ChatRequest, NamedTool, SamplingFields, Tool
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-def asked(body: Sampling) -> dict[str, Any] | None:
+def asked(body: SamplingFields) -> dict[str, Any] | None:
     """`StructuredOutputs`' fields of `structured_outputs` and `guided_json` and the others; None without them.
 
     Raises ApiError.
@@ -27,7 +27,7 @@ def asked(body: Sampling) -> dict[str, Any] | None:
     return {name.removeprefix("guided_"): value for name, value in guided.items()} or None
 
 
-def names(body: Sampling, source: str = "") -> Names:
+def names(body: SamplingFields, source: str = "") -> Names:
     """The client's names for the fields of the form that it asked for. `source`: the field that has no such fields."""
     fields = "json|json_object|regex|choice|grammar"
     if source:

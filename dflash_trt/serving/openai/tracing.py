@@ -11,6 +11,7 @@ from typing import Any
 import dflash_trt
 from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
+from dflash_trt.serving.wire import Update
 
 # Attribute of a span -> fact about a request.
 _ATTRIBUTES = {
@@ -72,7 +73,7 @@ def describe(request_id: str, facts: dict[str, Any]) -> None:
             span.set_attribute(attribute, [str(each) for each in value] if isinstance(value, list) else value)
 
 
-def engine_parts(update: dict[str, Any]) -> None:
+def engine_parts(update: Update) -> None:
     """Spans of a choice's time in the queue, in prefill and in decoding, from its last update."""
     if _tracer is None or "times" not in update:
         return

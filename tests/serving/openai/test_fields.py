@@ -17,6 +17,7 @@ from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import ChatRequest
+from dflash_trt.serving.wire import refusal
 from dflash_trt.serving.worker import Worker
 from tests.serving.openai.conftest import COMPLETIONS, Server
 
@@ -255,7 +256,7 @@ def test_the_engines_errors_have_no_path_of_the_bundle(tiny: Path, monkeypatch: 
     monkeypatch.setattr(worker, "_llm", SimpleNamespace(bundle=SimpleNamespace(path=tiny)), raising=False)
     monkeypatch.setattr(worker, "_send", lambda key, update: sent.append(update))
     worker._refuse(1, "INTERNAL", f"OSError: {tiny}/target/graph.onnx in {tiny}: not found")
-    assert sent == [{"error": ["INTERNAL", "OSError: target/graph.onnx in the bundle: not found"]}]
+    assert sent == [refusal("INTERNAL", "OSError: target/graph.onnx in the bundle: not found")]
 
 
 def stopped_at(chat: Chat, model: Model, answer: str) -> list[str]:

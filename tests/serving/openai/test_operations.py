@@ -21,23 +21,21 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.serving.openai import engine as engines
-from dflash_trt.serving.openai.engine import Engine, EngineDownError
+from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
+from dflash_trt.serving.wire import Request, Update, refusal
 from tests.serving.openai.conftest import COMPLETIONS, LONG, Server, Streaming, waiting_behind
 
 SHORT = {"prompt": "x = [", "max_tokens": 3}
-MESSAGE: dict[str, Any] = {
-    "field": "the prompt", "prompt": [5, 6], "params": {"max_tokens": 3, "temperature": 0.0}, "end_id": -1,
-    "stream": False, "echo": False, "speculate": True, "block_length": None, "tree_nodes": None, "timeout": None,
-}  # fmt: skip
+MESSAGE: Request = {"prompt": [5, 6], "params": {"max_tokens": 3, "temperature": 0.0}}
 
 
-def engine_of(bundle: Path, said: list[str]) -> Engine:
+def engine_of(bundle: Path, said: list[str]) -> EngineProcess:
     key = Bundle.open(bundle).manifest["key"]
-    return Engine({"bundle": str(bundle), "threads": "1"}, key=key, limit=4, say=said.append)
+    return EngineProcess({"bundle": str(bundle), "threads": "1"}, key=key, limit=4, say=said.append)
 
 
 @contextlib.asynccontextmanager
-async def running(bundle: Path, said: list[str]) -> AsyncIterator[Engine]:
+async def running(bundle: Path, said: list[str]) -> AsyncIterator[EngineProcess]:
     engine = engine_of(bundle, said)
     await engine.start()
     try:
@@ -46,9 +44,9 @@ async def running(bundle: Path, said: list[str]) -> AsyncIterator[Engine]:
         await engine.close()
 
 
-async def last(engine: Engine, **changes: Any) -> dict[str, Any]:
+async def last(engine: EngineProcess, **changes: Any) -> Update:
     """The last update of a request."""
-    *_, update = [update async for update in engine.updates(MESSAGE | changes)]
+    *_, update = [update async for update in engine.updates({**MESSAGE, **changes})]
     return update
 
 
@@ -71,10 +69,10 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_get_their_deadline(
             hanging = engine.pid
             assert hanging is not None
             os.kill(hanging, signal.SIGSTOP)
-            assert (await last(engine, timeout=0.1))["error"][0] == "DEADLINE"
+            assert (await last(engine, timeout=0.1))["error"]["code"] == "DEADLINE"
             without = asyncio.create_task(last(engine))
             await until(lambda: engine.counts.restarts == 1)
-            assert (await without)["error"] == ["UNAVAILABLE", "the engine ended (SIGKILL)"]
+            assert (await without) == refusal("UNAVAILABLE", "the engine ended (SIGKILL)")
             assert engine.pid != hanging
             assert (await last(engine))["finish_reason"] == "length"
 

@@ -9,8 +9,8 @@ import pytest
 
 from dflash_trt.serving.openai.channels import Channels
 from dflash_trt.serving.openai.parsing import (
+    AnswerParser,
     BareCalls,
-    Parser,
     Part,
     Plain,
     Stage,
@@ -42,7 +42,7 @@ def read(make: object, text: str) -> tuple[str, str, list[tuple[str, object]]]:
 
 def parser(calls: type[Stage] | None = None, inside: bool = False) -> object:
     made = TaggedCalls(SCHEMAS) if calls is TaggedCalls else calls() if calls else Plain()
-    return Parser(Think(inside), made)
+    return AnswerParser(Think(inside), made)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,11 @@ def test_an_object_with_another_name_is_no_call_where_the_answer_may_be_an_objec
 
 
 def test_tokens_of_reasoning_are_counted(gpt_oss: Tokenizer) -> None:
-    made = Parser(Think(False), Plain(), 9)
+    made = AnswerParser(Think(False), Plain(), 9)
     for text, ids in (("<think>", [1]), ("a", [2, 3]), ("b</think>\n\nc", [4, 9, 5]), ("d", [6])):
         made.push(text, ids)
     assert made.reasoning_tokens == 5
-    plain = Parser(Think(False), Plain(), 9)
+    plain = AnswerParser(Think(False), Plain(), 9)
     plain.push("Hello", [1, 2])
     assert plain.reasoning_tokens == 0
     text = "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant<|channel|>final<|message|>It is 42.<|end|>"

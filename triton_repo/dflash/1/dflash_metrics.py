@@ -13,6 +13,7 @@ COUNTERS = ("_total", "_bucket", "_sum", "_count")  # ends of their names
 # Why a request was refused, by the code of the engine's or this model's error.
 REASONS = {
     "INVALID_ARG": "invalid_request",
+    "BUSY": "queue_full",
     "UNAVAILABLE": "engine_down",
     "CANCELLED": "cancelled",
     "INTERNAL": "error",
@@ -65,7 +66,7 @@ class Counts:
     def __init__(self, ended: Path) -> None:
         self.up, self.deaths, self.restarts, self.lock = 1, 0, int(ended.exists()), threading.Lock()
         ended.unlink(missing_ok=True)
-        self.refused = dict.fromkeys(sorted({*REASONS.values(), "queue_full"}), 0)
+        self.refused = dict.fromkeys(sorted(REASONS.values()), 0)
 
     def refuse(self, reason: str) -> None:
         """Count a refused request."""

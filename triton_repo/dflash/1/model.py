@@ -4,8 +4,8 @@ The engine (`dflash_trt.serving.worker`) is a separate process, so that this pro
 process dies, Triton leaves its requests unanswered and still reports the model as ready. If the engine ends, this
 process refuses all requests in flight and unloads the model. Loading the model again starts a new engine.
 
-One thread reads the engine's answers, which are lines of JSON, and sends them. Several waiting updates of a request
-are sent as one response. So a busy server sends larger chunks, not later ones.
+One thread reads the engine's answers and sends them. Several waiting updates of a request are sent as one response. So
+a busy server sends larger chunks, not later ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import dflash_wire as wire
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from dflash_metrics import REASONS, Counts, Metrics
@@ -55,6 +55,15 @@ GUIDES = {
     "ebnf_grammar": "grammar",
     "choice": "choice",
 }
+# The engine's names of fields: the inputs of this model.
+NAMES = {
+    "stop": "stop_words",
+    "n": "num_return_sequences",
+    "top_logprobs": "num_top_log_probs",
+    "logit_bias": "embedding_bias_words",
+    **dict.fromkeys(("json", "regex", "choice", "grammar", "structured_outputs"), "guided_decoding_guide"),
+}
+CODES = {"BUSY": "UNAVAILABLE"}  # codes that Triton does not have
 MAX_NESTING = 100  # levels of lists and objects in an input of JSON
 TIMES = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
 
@@ -66,8 +75,9 @@ class Refused(Exception):
 class PendingRequest:
     """The state of a request until its last response."""
 
-    def __init__(self, sender: Any, wanted: set[str]) -> None:
-        self.wanted = wanted
+    def __init__(self, sender: Any) -> None:
+        self.wanted: set[str] = set()
+        self.prompt = ""  # the input that has it
         self.num_input_tokens, self.left = 0, 1  # sequences that have not ended
         self.cum_log_probs: dict[int, float] = {}  # by sequence
         self._sender, self._lock = sender, threading.Lock()
@@ -83,7 +93,7 @@ class PendingRequest:
                 pb_utils.Logger.log_error(f"dflash: a response could not be sent: {error}")
 
     def refuse(self, code: str, message: str) -> None:
-        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES.get(code, code)))
         self.send(pb_utils.InferenceResponse(error=error), final=True)
 
     def give_up(self, error: Exception) -> None:
@@ -116,24 +126,23 @@ class TritonPythonModel:
         self.metrics = Metrics({"model": self.name, "version": args["model_version"]})
         self.socket, theirs = socket.socketpair()
         self.engine = subprocess.Popen(
-            [python, "-P", "-m", "dflash_trt.serving.worker", str(theirs.fileno()), json.dumps(settings)],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
+            wire.command(python, theirs, settings), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
         theirs.close()
-        first, self.unread = self.read_line()
+        self.answers = wire.received(self.socket)
+        (first,) = next(self.answers, [{}])
         if "ready" not in first:
             self.engine.kill()
             raise pb_utils.TritonModelException(first.get("fatal") or f"while loading, {self.how_it_ended()}")
         self.counts = Counts(Path(pb_utils.get_model_dir()) / "engine-ended")
         self.longest_line = first["longest_line"]
-        self.tell(b'{"watch": "metrics"}')
+        self.tell(wire.line({"watch": "metrics"}))
         threading.Thread(target=self.receive, name="answers", daemon=True).start()
         threading.Thread(target=self.watch, name="cancellation", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            pending = PendingRequest(request.get_response_sender(), wanted=set())
+            pending = PendingRequest(request.get_response_sender())
             try:
                 message = read_request(request, pending)
             except Refused as error:
@@ -143,9 +152,9 @@ class TritonPythonModel:
                 self.refuse(pending, "INTERNAL", f"{type(error).__name__}: {error}")
                 continue
             message["id"] = next(self.numbers)
-            line = json.dumps(message).encode()
+            line = wire.line(message)
             if len(line) > self.longest_line:
-                text = f"{longest_input(message)}, and a request at most {self.longest_line}"
+                text = f"{longest_input(message, pending.prompt)}, and a request at most {self.longest_line}"
                 self.refuse(pending, "INVALID_ARG", text)
                 continue
             with self.lock:
@@ -156,9 +165,9 @@ class TritonPythonModel:
             if failure:
                 self.refuse(pending, "UNAVAILABLE", failure)
 
-    def refuse(self, pending: PendingRequest, code: str, message: str, reason: str | None = None) -> None:
-        """Answer with an error, and count it under a reason, which the code gives unless it is named."""
-        self.counts.refuse(reason or REASONS[code])
+    def refuse(self, pending: PendingRequest, code: str, message: str) -> None:
+        """Answer with an error, and count it under the code's reason."""
+        self.counts.refuse(REASONS[code])
         pending.refuse(code, message)
 
     def finalize(self) -> None:
@@ -175,46 +184,28 @@ class TritonPythonModel:
     def tell(self, line: bytes) -> None:
         """Send to the engine. `receive` notices a dead engine. Call it under the lock."""
         with contextlib.suppress(OSError):
-            self.socket.sendall(line + b"\n")
-
-    def read_line(self) -> tuple[dict[str, Any], bytes]:
-        """The engine's first line, {} if it ended before, and the data that follows."""
-        data = b""
-        while b"\n" not in data and (more := self.socket.recv(1 << 16)):
-            data += more
-        line, _, rest = data.partition(b"\n")
-        return json.loads(line or b"{}"), rest
+            self.socket.sendall(line)
 
     def receive(self) -> None:
         """The thread that reads answers."""
-        data = self.unread
-        while True:
-            *lines, data = data.split(b"\n")
-            updates: dict[tuple[int, int], dict[str, Any]] = {}  # by request and sequence
-            for line in lines:
-                for key, update in json.loads(line):
-                    if key == "metrics":
-                        self.metrics.show(update)
-                        self.metrics.show(self.counts.samples())
-                        continue
-                    place = key, update.get("index", 0)
-                    if place in updates:
-                        merge(updates[place], update)
-                    else:
-                        updates[place] = update
+        for said in self.answers:
+            updates: dict[tuple[int, int], wire.Update] = {}  # by request and sequence
+            for key, update in itertools.chain.from_iterable(said):
+                if key == "metrics":
+                    self.metrics.show(update)
+                    self.metrics.show(self.counts.samples())
+                    continue
+                place = key, update.get("index", 0)
+                if place in updates:
+                    wire.merge(updates[place], update)
+                else:
+                    updates[place] = update
             for (key, _), update in updates.items():
                 self.respond(key, update)
-            try:
-                more = self.socket.recv(1 << 20)
-            except OSError:
-                more = b""
-            if not more:
-                break
-            data += more
         if not self.closing:
             self.engine_ended()
 
-    def respond(self, key: int, update: dict[str, Any]) -> None:
+    def respond(self, key: int, update: wire.Update) -> None:
         """Send a request's update, and forget the request after the last one."""
         pending = self.pending.get(key)
         if pending is None:  # cancelled while it ended
@@ -229,11 +220,11 @@ class TritonPythonModel:
                 response = pb_utils.InferenceResponse(tensors(pending, update))
                 pending.send(response, final=final and "error" not in update)
             if "error" in update:
-                self.refuse(pending, *update["error"], "queue_full" if update.get("busy") else None)
+                self.refuse(pending, update["error"]["code"], named(update["error"], pending.prompt))
         except Exception as error:  # an unexpected error: this request gets it, the others continue
             with self.lock:
                 self.pending.pop(key, None)
-                self.tell(json.dumps({"cancel": key}).encode())
+                self.tell(wire.line({"cancel": key}))
             self.counts.refuse("error")
             pending.give_up(error)
 
@@ -247,12 +238,10 @@ class TritonPythonModel:
             for key, pending in all_pending:
                 if pending.has_left():
                     with self.lock:
-                        self.tell(json.dumps({"cancel": key}).encode())
+                        self.tell(wire.line({"cancel": key}))
 
     def how_it_ended(self) -> str:
-        code = self.engine.wait()
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"the engine process ended ({how})"
+        return f"the engine process ended ({wire.how_it_ended(self.engine.wait())})"
 
     def engine_ended(self) -> None:
         """Refuse all requests in flight, and tell Triton that this model is not ready."""
@@ -279,7 +268,7 @@ class TritonPythonModel:
             )
 
 
-def read_request(request: Any, pending: PendingRequest) -> dict[str, Any]:
+def read_request(request: Any, pending: PendingRequest) -> wire.Request:
     """The message to the engine. The rest of the request is kept in `pending`. Raises Refused."""
     given = {tensor.name(): tensor for tensor in request.inputs()}
 
@@ -326,9 +315,8 @@ def read_request(request: Any, pending: PendingRequest) -> dict[str, Any]:
     weights = numbers("embedding_bias_weights") if "embedding_bias_weights" in given else []
     if len(words) != len(weights):
         raise Refused(f"embedding_bias_words has {len(words)}, embedding_bias_weights {len(weights)} values")
-    message: dict[str, Any] = {
-        "field": prompts[0],
-        "prompt": strings("text_input")[0] if prompts == ["text_input"] else None,
+    (pending.prompt,) = prompts
+    message: wire.Request = {
         "params": params,
         "end_id": one("end_id", -1),
         "stream": flag("stream", False),
@@ -340,9 +328,11 @@ def read_request(request: Any, pending: PendingRequest) -> dict[str, Any]:
         "block_length": one("block_length", None),
         "tree_nodes": one("tree_nodes", None),
     }
-    if prompts == ["input_ids"]:
+    if pending.prompt == "text_input":
+        message["prompt"] = strings("text_input")[0]
+    elif pending.prompt == "input_ids":
         message["prompt"] = numbers("input_ids")
-    elif prompts == ["messages"]:
+    else:
         message["messages"] = read_json("messages", strings("messages")[0], list)
         given_kwargs = strings("chat_template_kwargs") or ["{}"]
         message["chat_template_kwargs"] = read_json("chat_template_kwargs", given_kwargs[0], dict)
@@ -396,25 +386,23 @@ def check_nesting(name: str, value: Any) -> None:
     raise Refused(f"{name} has more than {MAX_NESTING} levels of lists and objects")
 
 
-def longest_input(message: dict[str, Any]) -> str:
-    """The largest input of a request, and its size."""
-    prompt = message["prompt"] if message["prompt"] is not None else message["messages"]
-    texts = {message["field"]: prompt, "stop_words": message["params"]["stop"]}
-    texts["bad_words"] = message["params"]["bad_words"]
+def longest_input(message: wire.Request, prompt: str) -> str:
+    """The largest input of a request, and its size. prompt: the input that has the prompt."""
+    texts = {prompt: message["prompt"] if "prompt" in message else message["messages"]}
+    texts |= {"stop_words": message["params"]["stop"], "bad_words": message["params"]["bad_words"]}
     sizes = {name: len(json.dumps(value)) - 2 for name, value in texts.items()}
     name = max(sizes, key=sizes.__getitem__)
     return f"{name} has {sizes[name]} bytes in JSON"
 
 
-def merge(earlier: dict[str, Any], later: dict[str, Any]) -> None:
-    """Merge two updates into one."""
-    for key in ("text", "token_ids", "logprobs", "top_logprobs"):
-        if key in earlier and key in later:
-            later[key] = earlier[key] + later[key]
-    earlier.update(later)
+def named(error: wire.Error, prompt: str) -> str:
+    """The text of an engine's error, with this model's name for the field. prompt: the input that has the prompt."""
+    field, text = error["field"], error["text"]
+    name = prompt if field == "prompt" else NAMES.get(field)
+    return name + text.partition(field)[2] if name else text
 
 
-def tensors(pending: PendingRequest, update: dict[str, Any]) -> list[Any]:
+def tensors(pending: PendingRequest, update: wire.Update) -> list[Any]:
     """The outputs of one response, each with the batch dimension."""
     text, ids = update["text"], update["token_ids"]
     echo_text, echo_ids = update.get("echo", ("", []))
