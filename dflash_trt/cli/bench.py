@@ -30,8 +30,6 @@ every load. --json prints all figures as one document instead.
 Compare TPOT: (last token - first token) / (tokens - 1) of each request. The time between two tokens is bursty with
 block drafting, because a round gives several tokens at once.
 
-With --steps, single passes are timed instead, by rows, context and batch. `dflash-trt plan --steps` reads the file.
-
 With --server the same loads go to any server of OpenAI's API as streams. The metrics are those of `vllm bench serve`:
 TTFT, TPOT, ITL and E2E, each with mean, median and p99. The variable OPENAI_API_KEY may hold the server's key.
 """
@@ -40,7 +38,6 @@ examples:
   dflash-trt bench bundles/tiny
   dflash-trt bench bundles/tiny --concurrency 1,8 --requests 64 --svg tiny.svg
   dflash-trt bench bundles/tiny --rate 20,40 --methods plain,draft
-  dflash-trt bench bundles/tiny --steps steps.json
   dflash-trt bench bundles/mine --prompts prompts.jsonl --max-tokens 256 --json
   dflash-trt bench --server http://127.0.0.1:8000 --concurrency 1,8,32 --rate 10 --svg load.svg
 
@@ -103,12 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=at_least(1), metavar="N", help="CPU threads per pass (default: all)"
     )
-    parser.add_argument(
-        "--steps",
-        type=Path,
-        metavar="FILE",
-        help="time passes instead, up to the largest --concurrency, and write them for `plan --steps`",
-    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw throughput and TPOT over the loads")
     parser.add_argument(
         "--json", action="store_true", help="print all figures as one JSON document, and no table"
@@ -141,8 +132,6 @@ def run(args: argparse.Namespace) -> int:
     from dflash_trt.reports.benchmark import Load, bench
     from dflash_trt.runtime import Runtime
 
-    if args.steps and (args.rate or args.svg or args.json):
-        args.usage_error("--steps: not with --rate, --svg or --json, which are of loads")
     charts.check(args.svg)
     closed = args.concurrency or ([] if args.rate else [1, 2, 4, 8, 16])
     most = max(closed, default=16)
@@ -163,8 +152,6 @@ def run(args: argparse.Namespace) -> int:
             else runtime.chat_prompt(p.content)
             for p in read_prompts(args.prompts, 0)
         ]
-        if args.steps:
-            return _steps(args, runtime, prompts, most)
         fixed = args.block_length or runtime.block_size
         methods = _lengths(args, runtime, fixed)
         with progress_display() as progress:
@@ -217,18 +204,6 @@ def _lengths(args: argparse.Namespace, runtime: Runtime, fixed: int) -> dict[str
             else "--methods has tree, but --tree-nodes is 0: give a number of nodes, or leave it out"
         )
     return {name: runtime.lengths(*ways[name]) for name in asked}
-
-
-def _steps(args: argparse.Namespace, runtime: Runtime, prompts: Sequence[list[int]], most: int) -> int:
-    from dflash_trt.files.disk import whole_file
-    from dflash_trt.reports.steps import measure_steps
-
-    with progress_display() as progress:
-        found = measure_steps(runtime, prompts, most, progress)
-    with whole_file(args.steps) as file:
-        file.write(json.dumps(found, indent=1).encode() + b"\n")
-    print(f"wrote {args.steps}: {len(found['passes'])} times of passes, up to {most} requests")
-    return 0
 
 
 def _print(found: Sequence[Sequence[Point]]) -> None:

@@ -61,7 +61,6 @@ def refuse_options_of_bundles(args: argparse.Namespace) -> None:
     given = {"BUNDLE": args.bundle is not None, "--methods": args.methods is not None}
     given |= {"--block-length": args.block_length is not None, "--tree-nodes": args.tree_nodes is not None}
     given |= {"--threads": args.threads is not None}
-    given |= {"--steps": args.steps is not None}
     if wrong := [name for name, is_given in given.items() if is_given]:
         raise UsageError(f"{wrong[0]} is given with --server, which decides that itself: leave it out")
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
-from dflash_trt.cli import engine_options, from_plan
+from dflash_trt.cli import engine_options
 from dflash_trt.cli.options import at_least
 from dflash_trt.cli.output import byte_count, print_json, print_text
 from dflash_trt.engines import registry
@@ -31,18 +31,13 @@ examples:
   dflash-trt build --target smollm2-135m --precision target=int8 --out bundles/smollm2-135m-int8
   dflash-trt build --target tiny --precision target=fp8,drafter=nvfp4,head=fp8 --out bundles/tiny-fp8
   dflash-trt build --target gpt-oss-120b --engine tensorrt-llm --gpu b200 --tp 8 --ep 8
-  dflash-trt build --from-plan plan.json --out bundles/planned
   dflash-trt build --target checkpoints/target --drafter checkpoints/drafter --out bundles/mine
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", metavar="NAME_OR_PATH", help="the model that decides the tokens")
     parser.add_argument(
-        "--from-plan",
-        type=Path,
-        metavar="FILE",
-        help="take pair, engine, precision, layout, batch and block lengths from the output of `plan --slo --json`",
+        "--target", required=True, metavar="NAME_OR_PATH", help="the model that decides the tokens"
     )
     parser.add_argument(
         "--drafter",
@@ -74,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine",
         choices=registry.NAMES,
+        default=registry.DEFAULT,
         help=f"what runs the graphs (default: {registry.DEFAULT})",
     )
     parser.add_argument(
@@ -119,11 +115,6 @@ def run(args: argparse.Namespace) -> int:
     from dflash_trt.formats.precision import parse_precision
     from dflash_trt.reports.inspection import inspect
 
-    if args.from_plan is not None:
-        from_plan.apply(args)
-    if args.target is None:
-        args.usage_error("the following arguments are required: --target (or --from-plan)")
-    args.engine = args.engine or registry.DEFAULT
     out = args.out or Path("bundles") / Path(args.target).resolve().name
     began = time.perf_counter()
     pair = known_pair(args.target)

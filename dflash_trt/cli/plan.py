@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a GPU that --gpus lists, or the figures of another: memory=24,bandwidth=1008,sm=89",
     )
-    parser.add_argument("--engine", choices=registry.NAMES, help="default: tensorrt")
+    parser.add_argument("--engine", choices=registry.NAMES, default="tensorrt", help="default: tensorrt")
     several = [engine.name for engine in registry.engines() if engine.memory.several_gpus]
     parser.add_argument(
         "--tp",
@@ -73,9 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.gpus:
         return _gpus(args)
-    if plan_curve.asked(args) and args.steps is not None:
-        return plan_curve.run_steps(args)
-    args.engine = args.engine or "tensorrt"
+    plan_curve.check_arguments(args)
     if args.target is None or args.gpu is None:
         args.usage_error("--target and --gpu are required (or --gpus, which lists the GPUs)")
     from dflash_trt.building.sources import built_in
@@ -85,14 +83,14 @@ def run(args: argparse.Namespace) -> int:
     pair = built_in(args.target, args.drafter)
     if pair is not None and pair.doubt is not None:
         print(f"note: {pair.doubt}", file=sys.stderr)
-    if plan_curve.asked(args):
-        return plan_curve.run(args, inventory, settings)
     found = estimate_memory(inventory, settings)
+    formats = {name for roles in found.weights.values() for sizes in roles.values() for name in sizes}
+    refused = registry.find(args.engine).refusal(settings.gpu.sm, inventory, formats)
+    if args.curve:
+        return plan_curve.run(args, inventory, settings, formats, refused)
     if args.svg:
         args.svg.write_text(_chart(found), encoding="utf-8")
         print(f"drew {args.svg}", file=sys.stderr)
-    formats = {name for roles in found.weights.values() for sizes in roles.values() for name in sizes}
-    refused = registry.find(args.engine).refusal(settings.gpu.sm, inventory, formats)
     if args.json:
         unverified = pair.unverified if pair is not None else ()
         print_json({**found.to_dict(), "fits": found.fits, "refused": refused, "unverified": unverified})

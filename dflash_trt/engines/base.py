@@ -162,10 +162,9 @@ class Engine(ABC):
     """An entry of the registry: all that the package knows of one engine.
 
     `options`: its own options of a build. `weights_folder`: where checkpoints lie in its bundles. `tokenizer_folder`:
-    where the tokenizer lies in them. `weight_layout`: how it reads quantized layers. `operators`: its name in the
-    tables of aiconfigurator. `server`: the name of a server of its own, beside Triton. `modules`: Python modules that
-    it can use, which `doctor` shows. `memory`: its layout, for `plan`. `draft_vocabulary`: whether a drafter may have
-    fewer tokens than its target.
+    where the tokenizer lies in them. `weight_layout`: how it reads quantized layers. `server`: the name of a
+    server of its own, beside Triton. `modules`: Python modules that it can use, which `doctor` shows. `memory`: its
+    layout, for `plan`. `draft_vocabulary`: whether a drafter may have fewer tokens than its target.
     """
 
     name: str
@@ -174,7 +173,6 @@ class Engine(ABC):
     tokenizer_folder: ClassVar[str] = ""
     weight_layout: ClassVar[WeightLayout] = "stored"
     server: ClassVar[str] = ""
-    operators: ClassVar[str] = ""
     draft_vocabulary: ClassVar[bool] = True
     modules: tuple[str, ...] = ()
     memory: MemoryTraits

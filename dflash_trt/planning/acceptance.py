@@ -42,15 +42,6 @@ class Acceptance:
         return sum(chance**place for place in range(block))
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """A drafter that runs `steps` times a round, for `length` tokens per round (EAGLE-3)."""
-
-    length: float
-    steps: int
-    source: str
-
-
 def _chance(block: int, length: float) -> float:
     """The chance of a draft behind an accepted one, if it is the same at each place of the block."""
     low, high = 0.0, 1.0
@@ -64,31 +55,23 @@ def _chance(block: int, length: float) -> float:
 
 
 def figures() -> dict[str, Any]:
-    """The published figures. `tables`: rows by pair and task, of drafts unless `method` says otherwise. `steps`: times
-    of single passes, in milliseconds.
-    """
+    """The published figures. `tables`: rows by pair and task. `steps`: times of single passes, in milliseconds."""
     found: dict[str, Any] = json.loads(_FIGURES.read_text())
     return found
 
 
-def published(pair: str) -> tuple[Acceptance | None, Chain | None]:
-    """The published acceptance of a known pair's drafter, and of EAGLE-3 on its target.
+def published(pair: str) -> Acceptance | None:
+    """The published acceptance of a known pair's drafter.
 
     Of the first table with this pair: on HumanEval, or on what it has.
     """
-    acceptance, chain = None, None
     for table in figures()["tables"]:
         rows = [row for row in table["rows"] if row["pair"] == pair and "acceptance" in row]
-        drafts = [row for row in rows if "method" not in row]
-        if acceptance is None and drafts:
-            task = _TASK if any(row["task"] == _TASK for row in drafts) else drafts[0]["task"]
-            lengths = {row["block"]: row["acceptance"] for row in drafts if row["task"] == task}
-            acceptance = Acceptance(lengths, f"{table['source']}; {task}")
-        for row in rows:
-            if chain is None and row.get("method") == "eagle-3":
-                at = [table["source"], *(row[key] for key in ("task", "setting") if key in row)]
-                chain = Chain(row["acceptance"], row["steps"], "; ".join(at))
-    return acceptance, chain
+        if rows:
+            task = _TASK if any(row["task"] == _TASK for row in rows) else rows[0]["task"]
+            lengths = {row["block"]: row["acceptance"] for row in rows if row["task"] == task}
+            return Acceptance(lengths, f"{table['source']}; {task}")
+    return None
 
 
 def parse(text: str) -> Acceptance:

@@ -1,46 +1,31 @@
-"""Throughput per GPU against tokens per second and user: plain decoding and drafts, over batches and layouts."""
+"""Tokens per second of one user, and of one GPU, over the requests at a time: plain decoding and drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from dflash_trt.planning.acceptance import Acceptance, Chain
+from dflash_trt.engines import registry
+from dflash_trt.errors import BuildError, UsageError
+from dflash_trt.models.inventory import Inventory
+from dflash_trt.planning import times
+from dflash_trt.planning.acceptance import Acceptance
+from dflash_trt.planning.memory import Settings, estimate_memory
+from dflash_trt.planning.work import work_of
 
-PLAIN, CHAIN = "plain", "EAGLE-3"
-
-
-class Layout(Protocol):
-    """The times of one layout: `gpus` GPUs that share a model. `most`: the largest batch.
-
-    Each method gives seconds, or None where the source of the times has none.
-    """
-
-    @property
-    def gpus(self) -> int: ...
-    @property
-    def most(self) -> int: ...
-
-    def plain(self, batch: int) -> float | None:
-        """A step of plain decoding: one token for each request."""
-
-    def round(self, batch: int, block: int) -> float | None:
-        """A round with a block of this many rows for each request."""
-
-    def chain(self, batch: int, chain: Chain) -> float | None:
-        """A round of EAGLE-3: its one layer runs `steps` times, then the target verifies."""
+PLAIN = "plain"
+# The most requests, the tokens of each, and the formats of the weights in the published tables.
+MOST_REQUESTS, USUAL_CONTEXT = 32, 1000
+_FORMATS = frozenset({"bf16", "mxfp4"})
+_MEASURE = "measure on the machine itself with `dflash-trt bench`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One setting: `batch` requests at a time on each group of `gpus` GPUs that share a model.
-
-    speed: tokens per second of one user. throughput: tokens per second of one GPU.
-    """
+    """`batch` requests at a time. speed: tokens per second of one of them. throughput: of all."""
 
     method: str
-    gpus: int
     batch: int
     speed: float
     throughput: float
@@ -48,116 +33,99 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """All points by method: "plain", "block 8" and so on, and "EAGLE-3" where its acceptance is known.
+    """All points by method: "plain", "block 8" and so on. Every method has the same batches, in rising order.
 
-    place: the GPU, or the machine. unit: what a layout counts, "GPU" or "machine". times: the source of the times.
+    times: the source of the times. context: rows of cache of each request.
     """
 
     target: str
-    place: str
-    unit: str
+    gpu: str
     times: str
     context: int
     acceptance: Acceptance
-    chain: Chain | None
     points: Mapping[str, tuple[Point, ...]]
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        return tuple(name for name in self.points if name not in (PLAIN, CHAIN))
-
-    def fastest(self, method: str) -> Point:
-        """The point with the most tokens per second and user."""
-        return max(self.points[method], key=lambda point: point.speed)
-
-    @property
-    def top_speed(self) -> float:
-        """The top speed of plain decoding, or of drafts where plain decoding was not measured."""
-        methods = (PLAIN,) if PLAIN in self.points else self.blocks
-        return max(self.fastest(method).speed for method in methods)
-
-    def best(self, method: str, speed: float) -> Point | None:
-        """The point with the highest throughput per GPU among those with at least this speed per user."""
-        enough = [point for point in self.points.get(method, ()) if point.speed >= speed]
-        return max(enough, key=lambda point: point.throughput, default=None)
-
-    def best_block(self, speed: float) -> Point | None:
-        """As best, over all block lengths."""
-        found = [point for name in self.blocks if (point := self.best(name, speed)) is not None]
-        return max(found, key=lambda point: point.throughput, default=None)
-
-    def frontier(self, method: str) -> list[Point]:
-        """The points that no other point of the method beats in both figures, from slow to fast."""
-        kept: list[Point] = []
-        for point in sorted(self.points[method], key=lambda p: (-p.speed, -p.throughput)):
-            if not kept or point.throughput > kept[-1].throughput:
-                kept.append(point)
-        return kept[::-1]
-
-    def same_batch(self, block: str, batch: int) -> float | None:
-        """The speedup of a block length at the same batch, each with its best layout."""
-        both = [
-            max((p.speed for p in self.points.get(name, ()) if p.batch == batch), default=None)
-            for name in (PLAIN, block)
-        ]
-        return None if both[0] is None or both[1] is None else both[1] / both[0]
+        return tuple(name for name in self.points if name != PLAIN)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
+def check_confirmed(inventory: Inventory, settings: Settings, formats: Collection[str]) -> None:
+    """Raise UsageError for a pair or a GPU on which the times were not confirmed by published tables.
+
+    `formats`: those of the weights.
+    """
+    gpu, target, drafter = settings.gpu.name, inventory.target, inventory.drafter
+    if gpu != times.GPU:
+        raise UsageError(
+            f"--gpu {gpu}: --curve has times for {times.GPU} only, where they agree with published tables; on H200 and "
+            f"B300 they were 20 to 59% off, and no other GPU was compared: {_MEASURE}"
+        )
+    if target.delta_layers:
+        raise UsageError(
+            f"{target.path}: --curve leaves out the states of recurrent layers, and published speedups of such targets "
+            f"were up to 38% away: {_MEASURE}"
+        )
+    if drafter.architecture != "DFlashDraftModel":
+        raise UsageError(
+            f"{drafter.path}: --curve has times of DFlash drafters only, not of {drafter.architecture}: {_MEASURE}"
+        )
+    if other := sorted(set(formats) - _FORMATS):
+        raise UsageError(
+            f"--curve has times of weights in BF16 and of experts in MXFP4 only, as in the published tables, not of "
+            f"{', '.join(other)}: {_MEASURE}"
+        )
+
+
 def compute_curves(
-    layouts: Sequence[Layout],
+    inventory: Inventory,
+    settings: Settings,
     acceptance: Acceptance,
     *,
     name: str,
-    place: str,
-    times: str,
-    unit: str = "GPU",
     context: int,
     blocks: Sequence[int],
-    chain: Chain | None = None,
 ) -> Curves:
-    """Points of every layout, with batches up to its largest."""
+    """The points of one GPU, at 1, 2, 4 and so on requests, as many as its memory holds and the tables have.
+
+    `context`: rows of cache of each request.
+
+    Raises BuildError if not one request fits.
+    """
+    gpu = settings.gpu
+    layout = replace(settings, max_seq_len=context, max_batch_size=1)
+    most = min(estimate_memory(inventory, layout).largest_batch, MOST_REQUESTS)
+    if most < 1:
+        raise BuildError(f"{name} does not fit on {gpu.name} with {context} tokens of context: lower --context")
+    target = work_of(inventory, "target", gpu)
+    drafter = work_of(
+        inventory, "drafter", gpu, draft_vocabulary=registry.find(settings.engine).draft_vocabulary
+    )
+    constants = times.built_in()
     made: dict[str, list[Point]] = {}
-    for layout in layouts:
-        for batch in batches(layout.most):
-            found = {PLAIN: (1.0, layout.plain(batch))}
-            for block in blocks:
-                found[f"block {block}"] = acceptance.length(block), layout.round(batch, block)
-            if chain is not None:
-                found[CHAIN] = chain.length, layout.chain(batch, chain)
-            for method, (tokens, seconds) in found.items():
-                if seconds is not None:
-                    point = _point(method, layout.gpus, batch, tokens, seconds)
-                    made.setdefault(method, []).append(point)
+
+    def add(method: str, batch: int, tokens: float, seconds: float) -> None:
+        speed = tokens / seconds
+        made.setdefault(method, []).append(
+            Point(method=method, batch=batch, speed=speed, throughput=batch * speed)
+        )
+
+    for batch in (1 << exponent for exponent in range(most.bit_length())):
+        seconds = times.plain_seconds(target, gpu, constants, requests=batch, context=context)
+        add(PLAIN, batch, 1.0, seconds)
+        for block in blocks:
+            seconds = times.round_seconds(
+                target, drafter, gpu, constants, requests=batch, width=block, context=context
+            )
+            add(f"block {block}", batch, acceptance.length(block), seconds)
     return Curves(
         target=name,
-        place=place,
-        unit=unit,
-        times=times,
+        gpu=gpu.name,
+        times=times.SOURCE,
         context=context,
         acceptance=acceptance,
-        chain=chain if CHAIN in made else None,
-        points={method: tuple(points) for method, points in made.items() if points},
-    )
-
-
-def batches(limit: int) -> list[int]:
-    """1 to 16, then in steps of an eighth, up to the limit."""
-    found: list[int] = []
-    batch = 1
-    while batch <= limit:
-        found.append(batch)
-        batch += max(1, batch // 8)
-    return found
-
-
-def _point(method: str, gpus: int, batch: int, tokens: float, seconds: float) -> Point:
-    return Point(
-        method=method,
-        gpus=gpus,
-        batch=batch,
-        speed=tokens / seconds,
-        throughput=batch * tokens / seconds / gpus,
+        points={method: tuple(points) for method, points in made.items()},
     )

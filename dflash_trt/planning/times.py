@@ -1,6 +1,6 @@
-"""The time of a pass and of a round on GPUs, from bytes, operations and fixed costs.
+"""The time of a pass and of a round on one GPU, from bytes, operations and fixed costs.
 
-pass: layers * layer_seconds + (memory^3 + compute^3)^(1/3) + collectives.
+pass: layers * layer_seconds + (memory^3 + compute^3)^(1/3).
 plain: a pass of the target with a row per request + request_seconds * requests.
 round: passes of target and drafter with a block per request + round_seconds + request_seconds * requests.
 
@@ -8,7 +8,7 @@ memory: weights, the experts that the rows reach, and the caches, at `bandwidth_
 operations at `compute_share` of its peak. Rows of one block share experts: n rows of blocks reach as many experts as
 n^union rows of different texts. A kernel computes `tile` rows for each expert at least, half of them for nothing.
 
-The constants were fitted to published tables (build_scripts/bench/fit_times.py).
+The constants were fitted to a published table (build_scripts/bench/fit_times.py), and confirmed on that kind of GPU alone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from dflash_trt.planning.work import Work
 
 _CONSTANTS = json.loads(Path(__file__).with_name("times.json").read_text())
 MEDIAN_ERROR: float = _CONSTANTS["median_error"]
+GPU: str = _CONSTANTS["gpu"]  # the kind on which published tables agree with the model
 SOURCE = f"constants fitted to {_CONSTANTS['source']}; median error there {MEDIAN_ERROR:.0%}"
-# NVLink 5 within a node: a collective takes 5.2 µs for one row, and 21 µs for 512 rows of 2,880 BF16 numbers.
-_COLLECTIVE_SECONDS = 5.2e-6
-_COLLECTIVE_BYTES_PER_SECOND = 511 * 2880 * 2 / 15.8e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,7 @@ class Constants:
 
 
 def built_in() -> Constants:
-    """The constants that were fitted to published tables."""
+    """The fitted constants."""
     return Constants(**_CONSTANTS["constants"])
 
 
@@ -61,7 +59,7 @@ def pass_seconds(
     memory = data / (c.bandwidth_share * gpu.bandwidth)
     compute = busy / c.compute_share
     overlapped: float = (memory**3 + compute**3) ** (1 / 3)
-    return work.layers * c.layer_seconds + overlapped + _collectives(work, rows)
+    return work.layers * c.layer_seconds + overlapped
 
 
 def experts_reached(work: Work, rows: float) -> float:
@@ -90,10 +88,3 @@ def round_seconds(
     verify = pass_seconds(target, gpu, constants, requests=requests, width=width, context=context)
     draft = pass_seconds(drafter, gpu, constants, requests=requests, width=width, context=context)
     return verify + draft + constants.round_seconds + constants.request_seconds * requests
-
-
-def _collectives(work: Work, rows: float) -> float:
-    """Two collectives per layer, where a model is divided among GPUs."""
-    if work.gpus == 1:
-        return 0.0
-    return 2 * work.layers * (_COLLECTIVE_SECONDS + rows * work.hidden_bytes / _COLLECTIVE_BYTES_PER_SECOND)

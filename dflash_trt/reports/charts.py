@@ -96,18 +96,9 @@ def load_chart(loads: Sequence[str], panels: Mapping[str, Series], *, title: str
 
 @_styled
 def curve_chart(
-    series: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    title: str,
-    x: str,
-    y: str,
-    band: tuple[float, float] | None = None,
-    log: bool = False,
+    series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x: str, y: str
 ) -> str:
-    """One line for each entry of `series`, through its points. The last one is drawn in bold.
-
-    `band`: a marked range of x. `log`: a logarithmic y axis.
-    """
+    """One line for each entry of `series`, through its points. The last one is drawn in bold."""
     figure, (axis,) = _figure(1, title)
     for number, (label, points) in enumerate(series.items()):
         last = number == len(series) - 1
@@ -120,31 +111,8 @@ def curve_chart(
         )
     axis.set_xlabel(x)
     axis.set_ylabel(y)
-    if band is not None:
-        axis.axvspan(*band, color=COLOURS[5], alpha=0.25, linewidth=0)
-    if log:
-        axis.set_yscale("log")
-    else:
-        axis.set_ylim(bottom=0)
+    axis.set_ylim(bottom=0)
     _legend(figure, axis)
-    return _svg(figure, title)
-
-
-@_styled
-def comparison_chart(loads: Sequence[str], panels: Mapping[str, Series], *, title: str, x: str) -> str:
-    """As load_chart. The entries of a panel come in twos of one colour: measured points, and a predicted line."""
-    figure, axes = _figure(len(panels), title)
-    for axis, (name, series) in zip(axes, panels.items(), strict=True):
-        for number, (label, values) in enumerate(series.items()):
-            style = "-" if number % 2 else "o"
-            colour = COLOURS[number // 2]
-            axis.plot(range(len(values)), _gaps(values), style, label=label, color=colour, markersize=5)
-        axis.set_title(name)
-        axis.set_xticks(range(len(loads)), loads)
-        axis.set_xlabel(x)
-        axis.set_ylim(bottom=0)
-        axis.grid(axis="x", visible=False)
-    _legend(figure, axes[0])
     return _svg(figure, title)
 
 

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.bundle.contents import describe_file
-from dflash_trt.bundle.manifest import digest
 from dflash_trt.bundle.workspace import Progress, Workspace
-from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
-from dflash_trt.checkpoint.pair import TOKENIZER_FILES, CheckpointPair, Side, tokenizer_files
+from dflash_trt.checkpoint.pair import TOKENIZER_FILES, CheckpointPair, tokenizer_files
 from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines.base import BuildJob, BuildSettings
@@ -64,7 +62,6 @@ def configuration_job(
         block_size=settings.block_size,
         max_seq_len=settings.max_seq_len,
         quantization=quantization,
-        pair=_known(pair),
     )
     return ConfigurationJob(
         manifest={
@@ -99,23 +96,6 @@ def _inventory(pair: CheckpointPair) -> Inventory:
         assert isinstance(outline, Outline)
         outline.tensors = {tensor.name: tensor for tensor in inventory.tensors[side]}
     return inventory
-
-
-def _known(pair: CheckpointPair) -> str | None:
-    """The name of the known pair that both checkpoints belong to, by their repositories or configurations."""
-    for known in PAIRS:
-        target, drafter = known_configs(known.name)
-        if _is(pair.target, (known.name, known.target_repo), target) and _is(
-            pair.drafter, (known.name, known.drafter_repo), drafter
-        ):
-            return known.name
-    return None
-
-
-def _is(side: Side[Any], names: tuple[str | None, ...], folder: Path) -> bool:
-    """Whether a checkpoint has one of these names, or the configuration in `folder`."""
-    named = side.source.repo is not None and side.source.repo in names
-    return named or digest(side.config.path) == digest(folder / "config.json")
 
 
 def _files(pair: CheckpointPair, place: Workspace, progress: Progress) -> dict[str, Path]:

@@ -11,9 +11,7 @@ from typing import Any
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.gpus import Gpu, find_gpu
-from dflash_trt.planning.layouts import MAX_BATCH
 from dflash_trt.planning.memory import MemoryEstimate, Settings, arena_bytes, estimate_memory, gib
-from dflash_trt.planning.serving import WORTH, Serving, serving
 from dflash_trt.trtllm.memory import POOL
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 from dflash_trt.trtllm.quantization import TargetQuantization
@@ -55,9 +53,8 @@ def configure(
     block_size: int,
     max_seq_len: int,
     quantization: TargetQuantization,
-    pair: str | None = None,
 ) -> Configuration:
-    """The complete configuration for a pair. `pair`: its name, if both models are those of a known one.
+    """The complete configuration for a pair.
 
     Raises BuildError with the reason for a pair that TensorRT-LLM cannot load or run, and with the arithmetic for a
     pair that does not fit.
@@ -75,10 +72,9 @@ def configure(
     attention = _drafter_attention(options, gpu)
     moe = _moe_backend(inventory, options, gpu, release, quantization)
     draft_len = block_size - 1
-    model = serving(inventory, settings, pair)
-    memory, batch = _batch(inventory, settings, options, model)
+    memory, batch = _batch(inventory, settings, options)
     tokens = max(max_seq_len, batch.value * block_size)
-    drafts = _schedule(options, draft_len, batch.value, model)
+    drafts = _schedule(options, draft_len)
     schedule = drafts.value
     sizes = _graph_sizes(batch.value, schedule)
     drafter_bytes = arena_bytes(
@@ -288,7 +284,7 @@ def _moe_backend(
 
 
 def _batch(
-    inventory: Inventory, settings: Settings, options: TensorRTLLMOptions, model: Serving | str
+    inventory: Inventory, settings: Settings, options: TensorRTLLMOptions
 ) -> tuple[MemoryEstimate, Choice]:
     """The batch and its memory plan. A requested batch may exceed the KV pool at full length."""
     single = estimate_memory(inventory, settings)
@@ -296,14 +292,11 @@ def _batch(
         raise single.refuse()
     asked = options.max_batch_size
     if asked is None:
-        reason = f"at most {single.largest_batch} sequences of {settings.max_seq_len} tokens fit"
-        if isinstance(model, Serving):
-            batch = model.batch(single.largest_batch)
-            if 2 * batch <= min(single.largest_batch, MAX_BATCH):
-                reason += f"; by the model of times, {2 * batch} add less than {WORTH:.0%} to the throughput"
-        else:
-            batch = min(_LARGEST_DEFAULT_BATCH, 1 << (single.largest_batch.bit_length() - 1))
-            reason += f"; at most {_LARGEST_DEFAULT_BATCH} without the model of times: {model}"
+        batch = min(_LARGEST_DEFAULT_BATCH, 1 << (single.largest_batch.bit_length() - 1))
+        reason = (
+            f"at most {single.largest_batch} sequences of {settings.max_seq_len} tokens fit; by default a power of "
+            f"two, at most {_LARGEST_DEFAULT_BATCH}"
+        )
         return estimate_memory(inventory, replace(settings, max_batch_size=batch)), Choice(
             "max_batch_size", batch, reason
         )
@@ -315,16 +308,11 @@ def _batch(
     return found, Choice("max_batch_size", asked, "as asked (--max-batch-size)")
 
 
-def _schedule(options: TensorRTLLMOptions, draft_len: int, batch: int, model: Serving | str) -> Choice:
-    """The drafts by active requests: as asked, or the fastest ones by the model of times."""
+def _schedule(options: TensorRTLLMOptions, draft_len: int) -> Choice:
+    """The drafts by active requests, as asked; by default always the whole block."""
     name = "draft_len_schedule"
     if options.draft_len_schedule is None:
-        if not isinstance(model, Serving):
-            return Choice(name, {}, f"always the whole block, without the model of times: {model}")
-        source = f"by the model of times ({model.times}; acceptance: {model.acceptance.source})"
-        drafts = model.drafts(batch)
-        reason = "the fastest lengths" if drafts else "the whole block is the fastest for all batches"
-        return Choice(name, drafts, f"{reason} {source}")
+        return Choice(name, {}, "always the whole block (--draft-len-schedule says otherwise)")
     schedule = dict(sorted(options.draft_len_schedule.items()))
     for batch, length in schedule.items():
         if batch < 1 or not 0 <= length <= draft_len:

@@ -45,7 +45,6 @@ class TensorRTLLMEntry(Engine):
     modules = ("tensorrt_llm", "jsonschema")
     memory = MEMORY
     server = "trtllm-serve"
-    operators = "trtllm"
 
     def check(
         self, precision: Precision | None, weights: Weights, options: TensorRTLLMOptions | None

@@ -69,6 +69,6 @@ class TensorRTLLMOptions(EngineOptions):
             type=_schedule,
             metavar="BATCH:LEN,...",
             help="draft LEN tokens while at most BATCH requests are active, or none: the whole block always (default: "
-            "by the model of times)",
+            "none)",
         ),
     )

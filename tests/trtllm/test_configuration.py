@@ -16,8 +16,7 @@ from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.planning.gpus import gpus
-from dflash_trt.planning.memory import GIB, Settings, arena_bytes
-from dflash_trt.planning.serving import Serving, serving
+from dflash_trt.planning.memory import GIB, arena_bytes
 from dflash_trt.trtllm.configuration import Configuration, configure
 from dflash_trt.trtllm.launch import launch_files
 from dflash_trt.trtllm.memory import POOL
@@ -59,7 +58,6 @@ def configured(
     *,
     block: int | None = None,
     length: int = 8192,
-    known: str | None = None,
     **options: Any,
 ) -> Configuration:
     inventory, quantization = pair
@@ -69,7 +67,6 @@ def configured(
         block_size=block or inventory.drafter.block_size,
         max_seq_len=min(length, inventory.drafter.max_position_embeddings),
         quantization=quantization,
-        pair=known,
     )
 
 
@@ -197,71 +194,19 @@ def test_a_schedule_reaches_the_yaml_with_integer_keys(pairs: dict[str, Pair]) -
 
 
 @pytest.mark.parametrize(
-    ("name", "gpu"), [("gpt-oss-120b", "b300"), ("gpt-oss-120b", "h100"), ("qwen3-8b", "b200")]
+    ("name", "gpu", "length", "batch"),
+    [("qwen3-8b", "b200", 8192, 64), ("qwen3-8b", "h100", 40_960, 4), ("gpt-oss-20b", "rtx-5090", 8192, 8)],
 )
-def test_batch_and_schedule_come_from_the_model_of_times(pairs: dict[str, Pair], name: str, gpu: str) -> None:
-    """The fastest block for each number of requests, and the last batch whose doubling paid."""
-    tp = 8 if (name, gpu) == ("gpt-oss-120b", "h100") else 1
-    found = configured(pairs[name], gpu, known=name, tensor_parallel=tp)
-    args, why = found.llm_args, {choice.name: choice.reason for choice in found.choices}
-    batch, model = args["max_batch_size"], serving(pairs[name][0], settings_of(found), name)
-    assert isinstance(model, Serving)
-
-    layout, lengths = model.layout, {k: model.acceptance.length(k) for k in model.blocks}
-
-    def speeds(requests: int) -> dict[int, float]:
-        rounds = {k: tokens / (layout.round(requests, k) or 1e9) for k, tokens in lengths.items()}
-        return {1: 1 / (layout.plain(requests) or 1e9), **rounds}
-
-    paid = [
-        2 * max(speeds(2 * n).values()) / max(speeds(n).values()) > 1.1 for n in (1 << e for e in range(9))
-    ]
-    fits = found.memory.largest_batch
-    assert batch == min(1 << [*paid, False].index(False), 1 << (fits.bit_length() - 1))
-    assert f"at most {fits} sequences" in why["max_batch_size"]
-    drafts = args["speculative_config"]["max_draft_len"]
-    schedule = args["speculative_config"].get("draft_len_schedule", {batch: drafts})
-    assert max(schedule) == batch
-    for requests in range(2, batch + 1):  # TensorRT-LLM's lengths never rise with the requests
-        allowed = {block: speed for block, speed in speeds(requests).items() if block <= drafts + 1}
-        drafts = max(allowed, key=lambda block: allowed[block]) - 1
-        assert drafts == next(n for most, n in sorted(schedule.items()) if requests <= most), requests
-    assert "arXiv 2602.06036" in why["draft_len_schedule"]
-    asked = configured(
-        pairs[name], gpu, known=name, tensor_parallel=tp, max_batch_size=4, draft_len_schedule={}
-    )
-    assert "draft_len_schedule" not in asked.llm_args["speculative_config"]
-    assert asked.llm_args["max_batch_size"] == 4
-
-
-def settings_of(found: Configuration) -> Settings:
-    return Settings(
-        engine="tensorrt-llm",
-        gpu=found.gpu,
-        max_seq_len=found.memory.max_seq_len,
-        max_batch_size=1,
-        block_size=found.llm_args["speculative_config"]["max_draft_len"] + 1,
-        tensor_parallel=found.memory.tensor_parallel,
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "known", "gpu", "reason"),
-    [
-        ("qwen3-8b", None, "b200", "acceptance of this drafter is not published"),
-        ("tiny", "tiny", "b200", "no acceptance of tiny is published"),
-        ("qwen3-8b", "qwen3-8b", "memory=80,bandwidth=2000,sm=90", "no peak rate of custom"),
-    ],
-)
-def test_without_the_model_of_times(
-    pairs: dict[str, Pair], name: str, known: str | None, gpu: str, reason: str
+def test_without_limits_the_batch_is_a_power_of_two_that_fits_and_every_draft_is_a_whole_block(
+    pairs: dict[str, Pair], name: str, gpu: str, length: int, batch: int
 ) -> None:
-    found = configured(pairs[name], gpu, known=known)
+    found = configured(pairs[name], gpu, length=length)
     why = {choice.name: choice.reason for choice in found.choices}
-    assert reason in why["max_batch_size"]
-    assert reason in why["draft_len_schedule"]
-    assert found.llm_args["max_batch_size"] <= 64
+    assert found.llm_args["max_batch_size"] == batch
+    assert f"at most {found.memory.largest_batch} sequences of" in why["max_batch_size"]
+    assert batch == 64 or batch <= found.memory.largest_batch < 2 * batch
     assert "draft_len_schedule" not in found.llm_args["speculative_config"]
+    assert "always the whole block" in why["draft_len_schedule"]
 
 
 def test_prefill_and_decode_apart(pairs: dict[str, Pair]) -> None:
