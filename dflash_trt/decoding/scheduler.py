@@ -186,8 +186,9 @@ class Scheduler:
 
         The requests that draft have limits of their own.
         """
-        own = [r.tree_nodes for r in self.active if r.draft and r.tree_nodes is not None]
-        return min([self.pair.capacity - 1 - max(r.committed for r in self.active), *own])
+        own = [r.options.tree_nodes for r in self.active if r.draft]
+        room = self.pair.capacity - 1 - max(r.committed for r in self.active)
+        return min([room, *(nodes for nodes in own if nodes is not None)])
 
     def _settle(self, request: Request, verdict: Verdict, emission: Emission, found: Verified) -> None:
         """Make a request's slot hold the tokens of its decision, and only finite numbers behind them."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
@@ -27,7 +28,7 @@ from dflash_trt.errors import DFlashError
 from dflash_trt.llm import LLM
 from dflash_trt.reports.environment import describe
 from dflash_trt.reports.localize import Localizer, write_archive
-from dflash_trt.reports.verification import verify
+from dflash_trt.reports.verification import chains, verify
 
 Array = np.ndarray[Any, Any]
 FORMAT = "dflash-trt selftest"
@@ -269,12 +270,11 @@ class Selftest:
 
         prompts = [Prompt(id="selftest", category="selftest", content="The capital of France is")]
         figures: dict[str, Any] = {}
-        lengths = (self.block, None)
         for case in verify(
             self.llm,
             prompts,
             temperatures=[0.0, 1.0],
-            block_lengths=lengths,
+            ways=chains((self.block, None)),
             batch_sizes=[1],
             max_tokens=min(32, self.bundle.capacity // 3),
         ):
@@ -356,7 +356,7 @@ class Selftest:
 
     def _request(self, prompt: Sequence[int], anchor: int) -> Request:
         params = SamplingParams(max_tokens=4, ignore_eos=True)
-        request = self.llm._runtime.request(list(prompt), params, draft=True)
+        request = self.llm._runtime.request(list(prompt), params, RequestOptions())
         request.slot, request.committed = 0, len(prompt)
         request.output.append(anchor)
         return request
