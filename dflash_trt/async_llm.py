@@ -316,7 +316,7 @@ class AsyncLLM:
             self._fail(error)
         finally:
             self._texts.close()
-            self._runtime.pair.close()
+            self._runtime.scheduler.close()
 
     def _serve_requests(self) -> None:
         scheduler = self._runtime.scheduler

@@ -61,7 +61,7 @@ class LLM:
         )
         self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
         self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
-        self.most_tree_nodes = self._runtime.most_tree_nodes
+        self.most_tree_nodes = self._runtime.scheduler.most_tree_nodes
         # Held while the engines run. `close` waits for it, so it never frees the memory of a running pass.
         self._engines = threading.RLock()
         # The call that may generate: a reference to an object that lives as long as the call.
@@ -304,7 +304,7 @@ def _chunks(emissions: Generator[Emission]) -> Iterator[Chunk]:
 
 def _free(engines: threading.RLock, runtime: Runtime) -> None:
     with engines:
-        runtime.pair.close()
+        runtime.scheduler.close()
 
 
 def _is_single(prompts: Any) -> bool:

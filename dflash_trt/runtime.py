@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -15,28 +15,21 @@ from dflash_trt.building.first_use import open_bundle
 from dflash_trt.building.progress import progress_display
 from dflash_trt.bundle.manifest import Check
 from dflash_trt.checkpoint.catalogue import known_pair
-from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.length.pass_times import measure
-from dflash_trt.decoding.length.policy import FixedLength, Lengths
-from dflash_trt.decoding.length.trees import MOST_NODES, TreeLengths
+from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.options import RequestOptions, plain
 from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.decoding.output.stopping import StopChecker
-from dflash_trt.decoding.pair import USUAL_CONTEXT, Pair
+from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams, token_ids
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.structure import Structure, Structures
-from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.engines.base import RunSettings
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import BundleError, DFlashError, RequestError, UsageError, quoted
 from dflash_trt.logs import warn_once
 from dflash_trt.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from dflash_trt.trtllm.driver import Driver
 
 _log = logging.getLogger(__name__)
 
@@ -74,8 +67,6 @@ class Runtime:
             )
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
-        self._adaptive: AdaptiveLength | None = None
-        self._trees: TreeLengths | None = None
         engine = engine_of(self.bundle)
         self.tokenizer = self._tokenizer(engine.tokenizer_folder)
         self._structures = Structures(
@@ -96,13 +87,6 @@ class Runtime:
                 f"{self.bundle.path}: no memory is left for {max_batch_size} sequences of {self.max_seq_len} tokens "
                 f"({error}); lower max_batch_size, or build with a smaller --max-seq-len"
             ) from error
-        # An engine with a scheduler of its own is a driver instead: pair and scheduler in one.
-        self.driver: Driver | None = None
-        self.pair: Pair | Driver
-        if isinstance(self.scheduler, Scheduler):
-            self.pair = self.scheduler.pair
-        else:
-            self.pair = self.driver = cast("Driver", self.scheduler)
         _log.info(
             "opened %s for %s in %.2f s: block %d, %d tokens, %d slots",
             *(self.bundle.path, manifest["engine"], perf_counter() - began),
@@ -122,46 +106,20 @@ class Runtime:
             files = {name.removeprefix(f"{folder}/") for name in files if name.startswith(f"{folder}/")}
         return Tokenizer(self.bundle.path / folder, files)
 
-    def lengths(self, options: RequestOptions) -> Lengths:
-        """The policy for a block length and a number of tree nodes. None selects the adaptive one.
-
-        The adaptive policy times some passes when it is first requested. Nothing may run then.
-        """
-        self.check(options)
-        block_length, tree_nodes = options.block_length, options.tree_nodes
-        if not options.speculate:
-            return FixedLength(1)
-        if tree_nodes:
-            return TreeLengths(FixedLength(block_length or self.block_size), self.block_size - 1, tree_nodes)
-        if block_length is not None or self.driver is not None:
-            return FixedLength(block_length or self.block_size)
-        if not (isinstance(self.pair, Pair) and isinstance(self.scheduler, Scheduler)):
-            return FixedLength(self.block_size)  # an engine's own loop has one length
-        if self._adaptive is None:
-            self.scheduler.slots.overwritten()
-            with self.scheduler.whole():
-                most = min(MOST_NODES, self.most_tree_nodes)
-                self._adaptive = new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size, most)
-                for slot in range(
-                    self.scheduler.max_batch_size
-                ):  # the numbers of these passes may not be finite
-                    self.pair.clear(slot, last=USUAL_CONTEXT + 2 * max(most, self.block_size))
-            if self.pair.trees:
-                self._trees = TreeLengths(self._adaptive, self.block_size - 1)
-        return self._adaptive if self._trees is None or tree_nodes == 0 else self._trees
-
     @property
-    def most_tree_nodes(self) -> int:
-        """The most nodes of a tree that a pass of this bundle verifies; 0 if it takes chains only."""
-        if not (isinstance(self.pair, Pair) and self.pair.trees):
-            return 0
-        return min(self.pair.arrays.most_nodes, self.pair.capacity // 2)
+    def pair(self) -> Pair:
+        """The pair whose passes it runs. Raises DFlashError if the engine runs its passes by itself."""
+        return self.scheduler.pair
 
-    def check(self, options: RequestOptions) -> None:
+    def lengths(self, options: RequestOptions) -> Lengths:
+        """The policy for these options, see `DecodingLoop.lengths`. Raises RequestError."""
+        self.check(options)
+        return self.scheduler.lengths(options)
+
+    def check(self, options: RequestOptions, params: SamplingParams | None = None) -> None:
         """Raise RequestError if this bundle does not support them."""
-        options.check(self.block_size, self.most_tree_nodes)
-        if self.driver is not None:
-            self.driver.check_block_length(options.block_length)
+        options.check(self.block_size, self.scheduler.most_tree_nodes)
+        self.scheduler.check(options, params or SamplingParams())
 
     def chat_prompt(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -195,9 +153,7 @@ class Runtime:
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {quoted(params)}, expected a SamplingParams")
-        self.check(options)
-        if self.driver is not None:
-            self.driver.check(params, draft=options.speculate)
+        self.check(options, params)
         try:
             ids = self.prompt_ids(prompt)
             if len(ids) + params.max_tokens > self.max_seq_len:
@@ -290,18 +246,3 @@ def _characters(value: object, most: int) -> int:
         elif isinstance(value, list | tuple):
             left += value
     return size
-
-
-def new_adaptive(block_size: int, pair: Pair, max_batch_size: int, most_nodes: int = 0) -> AdaptiveLength:
-    """The adaptive length of a pair. Times the pair's passes, which overwrites rows of slots 0 .. max_batch_size-1.
-
-    most_nodes: the most nodes of a tree, whose times are followed too.
-    """
-    batches = [*(2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size), max_batch_size]
-    lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
-    nodes = sorted({n for n in (16, most_nodes) if block_size < n <= most_nodes})
-    return AdaptiveLength(
-        block_size,
-        measure(pair.rehearse_draft, batches, lengths[1:]),
-        measure(pair.rehearse_verify, batches, lengths + nodes),
-    )

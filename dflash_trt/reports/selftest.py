@@ -135,7 +135,7 @@ class Selftest:
 
     @property
     def pair(self) -> Pair:
-        return _pair(self.llm)
+        return self.llm._runtime.pair
 
     def close(self) -> None:
         for llm in (self._llm, self.reference):
@@ -203,7 +203,7 @@ class Selftest:
             )
         if self.reference is None:
             raise Skip("repeated equally; give --reference to compare the numbers with ONNX Runtime's")
-        expected = _prefill(_pair(self.reference), self.prompt, 0, 0)
+        expected = _prefill(self.reference._runtime.pair, self.prompt, 0, 0)
         return {"error": _close("logits of a prefill and ONNX Runtime's", first, expected)}
 
     def chunks(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class Selftest:
         found = self._drafted(self.pair)
         if self.reference is None:
             raise Skip("give --reference to compare them with ONNX Runtime's")
-        expected = self._drafted(_pair(self.reference))
+        expected = self._drafted(self.reference._runtime.pair)
         errors = {}
         for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             which = "after a prefill" if i == 0 else "after a verification"
@@ -318,7 +318,7 @@ class Selftest:
         def draft(pair: Pair) -> Array:
             return self._drafted(pair)[0]
 
-        localizer = Localizer(self.pair, _pair(self.reference), _ROUNDING * 4)
+        localizer = Localizer(self.pair, self.reference._runtime.pair, _ROUNDING * 4)
         localizer.run(
             [
                 ("prefill", ("target", "drafter"), (0, length), "logits", prefill),
@@ -378,14 +378,6 @@ def _give_up(report: Path, header: dict[str, Any], checks: Sequence[Check], limi
     write_report(report, header, checks)
     faulthandler.dump_traceback()
     os._exit(1)
-
-
-def _pair(llm: LLM) -> Pair:
-    if not isinstance(pair := llm._runtime.pair, Pair):
-        raise DFlashError(
-            f"{llm.bundle.path}: this engine runs its own loop, and its passes cannot be checked"
-        )
-    return pair
 
 
 def _prefill(pair: Pair, tokens: Sequence[int], start: int, slot: int, *, draft: bool = False) -> Array:

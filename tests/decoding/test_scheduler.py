@@ -363,7 +363,7 @@ def test_any_schedule_on_onnx_runtime(bundle: Path, seed: int) -> None:
         for emission in served.scheduler.step(lengths):
             got[emission.request] += emission.token_ids
     assert served.scheduler.idle
-    served.pair.close()
+    served.scheduler.close()
     for (_, each), tokens in zip(due, alone, strict=True):
         ended = each.stop.finish_reason == "length"
         assert ended or each.cancelled

@@ -354,7 +354,7 @@ class Pool:
             trees=True,
         )
         kept = (slots - batch) * capacity if kept is None else kept
-        self.scheduler = Scheduler(self.pair, batch)
+        self.scheduler = Scheduler(self.pair, BLOCK, batch)
         self.scheduler.slots = Slots(self.pair, kept * 2 * ROW_BYTES, page=8)
 
     @property

@@ -33,7 +33,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runtime(bundle: Path) -> Any:
     made = Runtime(bundle, max_batch_size=4, prefill_chunk=64, prefix_cache_bytes=0, threads=1, check="size")
     yield made
-    made.pair.close()
+    made.scheduler.close()
 
 
 def points(runtime: Runtime, *loads: Load, **options: Any) -> dict[tuple[str, str], Point]:
