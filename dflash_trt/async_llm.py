@@ -10,23 +10,22 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral, Real
 from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from dflash_trt.bundle.manifest import Check
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.params import MOST_PRIORITY, Chunk, Completion, SamplingParams, apart
+from dflash_trt.decoding.options import RequestOptions, ServingOptions, takes
+from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
 from dflash_trt.decoding.request import Emission, Request, completion, items, opening
-from dflash_trt.errors import BusyError, DFlashError, EngineError, RequestError, quoted
+from dflash_trt.errors import BusyError, DFlashError, EngineError
 from dflash_trt.runtime import Messages, Prompt, Runtime
 from dflash_trt.text.text_thread import LONG, TextThread
 
 # An item from the engine thread to a stream: a chunk, or the error that ends the stream.
 _Item = Chunk | DFlashError
-_LONG = 1e9  # seconds: practically no timeout
 
 
 @dataclass(slots=True)
@@ -43,10 +42,7 @@ class AsyncLLM:
     """A bundle that serves many requests at a time. Arguments as for `LLM`, and:
 
     max_queue: requests that may wait beyond the `max_batch_size` being decoded. Further ones get BusyError at once.
-    block_length: tokens verified per round, 1..block_size (default: the number expected to be fastest, see
-        `AdaptiveLength`).
-    tree_nodes: nodes of the tree that a round verifies, of a bundle built with `--tree-width`; 0: chains (default: the
-        number expected to be fastest).
+    block_length, tree_nodes: of all rounds, see `RequestOptions`. A request may have less.
     stream_interval: the least number of seconds between chunks of a stream. Tokens in between are held back and
         delivered as one chunk, in the first round after the interval. The end is never held back (default 0: a chunk
         per round).
@@ -83,7 +79,9 @@ class AsyncLLM:
         )
         self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
         self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
-        self._lengths = self._runtime.lengths(True, block_length, tree_nodes)
+        self._lengths = self._runtime.lengths(
+            RequestOptions(block_length=block_length, tree_nodes=tree_nodes)
+        )
         self._limit = max_batch_size + max_queue
         self._stream_interval = stream_interval
         self._streams: dict[Request, _Stream] = {}
@@ -111,28 +109,17 @@ class AsyncLLM:
         """Requests that are tokenized, waiting or decoded."""
         return len(self._streams) + self._preparing
 
-    @apart
+    @takes(ServingOptions)
     async def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        speculate: bool = True,
-        block_length: int | None = None,
-        tree_nodes: int | None = None,
-        timeout: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        count_prompt: bool = True,
+        **options: Unpack[ServingOptions],
     ) -> AsyncGenerator[Chunk, None]:
         """Complete one prompt in chunks: the tokens that rounds commit (see `stream_interval`).
 
-        A consumer that leaves (`aclose`, a cancelled task) frees the slot before the next round. After `timeout`
-        seconds the request ends with finish_reason "timeout". `block_length` limits the tokens that a round verifies
-        for this request. `tree_nodes` limits the nodes of trees in its rounds, also for the other requests of the
-        batch; 0: chains. `priority`, -100 to 100: each step counts like a second in the queue, and the lowest starts
-        first. A request reuses the cache rows of requests with the same `cache_salt` only. Without `count_prompt` the
-        metrics leave out the prompt's tokens, for further samples of a prompt.
+        `RequestOptions` describes the options. A consumer that leaves (`aclose`, a cancelled task) frees the slot
+        before the next round.
 
         Raises:
             RequestError: the request is impossible.
@@ -145,13 +132,7 @@ class AsyncLLM:
         request = await self._admit(
             prompt,
             sampling_params,
-            speculate,
-            block_length,
-            tree_nodes,
-            timeout,
-            priority,
-            cache_salt,
-            count_prompt,
+            RequestOptions(**options),
             give=queue.put_nowait,
             interval_from=0.0,
         )
@@ -161,20 +142,13 @@ class AsyncLLM:
                 yield opening(chunk, request) if first else chunk
                 first = False
 
-    @apart
+    @takes(ServingOptions)
     async def deliver(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None,
         give: Callable[[Chunk], None],
-        *,
-        speculate: bool = True,
-        block_length: int | None = None,
-        tree_nodes: int | None = None,
-        timeout: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        count_prompt: bool = True,
+        **options: Unpack[ServingOptions],
     ) -> None:
         """Call `give` with each chunk of `stream`, in this event loop, until the last one.
 
@@ -203,13 +177,7 @@ class AsyncLLM:
         request = await self._admit(
             prompt,
             sampling_params,
-            speculate,
-            block_length,
-            tree_nodes,
-            timeout,
-            priority,
-            cache_salt,
-            count_prompt,
+            RequestOptions(**options),
             give=take,
             interval_from=0.0,
         )
@@ -218,32 +186,19 @@ class AsyncLLM:
         finally:
             self._leave(request)
 
-    @apart
+    @takes(ServingOptions)
     async def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        speculate: bool = True,
-        block_length: int | None = None,
-        tree_nodes: int | None = None,
-        timeout: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        count_prompt: bool = True,
+        **options: Unpack[ServingOptions],
     ) -> Completion:
         """Complete one prompt. See `stream`."""
         queue: asyncio.Queue[_Item] = asyncio.Queue()
         request = await self._admit(
             prompt,
             sampling_params,
-            speculate,
-            block_length,
-            tree_nodes,
-            timeout,
-            priority,
-            cache_salt,
-            count_prompt,
+            RequestOptions(**options),
             give=queue.put_nowait,
             interval_from=math.inf,
         )
@@ -293,13 +248,7 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None,
-        speculate: bool,
-        block_length: int | None,
-        tree_nodes: int | None,
-        timeout: float | None,
-        priority: int,
-        cache_salt: str,
-        count_prompt: bool,
+        options: RequestOptions,
         *,
         give: Callable[[_Item], None],
         interval_from: float,
@@ -308,31 +257,13 @@ class AsyncLLM:
 
         A caller that leaves meanwhile gives its place back.
         """
-        if timeout is not None and (
-            not isinstance(timeout, Real) or isinstance(timeout, bool) or not timeout >= 0
-        ):
-            raise RequestError(f"timeout is {quoted(timeout)}, expected seconds, 0 or more")
-        timeout = None if timeout is None else float(min(timeout, _LONG))
-        if not isinstance(priority, Integral) or isinstance(priority, bool) or abs(priority) > MOST_PRIORITY:
-            raise RequestError(
-                f"priority is {quoted(priority)}, expected an integer, {-MOST_PRIORITY} to {MOST_PRIORITY}"
-            )
-        params = sampling_params or SamplingParams()
+        params, timeout = sampling_params or SamplingParams(), options.timeout
         deadline = None if timeout is None else perf_counter() + timeout
         with self._wake:
             self._check_room()
             self._preparing += 1
         try:
-            make = partial(
-                self._runtime.request,
-                draft=speculate,
-                deadline=deadline,
-                block_length=block_length,
-                tree_nodes=tree_nodes,
-                priority=int(priority),
-                cache_salt=cache_salt,
-                count_prompt=count_prompt,
-            )
+            make = partial(self._runtime.request, options=options, deadline=deadline)
             try:
                 request = await self._texts.run(
                     make, prompt, params, size=_size(prompt, params), timeout=timeout
@@ -385,7 +316,7 @@ class AsyncLLM:
             self._fail(error)
         finally:
             self._texts.close()
-            self._runtime.pair.close()
+            self._runtime.scheduler.close()
 
     def _serve_requests(self) -> None:
         scheduler = self._runtime.scheduler

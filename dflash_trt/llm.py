@@ -9,14 +9,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self, cast, overload
+from typing import Any, Self, Unpack, cast, overload
 
 import numpy as np
 
 from dflash_trt.bundle.manifest import Check
 from dflash_trt.decoding.commit import INTERRUPTIONS
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.params import Chunk, Completion, SamplingParams, apart
+from dflash_trt.decoding.options import DraftingOptions, RequestOptions, takes
+from dflash_trt.decoding.params import Chunk, Completion, SamplingParams
 from dflash_trt.decoding.request import Emission, Request, completion, items, opening
 from dflash_trt.errors import BatchError, DFlashError, EngineError, RequestError
 from dflash_trt.runtime import Messages, Prompt, Runtime
@@ -60,7 +61,7 @@ class LLM:
         )
         self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
         self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
-        self.most_tree_nodes = self._runtime.most_tree_nodes
+        self.most_tree_nodes = self._runtime.scheduler.most_tree_nodes
         # Held while the engines run. `close` waits for it, so it never frees the memory of a running pass.
         self._engines = threading.RLock()
         # The call that may generate: a reference to an object that lives as long as the call.
@@ -73,10 +74,7 @@ class LLM:
         self,
         prompts: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        speculate: bool = True,
-        block_length: int | None = None,
-        tree_nodes: int | None = None,
+        **options: Unpack[DraftingOptions],
     ) -> Completion: ...
 
     @overload
@@ -84,10 +82,7 @@ class LLM:
         self,
         prompts: Prompt,
         sampling_params: Sequence[SamplingParams],
-        *,
-        speculate: bool = True,
-        block_length: int | None = None,
-        tree_nodes: int | None = None,
+        **options: Unpack[DraftingOptions],
     ) -> list[Completion]: ...
 
     @overload
@@ -95,34 +90,23 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        speculate: bool = True,
-        block_length: int | None = None,
-        tree_nodes: int | None = None,
+        **options: Unpack[DraftingOptions],
     ) -> list[Completion]: ...
 
-    @apart
+    @takes(DraftingOptions)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        speculate: bool = True,
-        block_length: int | None = None,
-        tree_nodes: int | None = None,
+        **options: Unpack[DraftingOptions],
     ) -> Completion | list[Completion]:
         """Complete one prompt (text or token ids), or a list of them, in the given order.
 
         One prompt with a list of parameters gives a list of completions, one for each. So
         `generate(prompt, params.samples(4))` gives four samples.
 
-        The tokens are the same with and without `speculate`, for every `block_length` and `tree_nodes`, and in every
-        batch. Only the speed differs. `block_length` is the number of tokens verified per round. By default each round
-        drafts and verifies the number that is expected to be fastest, or none (`AdaptiveLength`).
-
-        `tree_nodes` is for bundles built with `--tree-width`: the tokens of the tree that each round verifies,
-        including the newest token. 0 verifies chains. By default a round verifies a tree where that is expected to be
-        faster.
+        `RequestOptions` describes the options speculate, block_length and tree_nodes. The tokens are the same for all
+        of them, and in every batch. Only the speed differs.
 
         If a request of a list fails during decoding, the others are finished, and BatchError has their completions.
 
@@ -144,11 +128,12 @@ class LLM:
             params = list(sampling_params)
         else:
             params = [sampling_params or SamplingParams()] * len(listed)
-        requests = [self._runtime.request(p, s, draft=speculate) for p, s in zip(listed, params, strict=True)]
+        asked = RequestOptions(**options)
+        requests = [self._request(p, s, asked) for p, s in zip(listed, params, strict=True)]
         texts: dict[Request, list[str]] = {request: [] for request in requests}
         tokens: dict[Request, list[int]] = {request: [] for request in requests}
         errors: dict[Request, RequestError] = {}
-        for emission in self._decode(requests, speculate, block_length, tree_nodes):
+        for emission in self._decode(requests, asked):
             tokens[emission.request] += emission.token_ids
             texts[emission.request].append(emission.text)
             if emission.error is not None:
@@ -160,53 +145,43 @@ class LLM:
         completions = [completion(r, "".join(texts[r]), tokens[r]) for r in requests]
         return completions[0] if single else completions
 
-    @apart
+    @takes(DraftingOptions)
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        speculate: bool = True,
-        block_length: int | None = None,
-        tree_nodes: int | None = None,
+        **options: Unpack[DraftingOptions],
     ) -> Iterator[Chunk]:
         """Complete one prompt in chunks: the tokens that each round commits. See `generate`."""
-        request = self._runtime.request(prompt, sampling_params or SamplingParams(), draft=speculate)
-        return _chunks(self._decode([request], speculate, block_length, tree_nodes))
+        asked = RequestOptions(**options)
+        request = self._request(prompt, sampling_params or SamplingParams(), asked)
+        return _chunks(self._decode([request], asked))
 
-    @apart
+    @takes(DraftingOptions)
     def chat(
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
-        speculate: bool = True,
-        block_length: int | None = None,
-        tree_nodes: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[DraftingOptions],
     ) -> Completion:
         """The assistant's answer to `messages` ({"role": ..., "content": ...}), by the model's chat template."""
         prompt = self.chat_prompt(messages, chat_template_kwargs)
-        return self.generate(
-            prompt, sampling_params, speculate=speculate, block_length=block_length, tree_nodes=tree_nodes
-        )
+        return self.generate(prompt, sampling_params, **options)
 
-    @apart
+    @takes(DraftingOptions)
     def stream_chat(
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
-        speculate: bool = True,
-        block_length: int | None = None,
-        tree_nodes: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[DraftingOptions],
     ) -> Iterator[Chunk]:
         """`chat`, in chunks."""
         prompt = self.chat_prompt(messages, chat_template_kwargs)
-        return self.stream(
-            prompt, sampling_params, speculate=speculate, block_length=block_length, tree_nodes=tree_nodes
-        )
+        return self.stream(prompt, sampling_params, **options)
 
     def chat_prompt(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -251,21 +226,22 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _decode(
-        self, requests: list[Request], speculate: bool, length: int | None, nodes: int | None
-    ) -> Generator[Emission]:
-        return self._run(requests, speculate, *self._runtime.checked(length, nodes))
+    def _request(self, prompt: Prompt, params: SamplingParams, asked: RequestOptions) -> Request:
+        """A request without limits of its own: the lengths that were asked for are those of all rounds."""
+        return self._runtime.request(prompt, params, RequestOptions(speculate=asked.speculate))
 
-    def _run(
-        self, requests: list[Request], speculate: bool, length: int | None, nodes: int | None
-    ) -> Generator[Emission]:
+    def _decode(self, requests: list[Request], asked: RequestOptions) -> Generator[Emission]:
+        self._runtime.check(asked)  # before the first item is taken
+        return self._run(requests, asked)
+
+    def _run(self, requests: list[Request], asked: RequestOptions) -> Generator[Emission]:
         scheduler, turn = self._runtime.scheduler, _Turn()
         try:
             with self._engines:
                 self._take_turn(turn)
                 with _engine_errors():
                     scheduler.clear()  # an interruption may have left some
-                    lengths = self._runtime.lengths(speculate, length, nodes)
+                    lengths = self._runtime.lengths(asked)
                 for request in requests:
                     request.arrived = perf_counter()
                     scheduler.submit(request)
@@ -328,7 +304,7 @@ def _chunks(emissions: Generator[Emission]) -> Iterator[Chunk]:
 
 def _free(engines: threading.RLock, runtime: Runtime) -> None:
     with engines:
-        runtime.pair.close()
+        runtime.scheduler.close()
 
 
 def _is_single(prompts: Any) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
@@ -16,18 +15,15 @@ from dflash_trt.building.first_use import open_bundle
 from dflash_trt.building.progress import progress_display
 from dflash_trt.bundle.manifest import Check
 from dflash_trt.checkpoint.catalogue import known_pair
-from dflash_trt.decoding.length.adaptive import AdaptiveLength
-from dflash_trt.decoding.length.pass_times import measure
-from dflash_trt.decoding.length.policy import FixedLength, Lengths
-from dflash_trt.decoding.length.trees import MOST_NODES, TreeLengths
+from dflash_trt.decoding.length.policy import Lengths
+from dflash_trt.decoding.options import RequestOptions, plain
 from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.decoding.output.stopping import StopChecker
-from dflash_trt.decoding.pair import USUAL_CONTEXT, Pair
+from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams, token_ids
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.structure import Structure, Structures
-from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.engines.base import RunSettings
 from dflash_trt.engines.registry import engine_of
@@ -35,12 +31,8 @@ from dflash_trt.errors import BundleError, DFlashError, RequestError, UsageError
 from dflash_trt.logs import warn_once
 from dflash_trt.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from dflash_trt.trtllm.driver import Driver
-
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -60,7 +52,7 @@ class Runtime:
     ) -> None:
         began = perf_counter()
         max_batch_size, prefill_chunk, prefix_cache_bytes = map(
-            _plain, (max_batch_size, prefill_chunk, prefix_cache_bytes)
+            plain, (max_batch_size, prefill_chunk, prefix_cache_bytes)
         )
         limits = {"max_batch_size": (max_batch_size, 1), "prefill_chunk": (prefill_chunk, 1)}
         limits["prefix_cache_bytes"] = (prefix_cache_bytes, 0)
@@ -75,8 +67,6 @@ class Runtime:
             )
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
-        self._adaptive: AdaptiveLength | None = None
-        self._trees: TreeLengths | None = None
         engine = engine_of(self.bundle)
         self.tokenizer = self._tokenizer(engine.tokenizer_folder)
         self._structures = Structures(
@@ -97,13 +87,6 @@ class Runtime:
                 f"{self.bundle.path}: no memory is left for {max_batch_size} sequences of {self.max_seq_len} tokens "
                 f"({error}); lower max_batch_size, or build with a smaller --max-seq-len"
             ) from error
-        # An engine with a scheduler of its own is a driver instead: pair and scheduler in one.
-        self.driver: Driver | None = None
-        self.pair: Pair | Driver
-        if isinstance(self.scheduler, Scheduler):
-            self.pair = self.scheduler.pair
-        else:
-            self.pair = self.driver = cast("Driver", self.scheduler)
         _log.info(
             "opened %s for %s in %.2f s: block %d, %d tokens, %d slots",
             *(self.bundle.path, manifest["engine"], perf_counter() - began),
@@ -123,72 +106,20 @@ class Runtime:
             files = {name.removeprefix(f"{folder}/") for name in files if name.startswith(f"{folder}/")}
         return Tokenizer(self.bundle.path / folder, files)
 
-    def lengths(self, speculate: bool, block_length: int | None, tree_nodes: int | None = None) -> Lengths:
-        """The policy for a block length and a number of tree nodes. None selects the adaptive one.
-
-        The adaptive policy times some passes when it is first requested. Nothing may run then.
-        """
-        block_length, tree_nodes = self.checked(block_length, tree_nodes)
-        if not speculate:
-            return FixedLength(1)
-        if tree_nodes:
-            return TreeLengths(FixedLength(block_length or self.block_size), self.block_size - 1, tree_nodes)
-        if block_length is not None or self.driver is not None:
-            return FixedLength(block_length or self.block_size)
-        if not (isinstance(self.pair, Pair) and isinstance(self.scheduler, Scheduler)):
-            return FixedLength(self.block_size)  # an engine's own loop has one length
-        if self._adaptive is None:
-            self.scheduler.slots.overwritten()
-            with self.scheduler.whole():
-                most = min(MOST_NODES, self.most_tree_nodes)
-                self._adaptive = new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size, most)
-                for slot in range(
-                    self.scheduler.max_batch_size
-                ):  # the numbers of these passes may not be finite
-                    self.pair.clear(slot, last=USUAL_CONTEXT + 2 * max(most, self.block_size))
-            if self.pair.trees:
-                self._trees = TreeLengths(self._adaptive, self.block_size - 1)
-        return self._adaptive if self._trees is None or tree_nodes == 0 else self._trees
-
     @property
-    def most_tree_nodes(self) -> int:
-        """The most nodes of a tree that a pass of this bundle verifies; 0 if it takes chains only."""
-        if not (isinstance(self.pair, Pair) and self.pair.trees):
-            return 0
-        return min(self.pair.arrays.most_nodes, self.pair.capacity // 2)
+    def pair(self) -> Pair:
+        """The pair whose passes it runs. Raises DFlashError if the engine runs its passes by itself."""
+        return self.scheduler.pair
 
-    def checked(self, block_length: int | None, tree_nodes: int | None) -> tuple[int | None, int | None]:
-        """Both as Python's integers. Raises RequestError if this bundle does not support them."""
-        block_length, tree_nodes = _plain(block_length), _plain(tree_nodes)
-        self.check_block_length(block_length)
-        self.check_tree_nodes(tree_nodes)
-        return block_length, tree_nodes
+    def lengths(self, options: RequestOptions) -> Lengths:
+        """The policy for these options, see `DecodingLoop.lengths`. Raises RequestError."""
+        self.check(options)
+        return self.scheduler.lengths(options)
 
-    def check_tree_nodes(self, tree_nodes: int | None) -> None:
-        """Raise RequestError if this bundle does not support trees of so many nodes."""
-        if tree_nodes is None or (type(tree_nodes) is int and tree_nodes == 0):
-            return
-        most = self.most_tree_nodes
-        if not most:
-            raise UsageError(
-                f"tree_nodes is {quoted(tree_nodes)}, but this bundle drafts chains: build it with --tree-width 2 or "
-                "more"
-            )
-        if type(tree_nodes) is not int or not 2 <= tree_nodes <= most:
-            raise UsageError(
-                f"tree_nodes is {quoted(tree_nodes)}, expected 2..{most}, or 0 for chains; leave it out for the default"
-            )
-
-    def check_block_length(self, block_length: int | None) -> None:
-        """Raise RequestError if this bundle does not support a block length."""
-        fits = type(block_length) is int and 1 <= block_length <= self.block_size
-        if block_length is not None and not fits:
-            raise UsageError(
-                f"block_length is {quoted(block_length)}, expected 1..{self.block_size} (this bundle's block size); "
-                "leave it out for the default"
-            )
-        if self.driver is not None:
-            self.driver.check_block_length(block_length)
+    def check(self, options: RequestOptions, params: SamplingParams | None = None) -> None:
+        """Raise RequestError if this bundle does not support them."""
+        options.check(self.block_size, self.scheduler.most_tree_nodes)
+        self.scheduler.check(options, params or SamplingParams())
 
     def chat_prompt(
         self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -214,25 +145,15 @@ class Runtime:
         self,
         prompt: Prompt,
         params: SamplingParams,
-        *,
-        draft: bool,
+        options: RequestOptions,
         deadline: float | None = None,
-        block_length: int | None = None,
-        tree_nodes: int | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        count_prompt: bool = True,
     ) -> Request:
         """Make a request that this bundle can serve; tokenizes. `deadline` is a time of perf_counter. Raises
         RequestError.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {quoted(params)}, expected a SamplingParams")
-        if not isinstance(cache_salt, str):
-            raise RequestError(f"cache_salt is {quoted(cache_salt)}, expected a text")
-        block_length, tree_nodes = self.checked(block_length, tree_nodes)
-        if self.driver is not None:
-            self.driver.check(params, draft=draft)
+        self.check(options, params)
         try:
             ids = self.prompt_ids(prompt)
             if len(ids) + params.max_tokens > self.max_seq_len:
@@ -248,9 +169,7 @@ class Runtime:
                 raise RequestError(f"allowed_token_ids contains {most}, expected 0..{vocab - 1}")
             form = params.structured_outputs
             structure = None if form is None else self._structures.compile(form)
-            made = self._request(ids, params, draft, deadline, block_length, priority, structure)
-            made.tree_nodes, made.cache_salt, made.count_prompt = tree_nodes, cache_salt, count_prompt
-            return made
+            return self._request(ids, params, options, deadline, structure)
         except MemoryError as error:
             raise RequestError(
                 f"the prompt has a length of {len(prompt)}: no memory is left for its request"
@@ -260,7 +179,7 @@ class Runtime:
         """A request whose deadline passed before its prompt was tokenized. It has no prompt, and ends in the next
         step.
         """
-        return self._request([], params, False, deadline, None)
+        return self._request([], params, RequestOptions(speculate=False), deadline)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids for this target, from a text or from token ids. Raises RequestError."""
@@ -288,10 +207,8 @@ class Runtime:
         self,
         ids: list[int],
         params: SamplingParams,
-        draft: bool,
+        options: RequestOptions,
         deadline: float | None,
-        block_length: int | None,
-        priority: int = 0,
         structure: Structure | None = None,
     ) -> Request:
         eos = () if params.ignore_eos else tuple(self.bundle.manifest["eos_token_ids"])
@@ -305,10 +222,8 @@ class Runtime:
             stop=stop,
             history=History(params, ids, words, ends, structure) if params.adjusted else None,
             arrived=perf_counter(),
-            draft=draft,
+            options=options,
             deadline=deadline,
-            block_length=block_length,
-            priority=priority,
             statistics=Statistics(num_prompt_tokens=len(ids)),
         )
 
@@ -316,11 +231,6 @@ class Runtime:
         """The token sequences of words: each at the start of a text, and after a space."""
         spellings = dict.fromkeys(spelling for word in words for spelling in (word, f" {word.lstrip()}"))
         return [ids for s in spellings if (ids := self.tokenizer.encode(s, add_special_tokens=False))]
-
-
-def _plain(value: T) -> T:
-    """An integer of any library, such as NumPy's, as Python's. Anything else stays as it is."""
-    return cast(T, int(value)) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _characters(value: object, most: int) -> int:
@@ -336,18 +246,3 @@ def _characters(value: object, most: int) -> int:
         elif isinstance(value, list | tuple):
             left += value
     return size
-
-
-def new_adaptive(block_size: int, pair: Pair, max_batch_size: int, most_nodes: int = 0) -> AdaptiveLength:
-    """The adaptive length of a pair. Times the pair's passes, which overwrites rows of slots 0 .. max_batch_size-1.
-
-    most_nodes: the most nodes of a tree, whose times are followed too.
-    """
-    batches = [*(2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size), max_batch_size]
-    lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
-    nodes = sorted({n for n in (16, most_nodes) if block_size < n <= most_nodes})
-    return AdaptiveLength(
-        block_size,
-        measure(pair.rehearse_draft, batches, lengths[1:]),
-        measure(pair.rehearse_verify, batches, lengths + nodes),
-    )

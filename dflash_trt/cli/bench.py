@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
                 )
             )
     finally:
-        runtime.pair.close()
+        runtime.scheduler.close()
     same = all(point.outputs == points[0].outputs for points in found for point in points)
     rows = [point.to_dict() for points in found for point in points]
     if args.svg:
@@ -187,23 +187,25 @@ def run(args: argparse.Namespace) -> int:
 
 def _lengths(args: argparse.Namespace, runtime: Runtime, fixed: int) -> dict[str, Lengths]:
     """The methods by name: those asked for, or all that the bundle can do."""
-    runtime.check_tree_nodes(args.tree_nodes)
-    ways: dict[str, tuple[bool, int | None, int | None]] = {
-        "plain": (False, 1, 0),
-        "draft": (True, fixed, 0),
-        "adaptive": (True, None, 0),
-        "tree": (True, None, args.tree_nodes),
+    from dflash_trt.decoding.options import RequestOptions
+
+    ways = {
+        "plain": RequestOptions(speculate=False, tree_nodes=0),
+        "draft": RequestOptions(block_length=fixed, tree_nodes=0),
+        "adaptive": RequestOptions(tree_nodes=0),
+        "tree": RequestOptions(tree_nodes=args.tree_nodes),
     }
-    if not runtime.most_tree_nodes or args.tree_nodes == 0:
+    runtime.check(ways["tree"])
+    if not runtime.scheduler.most_tree_nodes or args.tree_nodes == 0:
         del ways["tree"]
     asked = list(dict.fromkeys(args.methods or ways))
     if not set(asked) <= set(ways):
         raise UsageError(
             f"--methods has tree, but {args.bundle} verifies chains: build it with --tree-width 2 or more"
-            if not runtime.most_tree_nodes
+            if not runtime.scheduler.most_tree_nodes
             else "--methods has tree, but --tree-nodes is 0: give a number of nodes, or leave it out"
         )
-    return {name: runtime.lengths(*ways[name]) for name in asked}
+    return {name: runtime.lengths(ways[name]) for name in asked}
 
 
 def _print(found: Sequence[Sequence[Point]]) -> None:

@@ -9,11 +9,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli import generate
-from dflash_trt.cli.options import add_bundle, add_tree_nodes, block_length, bundle_of
+from dflash_trt.cli.options import add_bundle, add_drafting, bundle_of, drafting_of
 from dflash_trt.cli.output import Words, loading, print_text
 from dflash_trt.errors import did_you_mean
 
 if TYPE_CHECKING:
+    from dflash_trt.decoding.options import DraftingOptions
     from dflash_trt.decoding.params import SamplingParams
     from dflash_trt.decoding.statistics import Statistics
     from dflash_trt.llm import LLM
@@ -47,10 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     generate.add_chat_template_arguments(parser)
     parser.add_argument("--no-draft", action="store_true", help="begin without drafts")
-    parser.add_argument(
-        "--block-length", type=block_length, metavar="auto|N", help="tokens verified per pass (default: auto)"
-    )
-    add_tree_nodes(parser)
+    add_drafting(parser)
     generate.add_sampling_arguments(parser, most=MAX_TOKENS)
 
 
@@ -106,8 +104,7 @@ class Conversation:
         self.llm, self.params = llm, params
         self.console, self.words = Console(highlight=False, soft_wrap=True), Words(self._emit)
         self.system, self.variables = args.system, args.chat_template_kwargs
-        self.speculate = not args.no_draft
-        self.drafting = {"block_length": args.block_length, "tree_nodes": args.tree_nodes}
+        self.drafting: DraftingOptions = {"speculate": not args.no_draft, **drafting_of(args)}
         self.messages: list[dict[str, Any]] = []
         self.statistics: list[Statistics] = []
         self.reset()
@@ -127,7 +124,7 @@ class Conversation:
             self.reset()
             self.note("new conversation")
         elif name == "/draft" and rest in ("on", "off"):
-            self.speculate = rest == "on"
+            self.drafting["speculate"] = rest == "on"
             self.note(f"drafts {rest}")
         elif name == "/stats":
             self.note(_figures(Statistics.merge(self.statistics)) if self.statistics else "no answer yet")
@@ -156,7 +153,7 @@ class Conversation:
             return
         params = replace(self.params, max_tokens=min(self.params.max_tokens, left))
         detokenizer, first = Detokenizer(self.llm.tokenizer.backend), True
-        stream = self.llm.stream(prompt, params, speculate=self.speculate, **self.drafting)
+        stream = self.llm.stream(prompt, params, **self.drafting)
         try:
             for chunk in stream:
                 # The last token of a round is the target's own. Those before it are drafts that it accepted.

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.cli.options import add_bundle, add_tree_nodes, at_least, block_length, bundle_of
+from dflash_trt.cli.options import add_bundle, add_drafting, at_least, bundle_of, drafting_of
 
 SUMMARY = "write a Triton model repository that serves a bundle"
 DESCRIPTION = """\
@@ -48,11 +48,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-queue", type=at_least(0), default=256, metavar="N",
         help="requests that may wait beyond these; further ones are refused at once (default: 256)",
     )  # fmt: skip
-    engine.add_argument(
-        "--block-length", type=block_length, metavar="auto|N",
-        help="tokens verified per round (default: auto, the length that is expected to be fastest in each round)",
-    )  # fmt: skip
-    add_tree_nodes(engine)
+    add_drafting(engine)
     engine.add_argument(
         "--stream-interval", type=at_least(0), default=50, metavar="MS",
         help="least time between responses of a stream; tokens in between are sent as one response; 0: a response per "
@@ -64,8 +60,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("max_batch_size", "max_queue", "block_length", "tree_nodes", "threads")
-    return {name: getattr(args, name) for name in names} | {"stream_interval_ms": args.stream_interval}
+    given = {name: getattr(args, name) for name in ("max_batch_size", "max_queue", "threads")}
+    return {**given, **drafting_of(args), "stream_interval_ms": args.stream_interval}
 
 
 def run(args: argparse.Namespace) -> int:

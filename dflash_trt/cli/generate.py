@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_trt.cli.options import add_bundle, add_tree_nodes, block_length, bundle_of
+from dflash_trt.cli.options import add_bundle, add_drafting, bundle_of, drafting_of
 from dflash_trt.cli.output import Words, loading, print_json
 from dflash_trt.errors import DFlashError, RequestError
 
 if TYPE_CHECKING:
+    from dflash_trt.decoding.options import DraftingOptions
     from dflash_trt.decoding.params import SamplingParams
     from dflash_trt.decoding.sampling.structure import StructuredOutputs
     from dflash_trt.decoding.statistics import Statistics
@@ -59,13 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_chat_template_arguments(parser, "with --chat: ")
     drafting = parser.add_argument_group("drafting")
     drafting.add_argument("--no-draft", action="store_true", help="the target alone, one token per pass")
-    drafting.add_argument(
-        "--block-length",
-        type=block_length,
-        metavar="auto|N",
-        help="tokens verified per pass (default: auto, the length that is expected to be fastest in each round)",
-    )
-    add_tree_nodes(drafting)
+    add_drafting(drafting)
     sampling = add_sampling_arguments(parser)
     sampling.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
@@ -151,11 +146,7 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("no prompt: give it with --prompt, or on standard input")
 
     params = sampling_params(args, stop=tuple(args.stop or ()), structured_outputs=_form(args))
-    drafting: dict[str, Any] = {
-        "speculate": not args.no_draft,
-        "block_length": args.block_length,
-        "tree_nodes": args.tree_nodes,
-    }
+    drafting: DraftingOptions = {"speculate": not args.no_draft, **drafting_of(args)}
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
     place = bundle_of(args)
     with loading(args.bundle):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from dflash_trt.decoding.options import DraftingOptions
 
 T = TypeVar("T")
 
@@ -75,6 +78,20 @@ def add_tree_nodes(parser: argparse._ActionsContainer) -> None:
         help="nodes of the tree that a round verifies, of a bundle built with --tree-width; 0: chains "
         "(default: auto, the number that is expected to be fastest)",
     )  # fmt: skip
+
+
+def add_drafting(parser: argparse._ActionsContainer) -> None:
+    """The options that `drafting_of` reads."""
+    parser.add_argument(
+        "--block-length", type=block_length, metavar="auto|N",
+        help="tokens verified per round (default: auto, the length that is expected to be fastest in each round)",
+    )  # fmt: skip
+    add_tree_nodes(parser)
+
+
+def drafting_of(args: argparse.Namespace) -> DraftingOptions:
+    """What the options of `add_drafting` ask for."""
+    return {"block_length": args.block_length, "tree_nodes": args.tree_nodes}
 
 
 def each(kind: Callable[[str], T]) -> Callable[[str], list[T]]:

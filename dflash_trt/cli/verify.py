@@ -12,6 +12,7 @@ from dflash_trt.cli.options import add_bundle, at_least, block_length, bundle_of
 from dflash_trt.cli.output import print_json
 
 if TYPE_CHECKING:
+    from dflash_trt.decoding.options import DraftingOptions
     from dflash_trt.llm import LLM
     from dflash_trt.reports.verification import Case
 
@@ -86,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
     with LLM(bundle_of(args), max_batch_size=max(args.batch_sizes)) as llm:
         asked: dict[str, Any] = {
             "temperatures": args.temperatures,
-            "block_lengths": args.block_lengths or [llm.block_size, None],
-            "tree_nodes": _tree_nodes(args.tree_nodes, llm),
+            "ways": _ways(args, llm),
             "batch_sizes": args.batch_sizes,
             "max_tokens": args.max_tokens,
         }
@@ -136,11 +136,17 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _tree_nodes(asked: list[int | None] | None, llm: LLM) -> list[int | None]:
-    """The sizes of trees to try; none for a bundle that verifies chains."""
-    if asked is not None:
-        return [nodes for nodes in asked if nodes != 0]
-    return [min(llm.block_size * 3 // 2, llm.most_tree_nodes), None] if llm.most_tree_nodes else []
+def _ways(args: argparse.Namespace, llm: LLM) -> list[DraftingOptions]:
+    """The ways to draft: chains, and then trees if the bundle verifies them."""
+    from dflash_trt.reports.verification import chains
+
+    trees, most = args.tree_nodes, llm.most_tree_nodes
+    if trees is None:
+        trees = [min(llm.block_size * 3 // 2, most), None] if most else []
+    lengths = args.block_lengths or [llm.block_size, None]
+    ways = chains(lengths)
+    ways += [{"tree_nodes": nodes} for nodes in trees if nodes != 0]
+    return ways
 
 
 def _print_difference(case: Case) -> None:

@@ -9,6 +9,9 @@ import numpy as np
 
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import Metrics
+from dflash_trt.decoding.options import RequestOptions
+from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Emission, Request
 
 
@@ -22,8 +25,25 @@ class DecodingLoop(Protocol):
     cut_short: bool
 
     @property
+    def pair(self) -> Pair:
+        """The pair whose passes it runs. Raises DFlashError if the engine runs its passes by itself."""
+
+    @property
+    def most_tree_nodes(self) -> int:
+        """The most nodes of a tree that a pass verifies; 0 if it takes chains only."""
+
+    @property
     def idle(self) -> bool:
         """Whether no request waits or runs."""
+
+    def check(self, options: RequestOptions, params: SamplingParams) -> None:
+        """Raise RequestError naming the field for what the engine does not support."""
+
+    def lengths(self, options: RequestOptions) -> Lengths:
+        """The policy for a block length and a number of tree nodes. None selects the adaptive one.
+
+        The adaptive policy times some passes when it is first requested. Only when idle.
+        """
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -45,3 +65,6 @@ class DecodingLoop(Protocol):
 
     def logits(self, ids: list[int]) -> np.ndarray[Any, Any]:
         """The target's logits after these tokens, float32 [V]. Only when idle."""
+
+    def close(self) -> None:
+        """Free the engines. No other method may be called afterwards."""

@@ -168,7 +168,7 @@ class Metrics:
     def _ended(self, emission: Emission, reason: FinishReason) -> None:
         request, statistics = emission.request, emission.request.statistics
         self._reasons[reason] += 1
-        if request.count_prompt and request.output:
+        if request.options.count_prompt and request.output:
             self._times["request_prompt_tokens"].add(statistics.num_prompt_tokens)
         else:
             statistics = replace(statistics, num_prompt_tokens=0, num_cached_tokens=0)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import wraps
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from secrets import randbits
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal
 
 import numpy as np
 
 from dflash_trt.decoding.sampling.structure import StructuredOutputs
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import UsageError, quoted
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 # "cancelled" and "timeout" come from the caller. "error" exists only in the metrics, for requests that ended by their
 # own error; their caller gets that error.
@@ -232,24 +228,6 @@ class SamplingParams:
             what = "ids" if field.endswith("_ids") else "strings"
             raise UsageError(f"{field} has {len(value)} {what}, expected at most {MOST_WORDS}")
         return tuple(value)
-
-
-_FIELDS = {field.name for field in fields(SamplingParams)}
-
-
-def apart(method: Callable[P, R]) -> Callable[P, R]:
-    """A method that takes SamplingParams, and says so in its TypeError where their fields are given to it instead."""
-
-    @wraps(method)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if given := [f"{name}={quoted(value)}" for name, value in kwargs.items() if name in _FIELDS]:
-            raise TypeError(
-                f"{method.__qualname__}() takes no {given[0].partition('=')[0]} of its own: "
-                f"give it SamplingParams({', '.join(given)})"
-            )
-        return method(*args, **kwargs)
-
-    return checked
 
 
 def token_ids(values: Collection[object], name: str) -> list[int]:

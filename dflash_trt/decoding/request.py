@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.decoding.params import Chunk, Completion, FinishReason, SamplingParams, TopLogprobs
 from dflash_trt.decoding.sampling.history import History
@@ -23,16 +24,10 @@ class Request:
     stop: StopChecker
     history: History | None
     arrived: float
-    draft: bool = True  # whether this request takes drafts
+    options: RequestOptions = field(default_factory=RequestOptions)
     deadline: float | None = None
-    block_length: int | None = (
-        None  # most tokens of this request that a round verifies; None: no limit of its own
-    )
-    tree_nodes: int | None = None  # most nodes of trees in its rounds; 0: chains; None: no limit of its own
-    priority: int = 0  # requests with lower numbers start first
-    cache_salt: str = ""  # rows are reused only between requests with the same one
-    count_prompt: bool = True  # whether the metrics count its prompt; one of several samples does
     statistics: Statistics = field(default_factory=Statistics)
+    draft: bool = field(init=False)  # whether it takes drafts, still
     cancelled: bool = False
     sound: bool = True  # False: it ended with numbers that are not finite, and its slot may hold such numbers
     fitting: int | None = None  # nodes of this round's draft that fit its structure; None: all
@@ -48,6 +43,14 @@ class Request:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.draft = self.options.speculate
+
+    @property
+    def block_length(self) -> int | None:
+        """The most tokens of this request that a round verifies; None: no limit of its own."""
+        return self.options.block_length
 
     @property
     def anchor(self) -> int:

@@ -20,9 +20,14 @@ from dflash_trt.decoding.coupling import couple
 from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.fitting import fit
 from dflash_trt.decoding.leaving import Leaving
-from dflash_trt.decoding.length.policy import Lengths, round_done
+from dflash_trt.decoding.length.adaptive import AdaptiveLength
+from dflash_trt.decoding.length.pass_times import measure
+from dflash_trt.decoding.length.policy import FixedLength, Lengths, round_done
+from dflash_trt.decoding.length.trees import MOST_NODES, TreeLengths
 from dflash_trt.decoding.metrics import Metrics
-from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.options import RequestOptions
+from dflash_trt.decoding.pair import USUAL_CONTEXT, Pair
+from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.decoding.slots import Slots, Source
 from dflash_trt.decoding.waiting import Waiting
@@ -37,8 +42,8 @@ class Scheduler:
     The next request is prefilled in a gap, or `_close_up` moves active requests into the gaps.
     """
 
-    def __init__(self, pair: Pair, max_batch_size: int, prefix_cache_bytes: int = 0) -> None:
-        self.pair, self.max_batch_size = pair, max_batch_size
+    def __init__(self, pair: Pair, block_size: int, max_batch_size: int, prefix_cache_bytes: int = 0) -> None:
+        self.pair, self.block_size, self.max_batch_size = pair, block_size, max_batch_size
         self.slots = Slots(pair, prefix_cache_bytes)
         self.waiting = Waiting()
         self.active: list[Request] = []
@@ -46,6 +51,37 @@ class Scheduler:
         self.metrics = Metrics()
         self._leaving = Leaving()
         self.cut_short = False  # whether work that must be `whole` was interrupted
+        self._adaptive: AdaptiveLength | None = None  # made when first asked for, with its trees
+        self._trees: TreeLengths | None = None
+
+    @property
+    def most_tree_nodes(self) -> int:
+        return min(self.pair.arrays.most_nodes, self.pair.capacity // 2) if self.pair.trees else 0
+
+    def check(self, options: RequestOptions, params: SamplingParams) -> None:
+        """Every option and parameter is supported."""
+
+    def lengths(self, options: RequestOptions) -> Lengths:
+        length, nodes = options.block_length, options.tree_nodes
+        if not options.speculate:
+            return FixedLength(1)
+        if nodes:
+            return TreeLengths(FixedLength(length or self.block_size), self.block_size - 1, nodes)
+        if length is not None:
+            return FixedLength(length)
+        if self._adaptive is None:
+            self.slots.overwritten()
+            with self.whole():
+                most = min(MOST_NODES, self.most_tree_nodes)
+                self._adaptive = new_adaptive(self.block_size, self.pair, self.max_batch_size, most)
+                for slot in range(self.max_batch_size):  # the numbers of these passes may not be finite
+                    self.pair.clear(slot, last=USUAL_CONTEXT + 2 * max(most, self.block_size))
+            if self.pair.trees:
+                self._trees = TreeLengths(self._adaptive, self.block_size - 1)
+        return self._adaptive if self._trees is None or nodes == 0 else self._trees
+
+    def close(self) -> None:
+        self.pair.close()
 
     @property
     def idle(self) -> bool:
@@ -186,8 +222,9 @@ class Scheduler:
 
         The requests that draft have limits of their own.
         """
-        own = [r.tree_nodes for r in self.active if r.draft and r.tree_nodes is not None]
-        return min([self.pair.capacity - 1 - max(r.committed for r in self.active), *own])
+        own = [r.options.tree_nodes for r in self.active if r.draft]
+        room = self.pair.capacity - 1 - max(r.committed for r in self.active)
+        return min([room, *(nodes for nodes in own if nodes is not None)])
 
     def _settle(self, request: Request, verdict: Verdict, emission: Emission, found: Verified) -> None:
         """Make a request's slot hold the tokens of its decision, and only finite numbers behind them."""
@@ -306,3 +343,18 @@ class Scheduler:
 def _finite(logits: Any) -> bool:
     """Whether the largest value of every row is finite and there is no NaN."""
     return bool(np.isfinite(np.asarray(logits).max(axis=-1)).all())
+
+
+def new_adaptive(block_size: int, pair: Pair, max_batch_size: int, most_nodes: int = 0) -> AdaptiveLength:
+    """The adaptive length of a pair. Times the pair's passes, which overwrites rows of slots 0 .. max_batch_size-1.
+
+    most_nodes: the most nodes of a tree, whose times are followed too.
+    """
+    batches = [*(2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size), max_batch_size]
+    lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
+    nodes = sorted({n for n in (16, most_nodes) if block_size < n <= most_nodes})
+    return AdaptiveLength(
+        block_size,
+        measure(pair.rehearse_draft, batches, lengths[1:]),
+        measure(pair.rehearse_verify, batches, lengths + nodes),
+    )

@@ -60,7 +60,7 @@ class Slots:
     def contents(self, request: Request) -> Contents:
         """The content of a request's slot."""
         lengths = self.pair.lengths(request.slot, request.committed, draft=request.draft)
-        return Contents(request.taken_in, *lengths, request.cache_salt)
+        return Contents(request.taken_in, *lengths, request.options.cache_salt)
 
     def find(self, request: Request, live: Sequence[Request]) -> Source:
         """The place with the most tokens of a request's prompt: a slot, preferably its own, or kept pages.
@@ -68,7 +68,7 @@ class Slots:
         `live` are the requests in flight. The place was filled with the request's salt. If the request takes drafts, it
         has the drafter's part too.
         """
-        slot, prompt, draft, salt = request.slot, request.prompt, request.draft, request.cache_salt
+        slot, prompt, draft, salt = request.slot, request.prompt, request.draft, request.options.cache_salt
         if self.prefixes is None:
             return Source(0, slot)
         held = {each.slot: self.contents(each) for each in live} | self.lying
@@ -112,7 +112,9 @@ class Slots:
             both = contents.longest(request.committed, draft=True)
         length = both or contents.longest(request.committed, draft=False)
         assert self.prefixes is not None
-        self.prefixes.keep(request.slot, contents.tokens[:length], draft=both > 0, salt=request.cache_salt)
+        self.prefixes.keep(
+            request.slot, contents.tokens[:length], draft=both > 0, salt=request.options.cache_salt
+        )
 
     def move(self, request: Request, slot: int) -> None:
         """Move a request in flight to a free slot, over the rows there."""

@@ -36,7 +36,7 @@ class Waiting:
 
     def add(self, request: Request) -> None:
         self._requests[request] = None
-        turn = request.arrived + request.priority * STEP_SECONDS
+        turn = request.arrived + request.options.priority * STEP_SECONDS
         heapq.heappush(self._order, (turn, next(self._numbers), request))
 
     def remove(self, request: Request) -> None:

@@ -129,7 +129,7 @@ class OnnxRuntimeEntry(Engine):
             prefill_chunk=settings.prefill_chunk,
             trees=manifest["tree_width"] > 1,
         )
-        return Scheduler(pair, slots, settings.prefix_cache_bytes)
+        return Scheduler(pair, manifest["block_size"], slots, settings.prefix_cache_bytes)
 
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
         ready = not missing

@@ -12,6 +12,7 @@ from typing import Any
 from dflash_trt.bundle.workspace import Progress, silent
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.metrics import quantile
+from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.statistics import Statistics
@@ -123,9 +124,8 @@ def _segment(
     scheduler.forget()
     gaps = random.Random(numbers.start)
     params = SamplingParams(max_tokens=max_tokens)
-    waiting = deque(
-        runtime.request(prompts[n % len(prompts)], params, draft=point.method != "plain") for n in numbers
-    )
+    options = RequestOptions(speculate=point.method != "plain")
+    waiting = deque(runtime.request(prompts[n % len(prompts)], params, options) for n in numbers)
     point.requests += waiting
     begin = due = perf_counter()
     in_flight = 0

@@ -17,6 +17,7 @@ from dflash_trt.building.build import build
 from dflash_trt.building.sources import resolve_pair
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import Progress, silent
+from dflash_trt.decoding.options import DraftingOptions
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.errors import RequestError, UsageError
@@ -44,7 +45,7 @@ class Method:
     name: str
     temperature: float
     way: str = ""  # a key of TITLES; empty: plain
-    options: Mapping[str, Any] = field(default_factory=dict)  # of `LLM.generate`
+    options: DraftingOptions = field(default_factory=DraftingOptions)
     found: list[tuple[str, Statistics]] = field(default_factory=list)  # by prompt, with its category
     tokens: list[Sequence[int]] = field(default_factory=list)
 
@@ -216,7 +217,7 @@ def _methods(block_sizes: Mapping[str, int], temperature: float, tree_nodes: int
     """Plain decoding, and every way with every drafter."""
     yield Method(next(iter(block_sizes)), temperature, options={"speculate": False})
     for name, block_size in block_sizes.items():
-        ways: dict[str, dict[str, Any]] = {
+        ways: dict[str, DraftingOptions] = {
             WHOLE: {"block_length": block_size, "tree_nodes": 0},
             ADAPTIVE: {"tree_nodes": 0},
         }

@@ -20,6 +20,7 @@ import numpy as np
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
@@ -27,7 +28,7 @@ from dflash_trt.errors import DFlashError
 from dflash_trt.llm import LLM
 from dflash_trt.reports.environment import describe
 from dflash_trt.reports.localize import Localizer, write_archive
-from dflash_trt.reports.verification import verify
+from dflash_trt.reports.verification import chains, verify
 
 Array = np.ndarray[Any, Any]
 FORMAT = "dflash-trt selftest"
@@ -134,7 +135,7 @@ class Selftest:
 
     @property
     def pair(self) -> Pair:
-        return _pair(self.llm)
+        return self.llm._runtime.pair
 
     def close(self) -> None:
         for llm in (self._llm, self.reference):
@@ -202,7 +203,7 @@ class Selftest:
             )
         if self.reference is None:
             raise Skip("repeated equally; give --reference to compare the numbers with ONNX Runtime's")
-        expected = _prefill(_pair(self.reference), self.prompt, 0, 0)
+        expected = _prefill(self.reference._runtime.pair, self.prompt, 0, 0)
         return {"error": _close("logits of a prefill and ONNX Runtime's", first, expected)}
 
     def chunks(self) -> dict[str, Any]:
@@ -241,7 +242,7 @@ class Selftest:
         found = self._drafted(self.pair)
         if self.reference is None:
             raise Skip("give --reference to compare them with ONNX Runtime's")
-        expected = self._drafted(_pair(self.reference))
+        expected = self._drafted(self.reference._runtime.pair)
         errors = {}
         for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             which = "after a prefill" if i == 0 else "after a verification"
@@ -269,12 +270,11 @@ class Selftest:
 
         prompts = [Prompt(id="selftest", category="selftest", content="The capital of France is")]
         figures: dict[str, Any] = {}
-        lengths = (self.block, None)
         for case in verify(
             self.llm,
             prompts,
             temperatures=[0.0, 1.0],
-            block_lengths=lengths,
+            ways=chains((self.block, None)),
             batch_sizes=[1],
             max_tokens=min(32, self.bundle.capacity // 3),
         ):
@@ -318,7 +318,7 @@ class Selftest:
         def draft(pair: Pair) -> Array:
             return self._drafted(pair)[0]
 
-        localizer = Localizer(self.pair, _pair(self.reference), _ROUNDING * 4)
+        localizer = Localizer(self.pair, self.reference._runtime.pair, _ROUNDING * 4)
         localizer.run(
             [
                 ("prefill", ("target", "drafter"), (0, length), "logits", prefill),
@@ -356,7 +356,7 @@ class Selftest:
 
     def _request(self, prompt: Sequence[int], anchor: int) -> Request:
         params = SamplingParams(max_tokens=4, ignore_eos=True)
-        request = self.llm._runtime.request(list(prompt), params, draft=True)
+        request = self.llm._runtime.request(list(prompt), params, RequestOptions())
         request.slot, request.committed = 0, len(prompt)
         request.output.append(anchor)
         return request
@@ -378,14 +378,6 @@ def _give_up(report: Path, header: dict[str, Any], checks: Sequence[Check], limi
     write_report(report, header, checks)
     faulthandler.dump_traceback()
     os._exit(1)
-
-
-def _pair(llm: LLM) -> Pair:
-    if not isinstance(pair := llm._runtime.pair, Pair):
-        raise DFlashError(
-            f"{llm.bundle.path}: this engine runs its own loop, and its passes cannot be checked"
-        )
-    return pair
 
 
 def _prefill(pair: Pair, tokens: Sequence[int], start: int, slot: int, *, draft: bool = False) -> Array:

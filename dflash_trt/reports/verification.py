@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from time import perf_counter
 
+from dflash_trt.decoding.options import DraftingOptions
 from dflash_trt.decoding.params import Completion, SamplingParams
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.llm import LLM
@@ -48,8 +49,7 @@ def expected_seconds(
     prompts: Sequence[Prompt],
     *,
     temperatures: Sequence[float],
-    block_lengths: Sequence[int | None],
-    tree_nodes: Sequence[int | None] = (),
+    ways: Sequence[DraftingOptions],
     batch_sizes: Sequence[int],
     max_tokens: int,
 ) -> float:
@@ -62,8 +62,8 @@ def expected_seconds(
     (prompt,), seconds = _asked(llm, prompts[:1]), []
     for temperature in temperatures:
         SamplingParams(temperature=temperature)
-    for block_length, nodes in _ways(block_lengths, tree_nodes):
-        llm.generate([], block_length=block_length, tree_nodes=nodes)
+    for way in ways:
+        llm.generate([], **way)
     llm.generate(prompt, SamplingParams(max_tokens=2), block_length=llm.block_size)  # first passes are slower
     for speculate in (False, True):
         began = perf_counter()
@@ -72,15 +72,12 @@ def expected_seconds(
         )
         seconds.append(perf_counter() - began)
     plain, drafted = seconds
-    ways = len(_ways(block_lengths, tree_nodes)) * len(batch_sizes)
-    return len(temperatures) * len(prompts) * (plain + ways * drafted)
+    return len(temperatures) * len(prompts) * (plain + len(ways) * len(batch_sizes) * drafted)
 
 
-def _ways(
-    block_lengths: Sequence[int | None], tree_nodes: Sequence[int | None]
-) -> list[tuple[int | None, int | None]]:
-    """Block length and tree nodes of each way of drafting: chains, and then trees."""
-    return [(length, 0) for length in block_lengths] + [(None, nodes) for nodes in tree_nodes]
+def chains(block_lengths: Sequence[int | None]) -> list[DraftingOptions]:
+    """The ways to draft chains of these lengths."""
+    return [{"block_length": length, "tree_nodes": 0} for length in block_lengths]
 
 
 def _asked(llm: LLM, prompts: Sequence[Prompt]) -> list[str | list[int]]:
@@ -95,14 +92,11 @@ def verify(
     prompts: Sequence[Prompt],
     *,
     temperatures: Sequence[float],
-    block_lengths: Sequence[int | None],
-    tree_nodes: Sequence[int | None] = (),
+    ways: Sequence[DraftingOptions],
     batch_sizes: Sequence[int],
     max_tokens: int,
 ) -> Iterator[Case]:
     """Compare plain decoding, one prompt at a time, with every way of drafting. Yields each case when done.
-
-    `block_lengths` are of chains. `tree_nodes` are sizes of trees, for bundles that verify trees.
 
     A drafted token is accepted only if plain decoding, with the same noise, would choose it. So tokens are equal at
     every temperature, unless the arithmetic of a row depends on the number of rows in its pass.
@@ -122,15 +116,13 @@ def verify(
             llm.generate(prompt, params, speculate=False)
             for prompt, params in zip(asked, sampling, strict=True)
         ]
-        for block_length, nodes in _ways(block_lengths, tree_nodes):
+        for way in ways:
             for batch_size in batch_sizes:
                 drafted: list[Completion] = []
                 for first in range(0, len(prompts), batch_size):
                     batch = slice(first, first + batch_size)
-                    drafted += llm.generate(
-                        asked[batch], sampling[batch], block_length=block_length, tree_nodes=nodes
-                    )
-                yield _compare(llm, prompts, plain, drafted, (temperature, block_length, nodes, batch_size))
+                    drafted += llm.generate(asked[batch], sampling[batch], **way)
+                yield _compare(llm, prompts, plain, drafted, temperature, way, batch_size)
 
 
 def _compare(
@@ -138,9 +130,10 @@ def _compare(
     prompts: Sequence[Prompt],
     plain: Sequence[Completion],
     drafted: Sequence[Completion],
-    way: tuple[float, int | None, int | None, int],
+    temperature: float,
+    way: DraftingOptions,
+    batch_size: int,
 ) -> Case:
-    temperature, block_length, tree_nodes, batch_size = way
     differing = [
         i
         for i, (one, other) in enumerate(zip(plain, drafted, strict=True))
@@ -149,8 +142,8 @@ def _compare(
     statistics = Statistics.merge(completion.statistics for completion in drafted)
     return Case(
         temperature=temperature,
-        block_length=block_length,
-        tree_nodes=tree_nodes,
+        block_length=way.get("block_length"),
+        tree_nodes=way.get("tree_nodes"),
         batch_size=batch_size,
         equal=len(prompts) - len(differing),
         differing=len(differing),

@@ -14,15 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.commit import alone, fail, leave
 from dflash_trt.decoding.leaving import Leaving
-from dflash_trt.decoding.length.policy import Lengths
+from dflash_trt.decoding.length.policy import FixedLength, Lengths
 from dflash_trt.decoding.metrics import Metrics
+from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.params import FinishReason, SamplingParams
 from dflash_trt.decoding.request import Emission, Request
 from dflash_trt.errors import DFlashError, EngineError, RequestError
@@ -60,7 +61,7 @@ class Driver:
     cut_short = False
 
     def __init__(self, bundle: Bundle) -> None:
-        manifest = bundle.manifest
+        self._path, manifest = bundle.path, bundle.manifest
         self._eos: tuple[int, ...] = tuple(manifest["eos_token_ids"])
         self._draft_len: int = manifest["block_size"] - 1
         self._module, self._llm = load(bundle)
@@ -78,11 +79,24 @@ class Driver:
     def idle(self) -> bool:
         return not self._runs
 
-    def check(self, params: SamplingParams, *, draft: bool) -> None:
+    @property
+    def pair(self) -> NoReturn:
+        raise DFlashError(f"{self._path}: this engine runs its own loop, and its passes cannot be checked")
+
+    @property
+    def most_tree_nodes(self) -> int:
+        return 0
+
+    def check(self, options: RequestOptions, params: SamplingParams) -> None:
         """Refuse settings that TensorRT-LLM does not support, or not per request. Raises RequestError naming the
         field.
         """
-        if not draft:
+        if options.block_length not in (None, self._draft_len + 1):
+            raise RequestError(
+                f"block_length is {options.block_length}, but TensorRT-LLM verifies {self._draft_len + 1} tokens of "
+                "every request; leave it out, or build with --block-size or --draft-len-schedule"
+            )
+        if not options.speculate:
             raise RequestError(
                 "speculate is False, but TensorRT-LLM drafts for every request of an engine; leave it out, or remove "
                 "speculative_config from the bundle's llm_args.yaml and serve that with trtllm-serve"
@@ -106,13 +120,9 @@ class Driver:
                 "with speculative decoding (its enable_penalty is a prototype, and off)"
             )
 
-    def check_block_length(self, length: int | None) -> None:
-        """Refuse a block length of one request or one caller, because the engine determines it."""
-        if length not in (None, self._draft_len + 1):
-            raise RequestError(
-                f"block_length is {length}, but TensorRT-LLM verifies {self._draft_len + 1} tokens of every request; "
-                "leave it out, or build with --block-size or --draft-len-schedule"
-            )
+    def lengths(self, options: RequestOptions) -> Lengths:
+        """TensorRT-LLM verifies whole blocks, as `check` makes sure."""
+        return FixedLength(self._draft_len + 1)
 
     def submit(self, request: Request) -> None:
         self._runs[request] = _Run()

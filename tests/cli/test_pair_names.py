@@ -112,18 +112,18 @@ def test_verify_begins_with_its_time_and_is_quick_by_default(
 def test_the_estimate_grows_with_what_is_asked(bundle: Path) -> None:
     from dflash_trt import LLM
     from dflash_trt.prompts import read_prompts
-    from dflash_trt.reports.verification import expected_seconds
+    from dflash_trt.reports.verification import chains, expected_seconds
 
     prompts = read_prompts(None, 4)
     with LLM(bundle) as llm:
         small = expected_seconds(
-            llm, prompts[:1], temperatures=[0.0], block_lengths=[8], batch_sizes=[1], max_tokens=8
+            llm, prompts[:1], temperatures=[0.0], ways=chains([8]), batch_sizes=[1], max_tokens=8
         )
         large = expected_seconds(
             llm,
             prompts,
             temperatures=[0.0, 1.0],
-            block_lengths=[8, 4, None],
+            ways=chains([8, 4, None]),
             batch_sizes=[1, 4],
             max_tokens=64,
         )

@@ -59,12 +59,15 @@ class Exposition:
 def served() -> tuple[Pool, list[Request]]:
     pool, lengths = Pool(3, 5), AnyLengths(3)
     requests = [
-        request(prompt(5 + i % 9, i % 4), SamplingParams(max_tokens=1 + 3 * (i % 7)), draft=i % 5 > 0)
+        request(
+            prompt(5 + i % 9, i % 4),
+            SamplingParams(max_tokens=1 + 3 * (i % 7)),
+            draft=i % 5 > 0,
+            count_prompt=not 30 <= i < 38,
+        )
         for i in range(40)
     ]
     requests[7].deadline = 0.0
-    for sample in requests[30:38]:
-        sample.count_prompt = False
     for each in requests:
         pool.scheduler.submit(each)
     for step in range(2000):
@@ -77,7 +80,7 @@ def served() -> tuple[Pool, list[Request]]:
 def test_the_sums_are_those_of_the_requests(served) -> None:
     pool, requests = served
     total = Statistics.merge(r.statistics for r in requests)
-    prompts = [r.statistics for r in requests if r.output and r.count_prompt]
+    prompts = [r.statistics for r in requests if r.output and r.options.count_prompt]
     assert len(prompts) < len(requests) - 8
     for found in (pool.scheduler.metrics.snapshot(), Exposition(pool.scheduler.metrics.prometheus())):
         get = found.__getitem__
@@ -115,7 +118,7 @@ def test_labelled_counters_and_distributions(served) -> None:
         "request_time_per_output_token_seconds": sum(r.params.max_tokens > 1 for r in ended),
         "request_prefill_time_seconds": sum(bool(r.output) for r in requests),
         "request_decode_time_seconds": sum(bool(r.output) for r in requests),
-        "request_prompt_tokens": sum(bool(r.output) and r.count_prompt for r in requests),
+        "request_prompt_tokens": sum(bool(r.output) and r.options.count_prompt for r in requests),
         "request_generation_tokens": len(requests),
         "spec_decode_num_accepted_tokens_per_draft": total.num_drafts,
         "inter_token_latency_seconds": sum(max(0, r.statistics.num_generation_tokens - 1) for r in requests),

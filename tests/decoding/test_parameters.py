@@ -141,9 +141,9 @@ def test_samples_are_what_each_seed_gives_alone(llm: LLM) -> None:
 
 
 def test_requests_wait_by_priority_and_then_by_arrival() -> None:
-    waiting, made = Waiting(), [request([1], SamplingParams()) for _ in range(7)]
-    for each, priority in zip(made, [0, 5, -1, 0, 5, -1, 9], strict=True):
-        each.priority = priority
+    priorities = (0, 5, -1, 0, 5, -1, 9)
+    waiting, made = Waiting(), [request([1], SamplingParams(), priority=each) for each in priorities]
+    for each in made:
         waiting.add(each)
     waiting.remove(made[5])
     assert list(waiting) == [made[i] for i in (0, 1, 2, 3, 4, 6)]

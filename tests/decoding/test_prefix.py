@@ -37,8 +37,7 @@ __all__ = ["bundle"]  # the fixture
 def hits(
     pool: Pool, tokens: list[int], *, draft: bool = True, max_tokens: int = 20, salt: str = ""
 ) -> Request:
-    made = request(tokens, SamplingParams(max_tokens=max_tokens), draft=draft)
-    made.cache_salt = salt
+    made = request(tokens, SamplingParams(max_tokens=max_tokens), draft=draft, cache_salt=salt)
     assert finish(pool, Lengths(5), made)[made] == expected(tokens, made.params, 0)
     return made
 
@@ -112,14 +111,13 @@ def test_requests_of_another_salt_read_the_whole_prompt(kept: int, read: list[in
 
 def test_a_live_request_of_another_salt_is_no_source(read: list[int]) -> None:
     pool, base = Pool(3, 3, kept=8), prompt(30)
-    live = request(base, SamplingParams(max_tokens=60))
-    live.cache_salt = "a"
+    live = request(base, SamplingParams(max_tokens=60), cache_salt="a")
     pool.scheduler.submit(live)
     for _ in range(6):
         pool.scheduler.step(Lengths(5))
     read.clear()
-    others = [request(base + prompt(5, 1), SamplingParams(max_tokens=4)) for _ in range(2)]
-    others[0].cache_salt = "a"
+    few = SamplingParams(max_tokens=4)
+    others = [request(base + prompt(5, 1), few, cache_salt=salt) for salt in ("a", "")]
     finish(pool, Lengths(5), *others)
     assert [each.statistics.num_cached_tokens for each in others] == [30, 0]
     assert sum(read) == 5 + 35
@@ -366,8 +364,8 @@ def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
         else:
             before = common[: a["prefix"]]
         params = SamplingParams(max_tokens=a["max_tokens"])
-        made.append(request([*before, *prompt(a["length"], a["seed"])], params, draft=a["draft"]))
-        made[-1].cache_salt = a["salt"]
+        ids = [*before, *prompt(a["length"], a["seed"])]
+        made.append(request(ids, params, draft=a["draft"], cache_salt=a["salt"]))
         pool.scheduler.submit(made[-1])
         for _ in range(a["steps"]):
             pool.scheduler.step(lengths)
@@ -375,7 +373,8 @@ def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
     finish(pool, lengths)
     for each in made:
         assert each.output[: each.params.max_tokens] == expected(each.prompt, each.params, 0)
-        same = [[*o.prompt, *o.output] for o in made if o is not each and o.cache_salt == each.cache_salt]
+        others = [o for o in made if o is not each and o.options.cache_salt == each.options.cache_salt]
+        same = [[*o.prompt, *o.output] for o in others]
         most = max((shared(each.prompt, tokens, len(tokens)) for tokens in same), default=0)
         assert each.statistics.num_cached_tokens <= most
     counts = pool.prefixes.counts

@@ -16,6 +16,7 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding import scheduler as scheduler_module
 from dflash_trt.decoding.draft import Draft
+from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.params import MOST_PRIORITY, SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.runtime import Runtime
@@ -348,7 +349,10 @@ def test_any_schedule_on_onnx_runtime(bundle: Path, seed: int) -> None:
     served = runtime(bundle, rng.randint(1, 5), rng.randint(3, 40), rng.choice([0, 2, 6]))
     lengths = AnyLengths(seed)
     lengths.most = 8
-    due = [(rng.randint(0, 60), served.request(ids, p, draft=rng.random() < 0.8)) for ids, p in asked]
+    due = [
+        (rng.randint(0, 60), served.request(ids, p, RequestOptions(speculate=rng.random() < 0.8)))
+        for ids, p in asked
+    ]
     got: dict[Request, list[int]] = {each: [] for _, each in due}
     for step in range(1000):
         for at, each in due:
@@ -359,7 +363,7 @@ def test_any_schedule_on_onnx_runtime(bundle: Path, seed: int) -> None:
         for emission in served.scheduler.step(lengths):
             got[emission.request] += emission.token_ids
     assert served.scheduler.idle
-    served.pair.close()
+    served.scheduler.close()
     for (_, each), tokens in zip(due, alone, strict=True):
         ended = each.stop.finish_reason == "length"
         assert ended or each.cancelled
@@ -379,8 +383,8 @@ def test_urgent_requests_keep_a_plain_one_waiting_for_a_bounded_time(clock: Cloc
     pool.scheduler.submit(plain)
     started: list[Request] = []
     while plain not in started and len(started) < 1000:
-        urgent = request(prompt(8), SamplingParams(max_tokens=1), arrived=clock.now)
-        urgent.priority = -MOST_PRIORITY
+        params = SamplingParams(max_tokens=1)
+        urgent = request(prompt(8), params, arrived=clock.now, priority=-MOST_PRIORITY)
         pool.scheduler.submit(urgent)
         started += [emission.request for emission in pool.scheduler.step(Lengths(1))]
         clock.now += 1

@@ -12,12 +12,13 @@ slot spoils all rows of a pass over that slot, if the pass, or the longest reque
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from dflash_trt.decoding.arrays import HostArrays
 from dflash_trt.decoding.caches import Kept
+from dflash_trt.decoding.options import RequestOptions, ServingOptions
 from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams
@@ -307,6 +308,7 @@ def request(
     arrived: float = 0.0,
     draft: bool = True,
     deadline: float | None = None,
+    **options: Unpack[ServingOptions],
 ) -> Request:
     made = Request(
         prompt=list(prompt),
@@ -315,7 +317,7 @@ def request(
         stop=StopChecker(params, (), Letters()),  # type: ignore[arg-type]
         history=History(params, prompt) if params.adjusted else None,
         arrived=arrived,
-        draft=draft,
+        options=RequestOptions(speculate=draft, **options),
         deadline=deadline,
     )
     made.statistics.num_prompt_tokens = len(prompt)
@@ -352,7 +354,7 @@ class Pool:
             trees=True,
         )
         kept = (slots - batch) * capacity if kept is None else kept
-        self.scheduler = Scheduler(self.pair, batch)
+        self.scheduler = Scheduler(self.pair, BLOCK, batch)
         self.scheduler.slots = Slots(self.pair, kept * 2 * ROW_BYTES, page=8)
 
     @property

@@ -13,6 +13,7 @@ from dflash_trt.building.build import build
 from dflash_trt.cli import main
 from dflash_trt.cli.bench import _milliseconds
 from dflash_trt.decoding.metrics import quantile
+from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.reports.benchmark import Load, Point, bench
 from dflash_trt.runtime import Runtime
 from tests.doubles.checkpoints import make_drafter, make_target
@@ -32,11 +33,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runtime(bundle: Path) -> Any:
     made = Runtime(bundle, max_batch_size=4, prefill_chunk=64, prefix_cache_bytes=0, threads=1, check="size")
     yield made
-    made.pair.close()
+    made.scheduler.close()
 
 
 def points(runtime: Runtime, *loads: Load, **options: Any) -> dict[tuple[str, str], Point]:
-    methods = {"plain": runtime.lengths(False, 1), "fixed": runtime.lengths(True, 4)}
+    ways = {"plain": RequestOptions(speculate=False), "fixed": RequestOptions(block_length=4)}
+    methods = {name: runtime.lengths(way) for name, way in ways.items()}
     found = bench(runtime, [[i, 7, 9] for i in range(5)], loads, methods, **options)
     return {(point.load.name, point.method): point for each in found for point in each}
 

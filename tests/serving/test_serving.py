@@ -222,7 +222,7 @@ def test_a_failed_engine_refuses_its_requests_and_ends_the_process(bundle: Path)
         def broken(*_: Any) -> Any:
             raise RuntimeError("out of order")
 
-        llm._runtime.pair.verify = broken  # type: ignore[method-assign, union-attr]
+        llm._runtime.pair.verify = broken  # type: ignore[method-assign]
         ours, theirs = socket.socketpair()
         serving = asyncio.create_task(Worker(llm).serve(theirs))
         reader, writer = await asyncio.open_connection(sock=ours)
@@ -261,7 +261,7 @@ def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
 
         echo = worker._echo
         llm._runtime.request = panicking  # type: ignore[method-assign]
-        llm._runtime.pair.prefill = not_finite  # type: ignore[method-assign, union-attr]
+        llm._runtime.pair.prefill = not_finite  # type: ignore[method-assign]
         worker._echo = lambda ids: object() if ids[0] == 3 else echo(ids)  # type: ignore[assignment, method-assign]
         ours, theirs = socket.socketpair()
         serving = asyncio.create_task(worker.serve(theirs))

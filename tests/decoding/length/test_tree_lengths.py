@@ -140,9 +140,8 @@ def test_trees_of_candidates_give_the_tokens_of_plain_decoding(seed: int) -> Non
         params = SamplingParams(
             max_tokens=rng.randint(15, 40), temperature=temperature, presence_penalty=penalty, seed=i
         )
-        each = request(prompt(rng.randint(1, 30), i), params, draft=rng.random() < 0.8)
-        each.block_length = rng.choice([None, None, 4])
-        asked.append(each)
+        own, ids = rng.choice([None, None, 4]), prompt(rng.randint(1, 30), i)
+        asked.append(request(ids, params, draft=rng.random() < 0.8, block_length=own))
     tokens = finish(pool, policy, *asked)  # type: ignore[arg-type]
     for each in asked:
         assert tokens[each] == expected(each.prompt, each.params, each.seed)
@@ -157,10 +156,9 @@ def test_a_request_limits_the_trees_of_its_batch(limits: list[int | None], most:
     pool = Pool(3, 5)
     pool.drafter.width = 3
     asked = [
-        request(prompt(4 + i), SamplingParams(max_tokens=30, temperature=0.0), draft=i < 2) for i in range(3)
+        request(prompt(4 + i), SamplingParams(max_tokens=30), draft=i < 2, tree_nodes=limit)
+        for i, limit in enumerate([*limits, 2])
     ]
-    for each, limit in zip(asked, [*limits, 2], strict=True):
-        each.tree_nodes = limit
     tokens = finish(pool, TreeLengths(FixedLength(BLOCK), BLOCK - 1, 20), *asked)  # type: ignore[arg-type]
     for each in asked:
         assert tokens[each] == expected(each.prompt, each.params, each.seed)

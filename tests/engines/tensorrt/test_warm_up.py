@@ -16,6 +16,7 @@ from dflash_trt import LLM, SamplingParams, logs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
+from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.engines.tensorrt import plans, warm_up
 from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
@@ -114,7 +115,7 @@ def test_the_block_length_learns_from_the_device(bundles: dict[str, Bundle]) -> 
     """By default it is adaptive on every engine. It gets the log-probabilities of drafts from the device."""
     with LLM(bundles["tensorrt"].path) as llm:
         tokens(llm)
-        policy = llm._runtime.lengths(True, None)
+        policy = llm._runtime.lengths(RequestOptions())
         assert isinstance(policy, AdaptiveLength)
         assert sum(policy._acceptance._seen) > 0
 
