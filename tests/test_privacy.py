@@ -24,7 +24,7 @@ from tests.doubles.watched import Watch, available, watched
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = "".join(json.dumps({"prompt": f"x = {i}"}) + "\n" for i in range(2))
-# The commands by the name of their process, which runs them one after the other; BUNDLE, TARGET, DRAFTER and PROMPTS
+# The commands by the name of their process, which runs them one after the other; BUNDLE, PROMPTS, HELD_OUT and ANSWERS
 # are places. What they read from standard input is a "hi".
 COMMANDS = {
     "build": ["build --target tiny --out bundle"],
@@ -51,7 +51,7 @@ COMMANDS = {
     ],
     "train drafter": [
         "train drafter --target tiny --data ANSWERS --out run --steps 1 --batch-size 1"
-        " --held-out PROMPTS --eval-tokens 2"
+        " --held-out HELD_OUT --eval-tokens 2"
     ],
 }
 RUN = "import sys; from dflash_trt.cli import main; sys.exit(max(main(words.split()) for words in sys.argv[1:]))"
@@ -124,7 +124,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
     """The run of every process. Two run at a time."""
     root = tmp_path_factory.mktemp("privacy")
     (prompts := root / "prompts.jsonl").write_text(PROMPTS)
-    names = {"BUNDLE": str(root / "build/work/bundle"), "PROMPTS": str(prompts)}
+    (held_out := root / "held_out.jsonl").write_text('{"prompt": "y = 1"}\n')
+    names = {"BUNDLE": str(root / "build/work/bundle"), "PROMPTS": str(prompts), "HELD_OUT": str(held_out)}
     names["ANSWERS"] = str(root / "train-regenerate/work/answers.jsonl")
 
     def run(name: str, lines: list[str]) -> tuple[Place, Watch]:

@@ -64,7 +64,7 @@ SYSCALLS = ",".join(
     ]
 )
 FILE_SIZES = (0, 100, 10_000, 200_000, 1_000_000)
-_FAILED, _STARTED = 3, 30  # exit code of an operation that raised OSError; seconds until strace has attached
+_FAILED, _STARTED = 3, 30  # exit code of an operation that met an OSError; seconds until strace has attached
 
 Tree = dict[str, str]
 Call = tuple[str, int]  # the name of a call, and its number among the calls of that name, from 1
@@ -154,10 +154,12 @@ def _fork(run: Callable[[], None], prepare: Callable[[], None] | None) -> int:
                 prepare()
             run()
             code = 0
-        except OSError:
-            code = _FAILED
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            # A place that cannot be written is named in an error of the package, whose cause is the system's.
+            if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
+                code = _FAILED
+            else:
+                traceback.print_exc()
         finally:
             os._exit(code)
     return child

@@ -129,8 +129,8 @@ def test_families_and_precisions(case: Case, tmp_path: Path) -> None:
     for role, plan in bundle.manifest["tensorrt"]["plans"][str(case.capability)].items():
         if scheme := precision.scheme(role):
             assert plan["weight_bytes"][stored[scheme]] > 0
-    if precision.scheme("target"):
-        assert "BF16" not in bundle.manifest["target"]["weight_bytes"].get("experts", {})
+    if case.pair == "qwen3-moe" and precision.scheme("target"):  # without biases
+        assert "BF16" not in bundle.manifest["target"]["weight_bytes"]["experts"]
 
 
 @pytest.mark.parametrize(("options", "length"), [((1, 4), 20), ((16, 200), 1000)], ids=["smallest", "larger"])
@@ -326,9 +326,7 @@ def test_impossible_options(
 
 def test_a_missing_package(pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    with pytest.raises(
-        BuildError, match=r"pip install 'tensorrt-rtx-cu13>=1\.7' \(NVIDIA publishes it as a wheel"
-    ):
+    with pytest.raises(BuildError, match="pip install 'tensorrt-rtx-cu13"):
         rtx(pair, tmp_path / "b")
 
 
