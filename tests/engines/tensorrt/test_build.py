@@ -114,9 +114,7 @@ def test_attention_of_published_targets(name: str, capability: int, tmp_path: Pa
     )
 
 
-@pytest.mark.parametrize(
-    "case", CASES, ids=lambda c: f"{c.pair} {c.precision or 'bf16'} sm{c.capability}"
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.pair} {c.precision or 'bf16'} sm{c.capability}")
 def test_families_and_precisions(case: Case, tmp_path: Path) -> None:
     sources, precision = make_pair(case.pair, tmp_path), parse_precision(case.precision or None)
     options = TensorRTOptions(capabilities=(case.capability,), max_batch_size=2, prefill_chunk=16)
