@@ -24,28 +24,37 @@ from tests.doubles.watched import Watch, available, watched
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = "".join(json.dumps({"prompt": f"x = {i}"}) + "\n" for i in range(2))
-HELD_OUT = '{"id": "b", "category": "x", "prompt": "What is the other?"}\n'
-# The commands by name; BUNDLE, TARGET, DRAFTER and PROMPTS are places. What they read from standard input is a "hi".
+# The commands by the name of their process, which runs them one after the other; BUNDLE, PROMPTS, HELD_OUT and ANSWERS
+# are places. What they read from standard input is a "hi".
 COMMANDS = {
-    "build": "build --target tiny --out bundle",
-    "generate": "generate BUNDLE --prompt x --max-tokens 4",
-    "chat": "chat BUNDLE --max-tokens 4",
-    "serve": "serve BUNDLE --port 0",
-    "verify": "verify BUNDLE --limit 1 --temperatures 0 --max-tokens 4",
-    "selftest": "selftest BUNDLE",
-    "bench": "bench BUNDLE --requests 2 --concurrency 1 --max-tokens 4 --svg bench.svg",
-    "compare": "compare --target tiny --drafter tiny --limit 1 --temperatures 0 --max-tokens 4",
-    "deploy": "deploy BUNDLE --out triton",
-    "inspect": "inspect BUNDLE",
-    "plan": "plan --target tiny --gpu b200",
-    "quantize": "quantize tiny --scheme int4 --out quantized",
-    "train regenerate": "train regenerate --bundle BUNDLE --prompts PROMPTS --out answers.jsonl --max-tokens 4",
-    "train drafter": "train drafter --target tiny --data ANSWERS --out run --steps 1 --batch-size 1"
-    " --held-out HELD --eval-tokens 2",
-    "pairs": "pairs",
-    "doctor": "doctor",
-    "completion": "completion bash",
+    "build": ["build --target tiny --out bundle"],
+    "answers": [
+        "chat BUNDLE --max-tokens 4",
+        "generate BUNDLE --prompt x --max-tokens 4",
+        "verify BUNDLE --limit 1 --temperatures 0 --max-tokens 4",
+        "selftest BUNDLE",
+        "compare --target tiny --drafter tiny --limit 1 --temperatures 0 --max-tokens 4",
+    ],
+    "files": [
+        "deploy BUNDLE --out triton",
+        "inspect BUNDLE",
+        "plan --target tiny --gpu b200",
+        "quantize tiny --scheme int4 --out quantized",
+        "pairs",
+        "doctor",
+        "completion bash",
+    ],
+    "serve": ["serve BUNDLE --port 0"],
+    "bench": ["bench BUNDLE --requests 2 --concurrency 1 --max-tokens 4 --svg bench.svg"],
+    "train regenerate": [
+        "train regenerate --bundle BUNDLE --prompts PROMPTS --out answers.jsonl --max-tokens 4"
+    ],
+    "train drafter": [
+        "train drafter --target tiny --data ANSWERS --out run --steps 1 --batch-size 1"
+        " --held-out HELD_OUT --eval-tokens 2"
+    ],
 }
+RUN = "import sys; from dflash_trt.cli import main; sys.exit(max(main(words.split()) for words in sys.argv[1:]))"
 # Places that commands with charts write to; SECURITY.md lists them, too.
 DRAW = ("bench", "train drafter")
 TRAIN = ("train drafter",)
@@ -112,29 +121,29 @@ def served(watch: Watch) -> str:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[tuple[Place, Watch]]]]:
-    """Every command's run. Two run at a time."""
+    """The run of every process. Two run at a time."""
     root = tmp_path_factory.mktemp("privacy")
     (prompts := root / "prompts.jsonl").write_text(PROMPTS)
-    (held_out := root / "held_out.jsonl").write_text(HELD_OUT)
-    names = {"BUNDLE": str(root / "build/work/bundle"), "PROMPTS": str(prompts), "HELD": str(held_out)}
-    names["ANSWERS"] = str(root / "train regenerate/work/answers.jsonl")
+    (held_out := root / "held_out.jsonl").write_text('{"prompt": "y = 1"}\n')
+    names = {"BUNDLE": str(root / "build/work/bundle"), "PROMPTS": str(prompts), "HELD_OUT": str(held_out)}
+    names["ANSWERS"] = str(root / "train-regenerate/work/answers.jsonl")
 
-    def run(name: str, line: str) -> tuple[Place, Watch]:
-        if "ANSWERS" in line:
+    def run(name: str, lines: list[str]) -> tuple[Place, Watch]:
+        if name == "train drafter":
             made["train regenerate"].result()
-        place = Place(root / name)
-        words = [names.get(word, word) for word in line.split()]
-        return place, place.run("-m", "dflash_trt", *words, use=served if name == "serve" else None)
+        place = Place(root / name.replace(" ", "-"))
+        words = [" ".join(names.get(word, word) for word in line.split()) for line in lines]
+        return place, place.run("-c", RUN, *words, use=served if name == "serve" else None)
 
     with ThreadPoolExecutor(2) as pool:
         made = {"build": pool.submit(run, "build", COMMANDS["build"])}
         made["build"].result()
-        made |= {name: pool.submit(run, name, line) for name, line in COMMANDS.items() if name not in made}
+        made |= {name: pool.submit(run, name, lines) for name, lines in COMMANDS.items() if name not in made}
         yield made
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_sends_nothing_and_writes_only_what_is_listed(
+def test_commands_send_nothing_and_write_only_what_is_listed(
     runs: dict[str, Future[tuple[Place, Watch]]], name: str
 ) -> None:
     place, watch = runs[name].result()
@@ -173,7 +182,7 @@ def test_all_commands_run() -> None:
     from dflash_trt.cli import _parser
 
     (commands,) = (a.choices for a in _parser()._actions if a.dest == "command")
-    assert {line.split()[0] for line in COMMANDS.values()} == set(commands)  # type: ignore[arg-type]
+    assert {line.split()[0] for lines in COMMANDS.values() for line in lines} == set(commands)  # type: ignore[arg-type]
 
 
 def test_reports_that_the_user_turns_on_are_seen(tmp_path: Path) -> None:

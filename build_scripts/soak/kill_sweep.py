@@ -64,10 +64,7 @@ SYSCALLS = ",".join(
     ]
 )
 FILE_SIZES = (0, 100, 10_000, 200_000, 1_000_000)
-_FAILED, _STARTED = (
-    3,
-    30,
-)  # exit code of an operation that an OSError ended; seconds until strace has attached
+_FAILED, _STARTED = 3, 30  # exit code of an operation that met an OSError; seconds until strace has attached
 
 Tree = dict[str, str]
 Call = tuple[str, int]  # the name of a call, and its number among the calls of that name, from 1
@@ -158,6 +155,7 @@ def _fork(run: Callable[[], None], prepare: Callable[[], None] | None) -> int:
             run()
             code = 0
         except BaseException as error:
+            # A place that cannot be written is named in an error of the package, whose cause is the system's.
             if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
                 code = _FAILED
             else:
@@ -250,16 +248,21 @@ def limit_files(size: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+def spread(count: int, sample: int | None) -> list[int]:
+    """Evenly spread indices of `count` things, with the first and the last; all of them without a sample."""
+    chosen = count if sample is None else min(sample, count)
+    return sorted({round(i * (count - 1) / max(1, chosen - 1)) for i in range(chosen)})
+
+
 def sweep(operation: Operation, sample: int | None, *, syscalls: bool) -> dict[str, int]:
     calls = calls_of(operation, syscalls=syscalls)
-    count = len(calls) if sample is None else min(sample, len(calls))
-    chosen = sorted({round(i * (len(calls) - 1) / max(1, count - 1)) for i in range(count)})
+    chosen = spread(len(calls), sample)
     for i in chosen:
         kill(operation, calls[i], syscalls=syscalls)
         operation.check(f"killed at {calls[i][0]} {calls[i][1]} ({i + 1} of {len(calls)} calls)")
         operation.reset()
     failed = 0
-    for size in FILE_SIZES:
+    for size in (FILE_SIZES[i] for i in spread(len(FILE_SIZES), sample)):
         code = in_child(operation.run, limit_files(size))
         if code not in (0, _FAILED):
             sys.exit(
@@ -278,7 +281,7 @@ def main() -> None:
     )
     parser.add_argument("operations", nargs="*", metavar="OPERATION", help=", ".join(OPERATIONS))
     parser.add_argument(
-        "--sample", type=int, metavar="N", help="number of kills per operation (default: one per call)"
+        "--sample", type=int, metavar="N", help="number of kills and of limits per operation (default: all)"
     )
     parser.add_argument("--syscalls", action="store_true", help="at every system call, with strace")
     parser.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")

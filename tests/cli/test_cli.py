@@ -15,7 +15,6 @@ import pytest
 
 from dflash_trt.cli import COMMANDS, main
 from dflash_trt.cli.output import print_table
-from dflash_trt.cli.parser import Parser
 from tests.cli.conftest import Output, build_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -34,35 +33,6 @@ def test_help_has_examples(arguments: list[str], capsys: pytest.CaptureFixture[s
         main([*arguments, "--help"])
     assert raised.value.code == 0
     assert f"examples:\n  dflash-trt {' '.join(arguments)}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "usage"),
-    [
-        ([], "dflash-trt [options] COMMAND ..."),
-        (["generate"], "dflash-trt generate [options] BUNDLE"),
-        (["build"], "dflash-trt build [options] --target NAME_OR_PATH"),
-        (["quantize"], "dflash-trt quantize [options] --scheme SCHEME --out DIR NAME_OR_PATH"),
-    ],
-)
-def test_usage_names_what_must_be_given(
-    arguments: list[str], usage: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main([*arguments, "--help"])
-    assert capsys.readouterr().out.startswith(f"usage: {usage}\n\n")
-
-
-def test_the_texts_of_help_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    for name, command in COMMANDS.items():
-        shown = Parser(prog=name, description=command.DESCRIPTION, epilog=command.EXAMPLES).format_help()
-        assert all(len(line) <= 80 or line.startswith("  ") for line in shown.splitlines())
-        for text in (command.DESCRIPTION, command.EXAMPLES):
-            assert " ".join(text.split()) in " ".join(shown.split())
-        for line in command.EXAMPLES.splitlines():  # whole, to be copied
-            assert not line.startswith("  ") or line in shown.splitlines()
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -98,20 +68,6 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert raised.value.code == 0
     assert capsys.readouterr().out == f"dflash-trt {dflash_trt.__version__}\n"
-
-
-def test_wrong_usage_is_short_and_names_the_nearest_word(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, meant in (
-        (["bulid"], "'build'"),
-        (["build", "--taget", "tiny"], "'--target'"),
-        (["build", "--target", "tiny", "--max-sequence-len", "9"], "'--max-seq-len'"),
-        (["build", "--target", "tiny", "--engine", "onnx-runtime"], "'onnxruntime'"),
-    ):
-        usage_error(*arguments)
-        error = capsys.readouterr().err
-        assert f"(did you mean {meant}?)" in error
-        assert error.count("\n") == 2
-        assert "--help` shows the options" in error
 
 
 def test_what_is_logged_goes_to_stderr(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,21 +115,6 @@ def test_build_reports_progress_on_stderr(
     assert again.code == 0
     assert again.json["kind"] == "bundle"
     assert again.json["build_seconds"] >= 0
-
-
-def test_build_errors_are_one_line(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "b.txt").touch()
-    failed = Output(capsys, *build_arguments(pair, tmp_path / "b.txt"))
-    assert failed.code == 1
-    assert failed.out == ""
-    assert failed.err.splitlines()[-1].startswith(f"dflash-trt: error: {tmp_path / 'b.txt'}: is a file")
-    assert "Traceback" not in failed.err
-    swapped = Output(capsys, *build_arguments((pair[1], pair[0]), tmp_path / "b"))
-    assert swapped.code == 1
-    assert "config.json" in swapped.err
-    assert not (tmp_path / "b").exists()
 
 
 def test_debug_raises(tmp_path: Path) -> None:
@@ -235,18 +176,6 @@ def test_generate_stop_string(bundle: Path, capsys: pytest.CaptureFixture[str]) 
     text = Output(capsys, *options).out
     stop = text[8:11]
     assert Output(capsys, *options, "--stop", stop).out == text[: text.index(stop)] + "\n"
-
-
-def test_generate_names_the_wrong_field(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    usage_error("generate", str(bundle), "-p", "12", "--top-p", "1.5")
-    wrong = capsys.readouterr()
-    assert wrong.out == ""
-    assert wrong.err.startswith("dflash-trt generate: error: top_p is 1.5")
-    absent = Output(capsys, "generate", tmp_path / "none", "-p", "12")
-    assert absent.code == 1
-    assert str(tmp_path / "none") in absent.err
 
 
 def test_verify_finds_no_difference(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
-"""Hides what Linux has and other systems lack: python -m pytest -p tests.doubles.other_platform tests/cli
+"""Hides what Linux has and other systems lack. Imported before the package.
 
 macOS lacks sched_getaffinity and /proc; Windows also lacks fcntl, resource, users' numbers and open directories.
-Imported before the package. Tests of the server are left out: it needs Linux or macOS.
 """
 
 from __future__ import annotations
@@ -59,7 +58,3 @@ def _release_as_on_windows(self: filelock.UnixFileLock) -> None:
 
 
 filelock.UnixFileLock._release = _release_as_on_windows  # type: ignore[method-assign]
-
-
-def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
-    return True if "/tests/serving" in collection_path.as_posix() else None

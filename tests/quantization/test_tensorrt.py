@@ -24,8 +24,6 @@ from dflash_trt.graph.quantized_experts import Projection, Stack
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.quantization.repack import int4_by_row
-from tests.doubles.checkpoints import make_drafter
-from tests.doubles.family_checkpoints import make_qwen3_moe
 
 SIZE, LAYER = 2048, "layers.0.mlp.up_proj"
 BF16_BYTES = 2 * SIZE * SIZE
@@ -34,6 +32,19 @@ PACKED = {"fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125, "int4": 0.515625}
 KERNELS = 800_000
 EXPERTS, COUNT, WIDTH = "layers.0.mlp.experts", 8, 768
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
+# Each scheme with calibrated and computed scales of the input, in both dtypes, for GPUs of several generations.
+packed_in_plans = pytest.mark.parametrize(
+    ("scheme", "calibrated", "capability", "dtype"),
+    [
+        ("fp8", True, 89, "BFLOAT16"),
+        ("fp8", False, 120, "FLOAT16"),
+        ("nvfp4", True, 120, "BFLOAT16"),
+        ("nvfp4", False, 121, "FLOAT16"),
+        ("mxfp4", False, 120, "BFLOAT16"),
+        ("int4", False, 80, "BFLOAT16"),
+        ("int4", False, 120, "FLOAT16"),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +58,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("scheme", "calibrated", "capability", "dtype"),
-    [
-        ("fp8", True, 89, "BFLOAT16"),
-        ("fp8", False, 89, "BFLOAT16"),
-        ("fp8", False, 120, "FLOAT16"),
-        ("nvfp4", True, 120, "BFLOAT16"),
-        ("nvfp4", False, 120, "BFLOAT16"),
-        ("nvfp4", False, 121, "FLOAT16"),
-        ("mxfp4", False, 120, "BFLOAT16"),
-        ("int4", False, 80, "BFLOAT16"),
-        ("int4", False, 89, "FLOAT16"),
-        ("int4", False, 120, "BFLOAT16"),
-    ],
-)
+@packed_in_plans
 def test_plans_keep_weights_packed(
     tmp_path: Path, source: Path, scheme: str, calibrated: bool, capability: int, dtype: str
 ) -> None:
@@ -112,18 +109,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("scheme", "calibrated", "capability", "dtype"),
-    [
-        ("fp8", True, 89, "BFLOAT16"),
-        ("fp8", False, 120, "FLOAT16"),
-        ("nvfp4", True, 120, "BFLOAT16"),
-        ("nvfp4", False, 121, "FLOAT16"),
-        ("mxfp4", False, 120, "BFLOAT16"),
-        ("int4", False, 80, "BFLOAT16"),
-        ("int4", False, 120, "FLOAT16"),
-    ],
-)
+@packed_in_plans
 def test_plans_keep_experts_packed(
     tmp_path: Path, experts: Path, scheme: str, calibrated: bool, capability: int, dtype: str
 ) -> None:
@@ -168,35 +154,3 @@ def test_formats_a_gpu_lacks_are_refused(
             precision=parse_precision(precision),
         )
     assert not (tmp_path / "bundle").exists()
-
-
-@pytest.mark.parametrize(("scheme", "capability"), [("nvfp4", 120), ("int4", 80)])
-def test_a_pair_with_experts_builds(tmp_path: Path, scheme: str, capability: int) -> None:
-    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
-    target = make_qwen3_moe(tmp_path / "target", norm_topk_prob=False, **sizes)
-    drafter = make_drafter(tmp_path / "drafter", target, layers=1, taps=(0, 1))
-    bundle = build(
-        str(target),
-        str(drafter),
-        tmp_path / "bundle",
-        engine="tensorrt-rtx",
-        options=TensorRTOptions((capability,), max_batch_size=2, prefill_chunk=16),
-        max_seq_len=64,
-        precision=parse_precision(f"target={scheme}"),
-    )
-    stored = bundle.manifest["target"]["weight_bytes"]["experts"]
-    assert "BF16" not in stored
-
-
-def test_the_shipped_pair_builds(tmp_path: Path) -> None:
-    bundle = build(
-        "tiny",
-        None,
-        tmp_path / "bundle",
-        engine="tensorrt-rtx",
-        options=TensorRTOptions((120,), max_batch_size=2, prefill_chunk=64),
-        max_seq_len=256,
-        precision=parse_precision("target=nvfp4,drafter=fp8,head=int4"),
-    )
-    assert set(bundle.manifest["tensorrt"]["plans"]["120"]) == {"target", "drafter"}
-    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]

@@ -36,7 +36,7 @@ from dflash_trt.serving.deploy import container_command
 from tests.doubles import fake_tensorrt
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.plan_kernels import attention_of
-from tests.doubles.tensorrt_matrix import CASES, FAMILIES, WIDE, Case, make_pair
+from tests.doubles.tensorrt_matrix import CASES, Case, make_pair
 
 SMALL = TensorRTOptions(capabilities=(120,), max_batch_size=2, prefill_chunk=16)
 RTX = FLAVOURS["tensorrt-rtx"]
@@ -103,7 +103,7 @@ def check_attention(bundle: Bundle, capability: int) -> None:
         assert found.skipping == found.kernels, f"{role}: attention reads the whole capacity"
 
 
-@pytest.mark.parametrize(("name", "capability"), [*((name, 120) for name in WIDE), ("qwen3-4b, wide", 89)])
+@pytest.mark.parametrize(("name", "capability"), [("qwen3-4b, wide", 89), ("gpt-oss-20b, wide", 120)])
 def test_attention_of_published_targets(name: str, capability: int, tmp_path: Path) -> None:
     options = TensorRTOptions(capabilities=(capability,), max_batch_size=8, prefill_chunk=64)
     bundle = rtx(make_pair(name, tmp_path), tmp_path / "bundle", options, max_seq_len=4096)
@@ -114,12 +114,7 @@ def test_attention_of_published_targets(name: str, capability: int, tmp_path: Pa
     )
 
 
-NOT_ABOVE = [case for case in CASES if case.precision or case.pair in FAMILIES]
-
-
-@pytest.mark.parametrize(
-    "case", NOT_ABOVE, ids=lambda c: f"{c.pair} {c.precision or 'bf16'} sm{c.capability}"
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.pair} {c.precision or 'bf16'} sm{c.capability}")
 def test_families_and_precisions(case: Case, tmp_path: Path) -> None:
     sources, precision = make_pair(case.pair, tmp_path), parse_precision(case.precision or None)
     options = TensorRTOptions(capabilities=(case.capability,), max_batch_size=2, prefill_chunk=16)
@@ -132,6 +127,8 @@ def test_families_and_precisions(case: Case, tmp_path: Path) -> None:
     for role, plan in bundle.manifest["tensorrt"]["plans"][str(case.capability)].items():
         if scheme := precision.scheme(role):
             assert plan["weight_bytes"][stored[scheme]] > 0
+    if case.pair == "qwen3-moe" and precision.scheme("target"):  # without biases
+        assert "BF16" not in bundle.manifest["target"]["weight_bytes"]["experts"]
 
 
 @pytest.mark.parametrize(("options", "length"), [((1, 4), 20), ((16, 200), 1000)], ids=["smallest", "larger"])
@@ -327,9 +324,7 @@ def test_impossible_options(
 
 def test_a_missing_package(pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    with pytest.raises(
-        BuildError, match=r"pip install 'tensorrt-rtx-cu13>=1\.7' \(NVIDIA publishes it as a wheel"
-    ):
+    with pytest.raises(BuildError, match="pip install 'tensorrt-rtx-cu13"):
         rtx(pair, tmp_path / "b")
 
 
