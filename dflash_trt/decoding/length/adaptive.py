@@ -128,18 +128,19 @@ class AdaptiveLength:
         # The first pass of a drafter that was off also reads the rows committed meanwhile.
         timed = drafts and not self._idle
         draft = done.draft_seconds if drafts else 0.0
-        stall = done.verify_seconds - verify
         if timed:
             of_draft, draft, _ = self._draft_times.observe(batch, done.drafted, draft)
             usual += of_draft
-            stall += done.draft_seconds - draft
         else:
             self._draft_times.scale(batch, change)
-        self._stalls.observe(usual, stall)
+        if timed or not drafts:
+            self._stalls.observe(usual, done.verify_seconds + (done.draft_seconds if drafts else 0.0))
         self._advance = min(self._advance + _SHARE, _ADVANCE)
         if self._trial and draft < 1e9:
             tokens = (batch + sum(done.accepted)) / plan.tokens
-            lost = (draft + verify) / plan.seconds - tokens
+            seconds = draft + verify
+            seconds += float(self._stalls(np.array([seconds]))[0])
+            lost = seconds / plan.seconds - tokens
             self._advance = max(self._advance - max(0.0, lost), -10 * _ADVANCE)
         self._untimed = self._trial and drafts and not timed
         if drafts:

@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 # The share of a slow drift of one length that all other lengths of its batch follow.
 _SHARED = 0.85
 # A pass is long from so many usual times on, and counts no more than that until so many in a row are long.
-_LONG, _IN_A_ROW = 1.5, 3
+_LONG, _IN_A_ROW = 1.2, 3
 # The passes that a start-up time is worth, those over which a running mean looks back, and the rounds over which
 # unused evidence fades.
 _BELIEF, _PASSES, _ROUNDS = 0.25, 32, 500
