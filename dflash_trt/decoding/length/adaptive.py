@@ -75,7 +75,8 @@ class _Plan:
 
     length: int
     trial: int
-    seconds: float  # that a round takes
+    seconds: float  # that a round takes, with stalls
+    stall: float
     tokens: float  # that it commits
 
 
@@ -138,9 +139,8 @@ class AdaptiveLength:
         self._advance = min(self._advance + _SHARE, _ADVANCE)
         if self._trial and draft < 1e9:
             tokens = (batch + sum(done.accepted)) / plan.tokens
-            seconds = draft + verify
-            seconds += float(self._stalls(np.array([seconds]))[0])
-            lost = seconds / plan.seconds - tokens
+            # By its passes, with the stalls of a usual round: its own say little.
+            lost = (draft + verify + plan.stall) / plan.seconds - tokens
             self._advance = max(self._advance - max(0.0, lost), -10 * _ADVANCE)
         self._untimed = self._trial and drafts and not timed
         if drafts:
@@ -169,11 +169,12 @@ class AdaptiveLength:
         seconds[1:] += self._draft_times(batch)[1 : self.block_size]
         # Fewer rows take no longer than more: a start-up time that a busy machine made too long is found out.
         seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-        seconds = seconds + self._stalls(seconds)
+        stalls = self._stalls(seconds)
+        seconds = seconds + stalls
         tokens = batch * self._acceptance.tokens()
         best = int((tokens / seconds).argmax())
         # Each trial costs about as much in sum: what costs half is tried twice as often.
         lost = seconds / seconds[best] - tokens / tokens[best] + 0.05
         order = lost * (evidence + 1e-3)
         order[best] = np.inf
-        return _Plan(best + 1, int(order.argmin()) + 1, float(seconds[best]), float(tokens[best]))
+        return _Plan(best + 1, int(order.argmin()) + 1, float(seconds[best]), float(stalls[best]), float(tokens[best]))

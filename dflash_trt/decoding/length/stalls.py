@@ -15,6 +15,8 @@ Array = np.ndarray[Any, Any]
 
 # Rounds over which evidence fades by 1/e.
 _ROUNDS = 500
+# Rounds without a stall that are assumed at the start.
+_FEW = 16
 # A stall counts as at most so many usual rounds: a suspended machine says nothing about the next round.
 _LONGEST = 32.0
 
@@ -41,5 +43,5 @@ class Stalls:
         noise = 4 * (ss * n / (s * s) - 1)
         by_time = (us * n / (u * s) - 1) * n + noise / 2
         by_time = min(1.0, max(0.0, by_time / ((uu * n / (u * u) - 1) * n + noise + 1e-9)))
-        expected: Array = s / n * (1 - by_time + by_time * n / u * usual)
+        expected: Array = s / (n + _FEW) * (1 - by_time + by_time * n / u * usual)
         return expected
