@@ -33,8 +33,6 @@ from dflash_trt.engines.base import RunSettings
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import BundleError, DFlashError, RequestError, UsageError, quoted
 from dflash_trt.logs import warn_once
-from dflash_trt.planning.beliefs import Belief, beliefs
-from dflash_trt.planning.steps import DRAFTER, TARGET
 from dflash_trt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -143,13 +141,7 @@ class Runtime:
             self.scheduler.slots.overwritten()
             with self.scheduler.whole():
                 most = min(MOST_NODES, self.most_tree_nodes)
-                self._adaptive = new_adaptive(
-                    self.block_size,
-                    self.pair,
-                    self.scheduler.max_batch_size,
-                    most,
-                    beliefs(self.bundle, USUAL_CONTEXT),
-                )
+                self._adaptive = new_adaptive(self.block_size, self.pair, self.scheduler.max_batch_size, most)
                 for slot in range(
                     self.scheduler.max_batch_size
                 ):  # the numbers of these passes may not be finite
@@ -343,24 +335,16 @@ def _characters(value: object, most: int) -> int:
     return size
 
 
-def new_adaptive(
-    block_size: int,
-    pair: Pair,
-    max_batch_size: int,
-    most_nodes: int = 0,
-    believed: Mapping[str, Belief] | None = None,
-) -> AdaptiveLength:
+def new_adaptive(block_size: int, pair: Pair, max_batch_size: int, most_nodes: int = 0) -> AdaptiveLength:
     """The adaptive length of a pair. Times the pair's passes, which overwrites rows of slots 0 .. max_batch_size-1.
 
-    most_nodes: the most nodes of a tree, whose times are followed too. believed: the times of passes of "target" and
-    "drafter" for which start-up has no time.
+    most_nodes: the most nodes of a tree, whose times are followed too.
     """
-    believed = believed or {}
     batches = [*(2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size), max_batch_size]
     lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
     nodes = sorted({n for n in (16, most_nodes) if block_size < n <= most_nodes})
     return AdaptiveLength(
         block_size,
-        measure(pair.rehearse_draft, batches, lengths[1:], believed.get(DRAFTER)),
-        measure(pair.rehearse_verify, batches, lengths + nodes, believed.get(TARGET)),
+        measure(pair.rehearse_draft, batches, lengths[1:]),
+        measure(pair.rehearse_verify, batches, lengths + nodes),
     )

@@ -3,7 +3,7 @@
 With S_j the probability that the first j drafts of a request are all right, a round of length L commits
 G(L) = 1 + S_1 + ... + S_{L-1} tokens per request on average, and takes T(L) seconds. Over many rounds, the tokens per
 second are G(L) / T(L). S comes from the shares of earlier drafts that were right, by place (`Acceptance`). T is the
-usual time of the passes (`pass_times`) plus the mean stall (`stalls`). Both are arithmetic means over recent rounds.
+usual time of the passes (`pass_times`) plus the mean stall, which all lengths share (`stalls`).
 
 Times and chances of lengths that are not in use grow old. So a share of the time is spent on trials of other lengths.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.length.pass_times import PassTimes
+from dflash_trt.decoding.length.pass_times import ROUNDS, PassTimes
 from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.length.stalls import Stalls
 
@@ -27,8 +27,8 @@ Array = np.ndarray[Any, Any]
 _INTERVAL = 8
 # What trials may cost: a share of the rounds, and so many rounds in advance.
 _SHARE, _ADVANCE = 0.01, 2.0
-# Drafting rounds and plain rounds over which evidence of acceptance fades by 1/e, and the weight of the place before.
-_DRAFTED, _PLAIN, _PRIOR = 50, 500, 2.0
+# Drafting rounds over which evidence of acceptance fades by 1/e, and the weight of the place before.
+_DRAFTED, _PRIOR = 50, 2.0
 # The requests of a round that are counted.
 _COUNTED = 16
 
@@ -149,7 +149,7 @@ class AdaptiveLength:
             self._acceptance.observe(done.accepted[first::few], done.offered[first::few])
             self._idle = 0
         else:
-            self._acceptance.fade(_PLAIN)
+            self._acceptance.fade(ROUNDS)
             self._idle += 1
         self._rounds += 1
         if self._trial or self._rounds >= self._next:
@@ -177,4 +177,6 @@ class AdaptiveLength:
         lost = seconds / seconds[best] - tokens / tokens[best] + 0.05
         order = lost * (evidence + 1e-3)
         order[best] = np.inf
-        return _Plan(best + 1, int(order.argmin()) + 1, float(seconds[best]), float(stalls[best]), float(tokens[best]))
+        return _Plan(
+            best + 1, int(order.argmin()) + 1, float(seconds[best]), float(stalls[best]), float(tokens[best])
+        )

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from dflash_trt.decoding.length.pass_times import ROUNDS
+
 Array = np.ndarray[Any, Any]
 
-# Rounds over which evidence fades by 1/e.
-_ROUNDS = 500
 # Rounds without a stall that are assumed at the start.
 _FEW = 16
 # A stall counts as at most so many usual rounds: a suspended machine says nothing about the next round.
@@ -30,7 +30,7 @@ class Stalls:
         if 1e-9 < u < 1e9 and seconds == seconds:
             s = min(max(seconds - u, -u), _LONGEST * u)
             self._sums = tuple(
-                each + new - each / _ROUNDS
+                each + new - each / ROUNDS
                 for each, new in zip(self._sums, (1.0, u, s, u * u, u * s, s * s), strict=True)
             )
 
