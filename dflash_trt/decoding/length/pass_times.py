@@ -1,7 +1,7 @@
 """The usual time of a pass over `batch` sequences of `length` tokens: measured at start-up and in every round.
 
 A pass corrects the time of its own length most, of similar lengths less, and of all lengths of its batch a little: the
-machine may be slower. A pass counts as at most 1.2 times its usual time, unless long passes follow each other. So one
+machine may be slower. A pass counts as at most 1.5 times its usual time, unless long passes follow each other. So one
 pause of the machine says little about one length. It adds to the mean stall, which all lengths share (`stalls`).
 """
 
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 # The share of a slow drift of one length that all other lengths of its batch follow.
 _SHARED = 0.85
 # A pass is long from so many usual times on, and counts no more than that until so many in a row are long.
-_LONG, _IN_A_ROW = 1.2, 2
+_LONG, _IN_A_ROW = 1.5, 2
 # The passes that a start-up time is worth, and those over which a running mean looks back.
 _BELIEF, _PASSES = 0.25, 32
 # The rounds over which other evidence fades by 1/e.
