@@ -30,7 +30,7 @@ _SHARE, _ADVANCE = 0.01, 2.0
 # Drafting rounds over which evidence of acceptance fades by 1/e, and the weight of the place before.
 _DRAFTED, _PRIOR = 50, 2.0
 # The requests of a round that are counted.
-_COUNTED = 16
+_COUNTED = 8
 
 
 class Acceptance:
