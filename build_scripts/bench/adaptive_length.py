@@ -1,7 +1,7 @@
 """The adaptive block length on the simulated pairs of tests/doubles/simulation.py, as tables.
 
-    python -m build_scripts.bench.adaptive_length [--rounds 3000] [--seed 0]   # each kind of start
-    python -m build_scripts.bench.adaptive_length --loads [--seed 0]           # stalls, drifts and busy periods
+    python -m build_scripts.bench.adaptive_length [--rounds 3000] [--seeds 0]  # each kind of start
+    python -m build_scripts.bench.adaptive_length --loads [--seeds 0]          # stalls, drifts and busy periods
     python -m build_scripts.bench.adaptive_length --constants [--rounds 1500]  # each constant halved and doubled
 
 A speed is relative: the time of a fixed length for the same tokens, divided by the time taken.
@@ -19,9 +19,9 @@ import numpy as np
 from tests.doubles.simulation import BEGINNINGS, HARD, LOADS, world
 
 CONSTANTS = {
-    "adaptive": ("_SHARE", "_ADVANCE", "_DRAFTED", "_PLAIN", "_PRIOR"),
-    "pass_times": ("_SHARED", "_LONG", "_IN_A_ROW", "_BELIEF", "_PASSES", "_ROUNDS"),
-    "stalls": ("_SHARES", "_SIZE", "_RIDGE"),
+    "adaptive": ("_SHARE", "_ADVANCE", "_DRAFTED", "_PRIOR"),
+    "pass_times": ("_SHARED", "_LONG", "_IN_A_ROW", "_BELIEF", "_PASSES"),
+    "stalls": ("_FEW",),
 }
 # The kinds of start with which constants are varied.
 TRIED = ("right", "each by its own factor", "all three times from the middle")
@@ -34,28 +34,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--constants", action="store_true")
     parser.add_argument("--loads", action="store_true")
     args = parser.parse_args()
     if args.constants:
-        of_constants(args.rounds, args.seed)
+        of_constants(args.rounds, args.seeds)
     else:
-        of_starts(args.rounds, args.seed, args.loads)
+        of_starts(args.rounds, args.seeds, args.loads)
 
 
-def of_starts(rounds: int, seed: int, loads: bool) -> None:
+def of_starts(rounds: int, seeds: list[int], loads: bool) -> None:
     """Each kind of start without load, or each load after a right start."""
     print("| world | mean to the best | least to the best | least to plain |\n|---|---|---|---|")
     for name in LOADS if loads else BEGINNINGS:
-        kind = ("right", seed, name) if loads else (name, seed, "none")
-        print(
-            f"| {name} | {figures(simulate([(*names, *kind, rounds) for names in HARD], None))} |", flush=True
-        )
+        kinds = [("right", seed, name) if loads else (name, seed, "none") for seed in seeds]
+        jobs: list[Job] = [(*names, *kind, rounds) for names in HARD for kind in kinds]
+        print(f"| {name} | {figures(simulate(jobs, None))} |", flush=True)
 
 
-def of_constants(rounds: int, seed: int) -> None:
-    jobs: list[Job] = [(*names, beginning, seed, "none", rounds) for names in HARD for beginning in TRIED]
+def of_constants(rounds: int, seeds: list[int]) -> None:
+    jobs: list[Job] = [
+        (*names, beginning, seed, "none", rounds) for names in HARD for beginning in TRIED for seed in seeds
+    ]
     print("| constant | mean to the best | least to the best | least to plain |\n|---|---|---|---|")
     print(f"| as they are | {figures(simulate(jobs, None))} |")
     for name, constants in CONSTANTS.items():

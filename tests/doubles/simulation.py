@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from math import exp
 from typing import Literal
 
@@ -74,7 +74,6 @@ class World:
     drift: Drift = steady
     cold: float = 1.0  # time of the first pass of a size that start-up did not run, relative to later ones
     single: bool = False  # start-up has time for single requests only
-    believed: Callable[[Kind, int, int], float] | None = None  # the times of what it did not measure
     load: Load = field(default_factory=Load)
     rng: np.random.Generator = field(init=False)
 
@@ -114,7 +113,6 @@ class World:
         """The start-up measurements, with their errors."""
         cost = self.verify if kind == "verify" else self.draft
         batches = sorted({1, 2, 4, self.batch})
-        believed = None if self.believed is None else partial(self.believed, kind)
         return PassTimes(
             {
                 b: {
@@ -125,7 +123,6 @@ class World:
                 for b in (batches[:1] if self.single else batches)
             },
             batches,
-            believed,
         )
 
     def controller(self) -> AdaptiveLength:
@@ -375,16 +372,6 @@ BEGINNINGS: dict[str, tuple[Beginning, Drift]] = {
 }
 
 
-def rows_cost(kind: Kind, batch: int, length: int) -> float:
-    """A belief: a pass of 8 rows takes 1.6 passes of one."""
-    return dense_cpu(batch, length)
-
-
-def nonsense(kind: Kind, batch: int, length: int) -> float:
-    """A belief without sense: more rows take less time."""
-    return 1 / (batch * length)
-
-
 def _stalls(share: float, passes: float) -> Load:
     return Load(share=lambda at: share, stall=passes)
 
@@ -421,14 +408,6 @@ LOADS: dict[str, Load] = {
     ),
     "waves and stalls": Load(share=lambda at: 0.2, stall=5, slower=_slow_waves),
     "quota: 10 passes of pause after 10 of work": Load(quota=(10, 10)),
-}
-
-
-# Beliefs where start-up has time for single requests only.
-BELIEFS: dict[str, Callable[[Kind, int, int], float] | None] = {
-    "nothing": None,
-    "rows cost time": rows_cost,
-    "nonsense": nonsense,
 }
 
 

@@ -3,7 +3,7 @@
 With S_j the probability that the first j drafts of a request are all right, a round of length L commits
 G(L) = 1 + S_1 + ... + S_{L-1} tokens per request on average, and takes T(L) seconds. Over many rounds, the tokens per
 second are G(L) / T(L). S comes from the shares of earlier drafts that were right, by place (`Acceptance`). T is the
-usual time of the passes (`pass_times`) plus the mean stall (`stalls`). Both are arithmetic means over recent rounds.
+usual time of the passes (`pass_times`) plus the mean stall, which all lengths share (`stalls`).
 
 Times and chances of lengths that are not in use grow old. So a share of the time is spent on trials of other lengths.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.length.pass_times import PassTimes
+from dflash_trt.decoding.length.pass_times import ROUNDS, PassTimes
 from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.length.stalls import Stalls
 
@@ -27,10 +27,10 @@ Array = np.ndarray[Any, Any]
 _INTERVAL = 8
 # What trials may cost: a share of the rounds, and so many rounds in advance.
 _SHARE, _ADVANCE = 0.01, 2.0
-# Drafting rounds and plain rounds over which evidence of acceptance fades by 1/e, and the weight of the place before.
-_DRAFTED, _PLAIN, _PRIOR = 50, 500, 2.0
+# Drafting rounds over which evidence of acceptance fades by 1/e, and the weight of the place before.
+_DRAFTED, _PRIOR = 50, 2.0
 # The requests of a round that are counted.
-_COUNTED = 16
+_COUNTED = 8
 
 
 class Acceptance:
@@ -75,7 +75,8 @@ class _Plan:
 
     length: int
     trial: int
-    seconds: float  # that a round takes
+    seconds: float  # that a round takes, with stalls
+    stall: float
     tokens: float  # that it commits
 
 
@@ -128,18 +129,18 @@ class AdaptiveLength:
         # The first pass of a drafter that was off also reads the rows committed meanwhile.
         timed = drafts and not self._idle
         draft = done.draft_seconds if drafts else 0.0
-        stall = done.verify_seconds - verify
         if timed:
             of_draft, draft, _ = self._draft_times.observe(batch, done.drafted, draft)
             usual += of_draft
-            stall += done.draft_seconds - draft
         else:
             self._draft_times.scale(batch, change)
-        self._stalls.observe(usual, stall)
+        if timed or not drafts:
+            self._stalls.observe(usual, done.verify_seconds + (done.draft_seconds if drafts else 0.0))
         self._advance = min(self._advance + _SHARE, _ADVANCE)
         if self._trial and draft < 1e9:
             tokens = (batch + sum(done.accepted)) / plan.tokens
-            lost = (draft + verify) / plan.seconds - tokens
+            # By its passes, with the stalls of a usual round: its own say little.
+            lost = (draft + verify + plan.stall) / plan.seconds - tokens
             self._advance = max(self._advance - max(0.0, lost), -10 * _ADVANCE)
         self._untimed = self._trial and drafts and not timed
         if drafts:
@@ -148,7 +149,7 @@ class AdaptiveLength:
             self._acceptance.observe(done.accepted[first::few], done.offered[first::few])
             self._idle = 0
         else:
-            self._acceptance.fade(_PLAIN)
+            self._acceptance.fade(ROUNDS)
             self._idle += 1
         self._rounds += 1
         if self._trial or self._rounds >= self._next:
@@ -168,11 +169,14 @@ class AdaptiveLength:
         seconds[1:] += self._draft_times(batch)[1 : self.block_size]
         # Fewer rows take no longer than more: a start-up time that a busy machine made too long is found out.
         seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-        seconds = seconds + self._stalls(seconds)
+        stalls = self._stalls(seconds)
+        seconds = seconds + stalls
         tokens = batch * self._acceptance.tokens()
         best = int((tokens / seconds).argmax())
         # Each trial costs about as much in sum: what costs half is tried twice as often.
         lost = seconds / seconds[best] - tokens / tokens[best] + 0.05
         order = lost * (evidence + 1e-3)
         order[best] = np.inf
-        return _Plan(best + 1, int(order.argmin()) + 1, float(seconds[best]), float(tokens[best]))
+        return _Plan(
+            best + 1, int(order.argmin()) + 1, float(seconds[best]), float(stalls[best]), float(tokens[best])
+        )

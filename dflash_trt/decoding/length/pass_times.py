@@ -1,14 +1,13 @@
 """The usual time of a pass over `batch` sequences of `length` tokens: measured at start-up and in every round.
 
 A pass corrects the time of its own length most, of similar lengths less, and of all lengths of its batch a little: the
-machine may be slower. What a pass takes beyond 1.5 times its usual time is a stall of the machine, and counts apart
-(`stalls`), because the mean over many rounds decides the speed, and one long pause says little about one length.
+machine may be slower. A pass counts as at most 1.5 times its usual time, unless long passes follow each other. So one
+pause of the machine says little about one length. It adds to the mean stall, which all lengths share (`stalls`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import log
 from time import perf_counter
 from typing import Any
 
@@ -19,10 +18,11 @@ Array = np.ndarray[Any, Any]
 # The share of a slow drift of one length that all other lengths of its batch follow.
 _SHARED = 0.85
 # A pass is long from so many usual times on, and counts no more than that until so many in a row are long.
-_LONG, _IN_A_ROW = 1.5, 3
-# The passes that a start-up time is worth, those over which a running mean looks back, and the rounds over which
-# unused evidence fades.
-_BELIEF, _PASSES, _ROUNDS = 0.25, 32, 500
+_LONG, _IN_A_ROW = 1.5, 2
+# The passes that a start-up time is worth, and those over which a running mean looks back.
+_BELIEF, _PASSES = 0.25, 32
+# The rounds over which other evidence fades by 1/e.
+ROUNDS = 500
 # Limits of start-up measurements, in seconds and in turns.
 _START_UP_SECONDS, _TURNS = 0.5, 5
 
@@ -31,20 +31,12 @@ class PassTimes:
     """Usual seconds per pass. `measured` [batch][length] are start-up times, all for lengths 1 or 2 up to the block
     size.
 
-    `batches` are the batch sizes whose times are followed, in order. Other sizes follow the nearest of them. `believed`
-    gives the time of a batch that start-up did not measure. Its scale plays no part. Without it, the nearest
-    measured batches count.
+    `batches` are the batch sizes whose times are followed, in order. Other sizes follow the nearest of them. Start-up
+    times between the measured ones are interpolated.
     """
 
-    def __init__(
-        self,
-        measured: Mapping[int, Mapping[int, float]],
-        batches: Sequence[int],
-        believed: Callable[[int, int], float] | None = None,
-    ) -> None:
+    def __init__(self, measured: Mapping[int, Mapping[int, float]], batches: Sequence[int]) -> None:
         self._warm = {(size, length) for size, row in measured.items() for length in row}
-        if believed is not None:
-            measured = _filled(measured, batches, believed)
         self._sizes = sorted(measured)
         lengths = np.arange(1, max(measured[self._sizes[0]]) + 1)
         rows = [
@@ -90,7 +82,7 @@ class PassTimes:
         wrong = steady / usual - 1
         near, common = self._near[length - 1], _SHARED * wrong / (1 + _PASSES)
         factors *= 1 + common + near * (wrong / (1 + min(known, _PASSES)) - common)
-        passes += near - (passes - _BELIEF) / _ROUNDS
+        passes += near - (passes - _BELIEF) / ROUNDS
         return usual, steady, 1 + common
 
     def scale(self, batch: int, factor: float) -> None:
@@ -107,26 +99,6 @@ class PassTimes:
         return self._of[batch]
 
 
-def _filled(
-    measured: Mapping[int, Mapping[int, float]],
-    batches: Sequence[int],
-    believed: Callable[[int, int], float],
-) -> dict[int, dict[int, float]]:
-    """The measured times, and those believed for the other batches.
-
-    Beliefs are scaled by how wrong they are for the same length, in the batches measured below and above.
-    """
-    sizes, found = sorted(measured), {size: dict(row) for size, row in measured.items()}
-    octaves = np.log2(sizes)
-    for length in measured[sizes[0]]:
-        wrong = [log(_usable(measured[size][length]) / _usable(believed(size, length))) for size in sizes]
-        for batch in batches:
-            if batch not in measured:
-                scale = np.exp(np.interp(np.log2(batch), octaves, wrong))
-                found.setdefault(batch, {})[length] = float(scale * _usable(believed(batch, length)))
-    return found
-
-
 def _usable(seconds: float) -> float:
     return min(max(seconds, 1e-9), 1e9) if seconds == seconds else 1e9
 
@@ -135,12 +107,11 @@ def measure(
     run: Callable[[int, int], object],
     batches: Sequence[int],
     lengths: Sequence[int],
-    believed: Callable[[int, int], float] | None = None,
 ) -> PassTimes:
     """Time passes `run(batch, length)`: of the smallest batch, then the largest, then those between.
 
     Each runs once to warm up, for as many batch sizes as time permits. Then all are timed in turn, so that a busy
-    moment of the machine affects all of them. `believed` tells the times of those that were not (PassTimes).
+    moment of the machine affects all of them.
     """
     begin, order = perf_counter(), [batches[0], *reversed(batches[1:])]
     times: dict[int, dict[int, list[float]]] = {}
@@ -160,4 +131,4 @@ def measure(
                 run(batch, length)
                 seconds.append(perf_counter() - start)
     least = {batch: {n: min(s) for n, s in row.items()} for batch, row in times.items()}
-    return PassTimes(least, batches, believed)
+    return PassTimes(least, batches)

@@ -1,4 +1,4 @@
-"""The times of passes: measured at start-up, believed between, and followed while the engine runs."""
+"""The times of passes: measured at start-up, and followed while the engine runs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,6 @@ def test_pass_times_between_what_was_measured() -> None:
     assert times(2)[0] == pytest.approx(1 + 2 / 3)
     assert times(2)[0] < times(3)[0] < times(4)[0]
     assert times(64) == pytest.approx(times(4))
-
-
-def test_batches_that_start_up_did_not_measure_are_believed() -> None:
-    """The belief's shape, at the scale of what was measured, and each of its passes may be cold."""
-
-    def believed(batch: int, length: int) -> float:
-        return 10.0 + batch * length
-
-    times = PassTimes({1: {1: 1.1, 4: 1.4}}, [1, 2, 4], believed)
-    assert times(4)[[0, 3]] == pytest.approx([1.4, 2.6])
-    times = PassTimes({1: {1: 1.1, 4: 1.4}, 4: {1: 2.8, 4: 5.2}}, [1, 2, 4], believed)
-    assert times(4)[[0, 3]] == pytest.approx([2.8, 5.2])
-    assert times(2)[[0, 3]] == pytest.approx([1.2 * 2**0.5, 1.8 * 2**0.5])  # half way, in octaves
-    times.observe(2, 4, 100.0)
-    assert times(2)[3] == pytest.approx(1.8 * 2**0.5)
-    times.observe(2, 4, 100.0)
-    assert times(2)[3] > 3
 
 
 def test_a_pass_corrects_its_own_length_most() -> None:
