@@ -23,7 +23,8 @@ _LONGEST = 32.0
 
 class Stalls:
     def __init__(self) -> None:
-        self._sums: tuple[float, ...] = (0.0,) * 6  # over rounds: 1, u, s, u*u, u*s, s*s, of usual times u and stalls s
+        # Over rounds: 1, u, s, u*u, u*s, s*s, of usual times u and stalls s.
+        self._sums: tuple[float, ...] = (0.0,) * 6
 
     def observe(self, u: float, seconds: float) -> None:
         """A round whose usual passes take u seconds took `seconds`."""
