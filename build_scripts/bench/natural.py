@@ -9,7 +9,7 @@ out and named.
 
 decode: one request at a time; tokens per second after the first token, by category.
 batch: several requests at a time; tokens per second from the first prompt's start to the last token.
-context: tokens per second behind a long prompt.  prefill: prompt tokens per second.
+context: tokens per second after a long prompt.  prefill: prompt tokens per second.
 
 Measurements are appended to --records, so that a run can be made in pieces; tables are of all that the file has.
 `--parts none` prints them only. The last line is one JSON document.

@@ -7,7 +7,7 @@ A precision is one of `dflash-trt build --precision`. The target's graph alone i
 
 text    perplexity on the descriptions of installed packages, in pieces of 512 tokens, each from its beginning. And how
         often the likeliest next token is that of the first precision
-time    milliseconds of a pass of 1, 4, 8 and 16 rows behind `--context` tokens; all precisions take turns
+time    milliseconds of a pass of 1, 4, 8 and 16 rows after `--context` tokens; all precisions take turns
 memory  MB in use after the first passes and at most, in a process of its own, and MB of weights that a pass reads
 rows    tokens whose logits differ, bit for bit, between passes of one row and of several
 

@@ -43,7 +43,7 @@ SYSTEM_PROMPTS = (
     "You are a careful assistant who answers in full sentences.",
 )
 TRAINING_SHARES = {"math": 0.36, "code": 0.32, "tools": 0.16, "chat": 0.16}
-TRAINING_START = 500_000_000  # behind the examples that the targets are trained on
+TRAINING_START = 500_000_000  # after the examples that the targets are trained on
 SHIPPED_PROMPTS = Path(__file__).parents[2] / "dflash_trt" / "shipped" / "prompts"
 
 CHAT_TEMPLATE = """\

@@ -142,7 +142,7 @@ class DrafterConfig(DecoderConfig):
     """A drafter. Tap i is the residual stream after target layer `target_layer_ids[i]` (0-based; -1: the embedding).
 
     block_size: tokens of a verification, including the anchor.
-    mask_token_id: fills the block behind the anchor. A drafter without `masks` does not read it.
+    mask_token_id: fills the block after the anchor. A drafter without `masks` does not read it.
     most_candidates: the most candidates that it has for a place; None if it has the whole vocabulary.
     own: settings that only the module of its kind knows.
     """

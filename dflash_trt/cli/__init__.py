@@ -27,7 +27,7 @@ from dflash_trt.cli import (
     train,
     verify,
 )
-from dflash_trt.cli.parser import Parser
+from dflash_trt.cli.parser import CommandParser
 from dflash_trt.errors import DFlashError, UsageError
 from dflash_trt.logs import LEVELS, to_stderr
 
@@ -114,8 +114,8 @@ def _said(error: Exception) -> str:
     return str(error)
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="dflash-trt",
         description="Build and run DFlash pairs: a target, and a drafter that proposes blocks of tokens.",
         epilog=EXAMPLES,

@@ -21,13 +21,13 @@ def run(args: argparse.Namespace) -> int:
     from dflash_trt.prompts import read_prompts
     from dflash_trt.reports import charts
     from dflash_trt.reports.benchmark import Load
-    from dflash_trt.reports.http_stream import Server
+    from dflash_trt.reports.http_stream import LoadedServer
     from dflash_trt.reports.server_load import measure
 
     charts.check(args.svg)
     closed = args.concurrency or ([] if args.rate else [1, 2, 4, 8, 16])
     loads = [Load(n) for n in closed] + [Load(1, rate) for rate in args.rate]
-    server = Server(args.server, os.environ.get(KEY_VARIABLE))
+    server = LoadedServer(args.server, os.environ.get(KEY_VARIABLE))
     model = args.model or server.model()
     common = {
         "model": model, "max_tokens": args.max_tokens, "temperature": 0, "stream": True,

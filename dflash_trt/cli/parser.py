@@ -36,7 +36,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         paragraphs: list[str] = []
         before = ""
         for line in text.splitlines():
-            # A line that would have fitted behind the one before begins something new.
+            # A line that would have fitted after the one before begins something new.
             broken = before and line and len(before) + 1 + len(line.split()[0]) > _WIDEST
             if broken and not (line.startswith(" ") or before.startswith(" ")):
                 paragraphs[-1] += " " + line
@@ -47,7 +47,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return "\n".join(each if each.startswith(" ") else wrap.fill(each) for each in paragraphs)
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """An argument parser whose errors leave out the usage of every option."""
 
     def __init__(self, **arguments: Any) -> None:

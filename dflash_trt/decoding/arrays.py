@@ -16,7 +16,7 @@ from dflash_trt.decoding.request import Request
 Array = np.ndarray[Any, Any]
 
 
-class Engine(Protocol):
+class PassEngine(Protocol):
     """Runs one graph over its caches: named arrays in, named arrays out."""
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Snapshot:
     """A copy of a slot's cache content for positions start .. stop-1. It is freed when nothing refers to it.
 
     lengths: the lengths from start + 1 to stop, ascending, to which a slot can be restored with this copy after the
@@ -41,10 +41,10 @@ class Caches(Protocol):
     def copy(self, source: int, target: int, length: int) -> None:
         """Give a slot the first `length` positions of another one."""
 
-    def keep(self, slot: int, start: int, stop: int) -> Kept:
+    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
         """Copy positions start .. stop-1 out of a slot. Raises MemoryError if there is no memory."""
 
-    def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
+    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         """Give a slot the first `length` positions of adjacent copies from position 0 on."""
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:

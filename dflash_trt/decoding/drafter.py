@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.arrays import Arrays, Engine
+from dflash_trt.decoding.arrays import Arrays, PassEngine
 from dflash_trt.decoding.caches import Caches
 from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.request import Request
 
 
 class Drafter:
-    """For each slot, `behind` is the number of committed tokens that the drafter has not read."""
+    """For each slot, `pending` is the number of committed tokens that the drafter has not read."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: PassEngine,
         arrays: Arrays,
         *,
         slots: int,
@@ -32,7 +32,7 @@ class Drafter:
     ) -> None:
         self.engine, self.arrays = engine, arrays
         self.capacity, self.mask_token_id, self.prefill_chunk = capacity, mask_token_id, prefill_chunk
-        self.behind = [0] * slots
+        self.pending = [0] * slots
         self._passes: list[tuple[Any, Any]] = []  # start and end of each pass of the last `propose`
 
     @property
@@ -68,32 +68,32 @@ class Drafter:
         arrays.start_round(n)
         self._passes = []
         committed = [request.committed for request in active]
-        # A pass writes as many rows for each sequence as for the one that is furthest behind. They must fit for all.
+        # A pass writes as many rows for each sequence as for the one with the most pending ones. They must fit for all.
         room = self.capacity - 1 - length - max(committed)
         self._catch_up(committed, arrays.most_waiting - 1 if length == 1 else room)
-        places = self.behind[:n] if length == 1 else [0] * n  # a pass reads what waits
+        places = self.pending[:n] if length == 1 else [0] * n  # a pass reads what waits
         blocks = arrays.blocks([request.anchor for request in active], length, self.mask_token_id, places)
         if length == 1:
             return Draft(arrays.readable(blocks), None, np.zeros((n, 0), np.float32))
-        behind = self.behind[:n]
+        pending = self.pending[:n]
         feeds = {
-            "features": arrays.waiting(behind),
-            "n_features": np.array(behind),
-            "start": np.array([end - count for end, count in zip(committed, behind, strict=True)]),
+            "features": arrays.waiting(pending),
+            "n_features": np.array(pending),
+            "start": np.array([end - count for end, count in zip(committed, pending, strict=True)]),
             "block": blocks,
         }
         begin = arrays.now()
         out = arrays.decode(self.engine, feeds)
         self._passes.append((begin, arrays.now()))
-        self.behind[:n] = [0] * n
+        self.pending[:n] = [0] * n
         return arrays.drafts(blocks, out["draft_tokens"], out["draft_logprobs"])
 
     def commit(self, slot: int, features: Any, nodes: Sequence[int]) -> None:
         """Keep the features [N, F] of accepted nodes of a sequence. Each node is the child of the previous one."""
-        self.arrays.add_waiting(slot, self.behind[slot], features, nodes)
-        self.behind[slot] += len(nodes)
+        self.arrays.add_waiting(slot, self.pending[slot], features, nodes)
+        self.pending[slot] += len(nodes)
 
-    def rehearse(self, batch: int, length: int, context: int) -> None:
+    def dummy_pass(self, batch: int, length: int, context: int) -> None:
         """Run a pass as `propose` does, without requests. Overwrites rows of slots 0 .. batch-1."""
         features = self.arrays.waiting([length] * batch)
         feeds = {
@@ -107,16 +107,16 @@ class Drafter:
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a request's `length` committed tokens over another slot, including its waiting features."""
-        behind = self.behind[source]
-        self.caches.copy(source, target, length - behind)
-        self.arrays.copy_waiting(source, target, behind)
-        self.behind[target] = behind
+        pending = self.pending[source]
+        self.caches.copy(source, target, length - pending)
+        self.arrays.copy_waiting(source, target, pending)
+        self.pending[target] = pending
 
     def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
         """Set positions first .. last-1 of a slot to 0. If these are all, its waiting features are removed too."""
         self.caches.clear(slot, first, last)
         if first == 0:
-            self.behind[slot] = 0
+            self.pending[slot] = 0
             self.arrays.clear_waiting(slot)
 
     def catch_up(self, slot: int, committed: int) -> bool:
@@ -125,9 +125,9 @@ class Drafter:
         return all(sound)
 
     def _catch_up(self, committed: Sequence[int], most: int) -> None:
-        """Read the waiting features of slots that are behind by more than `most`."""
+        """Read the waiting features of slots with more than `most` of them."""
         for slot, end in enumerate(committed):
-            if self.behind[slot] > most:
+            if self.pending[slot] > most:
                 begin = self.arrays.now()
                 for logprobs in self._read_waiting(slot, end):
                     self.arrays.check(logprobs, slot)
@@ -135,7 +135,7 @@ class Drafter:
 
     def _read_waiting(self, slot: int, committed: int) -> Iterator[Any]:
         """Read the waiting features of a slot in chunks. Yields log-probabilities to check."""
-        behind, self.behind[slot] = self.behind[slot], 0
-        for at in range(0, behind, self.prefill_chunk):
-            part = self.arrays.waiting_of(slot, at, min(at + self.prefill_chunk, behind))
-            yield self.take_in(part, committed - behind + at, slot)
+        pending, self.pending[slot] = self.pending[slot], 0
+        for at in range(0, pending, self.prefill_chunk):
+            part = self.arrays.waiting_of(slot, at, min(at + self.prefill_chunk, pending))
+            yield self.take_in(part, committed - pending + at, slot)

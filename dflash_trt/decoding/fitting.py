@@ -14,11 +14,11 @@ _NEVER = -100.0  # the log-probability of a node that no request has
 
 
 def fit(
-    active: Sequence[Request], proposed: Draft, most: int, arrays: Arrays, behind: Sequence[int]
+    active: Sequence[Request], proposed: Draft, most: int, arrays: Arrays, pending: Sequence[int]
 ) -> tuple[Draft, dict[int, int]]:
     """A draft of up to `most` nodes, and the leading drafts of requests with a structure that are the drafter's own.
 
-    behind: rows of each slot that wait for the drafter. All accepted nodes must find room behind them.
+    pending: rows of each slot that wait for the drafter. All accepted nodes must find room after them.
     `Request.fitting` has the nodes that count. A forced token has probability 1. No token is decided here: a draft is
     accepted if it equals the target's own choice, so this changes the speed only. Trees stay as they are.
     """
@@ -31,7 +31,7 @@ def fit(
     for slot, request in enumerate(active):
         request.fitting = proposed.nodes
         if request.draft and request.history is not None and request.history.structure is not None:
-            most_own = min(request.block_length or most, most, arrays.most_waiting - behind[slot]) - 1
+            most_own = min(request.block_length or most, most, arrays.most_waiting - pending[slot]) - 1
             taken, forced = request.history.structure.follow(tokens[slot, 1:].tolist(), most_own)
             own[slot] = forced.index(True) if any(forced) else len(taken)
             found[slot] = taken

@@ -100,7 +100,7 @@ class Distribution:
 
 
 @dataclass(frozen=True)
-class Family:
+class MetricFamily:
     """One metric: its samples by the value of its only label ("" without one), or the values of a histogram."""
 
     name: str
@@ -206,14 +206,14 @@ class Metrics:
                 **{name: _summary(times) for name, times in self._times.items()},
             }
 
-    def families(self) -> list[Family]:
+    def families(self) -> list[MetricFamily]:
         """Every metric that servers show, under its full name. The counters of a request grow when it ends."""
         with self._lock:
             return [
-                Family(PREFIX + name, kind, text, dict(values), label)
+                MetricFamily(PREFIX + name, kind, text, dict(values), label)
                 for name, kind, text, values, label in self._counts()
             ] + [
-                Family(PREFIX + name, "histogram", _DISTRIBUTIONS[name][0], {}, times=times.copy())
+                MetricFamily(PREFIX + name, "histogram", _DISTRIBUTIONS[name][0], {}, times=times.copy())
                 for name, times in self._times.items()
             ]
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.arrays import Arrays, Engine
-from dflash_trt.decoding.caches import Caches, Kept
+from dflash_trt.decoding.arrays import Arrays, PassEngine
+from dflash_trt.decoding.caches import Caches, Snapshot
 from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.drafter import Drafter
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.visibility import ChainRows, tree_rows
 
-# Tokens in the caches during rehearsed passes.
+# Tokens in the caches during dummy passes.
 USUAL_CONTEXT = 128
 
 
@@ -33,8 +33,8 @@ class Pair:
 
     def __init__(
         self,
-        target: Engine,
-        drafter: Engine,
+        target: PassEngine,
+        drafter: PassEngine,
         arrays: Arrays,
         *,
         slots: int,
@@ -78,7 +78,7 @@ class Pair:
         drafter's numbers are finite. With `every_row` they are the logits [n, V] of all rows, at most
         `arrays.most_prompt_rows`.
         """
-        self.drafter.behind[slot] = 0  # from the slot's previous request
+        self.drafter.pending[slot] = 0  # from the slot's previous request
         chunk = np.array(tokens, np.int64)[None]
         rows = np.arange(0 if every_row else len(tokens) - 1, len(tokens))[None]
         feeds = {"tokens": chunk, "start": np.array([start]), "rows": rows} | self._rows(1, len(tokens))
@@ -109,7 +109,7 @@ class Pair:
     def commit(self, request: Request, slot: int, nodes: Sequence[int]) -> None:
         """Commit nodes of `slot` from the last verification: the anchor, then each the child of the previous one.
 
-        They become the positions behind the committed ones. The nodes of a chain are already there.
+        They become the positions after the committed ones. The nodes of a chain are already there.
         """
         if nodes[-1] >= len(nodes):
             self.target.caches.compact(slot, request.committed, nodes)
@@ -124,8 +124,8 @@ class Pair:
         """The lengths to which a slot can be cut, of the target's caches and of the drafter's. Without `draft`, the
         latter is empty.
         """
-        behind = self.drafter.behind[slot]
-        drafted = self.drafter.caches.lengths(slot, committed - behind) if draft else ()
+        pending = self.drafter.pending[slot]
+        drafted = self.drafter.caches.lengths(slot, committed - pending) if draft else ()
         return self.target.caches.lengths(slot, committed), drafted
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -142,15 +142,15 @@ class Pair:
         """The most bytes of a copy of this many tokens; with `draft`, including the drafter's."""
         return sum(caches.kept_bytes(length) for caches in self._caches(draft))
 
-    def keep(self, slot: int, start: int, stop: int, *, draft: bool) -> Kept:
+    def keep(self, slot: int, start: int, stop: int, *, draft: bool) -> Snapshot:
         """Copy positions start .. stop-1 out of a slot. Raises MemoryError if there is no memory."""
         copies = [caches.keep(slot, start, stop) for caches in self._caches(draft)]
         lengths = copies[0].lengths
         if any(each.lengths != lengths for each in copies):
             lengths = [n for n in lengths if all(n in each.lengths for each in copies)]
-        return Kept(start, stop, lengths, copies, sum(each.size for each in copies))
+        return Snapshot(start, stop, lengths, copies, sum(each.size for each in copies))
 
-    def restore(self, slot: int, kept: Sequence[Kept], length: int, *, draft: bool) -> None:
+    def restore(self, slot: int, kept: Sequence[Snapshot], length: int, *, draft: bool) -> None:
         """Give a slot the first `length` tokens of adjacent copies from position 0 on.
 
         `length` is one of the last copy's `lengths`.
@@ -163,14 +163,14 @@ class Pair:
         self.target.caches.clear(slot, first, last)
         self.drafter.clear(slot, first, last)
 
-    def rehearse_draft(self, batch: int, length: int, context: int = USUAL_CONTEXT) -> None:
+    def dummy_draft(self, batch: int, length: int, context: int = USUAL_CONTEXT) -> None:
         """Run a drafter pass as `propose` does, without requests. Overwrites rows of slots 0 .. batch-1."""
-        self.drafter.rehearse(batch, length, context)
+        self.drafter.dummy_pass(batch, length, context)
 
-    def rehearse_verify(self, batch: int, length: int, context: int = USUAL_CONTEXT) -> None:
+    def dummy_verify(self, batch: int, length: int, context: int = USUAL_CONTEXT) -> None:
         """Run a target pass as `verify` does. Its tokens differ, so that they choose as many experts as real ones."""
         tokens = np.random.default_rng(length).integers(self.vocab_size, size=(batch, length))
-        # Attention sinks take one row behind those of the pass.
+        # Attention sinks take one row after those of the pass.
         start = np.full(batch, min(context, self.capacity - length - 1))
         rows = self.arrays.nodes(batch, length)
         feeds = {"tokens": tokens, "start": start, "rows": rows} | self._rows(batch, length)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from dflash_trt.decoding.caches import Kept, longest
+from dflash_trt.decoding.caches import Snapshot, longest
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.logs import warn_once
 
@@ -41,7 +41,7 @@ class Page:
 
     tokens: tuple[int, ...]
     start: int
-    kept: Kept
+    kept: Snapshot
     siblings: Children
     children: Children = field(default_factory=dict)
 
@@ -211,6 +211,6 @@ class Prefixes:
         return page.kept.size
 
     def _touch(self, path: Sequence[Page]) -> None:
-        """Mark these pages as used, each behind its parent. The last one counts as the oldest of them."""
+        """Mark these pages as used, each after its parent. The last one counts as the oldest of them."""
         for page in reversed(path):
             self._used[page] = self._used.pop(page)

@@ -29,7 +29,7 @@ from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.pair import USUAL_CONTEXT, Pair
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Emission, Request
-from dflash_trt.decoding.slots import Slots, Source
+from dflash_trt.decoding.slots import Reuse, Slots
 from dflash_trt.decoding.waiting import Waiting
 
 Array = np.ndarray[Any, Any]
@@ -98,7 +98,7 @@ class Scheduler:
     def logits(self, ids: list[int]) -> Array:
         """The target's logits after these tokens, float32 [V]. Only when idle."""
         with self.whole():
-            self.slots.occupy(0, Source(0, 0), draft=False)
+            self.slots.occupy(0, Reuse(0, 0), draft=False)
             sound = True
             for at in range(0, len(ids), self.pair.prefill_chunk):
                 logits, _ = self.pair.prefill(ids[at : at + self.pair.prefill_chunk], at, 0, draft=False)
@@ -210,7 +210,7 @@ class Scheduler:
         proposed = pair.propose(active, min(lengths.draft(len(active)), room) if drafting else 1)
         draft = proposed = couple(proposed, active)
         if any(request.structured for request in active):
-            draft, own = fit(active, proposed, min(lengths.most, room), pair.arrays, pair.drafter.behind)
+            draft, own = fit(active, proposed, min(lengths.most, room), pair.arrays, pair.drafter.pending)
         elif proposed.candidates is not None and (most_nodes := self._most_nodes) > 1:
             draft = lengths.grow(proposed, drafting, most_nodes)
         draft = draft.first(lengths.verify(draft, drafting)) if draft.nodes > 1 else draft
@@ -227,7 +227,7 @@ class Scheduler:
         return min([room, *(nodes for nodes in own if nodes is not None)])
 
     def _settle(self, request: Request, verdict: Verdict, emission: Emission, found: Verified) -> None:
-        """Make a request's slot hold the tokens of its decision, and only finite numbers behind them."""
+        """Make a request's slot hold the tokens of its decision, and only finite numbers after them."""
         slot = request.slot
         request.in_doubt = not verdict.ok
         if emission.error is not None and not verdict.ok:
@@ -294,11 +294,11 @@ class Scheduler:
         self.slots.occupy(request.slot, source, draft=request.draft)
         request.committed = request.statistics.num_cached_tokens = source.length
 
-    def _source(self, request: Request) -> Source:
+    def _source(self, request: Request) -> Reuse:
         taken = {each.slot for each in self.active}
         request.slot = min(set(range(self.max_batch_size)) - taken)
         if request.params.prompt_logprobs:  # every row has to be computed
-            return Source(0, 0)
+            return Reuse(0, 0)
         return self.slots.find(request, self.active)
 
     def _give_up(self) -> list[Emission]:
@@ -355,6 +355,6 @@ def new_adaptive(block_size: int, pair: Pair, max_batch_size: int, most_nodes: i
     nodes = sorted({n for n in (16, most_nodes) if block_size < n <= most_nodes})
     return AdaptiveLength(
         block_size,
-        measure(pair.rehearse_draft, batches, lengths[1:]),
-        measure(pair.rehearse_verify, batches, lengths + nodes),
+        measure(pair.dummy_draft, batches, lengths[1:]),
+        measure(pair.dummy_verify, batches, lengths + nodes),
     )

@@ -34,7 +34,7 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Reuse:
     """The place of the first `length` tokens of a prompt: `slot`, or the pages of `path`."""
 
     length: int
@@ -62,7 +62,7 @@ class Slots:
         lengths = self.pair.lengths(request.slot, request.committed, draft=request.draft)
         return Contents(request.taken_in, *lengths, request.options.cache_salt)
 
-    def find(self, request: Request, live: Sequence[Request]) -> Source:
+    def find(self, request: Request, live: Sequence[Request]) -> Reuse:
         """The place with the most tokens of a request's prompt: a slot, preferably its own, or kept pages.
 
         `live` are the requests in flight. The place was filled with the request's salt. If the request takes drafts, it
@@ -70,18 +70,18 @@ class Slots:
         """
         slot, prompt, draft, salt = request.slot, request.prompt, request.draft, request.options.cache_salt
         if self.prefixes is None:
-            return Source(0, slot)
+            return Reuse(0, slot)
         held = {each.slot: self.contents(each) for each in live} | self.lying
-        sources = [Source(0, slot)]
+        sources = [Reuse(0, slot)]
         sources += [
-            Source(contents.shared(prompt, draft=draft), each)
+            Reuse(contents.shared(prompt, draft=draft), each)
             for each, contents in held.items() if contents.salt == salt
         ]  # fmt: skip
         best = max(sources, key=lambda each: (each.length, each.slot == slot))
         path, kept = self.prefixes.find(prompt[:-1], draft=draft, salt=salt)
-        return Source(kept, slot, path) if kept > best.length else best
+        return Reuse(kept, slot, path) if kept > best.length else best
 
-    def occupy(self, slot: int, source: Source, *, draft: bool) -> None:
+    def occupy(self, slot: int, source: Reuse, *, draft: bool) -> None:
         """Give `slot` to a new request, with the content of `source`. `find` must have been the last call before."""
         self.lying.pop(slot, None)
         if self.prefixes is not None and source.path:

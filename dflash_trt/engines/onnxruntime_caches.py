@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.caches import Kept
+from dflash_trt.decoding.caches import Snapshot
 from dflash_trt.errors import DFlashError
 
 Array = np.ndarray[Any, Any]
@@ -63,7 +63,7 @@ class CachePool:
         ends = [min(end, self.capacity) for end in ends]
         rows = -(-max(ends) // STEP) * STEP
         if len(slots) == 1:
-            if first in self._packed and rows > self._stride:  # it leaves, and those behind it
+            if first in self._packed and rows > self._stride:  # it leaves, and those after it
                 self._arrange(range(self._packed.start, first), self._stride)
         else:
             if (
@@ -105,11 +105,11 @@ class CachePool:
         self.place(target, [length])  # may move the source too
         self.write(self.read(source, 0, length), target, 0)
 
-    def keep(self, slot: int, start: int, stop: int) -> Kept:
+    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
         copies = [rows.copy() for rows in self.read(slot, start, stop)]
-        return Kept(start, stop, range(start + 1, stop + 1), copies, self.kept_bytes(stop - start))
+        return Snapshot(start, stop, range(start + 1, stop + 1), copies, self.kept_bytes(stop - start))
 
-    def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
+    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         for each in kept:
             self.write([copy[: length - each.start] for copy in each.data], slot, each.start)
 

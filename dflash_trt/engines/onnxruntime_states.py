@@ -1,7 +1,7 @@
 """The memory of recurrent layers in the embedded engine: one state of fixed size for each slot.
 
 A slot's states belong to `position`. The rows from there on are pending: docs/graphs.md says how a pass replays them.
-So a slot can be cut to `position`, and to each length behind it up to its own. Rows of attention lie in a `CachePool`.
+So a slot can be cut to `position`, and to each length after it up to its own. Rows of attention lie in a `CachePool`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.caches import Kept
+from dflash_trt.decoding.caches import Snapshot
 from dflash_trt.engines.onnxruntime_caches import CachePool
 from dflash_trt.errors import DFlashError
 
@@ -25,7 +25,7 @@ POSITION, PENDING = "position_state", "pending_"
 class _Copy:
     """Rows of each cache, and the states that belong to the end of the rows, by name; or none."""
 
-    rows: Kept
+    rows: Snapshot
     states: Mapping[str, Array] | None
 
 
@@ -70,16 +70,16 @@ class HybridCaches:
         for memory in self.states.values():
             memory[target] = memory[source]
 
-    def keep(self, slot: int, start: int, stop: int) -> Kept:
+    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
         position = self.position(slot)
         rows, reach = self.rows.keep(slot, start, stop), position + self.most_pending
         if not position <= stop <= reach:
-            return Kept(start, stop, (), _Copy(rows, None), rows.size)
+            return Snapshot(start, stop, (), _Copy(rows, None), rows.size)
         states = {name: memory[slot].copy() for name, memory in self.states.items()}
         lengths = range(max(start + 1, position), stop + 1)
-        return Kept(start, stop, lengths, _Copy(rows, states), rows.size + self.state_bytes)
+        return Snapshot(start, stop, lengths, _Copy(rows, states), rows.size + self.state_bytes)
 
-    def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
+    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         self.rows.restore(slot, [each.data.rows for each in kept], length)
         for name, state in kept[-1].data.states.items():
             self.states[name][slot] = state
@@ -105,7 +105,7 @@ class HybridCaches:
 
     @property
     def most_pending(self) -> int:
-        """The most rows behind a slot's position."""
+        """The most rows after a slot's position."""
         return next((len(rows) for rows in self._pending(0)), 0)
 
     def _pending(self, slot: int) -> Iterator[Array]:

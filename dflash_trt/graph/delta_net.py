@@ -4,7 +4,7 @@ Shapes: B sequences, S rows of the pass, W = PENDING_ROWS, P rows replayed, C ch
 key heads of size dk, Hv value heads of size dv. P is W, or on ONNX Runtime the most `replayed` rows of the batch.
 
 - replayed [B] int64: the pending rows that count, from the first on.
-- certain [B] int64: the rows of the pass that enter the new state. The W rows behind them become the new pending ones.
+- certain [B] int64: the rows of the pass that enter the new state. The W rows after them become the new pending ones.
 - begun [B] float32: 0 for a sequence that starts with this pass, and 1 otherwise.
 
 A pass of more than W rows is one over a prompt. Only the first of its uncertain rows has a defined result.
@@ -51,7 +51,7 @@ class _Places:
         self.begun = g.input("begun", FLOAT, ["B"])
 
     def kept(self, x: ir.Value, axes: int) -> ir.Value:
-        """x, or zeros where the sequence starts. `axes`: those of x behind the first."""
+        """x, or zeros where the sequence starts. `axes`: those of x after the first."""
         begun = self.g.to_dtype(self.g.unsqueeze(self.begun, *range(1, axes + 1)), FLOAT)
         return self.g.op("Mul", x, begun, name="kept")
 

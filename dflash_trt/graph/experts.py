@@ -97,7 +97,7 @@ def onnxruntime_moe(
 
 
 class PairedRows:
-    """The rows of a pass, and behind them a second copy of each one that has an expert to itself.
+    """The rows of a pass, and after them a second copy of each one that has an expert to itself.
 
     ONNX Runtime rounds the product of one row otherwise than that of several. With the copies no expert has just one
     row, and no row depends on which others share its experts.

@@ -99,7 +99,7 @@ class OnnxRuntime(Dialect):
         return g.function()
 
     def sink_attention(self, kind: AttentionKind) -> ir.Function:
-        """Exact: the slot behind the rows written gets the key (0 .. 0, 1, 0 ..) and the value 0, all other keys get
+        """Exact: the slot after the rows written gets the key (0 .. 0, 1, 0 ..) and the value 0, all other keys get
         zeros there, and every query gets sink / scale in that column: its score is the sink, its share adds nothing.
         """
         g = GraphBuilder(_name("SinkAttention", kind))
@@ -244,7 +244,7 @@ def _last_of_step(g: GraphBuilder, slot: ir.Value, step: int) -> ir.Value:
 
 
 def _sink_slot(g: GraphBuilder, lengths: ir.Value) -> ir.Value:
-    """Slots of sinks behind the rows in use, in the same place of a sum's step whatever pass writes it: int64 [B]."""
+    """Slots of sinks after the rows in use, in the same place of a sum's step whatever pass writes it: int64 [B]."""
     return _last_of_step(g, lengths, SUMMED)
 
 

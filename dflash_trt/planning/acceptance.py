@@ -28,7 +28,7 @@ class Acceptance:
         """The acceptance length of `block` rows.
 
         Between two known lengths it is interpolated. Below the shortest, and above the longest, each draft is
-        accepted behind an accepted one with a constant probability, which gives the nearest known length.
+        accepted after an accepted one with a constant probability, which gives the nearest known length.
         """
         known = sorted(self.lengths)
         if block in self.lengths:
@@ -43,7 +43,7 @@ class Acceptance:
 
 
 def _chance(block: int, length: float) -> float:
-    """The chance of a draft behind an accepted one, if it is the same at each place of the block."""
+    """The chance of a draft after an accepted one, if it is the same at each place of the block."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -48,7 +48,7 @@ def built_in() -> Constants:
 def pass_seconds(
     work: Work, gpu: Gpu, constants: Constants, *, requests: float, width: int, context: int
 ) -> float:
-    """The time of a pass with `width` rows for each request, each behind `context` rows of cache."""
+    """The time of a pass with `width` rows for each request, each after `context` rows of cache."""
     c, rows = constants, requests * width
     data = work.dense_bytes + requests * work.cache_bytes(context)
     busy = rows * work.dense_operations / work.dense_rate

@@ -43,7 +43,7 @@ def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
 def in_blocks(checkpoint: Checkpoint, out: Path, progress: Progress, *, eight_bits: bool = False) -> Path:
     """Write the checkpoint with its layers of integers in blocks, as ONNX Runtime multiplies them.
 
-    Layers of one input lie one behind the other. Experts stay as they are. With `eight_bits` numbers of four bits take
+    Layers of one input lie one after the other. Experts stay as they are. With `eight_bits` numbers of four bits take
     eight.
     """
 

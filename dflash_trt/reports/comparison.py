@@ -50,7 +50,7 @@ class Method:
     tokens: list[Sequence[int]] = field(default_factory=list)
 
     def figures(self, places: int, category: str | None = None) -> dict[str, Any]:
-        """Figures of a category, or of all: the speed behind the first token, and milliseconds of a round's parts."""
+        """Figures of a category, or of all: the speed after the first token, and milliseconds of a round's parts."""
         total = Statistics.merge(s for c, s in self.found if category in (None, c))
         later = total.num_generation_tokens - total.num_requests
         rounds = max(1, sum(total.block_length_histogram))
@@ -124,7 +124,7 @@ def compare(
     """Build every pair in `work` and decode every prompt by every method, one after the other on ONNX Runtime.
 
     After `seconds` of decoding no further prompt begins. The answers are noted in `work`: with the same arguments, the
-    next call goes on behind them, and its figures are of all prompts so far.
+    next call goes on after them, and its figures are of all prompts so far.
 
     tree_width: the candidates for each place. With more than one, the drafters are compared with trees too, of
     `tree_nodes` nodes and of the number that is expected to be fastest. Their chains come from the same bundles.
@@ -190,7 +190,7 @@ def decode(
     seconds: float = inf,
     progress: Progress = silent,
 ) -> int:
-    """Decode prompts by every method in turn, behind those that `answers` has. Returns the number of prompts so far.
+    """Decode prompts by every method in turn, after those that `answers` has. Returns the number of prompts so far.
 
     llms: by the methods' names. asked: the prompts as `LLM.generate` takes them. See `compare`.
     """

@@ -19,7 +19,7 @@ _BODY_BYTES = 1 << 20
 
 
 @dataclass
-class Answer:
+class StreamedAnswer:
     """One request: when it began, and the moments of its events with text, in seconds of `perf_counter`.
 
     status: HTTP's, or 0 where no answer came. error: the server's message, or the fault of the connection.
@@ -42,7 +42,7 @@ class Answer:
         return self.error is None and bool(self.moments)
 
 
-class Server:
+class LoadedServer:
     """A server by its URL, with or without /v1. Connections are kept and reused by any thread.
 
     Raises DFlashError for a URL that is none.
@@ -78,10 +78,10 @@ class Server:
             reason = f"{type(error).__name__}: {error}"
         raise DFlashError(f"{self.url}/models gives no model: {reason}; name one with --model")
 
-    def stream(self, path: str, body: dict[str, Any]) -> Answer:
+    def stream(self, path: str, body: dict[str, Any]) -> StreamedAnswer:
         """Send a request, and read its events to the end. Faults are in the answer."""
         text = json.dumps(body).encode()
-        answer = Answer(perf_counter())
+        answer = StreamedAnswer(perf_counter())
         try:
             connection, response = self._send("POST", path, text)
             answer.status = response.status
@@ -123,14 +123,14 @@ class Server:
         return http.client.HTTPConnection(host, port, timeout=_SECONDS)
 
     def _keep(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
-        response.read(_BODY_BYTES)  # the end of the body, behind [DONE]
+        response.read(_BODY_BYTES)  # the end of the body, after [DONE]
         if response.will_close or not response.isclosed():
             connection.close()
             return
         with self._lock:
             self._idle.append(connection)
 
-    def _read(self, response: http.client.HTTPResponse, answer: Answer) -> bool:
+    def _read(self, response: http.client.HTTPResponse, answer: StreamedAnswer) -> bool:
         """Note each event. Returns whether the stream was ended properly."""
         while line := response.readline():
             if not line.startswith(b"data:"):

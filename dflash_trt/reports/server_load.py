@@ -21,10 +21,10 @@ import numpy as np
 from dflash_trt.bundle.workspace import Progress, silent
 from dflash_trt.errors import DFlashError
 from dflash_trt.reports.benchmark import Load
-from dflash_trt.reports.http_stream import Answer, Server
+from dflash_trt.reports.http_stream import LoadedServer, StreamedAnswer
 
 # Name in the JSON document -> values of one answer, in seconds.
-TIMES: dict[str, Callable[[Answer], list[float]]] = {
+TIMES: dict[str, Callable[[StreamedAnswer], list[float]]] = {
     "ttft": lambda a: [a.moments[0] - a.begun],
     "tpot": lambda a: [(a.moments[-1] - a.moments[0]) / (a.tokens - 1)] if a.tokens > 1 else [],
     "itl": lambda a: [later - earlier for earlier, later in zip(a.moments, a.moments[1:], strict=False)],
@@ -38,10 +38,10 @@ class LoadPoint:
 
     load: Load
     seconds: float = 0.0
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[StreamedAnswer] = field(default_factory=list)
 
     @property
-    def completed(self) -> list[Answer]:
+    def completed(self) -> list[StreamedAnswer]:
         return [answer for answer in self.answers if answer.ok]
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class LoadPoint:
 
 
 def _summary(
-    name: str, of: Callable[[Answer], list[float]], done: Sequence[Answer]
+    name: str, of: Callable[[StreamedAnswer], list[float]], done: Sequence[StreamedAnswer]
 ) -> Iterator[tuple[str, float | None]]:
     values = 1e3 * np.array([value for answer in done for value in of(answer)])
     for kind, figure in (
@@ -82,17 +82,17 @@ def _summary(
         yield f"{kind}_{name}_ms", round(float(figure(values)), 3) if len(values) else None
 
 
-def _speculation(answer: Answer, name: str) -> int:
+def _speculation(answer: StreamedAnswer, name: str) -> int:
     """A count of drafts that this package's server gives."""
     return int((answer.usage.get("speculation") or {}).get(name, 0))
 
 
-def _fault(answer: Answer) -> str:
+def _fault(answer: StreamedAnswer) -> str:
     return f"{answer.status or 'no answer'}: {answer.error or 'no event has text'}"
 
 
 def measure(
-    server: Server,
+    server: LoadedServer,
     bodies: Sequence[tuple[str, dict[str, Any]]],
     loads: Sequence[Load],
     *,
@@ -119,10 +119,10 @@ def measure(
 
 
 def _answers(
-    server: Server, bodies: Sequence[tuple[str, dict[str, Any]]], load: Load, seed: int
-) -> Iterator[Answer]:
+    server: LoadedServer, bodies: Sequence[tuple[str, dict[str, Any]]], load: Load, seed: int
+) -> Iterator[StreamedAnswer]:
     """The answers as they come. Threads send the requests: as many as are in flight."""
-    found = queue.SimpleQueue[Answer]()
+    found = queue.SimpleQueue[StreamedAnswer]()
     waiting = queue.SimpleQueue[tuple[str, dict[str, Any]]]()
 
     def answer(body: tuple[str, dict[str, Any]]) -> None:

@@ -26,7 +26,7 @@ from dflash_trt.models.drafters.eagle3 import Eagle3
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.dflash2 import DFlash2Drafter
 from dflash_trt.training.eagle3 import Eagle3Drafter
-from dflash_trt.training.model import Drafter
+from dflash_trt.training.model import DrafterModel
 
 _DEFAULT_TAPS = 5
 Kind = Literal["dflash", "dflash2", "eagle3"]
@@ -147,7 +147,7 @@ def open_drafter(configuration: Path, weights: Path | None, target: Path, kept: 
     target_config = read_target_config(target)
     config = read_drafter_config(configuration, target_config)
     check_pair(target_config, config)
-    made: Any = Drafter
+    made: Any = DrafterModel
     if isinstance(config.own, Eagle3):
         made = partial(Eagle3Drafter, kept=kept)
     elif isinstance(config.own, DFlash2):
@@ -189,7 +189,7 @@ def plain_bundle(target: Path, beside: Path) -> Iterator[Path]:
         drafter = Path(work, "drafter")
         drafter.mkdir()
         (drafter / "config.json").write_text(json.dumps(fields | smallest), encoding="utf-8")
-        weights = Drafter(read_drafter_config(drafter, config)).state_dict()
+        weights = DrafterModel(read_drafter_config(drafter, config)).state_dict()
         write_checkpoint(weights, fields | smallest, drafter, "")
         yield build(str(target), str(drafter), Path(work, "bundle"), weights="link").path
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.models.drafters.dflash2 import DFlash2
 from dflash_trt.training.masks import Mask
-from dflash_trt.training.model import Drafter, Layer
+from dflash_trt.training.model import DrafterModel, Layer
 
 _ROWS = 1024  # the selector learns from every n-th row of a step: from so many, and less than twice as many
 _STEP = 256  # their number is a multiple of it: torch keeps compiled products of every shape that it has seen
@@ -48,7 +48,7 @@ class _Convolution(nn.Module):
         return (kernels[0] * y + kernels[1] * before).to(y.dtype)
 
 
-class _Layer(Layer):
+class _DFlash2Layer(Layer):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         self.attention_conv = _Convolution(config)
@@ -97,10 +97,10 @@ class Selection:
     embedding: Tensor
 
 
-class DFlash2Drafter(Drafter):
+class DFlash2Drafter(DrafterModel):
     """The drafter with the weights of a DFlash drafter, or with new ones."""
 
-    layer_type = _Layer
+    layer_type = _DFlash2Layer
     selects = True
 
     def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor] | None = None) -> None:

@@ -38,7 +38,7 @@ class _Attention(nn.Module):
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
 
-class _Layer(nn.Module):
+class _Eagle3Layer(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
@@ -68,7 +68,7 @@ class Eagle3Drafter(nn.Module):
         assert isinstance(own, Eagle3)
         self.config = config
         self.fc = nn.Linear(_STATES * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList([_Layer(config)])
+        self.layers = nn.ModuleList([_Eagle3Layer(config)])
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, own.vocabulary, bias=False)
         self.rotary = Rotary(config)

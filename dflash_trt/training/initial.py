@@ -8,14 +8,14 @@ from torch import Tensor
 
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.training.model import Drafter
+from dflash_trt.training.model import DrafterModel
 
 _MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _NOISE = 0.1  # scale of the new fc weights beside the copied tap
 
 
-def start_from_target(drafter: Drafter, target: Checkpoint, config: TargetConfig) -> list[str]:
+def start_from_target(drafter: DrafterModel, target: Checkpoint, config: TargetConfig) -> list[str]:
     """Copy the target's last layers, its last tap and its final norm. Returns the names of the copied tensors.
 
     The drafter's rows go through the target's head, so they need the target's final norm. If `fc` passes only the
@@ -54,7 +54,7 @@ def read_matrix(target: Checkpoint, name: str) -> Tensor | None:
     return torch.from_numpy(target.array(name).astype(np.float32))
 
 
-def _copy(drafter: Drafter, name: str, target: Checkpoint, source: str, taken: list[str]) -> None:
+def _copy(drafter: DrafterModel, name: str, target: Checkpoint, source: str, taken: list[str]) -> None:
     value, place = read_matrix(target, source), drafter.get_parameter(name)
     if value is not None and value.shape == place.shape:
         with torch.no_grad():
@@ -63,7 +63,7 @@ def _copy(drafter: Drafter, name: str, target: Checkpoint, source: str, taken: l
 
 
 def _imitate_scale(
-    drafter: Drafter, index: int, side: str, target: Checkpoint, source: str, taken: list[str]
+    drafter: DrafterModel, index: int, side: str, target: Checkpoint, source: str, taken: list[str]
 ) -> None:
     """Set the drafter's norms of q and k from the size of the target's q and k, if the target has no such norms."""
     matrix = read_matrix(target, f"{source}.self_attn.{side}_proj.weight")

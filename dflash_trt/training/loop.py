@@ -27,7 +27,7 @@ from dflash_trt.training.blocks import Weighting, draw_blocks, head_loss
 from dflash_trt.training.dflash2 import Selection
 from dflash_trt.training.head_sample import draw_head
 from dflash_trt.training.masks import dense_mask, flex_mask
-from dflash_trt.training.model import Drafter
+from dflash_trt.training.model import DrafterModel
 from dflash_trt.training.state import load_state, save_state
 from dflash_trt.training.target import FeatureCache, FrozenTarget, matrix_dtype
 
@@ -77,7 +77,7 @@ _FREE = {"steps"}
 
 
 def train(
-    drafter: Drafter,
+    drafter: DrafterModel,
     target: FrozenTarget,
     batches: Batches,
     recipe: Recipe,
@@ -226,7 +226,7 @@ def make_accelerator() -> Accelerator:
     return Accelerator(cpu=cpu, mixed_precision=asked or ("bf16" if fast else "no"))
 
 
-def _optimizers(drafter: Drafter, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def _optimizers(drafter: DrafterModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """AdamW; or Muon for the matrices, with AdamW's step size, and AdamW for the rest."""
     betas = (0.9, 0.95)
     if recipe.optimizer == "adamw":

@@ -39,7 +39,7 @@ def visible(
         key_row = other % size
         key_position = torch.where(of_context, key, anchor + key_row)
         inside = torch.where(of_context, key < anchor, (other // size == block) & (key_row < length))
-        # A row behind a shortened block has no effect. Like a missing block, it sees itself.
+        # A row after a shortened block has no effect. Like a missing block, it sees itself.
         itself = ~of_context & (other == query)
         if kind.window is not None:
             inside = inside & (key_position > position - kind.window)

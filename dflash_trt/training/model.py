@@ -54,7 +54,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
-class Attention(nn.Module):
+class DrafterAttention(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         size, width, bias = config.hidden_size, config.head_dim, config.attention_bias
@@ -98,7 +98,7 @@ class Layer(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = DrafterAttention(config)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Mlp(config)
 
@@ -115,7 +115,7 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Drafter(nn.Module):
+class DrafterModel(nn.Module):
     """The drafter with a checkpoint's `weights`, or freshly initialized (normal, 0.02; less before a residual sum)."""
 
     layer_type: type[Layer] = Layer

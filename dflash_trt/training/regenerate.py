@@ -26,7 +26,7 @@ Report = Callable[
 
 
 @dataclass(frozen=True)
-class Sampling:
+class AnswerSampling:
     """How answers are sampled. A prompt's id selects its temperature and its seed."""
 
     max_tokens: int = 256
@@ -48,7 +48,7 @@ def regenerate_with_bundle(
     bundle: str | Path,
     prompts: Sequence[Prompt],
     out: Path,
-    sampling: Sampling,
+    sampling: AnswerSampling,
     *,
     concurrency: int = 32,
     threads: int | None = None,
@@ -83,7 +83,7 @@ def regenerate_with_bundle(
                     return None
                 params = sampling.of(prompt.id)
                 if params.max_tokens > room:
-                    params = Sampling(room, sampling.temperatures, sampling.top_p, sampling.seed).of(
+                    params = AnswerSampling(room, sampling.temperatures, sampling.top_p, sampling.seed).of(
                         prompt.id
                     )
                 done = await llm.generate(ids, params, speculate=False)
@@ -109,7 +109,7 @@ def regenerate_with_server(
     end_token_id: int,
     prompts: Sequence[Prompt],
     out: Path,
-    sampling: Sampling,
+    sampling: AnswerSampling,
     *,
     concurrency: int = 32,
     timeout: float = 600.0,
@@ -212,4 +212,4 @@ async def _answer_all(
         file.close()
 
 
-__all__ = ["BusyError", "Sampling", "regenerate_with_bundle", "regenerate_with_server"]
+__all__ = ["AnswerSampling", "BusyError", "regenerate_with_bundle", "regenerate_with_server"]

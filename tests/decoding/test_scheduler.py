@@ -286,7 +286,7 @@ def test_the_drafter_s_context_is_complete_after_it_was_off() -> None:
         pool.scheduler.submit(neighbour)
         most = 0
         for _ in drive(pool, lengths):
-            most = max(most, pool.pair.drafter.behind[flight.slot])
+            most = max(most, pool.pair.drafter.pending[flight.slot])
         assert most <= 8 + BLOCK
         at = compared = 0
         for seen in lengths.rounds:

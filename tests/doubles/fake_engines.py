@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from dflash_trt.decoding.arrays import HostArrays
-from dflash_trt.decoding.caches import Kept
+from dflash_trt.decoding.caches import Snapshot
 from dflash_trt.decoding.options import RequestOptions, ServingOptions
 from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.decoding.pair import Pair
@@ -105,10 +105,10 @@ class FakeEngine:
         self.cache[slot, first:last] = POISON
         self.nan[slot, first:last] = False
 
-    def keep(self, slot: int, start: int, stop: int) -> Kept:
+    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
         assert POISON not in self.cache[slot, start:stop]
         assert not self.nan[slot, start:stop].any()
-        return Kept(
+        return Snapshot(
             start,
             stop,
             range(start + 1, stop + 1),
@@ -116,7 +116,7 @@ class FakeEngine:
             ROW_BYTES * (stop - start),
         )
 
-    def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
+    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         assert [each.start for each in kept] == [0, *(each.stop for each in kept[:-1])]
         assert length in kept[-1].lengths
         self.cache[slot] = POISON
@@ -156,7 +156,7 @@ class FakeTarget(FakeEngine):
         """Whether these are the committed rows of a slot."""
         return self.cache[slot, : len(history)].tolist() == list(history)
 
-    def kept_right(self, kept: Kept, history: Sequence[int]) -> bool:
+    def kept_right(self, kept: Snapshot, history: Sequence[int]) -> bool:
         """Whether a copy has the rows of its positions. `history` starts at position 0."""
         return kept.data.tolist() == list(history[kept.start : kept.stop])
 
@@ -228,13 +228,13 @@ class StateTarget(FakeTarget):
     def copy(self, source: int, target: int, length: int) -> None:
         self.put(target, self.at(source, length))
 
-    def keep(self, slot: int, start: int, stop: int) -> Kept:
+    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
         known = self.state[slot][0]
         if known <= stop <= known + len(self.last[slot]):
-            return Kept(start, stop, (stop,), self.at(slot, stop), 4 * ROW_BYTES)
-        return Kept(start, stop, (), None, 0)
+            return Snapshot(start, stop, (stop,), self.at(slot, stop), 4 * ROW_BYTES)
+        return Snapshot(start, stop, (), None, 0)
 
-    def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
+    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         assert (length,) == kept[-1].lengths
         self.put(slot, kept[-1].data)
 
@@ -254,7 +254,7 @@ class StateTarget(FakeTarget):
             history[:known]
         )
 
-    def kept_right(self, kept: Kept, history: Sequence[int]) -> bool:
+    def kept_right(self, kept: Snapshot, history: Sequence[int]) -> bool:
         return kept.data == ((kept.stop, sum(history[: kept.stop])) if kept.lengths else None)
 
 
@@ -374,7 +374,7 @@ class Pool:
         for slot, each in zip(taken, live, strict=True):
             history = rows_of([*each.prompt, *each.output][: each.committed])
             assert self.target.holds(slot, history)
-            behind = self.pair.drafter.behind[slot]
+            behind = self.pair.drafter.pending[slot]
             if each.draft:
                 waiting = self.pair.arrays.waiting_of(slot, 0, behind)[0, :, 0].astype(int).tolist()
                 seen = each.committed - behind

@@ -16,7 +16,7 @@ from dflash_trt.errors import RequestError
 from dflash_trt.prompts import Prompt, read_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.answers import read_answers
-from dflash_trt.training.regenerate import Sampling, regenerate_with_bundle, regenerate_with_server
+from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundle, regenerate_with_server
 
 TARGET = SHIPPED / "tiny" / "target"
 ASKED = read_prompts(None, 10)
@@ -30,7 +30,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_answers_are_the_same_after_an_interruption_and_in_another_order(
     bundle: Path, tmp_path: Path
 ) -> None:
-    sampling, asked = Sampling(12, (0.0, 0.9), 0.95), ASKED
+    sampling, asked = AnswerSampling(12, (0.0, 0.9), 0.95), ASKED
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     regenerate_with_bundle(bundle, asked, whole, sampling, concurrency=4, threads=1)
     regenerate_with_bundle(bundle, asked[6:], parts, sampling, concurrency=1, threads=1)
@@ -49,7 +49,7 @@ def test_answers_are_the_same_after_an_interruption_and_in_another_order(
 def test_a_prompt_without_room_for_an_answer_is_left_out(bundle: Path, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     asked = [Prompt("long", "", "word " * 1023), Prompt("short", "", "def add(a, b):")]
-    regenerate_with_bundle(bundle, asked, out, Sampling(8), threads=1)
+    regenerate_with_bundle(bundle, asked, out, AnswerSampling(8), threads=1)
     assert [answer.id for answer in read_answers(out)] == ["short"]
 
 
@@ -82,7 +82,7 @@ def test_answers_of_a_server_become_tokens_of_the_target(
     Thread(target=server.serve_forever, daemon=True).start()
     url, out, tokenizer = f"http://127.0.0.1:{server.server_port}/v1", tmp_path / "a.jsonl", Tokenizer(TARGET)
     try:
-        arguments = (url, "tiny", tokenizer, 2, ASKED[:4], out, Sampling(16, (0.5,)))
+        arguments = (url, "tiny", tokenizer, 2, ASKED[:4], out, AnswerSampling(16, (0.5,)))
         regenerate_with_server(*arguments, concurrency=1)
         regenerate_with_server(*arguments, concurrency=1)  # all are answered
         monkeypatch.setattr(_Server, "status", 404)

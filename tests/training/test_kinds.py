@@ -23,7 +23,7 @@ from dflash_trt.training.evaluation import ALL, read_history
 from dflash_trt.training.held_out import write_prompts
 from dflash_trt.training.loop import Recipe
 from dflash_trt.training.masks import dense_mask
-from dflash_trt.training.regenerate import Sampling, regenerate_with_bundle
+from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundle
 from dflash_trt.training.run import Design, run
 from tests.doubles.checkpoints import make_target
 from tests.doubles.kind_checkpoints import make_dflash2, make_eagle3
@@ -147,7 +147,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("answers")
     bundle = build("tiny", None, directory / "tiny").path
     regenerate_with_bundle(
-        bundle, read_prompts(None, 0)[8:20], directory / "answers.jsonl", Sampling(24, (0.0,)), threads=1
+        bundle,
+        read_prompts(None, 0)[8:20],
+        directory / "answers.jsonl",
+        AnswerSampling(24, (0.0,)),
+        threads=1,
     )
     return directory / "answers.jsonl"
 

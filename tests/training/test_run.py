@@ -39,8 +39,8 @@ from dflash_trt.training.evaluation import ALL, average, read_history
 from dflash_trt.training.held_out import write_prompts
 from dflash_trt.training.loop import Recipe, _step, train
 from dflash_trt.training.masks import dense_mask
-from dflash_trt.training.model import Drafter
-from dflash_trt.training.regenerate import Sampling, regenerate_with_bundle
+from dflash_trt.training.model import DrafterModel
+from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundle
 from dflash_trt.training.run import Design, run
 from dflash_trt.training.target import FeatureCache, FrozenTarget
 
@@ -59,7 +59,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("answers") / "answers.jsonl"
-    regenerate_with_bundle(bundle, TRAINED_ON, out, Sampling(96, (0.0,)), threads=1)
+    regenerate_with_bundle(bundle, TRAINED_ON, out, AnswerSampling(96, (0.0,)), threads=1)
     return out
 
 
@@ -82,12 +82,12 @@ def in_float32() -> Accelerator:
     return Accelerator(mixed_precision="no", cpu=True)
 
 
-def small_drafter(seed: int = 0) -> Drafter:
+def small_drafter(seed: int = 0) -> DrafterModel:
     torch.manual_seed(seed)
-    return Drafter(read_drafter_config(DRAFTER))
+    return DrafterModel(read_drafter_config(DRAFTER))
 
 
-def rounds(drafter: Drafter, target: FrozenTarget, answer: Answer) -> list[int]:
+def rounds(drafter: DrafterModel, target: FrozenTarget, answer: Answer) -> list[int]:
     """Drafts accepted in each round of a greedy answer. The training module drafts with its own mask."""
     config, tokens = drafter.config, torch.tensor([answer.token_ids])
     features = target.features(tokens)

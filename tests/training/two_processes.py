@@ -17,7 +17,7 @@ from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.training.answers import read_answers
 from dflash_trt.training.batches import Batches
 from dflash_trt.training.loop import Recipe, make_accelerator, train
-from dflash_trt.training.model import Drafter
+from dflash_trt.training.model import DrafterModel
 from dflash_trt.training.target import FrozenTarget
 
 TARGET, DRAFTER = SHIPPED / "tiny" / "target", SHIPPED / "tiny" / "drafter"
@@ -35,7 +35,7 @@ def main() -> None:
     for name, stops in (("straight", (4,)), ("resumed", (2, 4))):
         for seed, steps in enumerate(stops):  # the state must win over other initial weights
             torch.manual_seed(seed)
-            drafter = Drafter(read_drafter_config(DRAFTER))
+            drafter = DrafterModel(read_drafter_config(DRAFTER))
             train(
                 drafter, target, batches, replace(RECIPE, steps=steps), out / name, accelerator, save_every=2
             )

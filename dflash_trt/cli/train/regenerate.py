@@ -14,7 +14,7 @@ from dflash_trt.errors import DFlashError
 
 if TYPE_CHECKING:
     from dflash_trt.prompts import Prompt
-    from dflash_trt.training.regenerate import Report, Sampling
+    from dflash_trt.training.regenerate import AnswerSampling, Report
 
 SUMMARY = "let the target answer prompts: the data to train on"
 
@@ -84,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
         check_installed()
     from dflash_trt.prompts import read_prompts
     from dflash_trt.training.answers import read_answers, summary
-    from dflash_trt.training.regenerate import Sampling
+    from dflash_trt.training.regenerate import AnswerSampling
 
     prompts = read_prompts(args.prompts, 0)
-    sampling = Sampling(args.max_tokens, args.temperatures, args.top_p, args.seed)
+    sampling = AnswerSampling(args.max_tokens, args.temperatures, args.top_p, args.seed)
     with counted_display("answer", "prompts") as display:
 
         def report(done: int, of: int, tokens: int, seconds: float) -> None:
@@ -101,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(args: argparse.Namespace, prompts: list[Prompt], sampling: Sampling, report: Report) -> None:
+def _answer(
+    args: argparse.Namespace, prompts: list[Prompt], sampling: AnswerSampling, report: Report
+) -> None:
     from dflash_trt.building.sources import resolve
     from dflash_trt.models.configs import read_target_config
     from dflash_trt.text.tokenizer import Tokenizer

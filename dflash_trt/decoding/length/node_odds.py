@@ -41,7 +41,7 @@ class NodeOdds:
         self._precision, self._mean = self._prior_precision, self._prior
 
     def __call__(self, logprobs: Array) -> tuple[Array, Array]:
-        """The probability of each candidate [.., drafts, W] behind the best ones, and behind any others.
+        """The probability of each candidate [.., drafts, W] after the best ones, and after any others.
 
         A worse rank is never more probable than a better one.
         """
@@ -56,7 +56,7 @@ class NodeOdds:
         """Learn from one request's candidates [drafts, W].
 
         ranks: the ranks of the tokens that were decided for the first places; W or more for a token that is not a
-        candidate. Places behind such a token were computed for another history, and count no more.
+        candidate. Places after such a token were computed for another history, and count no more.
         rounds: how many rounds this is; the evidence of earlier ones fades.
         """
         width = logprobs.shape[1]

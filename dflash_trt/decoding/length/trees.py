@@ -32,7 +32,7 @@ _MEMORY = 0.98
 def best_first(on: Sequence[Sequence[float]], off: Sequence[Sequence[float]], nodes: int) -> tuple[Any, ...]:
     """The best tree of `nodes` nodes, including the anchor: parents, places, ranks, and P(the node is right) of each.
 
-    on, off [drafts][W]: the probability of each candidate if its parent is right; `off` behind a path that left the
+    on, off [drafts][W]: the probability of each candidate if its parent is right; `off` after a path that left the
     best candidates. They fall from rank to rank. Fewer nodes if there are no more.
     """
     parents, places, ranks, chances = [-1], [-1], [0], [1.0]

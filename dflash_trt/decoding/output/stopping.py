@@ -10,7 +10,7 @@ from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.decoding.params import FinishReason, SamplingParams
 
 
-class Emission(NamedTuple):
+class StoppedText(NamedTuple):
     """The result of some tokens: the first `kept` of them count, and `text` may be shown now."""
 
     kept: int
@@ -46,10 +46,10 @@ class StopChecker:
         self._early = params.min_tokens  # tokens that may still not end the text
         self._held = ""  # decoded, but possibly the start of a stop string
 
-    def push(self, tokens: Sequence[int]) -> Emission:
+    def push(self, tokens: Sequence[int]) -> StoppedText:
         """Take the next tokens. After the end, none are kept."""
         if self.finish_reason:
-            return Emission(0, "", self.finish_reason)
+            return StoppedText(0, "", self.finish_reason)
         kept = min(len(tokens), self.remaining)
         reason: FinishReason | None = "length" if kept == self.remaining else None
         spoken = tokens[:kept]
@@ -66,7 +66,7 @@ class StopChecker:
                 kept, reason = matched or kept, "stop"
         self.remaining -= kept
         self.finish_reason = reason
-        return Emission(kept, text, reason)
+        return StoppedText(kept, text, reason)
 
     def abandon(self, reason: FinishReason) -> str:
         """End the request from outside. Returns the text that was held back."""

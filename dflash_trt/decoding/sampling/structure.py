@@ -250,7 +250,7 @@ class Structure:
         self._check()
 
     def _ahead(self) -> Sequence[int]:
-        """What the form forces after drafts. A long text behind drafts is not asked for again: they may be wrong, in
+        """What the form forces after drafts. A long text after drafts is not asked for again: they may be wrong, in
         every round.
         """
         if not self._looks_ahead:

@@ -163,7 +163,7 @@ def _one_line(text: str) -> str:
 def _logger(trt: Any, log: Any) -> Any:
     """A logger. Everything except verbose messages goes to the log; errors are kept for the one-line error text."""
 
-    class Logger(trt.ILogger):  # type: ignore[misc]
+    class BuildLogger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
@@ -180,7 +180,7 @@ def _logger(trt: Any, log: Any) -> Any:
             if found := re.match(r"Total Activation Memory: (\d+) bytes", message):
                 self.activation_bytes = max(self.activation_bytes or 0, int(found[1]))  # one per profile
 
-    return Logger()
+    return BuildLogger()
 
 
 def _writer(trt: Any, file: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dflash_trt.decoding.caches import Kept
+from dflash_trt.decoding.caches import Snapshot
 from dflash_trt.engines.tensorrt.round_steps import kernels_run
 
 Tensor = torch.Tensor
@@ -37,15 +37,15 @@ class RowCaches:
             for rows in self.arrays.values():
                 rows[target, :, :length].copy_(rows[source, :, :length])
 
-    def keep(self, slot: int, start: int, stop: int) -> Kept:
+    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
         try:
             with torch.cuda.stream(self._stream):
                 copies = [rows[slot, :, start:stop].clone() for rows in self.arrays.values()]
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
-        return Kept(start, stop, range(start + 1, stop + 1), copies, self.kept_bytes(stop - start))
+        return Snapshot(start, stop, range(start + 1, stop + 1), copies, self.kept_bytes(stop - start))
 
-    def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
+    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         with torch.cuda.stream(self._stream):
             for each in kept:
                 stop = min(each.stop, length)

@@ -26,7 +26,7 @@ from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, prefill_length
 from dflash_trt.engines.tensorrt.round_memory import RoundMemory
 from dflash_trt.engines.tensorrt.round_steps import kernels_run
 from dflash_trt.engines.tensorrt.runtime_config import kernel_cache
-from dflash_trt.engines.tensorrt.states import HybridCaches
+from dflash_trt.engines.tensorrt.states import DeviceHybridCaches
 from dflash_trt.engines.tensorrt.warm_up import warm_up
 from dflash_trt.errors import BuildError, BundleError
 
@@ -127,10 +127,10 @@ class DeviceArrays:
         # Where kernels run, they decide for sampled requests, else the host.
         self.samples = kernels_run(device)
         if self._round.steps.kernels:  # compiled now, not in the first round
-            self._rehearse_steps(drafter.buffer(DECODE, "draft_tokens", 1, 1, tree_width))
+            self._dummy_steps(drafter.buffer(DECODE, "draft_tokens", 1, 1, tree_width))
         self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
 
-    def _rehearse_steps(self, drafts: torch.Tensor) -> None:
+    def _dummy_steps(self, drafts: torch.Tensor) -> None:
         """Run the steps between passes on zeros, in slot 0. drafts: [1, 1, W]."""
         self._round.tokens(self._round.blocks([0], 1, 0, [0]), None)
         self._round.tokens(self._round.blocks([0], 2, 0, [0]), drafts)
@@ -164,7 +164,7 @@ class DeviceArrays:
     def prefill(
         self, engine: TensorRTEngine, feeds: Mapping[str, Any], slot: int
     ) -> Mapping[str, torch.Tensor]:
-        """A pass of one of a few lengths. Rows behind the prompt's are garbage, as those behind committed ones."""
+        """A pass of one of a few lengths. Rows after the prompt's are garbage, as those after committed ones."""
         name = "tokens" if engine is self._target else "features"
         length, start = feeds[name].shape[1], int(feeds["start"][0])
         filled = prefill_length(length, self._chunk)
@@ -176,7 +176,7 @@ class DeviceArrays:
         outputs = engine.run(PREFILL, feeds, first_slot=slot)
         if engine is not self._target:
             return outputs
-        if isinstance(engine.caches, HybridCaches):
+        if isinstance(engine.caches, DeviceHybridCaches):
             engine.caches.passed(slot, feeds["start"], int(feeds["rows"][0, 0]))
         return {**outputs, "features": outputs["features"][:, :length]}
 
@@ -202,7 +202,7 @@ class DeviceArrays:
                 self._flush()  # the pass overwrites the features
                 tensors = self._round.target_feeds(tensors)
         outputs = engine.run(DECODE, tensors)
-        if isinstance(engine.caches, HybridCaches):
+        if isinstance(engine.caches, DeviceHybridCaches):
             engine.caches.passed(0, feeds["start"], 0)  # every row has logits, so none is certain
         return outputs
 

@@ -19,7 +19,7 @@ import torch
 from dflash_trt.engines.tensorrt.caches import RowCaches
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, QUERY
 from dflash_trt.engines.tensorrt.runtime_config import KernelCache, captures_by_itself, contexts
-from dflash_trt.engines.tensorrt.states import HybridCaches
+from dflash_trt.engines.tensorrt.states import DeviceHybridCaches
 from dflash_trt.errors import BundleError
 
 Array = np.ndarray[Any, Any]
@@ -88,11 +88,11 @@ class TensorRTEngine:
         for profile, context in enumerate(self._contexts):
             context.set_optimization_profile_async(profile, stream.cuda_stream)
         self._caches = {name: self._cache(name, slots) for name in inputs if "_cache." in name}
-        self.caches: RowCaches | HybridCaches = RowCaches(self._caches, stream)
+        self.caches: RowCaches | DeviceHybridCaches = RowCaches(self._caches, stream)
         self._state_shapes = {name: tuple(self._engine.get_tensor_shape(name))[1:] for name in states}
         if states:
             kinds = {name: (shape, self.dtypes[name]) for name, shape in self._state_shapes.items()}
-            self.caches = HybridCaches(self.caches, kinds, slots, stream, device)
+            self.caches = DeviceHybridCaches(self.caches, kinds, slots, stream, device)
         self._buffers: dict[tuple[int, str], Tensor] = {}
         self._shapes: dict[tuple[int, str], tuple[int, ...]] = {}
         self._views: dict[tuple[Any, ...], dict[str, Tensor]] = {}
@@ -168,7 +168,7 @@ class TensorRTEngine:
             shapes = {name: tuple(context.get_tensor_shape(name)) for name in self.outputs}
             outputs = self._views[key] = {n: self.buffer(profile, n, *shape) for n, shape in shapes.items()}
         with torch.cuda.stream(self.stream):
-            if isinstance(self.caches, HybridCaches):
+            if isinstance(self.caches, DeviceHybridCaches):
                 self.caches.prepare(first_slot, len(feeds["start"]))
             for name, array in feeds.items():
                 buffer = self.buffer(profile, name, *array.shape)
@@ -263,7 +263,7 @@ class TensorRTEngine:
             address = cache[first_slot].data_ptr()
             context.set_tensor_address(name, address)
             context.set_tensor_address(_output(name), address)
-        if isinstance(self.caches, HybridCaches):
+        if isinstance(self.caches, DeviceHybridCaches):
             for name, (now, new) in self.caches.bound(first_slot).items():
                 context.set_tensor_address(name, now.data_ptr())
                 context.set_tensor_address(_output(name), new.data_ptr())

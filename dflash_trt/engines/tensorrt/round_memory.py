@@ -111,7 +111,7 @@ class RoundMemory:
         return self._numbers["block"][: tensor.numel()].reshape(tuple(tensor.shape)).copy()
 
     def drafter_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """The feeds in this memory. The target's pass of the same round starts behind the drafter's features."""
+        """The feeds in this memory. The target's pass of the same round starts after the drafter's features."""
         start, count = feeds["start"], feeds["n_features"]
         if isinstance(feeds["block"], np.ndarray):  # not of a round
             return dict(feeds)

@@ -1,4 +1,4 @@
-"""The steps between the passes of a round: one kernel behind the drafter's pass, and one behind the target's."""
+"""The steps between the passes of a round: one kernel after the drafter's pass, and one after the target's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The memory of recurrent layers on a GPU: one state of fixed size for each slot.
 
 As in the embedded engine, a slot's states belong to `position`, and the rows from there on are pending. A pass writes
-new states beside the old ones, because TensorRT must not write what it still reads. They are copied over them behind
+new states beside the old ones, because TensorRT must not write what it still reads. They are copied over them after
 the pass, on its stream. The host counts the positions too, so that it need not wait to know them.
 
 TensorRT wants aligned addresses. The numbers of a slot's layer fill whole units in published models, but a position
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_trt.decoding.caches import Kept
+from dflash_trt.decoding.caches import Snapshot
 from dflash_trt.engines.tensorrt.caches import RowCaches
 
 Array = np.ndarray[Any, Any]
@@ -27,10 +27,10 @@ POSITION, PENDING = "position_state", "pending_"
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _DeviceCopy:
     """Rows of each cache, and the states that belong to the end of the rows, one for each pool; or none."""
 
-    rows: Kept
+    rows: Snapshot
     states: Sequence[Tensor] | None
     position: int
 
@@ -45,7 +45,7 @@ class _Pool:
     pending: bool
 
 
-class HybridCaches:
+class DeviceHybridCaches:
     """Rows and states of every slot. `Caches` in decoding/caches.py documents the methods."""
 
     def __init__(
@@ -127,21 +127,23 @@ class HybridCaches:
             self._on_device[target : target + 1].copy_(self._on_device[source : source + 1])
         self._positions[target] = self._positions[source]
 
-    def keep(self, slot: int, start: int, stop: int) -> Kept:
+    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
         position, rows = self.position(slot), self.rows.keep(slot, start, stop)
         if not position <= stop <= position + self.most_pending:
-            return Kept(start, stop, (), _Copy(rows, None, position), rows.size)
+            return Snapshot(start, stop, (), _DeviceCopy(rows, None, position), rows.size)
         try:
             with torch.cuda.stream(self._stream):
                 states = [pool.now[:, slot].clone() for pool in self._pools]
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
         lengths = range(max(start + 1, position), stop + 1)
-        return Kept(start, stop, lengths, _Copy(rows, states, position), rows.size + self.state_bytes)
+        return Snapshot(
+            start, stop, lengths, _DeviceCopy(rows, states, position), rows.size + self.state_bytes
+        )
 
-    def restore(self, slot: int, kept: Sequence[Kept], length: int) -> None:
+    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         self.rows.restore(slot, [each.data.rows for each in kept], length)
-        last: _Copy = kept[-1].data
+        last: _DeviceCopy = kept[-1].data
         assert last.states is not None
         with torch.cuda.stream(self._stream):
             for pool, states in zip(self._pools, last.states, strict=True):

@@ -55,6 +55,6 @@ def _passes(pair: Pair, block_size: int) -> Iterator[Callable[[], object]]:
     lengths = dict.fromkeys([block_size, 1, *(2**i for i in range(1, 5)), *range(1, block_size)])
     for batch in batches:
         for length in (n for n in lengths if n <= block_size):
-            yield partial(pair.rehearse_verify, batch, length)
+            yield partial(pair.dummy_verify, batch, length)
             if length > 1:
-                yield partial(pair.rehearse_draft, batch, length)
+                yield partial(pair.dummy_draft, batch, length)

@@ -44,7 +44,7 @@ Rows = Callable[[ir.Value], ir.Value]
 class BlockSettings:
     """Settings of a kind that drafts a block at once.
 
-    every_row: the anchor's row predicts too. Then row i predicts the token behind its own position, and K - 1 rows are
+    every_row: the anchor's row predicts too. Then row i predicts the token after its own position, and K - 1 rows are
         enough. Otherwise row i predicts the token at its position, and the anchor's row nothing.
     vocabulary: tokens of the head that the file must have. None: the target's head, or one in the file for all tokens.
     embedding: the file must have an embedding. Otherwise it is the target's, or one in the file.
@@ -259,9 +259,9 @@ def block_builder(draft: Callable[[BlockPass, int], tuple[ir.Value, ir.Value]]) 
 def _block_after_valid_context(
     g: GraphBuilder, batch: ir.Value, n_context: ir.Value, n_written: ir.Value, n_features: ir.Value
 ) -> ir.Value:
-    """Flat row numbers [B*(S+K)] that move each sequence's block rows directly behind its valid context rows.
+    """Flat row numbers [B*(S+K)] that move each sequence's block rows directly after its valid context rows.
 
-    The remaining rows repeat the last row. They land behind the block, where no query looks.
+    The remaining rows repeat the last row. They land after the block, where no query looks.
     """
     i = g.arange(n_written)
     valid = g.unsqueeze(n_features, 1)

@@ -1,6 +1,6 @@
 """DFlash2: DFlash with convolutions along the block, and a selector that walks through the candidates of each place.
 
-A convolution mixes a row with the row before it, in front of and behind each sublayer. Its weights have a fixed part
+A convolution mixes a row with the row before it, before and after each sublayer. Its weights have a fixed part
 and one that follows from the sublayer's input. Context rows have no convolution. The selector takes the `top_k` best
 tokens of each place, and adds to a token's logit how well it follows a candidate of the place before.
 """

@@ -1,7 +1,7 @@
 """DSpark and DeepSpec's DFlash: every row of the block predicts, and a Markov head corrects a token by the one before.
 
-Row i predicts the token behind its own position, so that K - 1 rows give K - 1 drafts. The head adds W2 W1[a] to the
-logits behind token a, or W2 (gate * W1[a]) with a gate that follows from the row and a. The head `rnn` adds W2 o. A
+Row i predicts the token after its own position, so that K - 1 rows give K - 1 drafts. The head adds W2 W1[a] to the
+logits after token a, or W2 (gate * W1[a]) with a gate that follows from the row and a. The head `rnn` adds W2 o. A
 recurrent cell gives o from the row, W1[a] and its own state. A head corrects the best CANDIDATES tokens of each place.
 All tokens would take a product with the whole vocabulary for each place. The confidence head estimates how likely the
 draft of a place is accepted. It stands in for the log-probability of the draft.

@@ -28,7 +28,7 @@ from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.attention import Attention
 from dflash_trt.models.decoder import embed
 from dflash_trt.models.drafters.candidates import best_candidates, output_candidates
-from dflash_trt.models.drafters.eagle3_chain import Chain, UnrolledChain, layer_input, rest_of_layer
+from dflash_trt.models.drafters.eagle3_chain import DraftChain, UnrolledChain, layer_input, rest_of_layer
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.drafters.vocabulary import OF_TRAINING, DraftVocabulary
 from dflash_trt.models.mixers import mixers
@@ -153,7 +153,7 @@ def eagle3_config(
 
 
 def taps_entering(layers: Sequence[int]) -> tuple[int, ...]:
-    """Our taps for states that enter these layers: the embedding, and the states behind the layers before them."""
+    """Our taps for states that enter these layers: the embedding, and the states after the layers before them."""
     return (-1, *(layer - 1 for layer in layers))
 
 
@@ -246,7 +246,7 @@ def build_eagle3(
     of_target = own.vocabulary == config.vocab_size and not m.has("lm_head.weight")
 
     def best(m: Module, state: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """The candidates behind a row [B, D] of the layer, and what the next step takes for its states."""
+        """The candidates after a row [B, D] of the layer, and what the next step takes for its states."""
         normed = m.rms_norm(state, "norm", hidden, config.rms_norm_eps)
         if head is not None:
             quantized = Module(g, *head, dialect).inside(m.g)
@@ -260,7 +260,7 @@ def build_eagle3(
 
     with g.scope("first"):
         found, logprobs, state = best(m, state)
-    chain = (UnrolledChain if dialect.by_head else Chain)(
+    chain = (UnrolledChain if dialect.by_head else DraftChain)(
         m, config, root.at(target.prefix), mixer.updated[0], position, batch
     )
     all_tokens, all_logprobs = chain.steps(found, logprobs, state, g.dim(block, 1, name="n_block"), best)

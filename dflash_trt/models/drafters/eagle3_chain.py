@@ -40,8 +40,8 @@ def rest_of_layer(layer: Module, config: DrafterConfig, states: ir.Value, attend
     return g.op("Add", x, h, name="state")
 
 
-class Chain:
-    """The steps after the first: a Loop over the drafts, with their own keys and values behind the cache's.
+class DraftChain:
+    """The steps after the first: a Loop over the drafts, with their own keys and values after the cache's.
 
     `caches`: keys and values [B, C, N*d], up to and including `position` [B].
     """
@@ -180,7 +180,7 @@ class Chain:
         return tuple(found)
 
 
-class UnrolledChain(Chain):
+class UnrolledChain(DraftChain):
     """The same steps one after another, over `caches` [B, N, C, d].
 
     The scores over the cache and over the steps' own rows are computed apart and joined, so that no cache is copied.

@@ -47,7 +47,7 @@ class PairScores:
 def best_walk(
     block: BlockPass, scores: PairScores, fit: ir.Value, width: int
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """The `width` best tokens [B*P, W] of each place behind the walk so far, and their log-probabilities.
+    """The `width` best tokens [B*P, W] of each place after the walk so far, and their log-probabilities.
 
     The third result is the number of the candidate before each place that the walk took, [B,P].
 

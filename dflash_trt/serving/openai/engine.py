@@ -72,7 +72,7 @@ class _Connection:
             self._deliver_next()
 
     def refuse(self, why: str) -> None:
-        """End all requests, behind the updates that have arrived."""
+        """End all requests, after the updates that have arrived."""
         while self._arrived:
             self._deliver_one()
         for queue in self.pending.values():

@@ -93,7 +93,7 @@ class Think(Stage):
                 self._held, self.thought = start[7:], True
         if self._state == "inside":
             yield from self._reason()
-        if self._state == "trim":  # the line breaks behind the tag are no content
+        if self._state == "trim":  # the line breaks after the tag are no content
             self._held = self._held.lstrip("\n")
             if self._held:
                 self._state = "behind"

@@ -16,7 +16,7 @@ def compact_rows(
     caches,  # [caches] int64: the addresses of [slots, heads, capacity, words]
     heads,  # [caches] int32
     words,  # [caches] int32: 4-byte words of a row
-    nodes,  # [count] int64: rows behind `start`, rising
+    nodes,  # [count] int64: rows after `start`, rising
     slot,
     start,
     count,

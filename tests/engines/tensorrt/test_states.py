@@ -15,7 +15,7 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.states import POSITION, HybridCaches
+from dflash_trt.engines.tensorrt.states import POSITION, DeviceHybridCaches
 from tests.doubles.checkpoints import make_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
 from tests.engines.tensorrt.test_runtime import FLOAT32, here  # noqa: F401  # a fixture
@@ -66,7 +66,7 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
         assert sum(c.statistics.num_accepted_tokens for c in found) > 0
         assert [c.statistics.num_cached_tokens for c in found][1] == 49
         caches = pair.target.caches
-        assert isinstance(caches, HybridCaches)
+        assert isinstance(caches, DeviceHybridCaches)
         pair.arrays.wait()
         np.testing.assert_array_equal(caches._on_device.cpu().numpy(), caches._positions)
 

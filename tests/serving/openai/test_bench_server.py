@@ -15,8 +15,8 @@ import pytest
 from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError
 from dflash_trt.reports.benchmark import Load
-from dflash_trt.reports.http_stream import Answer
 from dflash_trt.reports.http_stream import Server as Client
+from dflash_trt.reports.http_stream import StreamedAnswer
 from dflash_trt.reports.server_load import LoadPoint, measure
 from tests.serving.openai.conftest import Server
 
@@ -74,9 +74,9 @@ def test_figures_are_vllms() -> None:
     """Two answers with known moments: E2E ends with the last event, TPOT leaves out the first token."""
     usage = {"prompt_tokens": 5, "speculation": {"draft_tokens": 4, "accepted_tokens": 3}}
     answers = [
-        Answer(10.0, [10.5, 10.6, 11.1], {**usage, "completion_tokens": 4}, status=200),
-        Answer(20.0, [20.1], {**usage, "completion_tokens": 1}, status=200),
-        Answer(30.0, status=429, error="full"),
+        StreamedAnswer(10.0, [10.5, 10.6, 11.1], {**usage, "completion_tokens": 4}, status=200),
+        StreamedAnswer(20.0, [20.1], {**usage, "completion_tokens": 1}, status=200),
+        StreamedAnswer(30.0, status=429, error="full"),
     ]
     found = LoadPoint(Load(2), 2.0, answers).to_dict()
     assert (found["mean_ttft_ms"], found["median_ttft_ms"], found["std_ttft_ms"]) == (300, 300, 200)
