@@ -17,7 +17,7 @@ from dflash_trt.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_trt.decoding.length.policy import Lengths
-    from dflash_trt.reports.benchmark import LoadPoint
+    from dflash_trt.reports.benchmark import MethodPoint
     from dflash_trt.runtime import Runtime
 
 SUMMARY = "measure throughput and latency under load"
@@ -208,7 +208,7 @@ def _lengths(args: argparse.Namespace, runtime: Runtime, fixed: int) -> dict[str
     return {name: runtime.lengths(ways[name]) for name in asked}
 
 
-def _print(found: Sequence[Sequence[LoadPoint]]) -> None:
+def _print(found: Sequence[Sequence[MethodPoint]]) -> None:
     """The table. Figures are right-aligned."""
     lines: list[tuple[str, ...]] = list(HEADINGS)
     for points in found:
@@ -224,7 +224,7 @@ def _print(found: Sequence[Sequence[LoadPoint]]) -> None:
         print(f"\033[1m{line}\033[0m" if bold and number < len(HEADINGS) else line)
 
 
-def _row(point: LoadPoint, figures: dict[str, Any], plain: float | None) -> tuple[str, ...]:
+def _row(point: MethodPoint, figures: dict[str, Any], plain: float | None) -> tuple[str, ...]:
     tpot, ttft = figures["tpot_ms"], figures["ttft_ms"]
     drafted = point.method != "plain"
     return (

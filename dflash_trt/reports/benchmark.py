@@ -35,7 +35,7 @@ class Load:
 
 
 @dataclass
-class LoadPoint:
+class MethodPoint:
     """One method under one load."""
 
     load: Load
@@ -86,7 +86,7 @@ def bench(
     requests: int,
     max_tokens: int,
     progress: Progress = silent,
-) -> Iterator[list[LoadPoint]]:
+) -> Iterator[list[MethodPoint]]:
     """For every load, one point per method. Every method gets the same greedy requests, and no cached rows of another
     method.
 
@@ -95,12 +95,12 @@ def bench(
     for load in loads:
         # The end of a segment has too few requests in flight. A long segment gives that little weight.
         segments = max(1, min(_SEGMENTS, requests // (3 * load.concurrency)))
-        points = {name: LoadPoint(load, name) for name in methods}
+        points = {name: MethodPoint(load, name) for name in methods}
         step, done = f"load {load.name}", 0
         progress(step, 0, requests * len(methods))
         for name, lengths in methods.items():
             warm_up = min(max_tokens, _WARM_UP_TOKENS)
-            _segment(runtime, LoadPoint(load, name), lengths, prompts, range(load.concurrency), warm_up)
+            _segment(runtime, MethodPoint(load, name), lengths, prompts, range(load.concurrency), warm_up)
         for segment in range(segments):
             numbers = range(requests * segment // segments, requests * (segment + 1) // segments)
             turns = list(methods)
@@ -113,7 +113,7 @@ def bench(
 
 def _segment(
     runtime: Runtime,
-    point: LoadPoint,
+    point: MethodPoint,
     lengths: Lengths,
     prompts: Sequence[list[int]],
     numbers: range,

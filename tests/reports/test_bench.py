@@ -14,7 +14,7 @@ from dflash_trt.cli import main
 from dflash_trt.cli.bench import _milliseconds
 from dflash_trt.decoding.metrics import quantile
 from dflash_trt.decoding.options import RequestOptions
-from dflash_trt.reports.benchmark import Load, LoadPoint, bench
+from dflash_trt.reports.benchmark import Load, MethodPoint, bench
 from dflash_trt.runtime import Runtime
 from tests.doubles.checkpoints import make_drafter, make_target
 
@@ -36,7 +36,7 @@ def runtime(bundle: Path) -> Any:
     made.scheduler.close()
 
 
-def points(runtime: Runtime, *loads: Load, **options: Any) -> dict[tuple[str, str], LoadPoint]:
+def points(runtime: Runtime, *loads: Load, **options: Any) -> dict[tuple[str, str], MethodPoint]:
     ways = {"plain": RequestOptions(speculate=False), "fixed": RequestOptions(block_length=4)}
     methods = {name: runtime.lengths(way) for name, way in ways.items()}
     found = bench(runtime, [[i, 7, 9] for i in range(5)], loads, methods, **options)
@@ -135,13 +135,13 @@ def test_prompts_of_a_file_and_json_alone(
 def test_different_tokens_are_an_error(
     bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outputs = LoadPoint.outputs.fget
+    outputs = MethodPoint.outputs.fget
 
-    def altered(self: LoadPoint) -> Any:
+    def altered(self: MethodPoint) -> Any:
         found = outputs(self)  # type: ignore[misc]
         return found if self.method == "plain" else found[:-1]
 
-    monkeypatch.setattr(LoadPoint, "outputs", property(altered))
+    monkeypatch.setattr(MethodPoint, "outputs", property(altered))
     assert main(["bench", str(bundle), "--requests", "2", "--max-tokens", "4", "--concurrency", "1"]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
 

@@ -2,7 +2,7 @@
 
 With S_j the probability that the first j drafts of a request are all right, a round of length L commits
 G(L) = 1 + S_1 + ... + S_{L-1} tokens per request on average, and takes T(L) seconds. Over many rounds, the tokens per
-second are G(L) / T(L). S comes from the shares of earlier drafts that were right, by place (`Acceptance`). T is the
+second are G(L) / T(L). S comes from the shares of earlier drafts that were right, by place (`AcceptanceByPlace`). T is the
 usual time of the passes (`pass_times`) plus the mean stall, which all lengths share (`stalls`).
 
 Times and chances of lengths that are not in use grow old. So a share of the time is spent on trials of other lengths.
@@ -33,7 +33,7 @@ _DRAFTED, _PRIOR = 50, 2.0
 _COUNTED = 8
 
 
-class Acceptance:
+class AcceptanceByPlace:
     """The share of drafts that are right, by place, among those that came after right ones."""
 
     def __init__(self, drafts: int) -> None:
@@ -88,7 +88,7 @@ class AdaptiveLength:
 
     def __init__(self, block_size: int, draft_times: PassTimes, verify_times: PassTimes) -> None:
         self.block_size, self._draft_times, self._verify_times = block_size, draft_times, verify_times
-        self._acceptance, self._stalls = Acceptance(block_size - 1), Stalls()
+        self._acceptance, self._stalls = AcceptanceByPlace(block_size - 1), Stalls()
         self._plans: dict[int, _Plan] = {}
         self._trial = self._untimed = (
             False  # of this round; whether the trial before had no time for its draft
