@@ -2,8 +2,8 @@
 
 With S_j the probability that the first j drafts of a request are all right, a round of length L commits
 G(L) = 1 + S_1 + ... + S_{L-1} tokens per request on average, and takes T(L) seconds. Over many rounds, the tokens per
-second are G(L) / T(L). S comes from the shares of earlier drafts that were right, by place (`AcceptanceByPlace`). T is the
-usual time of the passes (`pass_times`) plus the mean stall, which all lengths share (`stalls`).
+second are G(L) / T(L). S comes from the shares of earlier drafts that were right (`AcceptanceByPlace`). T is the usual
+time of the passes (`pass_times`) plus the mean stall, which all lengths share (`stalls`).
 
 Times and chances of lengths that are not in use grow old. So a share of the time is spent on trials of other lengths.
 """

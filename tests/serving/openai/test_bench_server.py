@@ -17,7 +17,7 @@ from dflash_trt.errors import DFlashError
 from dflash_trt.reports.benchmark import Load
 from dflash_trt.reports.http_stream import Server as Client
 from dflash_trt.reports.http_stream import StreamedAnswer
-from dflash_trt.reports.server_load import MethodPoint, measure
+from dflash_trt.reports.server_load import LoadPoint, measure
 from tests.serving.openai.conftest import Server
 
 PROMPTS = [{"prompt": "x = ["}, {"messages": [{"role": "user", "content": "What should I eat in Borvik?"}]}]
@@ -78,7 +78,7 @@ def test_figures_are_vllms() -> None:
         StreamedAnswer(20.0, [20.1], {**usage, "completion_tokens": 1}, status=200),
         StreamedAnswer(30.0, status=429, error="full"),
     ]
-    found = MethodPoint(Load(2), 2.0, answers).to_dict()
+    found = LoadPoint(Load(2), 2.0, answers).to_dict()
     assert (found["mean_ttft_ms"], found["median_ttft_ms"], found["std_ttft_ms"]) == (300, 300, 200)
     assert (found["mean_tpot_ms"], found["mean_itl_ms"], found["p99_itl_ms"]) == (200, 300, 496)
     assert (found["mean_e2el_ms"], found["p99_e2el_ms"]) == (600, 1090)
