@@ -15,7 +15,7 @@ import pytest
 from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError
 from dflash_trt.reports.benchmark import Load
-from dflash_trt.reports.http_stream import Server as Client
+from dflash_trt.reports.http_stream import LoadedServer as Client
 from dflash_trt.reports.http_stream import StreamedAnswer
 from dflash_trt.reports.server_load import LoadPoint, measure
 from tests.serving.openai.conftest import Server
