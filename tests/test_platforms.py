@@ -7,12 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from dflash_trt.errors import BuildError
-from dflash_trt.files import disk
-from dflash_trt.files.folder import Folder
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -29,28 +23,3 @@ print([main(words.split()) for words in sys.argv[1:]])"""
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[0, 0, 0, 1]", done.stderr
     assert "need Linux or macOS" in done.stderr.splitlines()[-1]
-
-
-def test_without_flock_a_library_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "fcntl", None)
-    with Folder(tmp_path) as parent:
-        with disk.locked(tmp_path / "lock", parent) as first:
-            assert first
-            with disk.locked(tmp_path / "lock", parent) as second:
-                assert not second
-        with disk.locked(tmp_path / "lock", parent) as again:
-            assert again
-
-
-def test_two_builds_of_one_place_exclude_each_other_by_the_library_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dflash_trt.bundle.workspace import workspace
-
-    monkeypatch.setattr(disk, "fcntl", None)
-    with (
-        workspace(tmp_path / "out", "bundle"),
-        pytest.raises(BuildError, match="another process is writing it"),
-        workspace(tmp_path / "out", "bundle"),
-    ):
-        pass

@@ -80,38 +80,45 @@ def build(
 
     progress("read checkpoints", 0, 1)
     pair = _read_pair(find_sources(target, drafter, weights), entry, weights)
-    quantized = (
-        pair.target.checkpoint.quantization.algorithm(HEAD) or pair.drafter.checkpoint.quantization.algorithms
-    )
     settings = BuildSettings(
         block_size=choose_block_size(block_size, pair.drafter.config),
         tree_width=_tree_width(tree_width, pair, precision, entry),
         max_seq_len=choose_max_seq_len(max_seq_len, pair.target.config, pair.drafter.config),
         weights=weights,
-        precision=entry.choose_precision(
-            precision or Precision(), pair.target.config, pair.drafter.config, quantized=bool(quantized)
-        ),
+        precision=_precision(precision, pair, entry),
         options=options,
     )
-    draft_tokens = _draft_tokens(pair, draft_vocabulary, entry)
+    pair = replace(pair, draft_tokens=_draft_tokens(pair, draft_vocabulary, entry))
     progress("read checkpoints", 1, 1)
     with workspace(out, "bundle") as place:
-        pair = _quantized(pair, settings.precision, draft_tokens, place, progress, entry.weight_layout)
-        job = entry.job(pair, settings, place, progress)
-        manifest = _describe(pair, settings, entry, job)
-        inputs = read_inputs(job.files, place, progress)
-        _check_digests(pair, {name: file.sha256 for name, file in inputs.items()})
-        manifest["key"] = key_of(manifest, inputs, job.digests)
-        existing = place.existing(manifest["key"], force=force)
-        if existing is not None:
-            place.done = True
-            return existing
-        files = bring(inputs, place, progress, link=job.link, keep=job.keep)
-        files = job.write(place.path, manifest, files, progress)
-        manifest["files"] = {name: files[name] for name in sorted(files)}
-        bundle.write_manifest(place.path, manifest)
-        place.publish()
-    return Bundle.open(out)
+        return _write(pair, settings, entry, place, force, progress)
+
+
+def _write(
+    pair: CheckpointPair,
+    settings: BuildSettings,
+    engine: Engine,
+    place: Workspace,
+    force: bool,
+    progress: Progress,
+) -> Bundle:
+    """The bundle in its place: made in the work directory, or the one of the same key that is there."""
+    pair = _quantized(pair, settings.precision, place, progress, engine.weight_layout)
+    job = engine.job(pair, settings, place, progress)
+    manifest = _describe(pair, settings, engine, job)
+    inputs = read_inputs(job.files, place, progress)
+    _check_digests(pair, {name: file.sha256 for name, file in inputs.items()})
+    manifest["key"] = key_of(manifest, inputs, job.digests)
+    existing = place.existing(manifest["key"], force=force)
+    if existing is not None:
+        place.done = True
+        return existing
+    files = bring(inputs, place, progress, link=job.link, keep=job.keep)
+    files = job.write(place.path, manifest, files, progress)
+    manifest["files"] = {name: files[name] for name in sorted(files)}
+    bundle.write_manifest(place.path, manifest)
+    place.publish()
+    return Bundle.open(place.out)
 
 
 def _check_options(engine: Engine, options: EngineOptions | None) -> None:
@@ -148,13 +155,16 @@ def _tree_width(asked: int | None, pair: CheckpointPair, precision: Precision | 
     return width
 
 
+def _precision(asked: Precision | None, pair: CheckpointPair, engine: Engine) -> Precision:
+    """The precision of the build: as asked, and the engine's choice for the rest."""
+    target, drafter = pair.target.checkpoint.quantization, pair.drafter.checkpoint.quantization
+    quantized = bool(target.algorithm(HEAD) or drafter.algorithms)
+    configs = pair.target.config, pair.drafter.config
+    return engine.choose_precision(asked or Precision(), *configs, quantized=quantized)
+
+
 def _quantized(
-    pair: CheckpointPair,
-    precision: Precision,
-    draft_tokens: list[int] | None,
-    place: Workspace,
-    progress: Progress,
-    layout: WeightLayout,
+    pair: CheckpointPair, precision: Precision, place: Workspace, progress: Progress, layout: WeightLayout
 ) -> CheckpointPair:
     """The pair in `precision`, with the drafter's own head if there is one."""
     target, drafter, head = in_precision(
@@ -164,10 +174,13 @@ def _quantized(
         place.scratch,
         progress,
         layout=layout,
-        draft_tokens=draft_tokens,
+        draft_tokens=pair.draft_tokens,
     )
-    return CheckpointPair(
-        replace(pair.target, checkpoint=target), replace(pair.drafter, checkpoint=drafter), head, draft_tokens
+    return replace(
+        pair,
+        target=replace(pair.target, checkpoint=target),
+        drafter=replace(pair.drafter, checkpoint=drafter),
+        head=head,
     )
 
 
@@ -219,9 +232,9 @@ def _describe(pair: CheckpointPair, settings: BuildSettings, engine: Engine, job
     }
 
 
-def _check_digests(pair: CheckpointPair, found: dict[str, str]) -> None:
+def _check_digests(pair: CheckpointPair, digests: dict[str, str]) -> None:
     """Compare the digests of the weights with those that their checkpoints recorded, if any."""
     for side in pair.sides:
         if isinstance(side.checkpoint, Checkpoint):
             names = {f"{side.folder}/{file.name}": file.name for file in side.checkpoint.files}
-            side.checkpoint.check_digests({names[name]: d for name, d in found.items() if name in names})
+            side.checkpoint.check_digests({names[name]: d for name, d in digests.items() if name in names})

@@ -14,7 +14,7 @@ from typing import Any
 from dflash_trt.bundle import manifest as bundle
 from dflash_trt.bundle.workspace import Progress, Workspace
 from dflash_trt.errors import BuildError
-from dflash_trt.files.disk import clone, copy, stamp, whole_file
+from dflash_trt.files.disk import clone, copy, stamp, write_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +48,24 @@ def read_inputs(wanted: Mapping[str, Path], place: Workspace, progress: Progress
     done, inputs = 0, {}
     for name, source in sources.items():
         progress("digest", done, total)
-        found = stamp(source.stat())
-        if memo.get(name, {}).get("stamp") != list(found):
+        now = stamp(source.stat())
+        if memo.get(name, {}).get("stamp") != list(now):
             (place.path / name).unlink(missing_ok=True)  # a copy of the old content
-            inputs[name] = Input(source, found, bundle.digest(source))
-            inputs[name].check()
-            memo[name] = {"stamp": found, "sha256": inputs[name].sha256}
-            with whole_file(place.digests) as file:
-                file.write(json.dumps(memo).encode())
-        inputs[name] = Input(source, found, memo[name]["sha256"])
-        done += found[2]
+            memo[name] = {"stamp": now, "sha256": bundle.digest(source)}
+            Input(source, now, memo[name]["sha256"]).check()
+            write_object(place.digests, memo)
+        inputs[name] = Input(source, now, memo[name]["sha256"])
+        done += now[2]
     progress("digest", total, total)
     return inputs
 
 
-def key_of(
-    manifest: Mapping[str, Any], inputs: Mapping[str, Input], generated: Mapping[str, str] | None = None
-) -> str:
+def key_of(manifest: Mapping[str, Any], inputs: Mapping[str, Input], generated: Mapping[str, str]) -> str:
     """The key of a bundle: a digest of its manifest so far and of its inputs' digests.
 
     generated: name -> sha256 of files that the build makes itself.
     """
-    digests = {name: file.sha256 for name, file in inputs.items()} | dict(generated or {})
+    digests = {name: file.sha256 for name, file in inputs.items()} | dict(generated)
     return hashlib.sha256(json.dumps([manifest, digests], sort_keys=True).encode()).hexdigest()
 
 
@@ -118,9 +114,9 @@ def _bring(name: str, file: Input, place: Workspace, link: bool) -> bool:
     destination.parent.mkdir(parents=True, exist_ok=True)
     linkable = file.source.is_relative_to(place.scratch) or _linkable(file, place, link)
     if destination.exists():
-        found = stamp(destination.stat())
-        linked = found[:2] == file.stamp[:2]
-        if found[2:] == file.stamp[2:] and (linkable or not linked):
+        now = stamp(destination.stat())
+        linked = now[:2] == file.stamp[:2]
+        if now[2:] == file.stamp[2:] and (linkable or not linked):
             return True
         destination.unlink()
     return (linkable and hard_link(file.source, destination)) or clone(file.source, destination)

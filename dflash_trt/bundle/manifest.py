@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import onnx
 
 from dflash_trt.errors import BundleError, CheckpointError, show
-from dflash_trt.files.disk import clone, copy, own_file, whole_file
+from dflash_trt.files.disk import clone, copy, own_file, write_object
 from dflash_trt.files.reading import read_object
 
 FORMAT = "dflash-trt bundle"
@@ -47,10 +47,15 @@ _FIELDS: Mapping[str, type] = {
     "files": dict,
 }
 # Facts about the pair in each graph's metadata, which must agree with the manifest.
-_AGREED = (
-    *("key", "block_size", "tree_width", "mask_token_id", "target_layer_ids"),
-    *("hidden_size", "vocab_size"),
-)
+_AGREED = [
+    "key",
+    "block_size",
+    "tree_width",
+    "mask_token_id",
+    "target_layer_ids",
+    "hidden_size",
+    "vocab_size",
+]
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,10 @@ class Bundle:
         for name, entry in manifest["files"].items():
             _check_file(path, name, entry, full=check == "full")
         graphs = any(graph in manifest["files"] or (path / graph).exists() for graph in GRAPHS)
-        if not graphs and (found := unlisted(path, manifest)):
+        if not graphs and (others := unlisted(path, manifest)):
             raise BundleError(
-                f"{path / found[0]}: the manifest does not list this file, and {manifest['engine']}, which reads whole "
-                "directories, could read it; move it out of the bundle"
+                f"{path / others[0]}: the manifest does not list this file, and {manifest['engine']}, which reads "
+                "whole directories, could read it; move it out of the bundle"
             )
         bundle = cls(path, manifest)
         for graph in GRAPHS if graphs else ():
@@ -127,8 +132,7 @@ def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
     """Write manifest.json with a digest of its own values. The file appears once it is complete and on disk."""
     values = {name: value for name, value in manifest.items() if name != _OWN_DIGEST}
     sealed = {"format": FORMAT, **values, _OWN_DIGEST: _digest_of_values({"format": FORMAT, **values})}
-    with whole_file(directory / MANIFEST) as file:
-        file.write(json.dumps(sealed, indent=2).encode() + b"\n")
+    write_object(directory / MANIFEST, sealed)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -174,11 +178,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def unlisted(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Entries of a bundle's directory that its manifest does not list: files, and links of any kind; sorted."""
-    found = []
-    for folder, directories, files in os.walk(path):
-        links = [name for name in directories if (Path(folder) / name).is_symlink()]
-        found += [(Path(folder) / name).relative_to(path).as_posix() for name in [*files, *links]]
-    return sorted(set(found) - {MANIFEST, *manifest["files"]})
+    inside = [p for p in path.rglob("*") if p.is_symlink() or not p.is_dir()]
+    return sorted({p.relative_to(path).as_posix() for p in inside} - {MANIFEST, *manifest["files"]})
 
 
 def _digest_of_values(manifest: Mapping[str, Any]) -> str:
@@ -194,10 +195,9 @@ def _check_entry(manifest: Path, name: str, entry: Any) -> None:
     parts = PurePosixPath(name).parts
     if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\0" in name or name == MANIFEST:
         raise BundleError(f"{manifest}: files names {show(name)}, which is not a file inside the bundle")
-    if not isinstance(entry, dict) or not isinstance(entry.get("size"), int):
-        raise BundleError(f"{manifest}: files[{show(name)}] has no size; build the bundle again")
-    if not isinstance(entry.get("sha256"), str):
-        raise BundleError(f"{manifest}: files[{show(name)}] has no sha256; build the bundle again")
+    for field, kind in (("size", int), ("sha256", str)):
+        if not isinstance(entry, dict) or not isinstance(entry.get(field), kind):
+            raise BundleError(f"{manifest}: files[{show(name)}] has no {field}; build the bundle again")
 
 
 def _check_file(bundle: Path, name: str, entry: Mapping[str, Any], *, full: bool) -> None:
@@ -208,18 +208,18 @@ def _check_file(bundle: Path, name: str, entry: Mapping[str, Any], *, full: bool
         own_file(bundle, file)
     except CheckpointError as error:
         raise BundleError(str(error)) from None
-    found = file.stat()
-    if found.st_size != entry["size"]:
+    status = file.stat()
+    if status.st_size != entry["size"]:
         raise BundleError(
-            f"{file}: {found.st_size} bytes, the manifest says {entry['size']}; build the bundle again"
+            f"{file}: {status.st_size} bytes, the manifest says {entry['size']}; build the bundle again"
         )
     # A file with one link cannot be changed elsewhere. The files of a copied bundle have new times.
-    if "mtime_ns" in entry and found.st_nlink > 1 and found.st_mtime_ns != entry["mtime_ns"]:
+    if "mtime_ns" in entry and status.st_nlink > 1 and status.st_mtime_ns != entry["mtime_ns"]:
         raise BundleError(
             f"{file}: was written to after the build, through the linked checkpoint; restore the checkpoint and build "
             "again, without --weights link if the checkpoint may change"
         )
-    if (full or found.st_size <= QUICK_DIGEST_BYTES) and digest(file) != entry["sha256"]:
+    if (full or status.st_size <= QUICK_DIGEST_BYTES) and digest(file) != entry["sha256"]:
         raise BundleError(
             f"{file}: sha256 differs from the manifest: the file was altered; build the bundle again"
         )
@@ -230,10 +230,10 @@ def _check_graph(file: Path, manifest: Mapping[str, Any]) -> None:
         model = onnx.load(str(file), load_external_data=False)
     except Exception as error:  # protobuf's DecodeError has no stable module
         raise BundleError(f"{file}: not a readable ONNX model ({error}); build the bundle again") from error
-    found = {p.key: p.value for p in model.metadata_props}
+    stated = {p.key: p.value for p in model.metadata_props}
     for key, expected in graph_metadata(manifest).items():
-        if found.get(key) != expected:
+        if stated.get(key) != expected:
             raise BundleError(
-                f"{file}: {key.removeprefix('dflash.')} is {found.get(key)}, the manifest says {expected}: "
+                f"{file}: {key.removeprefix('dflash.')} is {stated.get(key)}, the manifest says {expected}: "
                 "graph and manifest belong to different builds; build the bundle again"
             )

@@ -9,19 +9,17 @@ import errno
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, read_manifest, unlisted
 from dflash_trt.errors import BuildError, BundleError
-from dflash_trt.files.disk import locked, name_instead, sync_tree, writing
-from dflash_trt.files.folder import Folder
+from dflash_trt.files.disk import LOCK, held_folder, name_instead, sync, sync_tree, write_object, writing
 from dflash_trt.logs import warn_once
 
 _log = logging.getLogger(__name__)
@@ -30,9 +28,9 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 Kind = Literal["bundle", "checkpoint", "repository"]
 
-_RECORD = "record.json"
-_FORMAT = "dflash-trt work directory"
-_DIGESTS = "digests.json"
+# What a work directory has: beside the lock, its purpose, digests, and four directories. What is removed is renamed
+# first, because the next run would take the remains for whole work.
+_RECORD, _DIGESTS = "record.json", "digests.json"
 _NEW, _SCRATCH, _REPLACED, _REMOVED = "new", "scratch", "replaced", "removed"
 
 
@@ -45,12 +43,9 @@ class Workspace:
     """A work directory, held by one process. `path` becomes `out`; `scratch` is removed when the work is done."""
 
     out: Path
-    kind: Kind
     area: Path
-    parent: Folder  # the directory with `area` and `out`
-    folder: Folder  # `area`
-    done: bool = field(default=False)
-    _replaces: bool = field(default=False)
+    done: bool = False
+    _replaces: bool = False
 
     @property
     def path(self) -> Path:
@@ -103,9 +98,9 @@ class Workspace:
         """
         sync_tree(self.path)
         if self._replaces:
-            self.parent.rename(self.out.name, self.folder, _REPLACED)
+            self.out.rename(self.area / _REPLACED)
         try:
-            self.folder.rename(_NEW, self.parent, self.out.name)
+            self.path.rename(self.out)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
@@ -113,9 +108,13 @@ class Workspace:
                 f"{self.out}: has appeared during the work; move it away and run this again: the finished work is "
                 "reused"
             ) from None
-        self.folder.sync()
-        self.parent.sync()
         self.done = True
+        self.sync()
+
+    def sync(self) -> None:
+        """Flush the names in the work directory and beside it to the disk."""
+        sync(self.area)
+        sync(self.area.parent)
 
     def empty(self) -> None:
         """Start again, without the results of an interrupted run."""
@@ -150,37 +149,38 @@ def check_place(out: Path) -> None:
 
 @contextmanager
 def workspace(out: Path, kind: Kind) -> Iterator[Workspace]:
-    """A work directory beside `out`, for one process at a time. An interrupted run leaves it, and the next run
-    resumes it.
+    """The work directory beside `out`, for one process at a time. An interrupted run leaves it, and the next run of
+    this kind resumes it. If it was interrupted while it replaced an old bundle, the old bundle is put back first.
 
-    Its name is random. A directory is resumed if it belongs to this user and records the same purpose. If a run was
-    interrupted while it replaced an old bundle, the old bundle is put back first.
+    Raises BuildError if the place cannot be written, another process holds it, or its work directory is not ours.
     """
     out = Path(os.path.abspath(out))
+    area = out.with_name(f".{out.name}.work")
     with ExitStack() as held:
         with writing(out, "choose another --out"):
             check_place(out)
             out.parent.mkdir(parents=True, exist_ok=True)
-            parent = held.enter_context(Folder(out.parent.resolve()))
-            held.enter_context(_lock(out, parent))
-            name = _resume(out, kind, parent) or _begin(out, kind, parent)
-        with parent.inner(name) as area:
-            place = Workspace(out, kind, out.parent / name, parent, area)
-            try:
-                for folder in (place.path, place.scratch):
-                    folder.mkdir(exist_ok=True)
-                yield place
-            except BaseException as error:
-                # There is no room for the work. An old bundle that is being replaced stays for the next run.
-                full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-                if full or isinstance(error, MemoryError):
-                    place.done = _REPLACED not in area.names()
-                if _is_over(place):
-                    name_instead(error, place.area, out)
-                raise
-            finally:
-                if _is_over(place):
-                    _remove(out, name, parent)
+            if not held.enter_context(held_folder(area)):
+                raise BuildError(
+                    f"{out}: another process is writing it; wait for it, or choose another --out"
+                )
+            place = Workspace(out, area)
+            _put_in_order(place, kind)
+        try:
+            for folder in (place.path, place.scratch):
+                folder.mkdir(exist_ok=True)
+            yield place
+        except BaseException as error:
+            # There is no room for the work. An old bundle that is being replaced stays for the next run.
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if full or isinstance(error, MemoryError):
+                place.done = not (area / _REPLACED).exists()
+            if _is_over(place):
+                name_instead(error, area, out)
+            raise
+        finally:
+            if _is_over(place):
+                _clear(place)
 
 
 def _is_over(place: Workspace) -> bool:
@@ -188,98 +188,46 @@ def _is_over(place: Workspace) -> bool:
     return place.done or not any(any(folder.iterdir()) for folder in (place.path, place.scratch))
 
 
-@contextmanager
-def _lock(out: Path, parent: Folder) -> Iterator[None]:
-    with locked(out.with_name(f".{out.name}.lock"), parent) as held:
-        if not held:
-            raise BuildError(f"{out}: another process is writing it; wait for it, or choose another --out")
-        yield
-
-
-def _begin(out: Path, kind: Kind, parent: Folder) -> str:
-    name = f".{out.name}.work-{secrets.token_hex(6)}"
-    parent.make(name)
-    with parent.inner(name) as area:
-        with os.fdopen(area.file(_RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w") as file:
-            json.dump({"format": _FORMAT, "kind": kind, "out": out.name}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        area.sync()
-    return name
-
-
-def _resume(out: Path, kind: Kind, parent: Folder) -> str | None:
-    """The work directory of an interrupted run, put in order. This user's other work directories are removed."""
-    found = None
-    pattern = re.compile(re.escape(f".{out.name}.work-") + "[0-9a-f]{12}")
-    for name in sorted(filter(pattern.fullmatch, parent.names())):
-        recorded = _recorded(name, parent)
-        if recorded is None:
-            continue
-        if recorded and not _settle(out, name, parent):
-            continue
-        if found is None and recorded == {"format": _FORMAT, "kind": kind, "out": out.name}:
-            found = name
-        else:
-            _remove(out, name, parent)
-    return found
-
-
-def _recorded(name: str, parent: Folder) -> dict[str, Any] | None:
-    """The purpose of a work directory: {} if the run was killed at its start, None if the directory is not ours."""
+def _put_in_order(place: Workspace, kind: Kind) -> None:
+    """Undo or finish what an interrupted run had begun. Work of another kind is removed."""
+    record, wanted = place.area / _RECORD, {"format": "dflash-trt work directory", "kind": kind}
+    inside = set(os.listdir(place.area)) - {LOCK, f"{_RECORD}.part"}
     try:
-        with parent.inner(name) as area:
-            if not area.is_ours():
-                return None
-            with os.fdopen(area.file(_RECORD, os.O_RDONLY)) as file:
-                recorded = json.loads(file.read(4096) or "{}")
-            ours = isinstance(recorded, dict) and recorded.get("format") == _FORMAT
-            return recorded if ours else {} if set(area.names()) == {_RECORD} else None
-    except FileNotFoundError:
-        with parent.inner(name) as area:
-            return None if area.names() else {}
-    except (OSError, ValueError):
-        return None
+        recorded = json.loads(record.read_text()) if inside else wanted
+        ours = recorded["format"] == wanted["format"]
+    except (OSError, ValueError, TypeError, KeyError):
+        ours = False
+    if not ours:
+        raise BuildError(f"{place.area}: is in the way and was not made by dflash-trt; move it away")
+    if {_REPLACED, _NEW} <= inside:
+        if os.path.lexists(place.out):
+            _keep_replaced(place)
+        else:
+            (place.area / _REPLACED).rename(place.out)
+            place.sync()
+    if inside and (recorded != wanted or _NEW not in inside):
+        _clear(place)
+    if not record.exists():
+        write_object(record, wanted)
 
 
-def _settle(out: Path, name: str, parent: Folder) -> bool:
-    """Put back an old bundle if its replacement was interrupted, or finish removing it. Returns False if it must
-    stay.
-    """
-    with parent.inner(name) as area:
-        inside = area.names()
-        if _REPLACED not in inside:
-            return True
-        if _NEW not in inside:
-            return remove_bundle(out.parent / name / _REPLACED)
-        if not os.path.lexists(out):
-            area.rename(_REPLACED, parent, out.name)
-            area.sync()
-            parent.sync()
-            return True
-        return False  # another one is in its place
+def _clear(place: Workspace) -> None:
+    """Remove what is in the work directory. The record goes last, so that an interrupted removal can be continued."""
+    for folder in (_REMOVED, _NEW, _SCRATCH):
+        with suppress(FileNotFoundError):
+            if folder != _REMOVED:
+                (place.area / folder).rename(place.area / _REMOVED)
+            shutil.rmtree(place.area / _REMOVED)
+    if not remove_bundle(place.area / _REPLACED):
+        _keep_replaced(place)
+    for file in (_DIGESTS, f"{_DIGESTS}.part", _RECORD):
+        (place.area / file).unlink(missing_ok=True)
 
 
-def _remove(out: Path, name: str, parent: Folder) -> None:
-    """Remove a work directory. A replaced bundle inside it loses only the files that its manifest lists.
-
-    The record is removed last, so that an interrupted removal can be continued. Folders are renamed first. Otherwise
-    the next run would take their remains for whole work.
-    """
-    with parent.inner(name) as area:
-        for folder in (_REMOVED, _NEW, _SCRATCH):
-            with suppress(FileNotFoundError):
-                if folder != _REMOVED:
-                    area.rename(folder, area, _REMOVED)
-                area.remove_tree(_REMOVED)
-        replaced = out.parent / name / _REPLACED
-        if not remove_bundle(replaced):
-            warn_once(_log, f"{replaced}: keeps files that the replaced bundle's manifest did not list")
-            return
-        for file in (_DIGESTS, f"{_DIGESTS}.part", _RECORD):
-            with suppress(FileNotFoundError):
-                area.unlink(file)
-    parent.remove(name)
+def _keep_replaced(place: Workspace) -> None:
+    kept = place.out.with_name(f"{place.out.name}.replaced-{secrets.token_hex(4)}")
+    (place.area / _REPLACED).rename(kept)
+    warn_once(_log, f"{kept}: keeps files that {place.out} had before, or got while it was replaced")
 
 
 def remove_bundle(path: Path) -> bool:
@@ -289,37 +237,29 @@ def remove_bundle(path: Path) -> bool:
     """
     if not os.path.lexists(path):
         return True
-    with Folder(path) as root:
-        try:
-            if root.names() and not _emptied(root):
-                return False
-        except (BundleError, OSError):
-            return False
-    os.rmdir(path)
-    return True
-
-
-def _emptied(root: Folder) -> bool:
-    """Remove the listed files, and the manifest last. Returns False if others are left."""
-    manifest = read_manifest(root.path)
-    names = [PurePosixPath(name) for name in manifest["files"]]
-    for name in names:
-        with suppress(OSError), _below(root, name.parent) as folder:
-            folder.unlink(name.name)
-    for directory in sorted({p for name in names for p in name.parents if p.name}, reverse=True):
-        with suppress(OSError), _below(root, directory.parent) as folder:
-            folder.remove(directory.name)
-    if root.names() != [MANIFEST]:
+    with suppress(OSError):
+        path.rmdir()
+        return True
+    try:
+        names = [PurePosixPath(name) for name in read_manifest(path)["files"]]
+    except BundleError:
         return False
-    root.unlink(MANIFEST)
+    real = path.resolve()
+
+    def reached(name: PurePosixPath) -> bool:
+        """Whether no link is on the way."""
+        return not path.is_symlink() and (path / name.parent).resolve() == real / name.parent
+
+    for name in filter(reached, names):
+        with suppress(OSError):
+            (path / name).unlink()
+    for folder in filter(
+        reached, sorted({p for name in names for p in name.parents if p.name}, reverse=True)
+    ):
+        with suppress(OSError):
+            (path / folder).rmdir()
+    if os.listdir(path) != [MANIFEST]:
+        return False
+    (path / MANIFEST).unlink()
+    path.rmdir()
     return True
-
-
-@contextmanager
-def _below(root: Folder, path: PurePosixPath) -> Iterator[Folder]:
-    """The folder of that path below `root`. Links on the way are refused."""
-    with ExitStack() as stack:
-        folder = root
-        for part in path.parts:
-            folder = stack.enter_context(folder.inner(part))
-        yield folder

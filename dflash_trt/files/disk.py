@@ -13,20 +13,20 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import filelock
 
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
-from dflash_trt.files.folder import Folder, owned
 
 try:
     import fcntl
 except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
+LOCK = "lock"  # the name of the file in a held folder
 _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 
 
@@ -59,16 +59,16 @@ def own_file(directory: Path, file: Path) -> Path:
 
     Raises CheckpointError if a link leads elsewhere.
     """
-    root, found = directory.resolve(), file.resolve()
+    root, real = directory.resolve(), file.resolve()
     if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
         blobs = (root.parent.parent / "blobs").resolve()
-        if found.is_relative_to(blobs):
-            return found
-    if not found.is_relative_to(root):
+        if real.is_relative_to(blobs):
+            return real
+    if not real.is_relative_to(root):
         raise CheckpointError(
-            f"{file}: is a symbolic link to {found}, outside {directory}; put the file itself there"
+            f"{file}: is a symbolic link to {real}, outside {directory}; put the file itself there"
         )
-    return found
+    return real
 
 
 def stamp(status: os.stat_result) -> tuple[int, int, int, int]:
@@ -132,20 +132,24 @@ def sync_tree(directory: Path) -> None:
     for folder, _, files in os.walk(directory, topdown=False):
         for name in files:
             if not (path := Path(folder, name)).is_symlink():
-                _sync(path)
-        with Folder(Path(folder)) as opened:
-            opened.sync()
+                sync(path)
+        sync(Path(folder))
 
 
-def _sync(path: Path) -> None:
-    """Flush a file. Windows flushes only what is open for writing, and a linked file may be read-only."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW if hasattr(os, "O_NOFOLLOW") else os.O_RDWR
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a directory.
+
+    Windows opens no directories, and flushes only files that are open for writing, which a linked one may forbid.
+    """
+    posix = hasattr(os, "O_DIRECTORY")
+    if not posix and path.is_dir():
+        return
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, os.O_RDONLY if posix else os.O_RDWR)
     except PermissionError:
-        if flags == os.O_RDWR:
-            return
-        raise
+        if posix:
+            raise
+        return
     try:
         os.fsync(descriptor)
     finally:
@@ -184,63 +188,41 @@ def _keep_time(source: int, destination: int) -> None:
 
 
 @contextmanager
-def locked(path: Path, parent: Folder) -> Iterator[bool]:
-    """Hold the lock file `path` in the directory `parent`. Yields False if another process holds it.
+def held_folder(folder: Path) -> Iterator[bool]:
+    """Make `folder` if it is missing, and hold it for this process. Yields False if another process holds it.
 
-    The file is removed when the lock is released. Raises BuildError if `path` is a link, or not a regular file of
-    this user.
+    The lock is a file in the folder, which is removed when the lock is released. So is the folder if it is empty then.
+    Raises BuildError if `folder` is a link, a file, or a directory of another user.
     """
-    if fcntl is None:
-        with _portable_lock(path) as held_by_us:
-            yield held_by_us
-        return
-    foreign, name = BuildError(f"{path}: is not a lock file of this user; remove it"), path.name
-    while True:
-        try:
-            held = parent.file(name, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                raise foreign from None
-            raise
-        try:
-            found = os.fstat(held)
-            if not stat.S_ISREG(found.st_mode) or not owned(found) or found.st_nlink > 1:
-                raise foreign
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            # The previous holder may have removed the file between our open and our lock.
-            if not _is(name, parent, found):
-                continue
-            try:
-                yield True
-            finally:
-                parent.unlink(name)
-            return
-        finally:
-            os.close(held)
-
-
-@contextmanager
-def _portable_lock(path: Path) -> Iterator[bool]:
-    """The same lock by the library filelock, where the system has no flock. On Windows, it removes the file too."""
-    lock = filelock.FileLock(path, timeout=0)
+    lock = filelock.FileLock(folder / LOCK, timeout=0)
     try:
-        lock.acquire()
+        _acquire(lock, folder)
     except filelock.Timeout:
         yield False
         return
     try:
         yield True
     finally:
+        with suppress(OSError):  # Windows removes no file that is open; there the release does
+            (folder / LOCK).unlink()
         lock.release()
+        with suppress(OSError):  # it is not empty, or the next holder has it already
+            folder.rmdir()
 
 
-def _is(name: str, parent: Folder, expected: os.stat_result) -> bool:
-    try:
-        found = parent.stat(name)
-    except FileNotFoundError:
-        return False
-    return (found.st_dev, found.st_ino) == (expected.st_dev, expected.st_ino)
+def _acquire(lock: filelock.BaseFileLock, folder: Path) -> None:
+    while True:
+        _make_own(folder)
+        with suppress(FileNotFoundError):  # the previous holder has just removed the folder
+            lock.acquire()
+            return
+
+
+def _make_own(folder: Path) -> None:
+    with suppress(FileExistsError):
+        folder.mkdir(0o700)
+    with suppress(FileNotFoundError):  # removed meanwhile
+        status = folder.lstat()
+        ours = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+        if not stat.S_ISDIR(status.st_mode) or not ours:
+            raise BuildError(f"{folder}: is not a directory of this user; remove it")

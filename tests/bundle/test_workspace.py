@@ -8,17 +8,16 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_trt.bundle.manifest import MANIFEST, Bundle, write_manifest
-from dflash_trt.bundle.workspace import remove_bundle, workspace
+from dflash_trt.bundle.workspace import Workspace, remove_bundle, workspace
 from dflash_trt.errors import BuildError, CheckpointError, DFlashError
-from dflash_trt.files.disk import locked, own_file, temporary_folder, whole_file
-from dflash_trt.files.folder import Folder
+from dflash_trt.files.disk import held_folder, own_file, temporary_folder, whole_file
 from dflash_trt.quantization.convert import quantize
 from dflash_trt.serving.deploy import deploy
 from tests.bundle.test_bundle import build_pair, built, bundle, checkpoints, leftovers, manifest_of
@@ -37,12 +36,15 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
-def interrupted(out: Path) -> Path:
-    """The work directory of an interrupted run."""
+def interrupted(out: Path) -> None:
+    """Leave the work directory of an interrupted run."""
     with suppress(KeyboardInterrupt), workspace(out, "bundle") as place:
         (place.path / "half").write_text("done")
         raise KeyboardInterrupt
-    return place.area
+
+
+def place(folder: Path) -> AbstractContextManager[Workspace]:
+    return workspace(folder / "bundle", "bundle")
 
 
 # Manifests of other programs and of other versions of this one, and a damaged one.
@@ -91,12 +93,11 @@ def test_a_file_that_comes_during_the_build_outlives_the_bundle(
             (bundle / "late.txt").write_text("mine")
 
     build_pair(checkpoints, bundle, "other", force=True, progress=drop)
-    assert "did not list" in caplog.text
     Bundle.open(bundle, "full")
-    (kept,) = bundle.parent.glob(".bundle.work-*/replaced/late.txt")
+    (kept,) = bundle.parent.glob("bundle.replaced-*/late.txt")
+    assert str(kept.parent) in caplog.text
     assert kept.read_text() == "mine"
-    build_pair(checkpoints, bundle, force=True)  # continues, and leaves it
-    assert kept.read_text() == "mine"
+    assert leftovers(bundle) == []
 
 
 def test_links_in_a_bundle_are_not_followed_when_it_is_removed(bundle: Path, tmp_path: Path) -> None:
@@ -125,82 +126,74 @@ def test_a_symbolic_link_as_out_is_refused(checkpoints: Path, bundle: Path, tmp_
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bundle"]
 
 
+def test_a_folder_is_held_once(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    for _ in range(2):
+        with held_folder(folder) as first, held_folder(folder) as second:
+            assert (first, second) == (True, False)
+        assert list(tmp_path.iterdir()) == []
+
+
 @POSIX
-def test_planted_links_are_not_followed(checkpoints: Path, tmp_path: Path) -> None:
-    """`.bundle.building` and `.bundle.lock` were the names of an earlier version. Work directories now have random
-    names.
-    """
+def test_a_lock_whose_file_is_removed_meanwhile_is_not_held_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The previous holder removes its file, or the folder, between our open and our lock."""
+    import fcntl
+
+    flock, removed = fcntl.flock, []
+
+    def late(*arguments: Any) -> None:
+        if not removed:
+            removed.append(shutil.rmtree(tmp_path / "folder"))
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with held_folder(tmp_path / "folder") as first:
+        assert not first or (tmp_path / "folder" / "lock").exists()
+    with held_folder(tmp_path / "folder") as again:
+        assert again
+
+
+@POSIX
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "thesis.tex").write_text("five years")
-    for name in (".bundle.building", ".bundle.quantized", ".bundle.replaced", ".bundle.work-0123456789ab"):
-        (tmp_path / name).symlink_to(victim)
-    out = tmp_path / "bundle"
-    build_pair(checkpoints, out)
-    (tmp_path / ".bundle.lock").symlink_to(victim / "thesis.tex")
-    with pytest.raises(BuildError, match=r"\.bundle\.lock: is not a lock file"):
-        build_pair(checkpoints, out, "other", force=True)
+    (tmp_path / ".bundle.work").symlink_to(victim)
+    with pytest.raises(BuildError, match=r"\.bundle\.work: is not a directory of this user"), place(tmp_path):
+        pass
     assert contents(victim) == {"thesis.tex": b"five years"}
 
 
-@POSIX
-def test_a_lock_that_is_someone_elses_file_is_left_alone(tmp_path: Path) -> None:
-    mine = tmp_path / "thesis.tex"
-    mine.write_text("five years")
-    os.link(mine, tmp_path / ".bundle.lock")
-    with pytest.raises(BuildError, match="not a lock file"), workspace(tmp_path / "bundle", "bundle"):
-        pass
-    assert mine.read_text() == "five years"
-
-
-@POSIX
-def test_a_lock_is_held_once_also_when_its_file_was_removed_meanwhile(tmp_path: Path) -> None:
-    parent = Folder(tmp_path)
-    with locked(tmp_path / "lock", parent) as first:
-        assert first
-        with locked(tmp_path / "lock", parent) as second:
-            assert not second
-    assert list(tmp_path.iterdir()) == []
-    with locked(tmp_path / "lock", parent) as again:
-        assert again
-    parent.close()
-
-
 @pytest.mark.parametrize("record", [None, "{}", '{"format": "other"}', "[]", "\x00"])
-def test_directories_without_our_record_are_left_alone(tmp_path: Path, record: str | None) -> None:
-    """With any name."""
-    other = tmp_path / ".bundle.work-0123456789ab"
+def test_a_directory_without_our_record_is_left_alone(tmp_path: Path, record: str | None) -> None:
+    other = tmp_path / ".bundle.work"
     other.mkdir()
     (other / "thesis.tex").write_text("five years")
     if record is not None:
         (other / "record.json").write_text(record)
     before = contents(other)
-    with workspace(tmp_path / "bundle", "bundle") as place:
-        assert place.area != other
-        place.publish()
+    with pytest.raises(BuildError, match=r"\.bundle\.work: .*move it away"), place(tmp_path):
+        pass
     assert contents(other) == before
 
 
 @POSIX
 def test_a_directory_of_another_user_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    area = interrupted(tmp_path / "bundle")
+    interrupted(tmp_path / "bundle")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with (
-        pytest.raises(BuildError, match="not a lock file of this user"),
-        workspace(tmp_path / "bundle", "bundle"),
-    ):
-        pass  # the real user makes the lock file
+    with pytest.raises(BuildError, match="not a directory of this user"), place(tmp_path):
+        pass
     monkeypatch.undo()
-    with workspace(tmp_path / "bundle", "bundle") as place:
-        assert place.area == area
-        assert (place.path / "half").read_text() == "done"
+    with place(tmp_path) as again:
+        assert (again.path / "half").read_text() == "done"
 
 
 def test_an_interrupted_run_is_resumed_by_its_kind_only(tmp_path: Path) -> None:
-    area = interrupted(tmp_path / "bundle")
-    with workspace(tmp_path / "bundle", "checkpoint") as place:
-        assert place.area != area
-        assert not any(place.path.iterdir())
+    interrupted(tmp_path / "bundle")
+    with workspace(tmp_path / "bundle", "checkpoint") as other:
+        assert not any(other.path.iterdir())
     assert leftovers(tmp_path / "bundle") == []
 
 
@@ -226,7 +219,6 @@ def test_what_is_left_of_an_interrupted_removal_is_not_taken_over(
     monkeypatch.undo()
     assert len(removed) == 1
     with workspace(out, "bundle") as again:
-        assert again.area == place.area
         assert not any(again.scratch.iterdir())
     assert leftovers(out) == []
 
@@ -338,7 +330,7 @@ def test_an_error_names_no_directory_that_is_gone(tmp_path: Path, role: str, err
 
     with pytest.raises(type(error)) as found:
         fail()
-    assert not list(tmp_path.glob(".out.work-*"))
+    assert not list(tmp_path.glob(".out.work*"))
     expected = f"{tmp_path}/out: is wrong ({tmp_path}/out)"
     assert str(found.value) == (
         expected if isinstance(error, BuildError) else f"[Errno 28] no room: '{tmp_path}/out'"
