@@ -166,19 +166,20 @@ class GraphBuilder:
         assert isinstance(whole, ir.ExternalTensor)
         assert whole.offset is not None
         size = whole.nbytes // count
-        found = []
+        parts = []
         for i in range(count):
             tensor = ir.ExternalTensor(
                 *(whole.location, whole.offset + i * size, size, dtype),
                 shape=ir.Shape(shape),
                 name=f"{whole.name}/{i}",
             )
-            found.append(
-                ir.Value(name=tensor.name, type=ir.TensorType(dtype), shape=tensor.shape, const_value=tensor)
+            part = ir.Value(
+                name=tensor.name, type=ir.TensorType(dtype), shape=tensor.shape, const_value=tensor
             )
-            self.graph.register_initializer(found[-1])
+            self.graph.register_initializer(part)
+            parts.append(part)
         del self.graph.initializers[whole.name]
-        return found
+        return parts
 
     def cast(self, value: ir.Value, dtype: ir.DataType, name: str = "cast") -> ir.Value:
         return value if value.dtype == dtype else self.op("Cast", value, name=name, to=int(dtype))
@@ -190,6 +191,19 @@ class GraphBuilder:
     def to_float(self, value: ir.Value, name: str = "to_float") -> ir.Value:
         """Cast a computed value from the graph's dtype to float32."""
         return value if self.dtype == FLOAT else self.op("Cast", value, name=name, to=int(FLOAT))
+
+    def slice(
+        self,
+        value: ir.Value,
+        first: ir.Value | int,
+        end: ir.Value | int,
+        *,
+        axis: int,
+        name: str | None = None,
+    ) -> ir.Value:
+        """Entries first .. end-1 of one axis. A bound is a number or int64 [1]; a negative one counts from the end."""
+        bounds = [self.constant([n]) if isinstance(n, int) else n for n in (first, end)]
+        return self.op("Slice", value, *bounds, self.constant([axis]), name=name)
 
     def dim(self, value: ir.Value, axis: int, name: str = "dim") -> ir.Value:
         """Length of one axis, int64 [1]."""
@@ -228,13 +242,10 @@ class GraphBuilder:
         self.graph.initializers.clear()
         return ir.Function(DFLASH_DOMAIN, self._scopes[0], graph=self.graph, attributes=attributes)
 
-    def model(self, metadata: dict[str, str]) -> ir.Model:
+    def model(self) -> ir.Model:
         """The collected graph, with the bodies of the operators it calls."""
         self.graph.opset_imports[DFLASH_DOMAIN] = DFLASH_VERSION
         for function in self.functions.values():
             self.graph.opset_imports.update(function.opset_imports)
-        model = ir.Model(
-            self.graph, ir_version=11, producer_name="dflash-trt", functions=list(self.functions.values())
-        )
-        model.metadata_props.update(metadata)
-        return model
+        functions = list(self.functions.values())
+        return ir.Model(self.graph, ir_version=11, producer_name="dflash-trt", functions=functions)

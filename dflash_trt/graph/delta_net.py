@@ -79,7 +79,7 @@ def causal_conv(kind: DeltaKind, dtype: ir.DataType, *, few: bool) -> ir.Functio
     replayed = pending
     if few:
         most = g.op("ReduceMax", at.replayed, name="most", keepdims=1)
-        replayed = g.op("Slice", pending, g.constant([0]), most, g.constant([1]), name="replayed")
+        replayed = g.slice(pending, 0, most, axis=1, name="replayed")
     old = g.op("Concat", at.kept(history, 2), replayed, name="old", axis=1)
     new = g.op("Concat", at.rows(old, at.replayed, before), x, name="new", axis=1)
     # Both in one: between their rows are `before` others, which see rows of both.
@@ -88,16 +88,15 @@ def causal_conv(kind: DeltaKind, dtype: ir.DataType, *, few: bool) -> ir.Functio
     total: ir.Value | None = None
     for j, tap in enumerate(taps):
         # Ends count from the last row, so that no length has to be computed.
-        end = g.constant([j - before]) if j < before else g.constant([2**31])
-        rows = g.op("Slice", both, g.constant([j]), end, g.constant([1]), name="shifted")
+        rows = g.slice(both, j, j - before if j < before else 2**31, axis=1, name="shifted")
         part = g.op("Mul", rows, g.op("Reshape", tap, g.constant([-1]), name="tap"), name="part")
         total = part if total is None else g.op("Add", total, part, name="sum")
     assert total is not None
     total = g.op("Swish", total, name="silu")
     length = g.op("Sub", g.dim(old, 1, name="old_rows"), g.constant([before]), name="pending_rows")
     end = g.op("Add", length, g.constant([before]), name="gap_end")
-    first = g.op("Slice", total, g.constant([0]), length, g.constant([1]), name="of_pending")
-    second = g.op("Slice", total, end, g.constant([2**31]), g.constant([1]), name="of_new")
+    first = g.slice(total, 0, length, axis=1, name="of_pending")
+    second = g.slice(total, end, 2**31, axis=1, name="of_new")
     g.output(g.op("Concat", first, second, axis=1), "y", FLOAT, ["B", "P+S", "C"])
     last = g.op("Sub", g.dim(new, 1, name="new_rows"), g.constant([1]), name="last")
     g.output(at.rows(new, at.certain, before), "history_out", dtype, ["B", before, "C"])
@@ -123,7 +122,7 @@ class DeltaInputs:
         self.state = self.at.kept(state, 3)
         self.count = g.dim(self.gates, 1, name="count")
         self.replayed = g.op("Sub", g.dim(self.q, 1, name="all"), self.count, name="replayed_rows")
-        replayed = g.op("Slice", pending, g.constant([0]), self.replayed, g.constant([1]), name="replayed")
+        replayed = g.slice(pending, 0, self.replayed, axis=1, name="replayed")
         self.all_gates = g.op("Concat", replayed, self.gates, name="all_gates", axis=1)
 
     def output(self, y: ir.Value, state: ir.Value) -> None:
@@ -144,7 +143,7 @@ def onnxruntime_delta(kind: DeltaKind) -> ir.Function:
     """
     g = GraphBuilder("GatedDeltaNet", opsets={MICROSOFT_DOMAIN: 1})
     a = DeltaInputs(g, kind)
-    at, zero, one = a.at, g.constant([0]), g.constant([1])
+    at, zero = a.at, g.constant([0])
     most = g.op("ReduceMax", at.certain, name="most", keepdims=1)
     least = g.op("ReduceMin", at.certain, name="least", keepdims=1)
     row = g.op("Sub", g.arange(g.dim(a.q, 1, name="all")), a.replayed, name="row")  # from 0 on in this pass
@@ -156,7 +155,7 @@ def onnxruntime_delta(kind: DeltaKind) -> ir.Function:
     uncertain = g.op("Not", certain, name="uncertain")
 
     def cut(x: ir.Value, first: ir.Value, end: ir.Value) -> ir.Value:
-        return g.op("Slice", x, first, end, one, name="part")
+        return g.slice(x, first, end, axis=1, name="part")
 
     def run(counted: ir.Value, first: ir.Value, end: ir.Value, state: ir.Value) -> tuple[ir.Value, ...]:
         mask = g.op("Cast", g.unsqueeze(counted, 2), name="mask", to=int(FLOAT))

@@ -41,7 +41,7 @@ def chunked_delta(kind: DeltaKind) -> ir.Function:
     y = g.op("Transpose", chunks, name="by_row", perm=[1, 0, 3, 2, 4])
     y = g.op("Reshape", y, g.shape(g.dim(a.gates, 0), -1, kind.value_heads * kind.value_dim), name="rows")
     last = g.op("Add", a.count, g.constant([CHUNK]), name="last_row")
-    a.output(g.op("Slice", y, g.constant([CHUNK]), last, g.constant([1]), name="new_rows"), end_state)
+    a.output(g.slice(y, CHUNK, last, axis=1, name="new_rows"), end_state)
     return g.function()
 
 

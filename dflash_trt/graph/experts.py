@@ -125,7 +125,7 @@ class PairedRows:
     def own(self, y: ir.Value) -> ir.Value:
         """y without the copies."""
         g = self._g
-        return g.op("Slice", y, g.constant([0]), self._count, g.constant([0]), name="own")
+        return g.slice(y, 0, self._count, axis=0, name="own")
 
 
 def _widen(g: GraphBuilder, weight: ir.Value, scales: ir.Value | None, resident: bool) -> ir.Value:

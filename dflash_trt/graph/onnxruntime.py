@@ -285,7 +285,7 @@ def _attend(
     k, v = updated = [written(cache, new) for cache, new in zip(a.caches, rows, strict=True)]
     if kind.windowed:
         end = g.op("Add", a.origin, g.dim(a.mask, 3, name="seen"), name="end")
-        k, v = (g.op("Slice", u, a.origin, end, g.constant([1]), name="in_use") for u in updated)
+        k, v = (g.slice(u, a.origin, end, axis=1, name="in_use") for u in updated)
 
     attributes: dict[str, Any] = {} if scale is None else {"scale": scale}
 
@@ -296,7 +296,7 @@ def _attend(
         times = g.op("Where", a.few, g.constant([1, 2, 1]), g.constant([1, 1, 1]), name="times")
         y = attend(g, g.op("Expand", q, times, name="repeated"), n)
         count = g.op("Where", a.few, g.constant([1]), g.constant([2**31]), name="count")
-        a.output(g.op("Slice", y, g.constant([0]), count, g.constant([1]), name="first"), *updated)
+        a.output(g.slice(y, 0, count, axis=1, name="first"), *updated)
         return
 
     def arranged(x: ir.Value, name: str, few: list[int], many: list[int]) -> ir.Value:

@@ -135,7 +135,7 @@ class DeltaNet:
             x = g.op("Pad", x, g.constant([0, 0, 0, spare]), name="padded")
         x = g.op("Softplus", x, name="softplus")
         if spare:
-            x = g.op("Slice", x, g.constant([0]), g.constant([heads]), g.constant([1]), name="unpadded")
+            x = g.slice(x, 0, heads, axis=1, name="unpadded")
         rate = g.op("Exp", m.weight("A_log", heads, dtype=FLOAT), name="rate")
         decay = g.op("Neg", g.op("Mul", x, rate, name="scaled"), name="decay")
         beta = g.op("Sigmoid", g.to_float(b), name="beta")

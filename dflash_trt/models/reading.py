@@ -141,17 +141,31 @@ def place_window(fields: Fields, layers: int, window: int | None) -> list[int | 
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
+def layer_ids(fields: Fields, key: str, *, minimum: int = 0) -> tuple[int, ...]:
+    """The layers that `key` names: at least one, and none twice."""
+    layers = fields.integers(key, most=LAYERS, minimum=minimum)
+    if not layers or len(set(layers)) != len(layers):
+        raise fields.error(key, f"is {quoted(list(layers))}, expected at least one layer and no duplicates")
+    return layers
+
+
+def must_equal(fields: Fields, key: str, name: str, value: int) -> None:
+    """Refuse a field that, if it is there, differs from `value`, the field `name` of the model."""
+    if fields.get(key) is not None and fields.integer(key) != value:
+        raise fields.error(key, f"is {show(fields.get(key))}, but {name} is {value}: they must be equal")
+
+
 def agreed(
     places: Sequence[tuple[Fields, str]], *, minimum: int, maximum: int = LARGEST_INTEGER
 ) -> int | None:
     """An integer that may have several places, which must agree; None if it has none."""
-    found = [(place, key) for place, key in places if place.get(key) is not None]
-    if not found:
+    stated = [(place, key) for place, key in places if place.get(key) is not None]
+    if not stated:
         return None
-    values = [place.integer(key, minimum=minimum, maximum=maximum) for place, key in found]
+    values = [place.integer(key, minimum=minimum, maximum=maximum) for place, key in stated]
     if len(set(values)) > 1:
-        other, name = found[-1]
-        raise found[0][0].error(found[0][1], f"is {values[0]}, but {other.prefix}{name} is {values[-1]}")
+        other, name = stated[-1]
+        raise stated[0][0].error(stated[0][1], f"is {values[0]}, but {other.prefix}{name} is {values[-1]}")
     return values[0]
 
 

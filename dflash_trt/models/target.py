@@ -36,7 +36,6 @@ def build_target(
     folder: str,
     capacity: int | str = "C",
     trees: bool = False,
-    metadata: dict[str, str] | None = None,
 ) -> ir.Model:
     """The target as an ONNX model. Its weights stay in the safetensors files of `folder`.
 
@@ -60,7 +59,7 @@ def build_target(
     # No token before the first row with logits depends on them, so no such row is taken back.
     certain = None
     if config.delta_layers:
-        certain = g.op("Squeeze", g.op("Slice", rows, *map(g.constant, ([0], [1], [1]))), g.constant([1]))
+        certain = g.op("Squeeze", g.slice(rows, 0, 1, axis=1), g.constant([1]))
     by_layer = mixers(Pass(g, dialect, config, capacity, start, this_pass, this_pass, lengths, certain, tree))
 
     root = Module(g, checkpoint, folder, dialect, zero_centred_norms=config.zero_centred_norms)
@@ -90,7 +89,7 @@ def build_target(
     g.output(logits, "logits", FLOAT, ["B", "R", vocab])
     g.output(accepted, "accepted", INT64, ["B"])
     g.output(next_token, "next_token", INT64, ["B"])
-    return g.model(metadata or {})
+    return g.model()
 
 
 def _tied_copy(config: TargetConfig, checkpoint: Checkpoint | Outline) -> tuple[str, ...]:

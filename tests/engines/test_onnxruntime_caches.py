@@ -108,6 +108,6 @@ def test_a_graph_with_caches_by_head_is_refused(tmp_path: Path) -> None:
     g = GraphBuilder("target")
     cache = g.input("k_cache.0", FLOAT, ["B", 2, "C", 16])
     g.output(g.op("Identity", cache), "k_cache_out.0", FLOAT, ["B", 2, "C", 16])
-    ir.save(g.model({}), tmp_path / "target.onnx")
+    ir.save(g.model(), tmp_path / "target.onnx")
     with pytest.raises(BundleError, match=r"k_cache\.0 has 4 axes, expected 3: .* build it again"):
         OnnxRuntimeEngine(tmp_path / "target.onnx", slots=1, capacity=64)

@@ -82,7 +82,7 @@ class Layer:
         )
         (y,) = g.call(body, x, router, *weights, name="experts", k=k, **settings)
         g.output(y, "y", FLOAT, ["rows", HIDDEN])
-        return g.model({})
+        return g.model()
 
     def session(
         self, *, resident: bool, k: int = 3, settings: Mapping[str, float] = GPT_OSS, **options: Any

@@ -51,7 +51,7 @@ def session(checkpoint: Checkpoint, *, biased: bool = False, threads: int = 1) -
     y = OnnxRuntime().quantized_linear(g, x, stored, ".", bias, name="linear", widened_bytes=0)
     g.output(y, "y", FLOAT, ["rows", OUT])
     path = checkpoint.directory / "model.onnx"
-    ir.save(g.model({}), path)
+    ir.save(g.model(), path)
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, threads
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -90,7 +90,7 @@ def model(checkpoint: Checkpoint, dialect: Dialect, *, widened_bytes: int = 0) -
     x, router = g.input("x", dialect.dtype, ["rows", HIDDEN]), g.input("router", FLOAT, ["rows", EXPERTS])
     y = dialect.quantized_experts(g, x, router, stacks_of(checkpoint), ".", k=K, widened_bytes=widened_bytes)
     g.output(y, "y", dialect.dtype, ["rows", HIDDEN])
-    return g.model({})
+    return g.model()
 
 
 def session(directory: Path, **options: Any) -> ort.InferenceSession:

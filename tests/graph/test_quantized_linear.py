@@ -39,7 +39,7 @@ def run(directory: Path, x: np.ndarray, *, biased: bool, resident: bool) -> np.n
     ordered = [inputs[name] for name in INPUTS if name in inputs]
     (y,) = g.call(body, g.input("x", FLOAT, ["rows", IN]), *ordered, name="linear")
     g.output(y, "y", FLOAT, ["rows", OUT])
-    ir.save(g.model({}), directory / "model.onnx")
+    ir.save(g.model(), directory / "model.onnx")
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.optimized_model_filepath = str(directory / "optimized.onnx")

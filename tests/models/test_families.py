@@ -312,5 +312,5 @@ def _sink_session(kind: AttentionKind) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     return ort.InferenceSession(
-        ir.to_proto(g.model({})).SerializeToString(), options, providers=["CPUExecutionProvider"]
+        ir.to_proto(g.model()).SerializeToString(), options, providers=["CPUExecutionProvider"]
     )

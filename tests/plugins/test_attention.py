@@ -217,5 +217,5 @@ def _session(kind: AttentionKind, *, sinks: bool) -> ort.InferenceSession:
     g.output(y, "y", FLOAT, ["B", kind.heads, "S", kind.head_dim])
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
-    model = executable(ir.to_proto(g.model({})))
+    model = executable(ir.to_proto(g.model()))
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -79,7 +79,7 @@ def test_plans_keep_weights_packed(
 
 
 def plan_bytes(g: GraphBuilder, folder: Path, capability: int) -> int:
-    model = g.model({})
+    model = g.model()
     model.graph.opset_imports["trt"] = 1
     ir.save(model, folder / "graph.onnx")
     plan = folder / "layer.plan"

@@ -7,14 +7,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.models.drafters import dflare, dflash, dflash2, dspark, eagle3, speculators
-from dflash_trt.models.drafters.kind import DrafterKind
+from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
 
 _KINDS = (dflash.KIND, dflash2.KIND, dspark.KIND, dflare.KIND, *eagle3.KINDS, *speculators.KINDS)
 KINDS: Mapping[str, DrafterKind] = {kind.architecture: kind for kind in _KINDS}
 
 
-def build_drafter(config: DrafterConfig, *checkpoints: Any, **options: Any) -> ir.Model:
-    """The graph of a drafter of any kind. The arguments are those of `kind.BuildDrafter`."""
-    return KINDS[config.architecture].build(config, *checkpoints, **options)
+def build_drafter(*parts: Any, **options: Any) -> ir.Model:
+    """The graph of a drafter of any kind. The arguments are the fields of `DrafterParts`."""
+    made_from = DrafterParts(*parts, **options)
+    return KINDS[made_from.config.architecture].build(made_from)

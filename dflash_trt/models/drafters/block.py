@@ -14,18 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
 
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
-from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.graph.builder import GraphBuilder
-from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.attention import Attention
 from dflash_trt.models.decoder import embed, gated_mlp
 from dflash_trt.models.drafters.candidates import best_candidates, output_candidates
-from dflash_trt.models.drafters.kind import BuildDrafter
+from dflash_trt.models.drafters.kind import DrafterParts
 from dflash_trt.models.drafters.vocabulary import OF_TRAINING, DraftVocabulary
 from dflash_trt.models.mixers import mixers
 from dflash_trt.models.module import Module
@@ -38,6 +34,7 @@ FP16_FEATURE_SCALE = 2.0**-6
 
 # A change of block rows [B*R, D], before or after attention or the MLP.
 Rows = Callable[[ir.Value], ir.Value]
+Convolve = Callable[[Module, str, ir.Value], tuple[Rows, Rows]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,25 +59,14 @@ class BlockPass:
     batch, n_rows: sequences, and rows of a block in the pass.
     """
 
-    def __init__(
-        self,
-        config: DrafterConfig,
-        checkpoint: Checkpoint | Outline,
-        target: TargetConfig,
-        target_checkpoint: Checkpoint | Outline,
-        dialect: Dialect,
-        *,
-        folder: str,
-        target_folder: str,
-        capacity: int | str = "C",
-        features_dtype: ir.DataType | None = None,
-        head: tuple[Checkpoint | Outline, str] | None = None,
-    ) -> None:
-        self.config, self.target, self.dialect = config, target, dialect
+    def __init__(self, parts: DrafterParts) -> None:
+        self.config = config = parts.config
+        self.target, dialect = parts.target, parts.dialect
         self.settings: BlockSettings = config.own or BlockSettings()
         g = self.g = GraphBuilder("drafter", dtype=dialect.dtype)
+        self.m, self.target_root, self._head = parts.modules(g)
         taps = len(config.target_layer_ids) * config.hidden_size
-        self.features = features = g.input("features", features_dtype or g.dtype, ["B", "S", taps])
+        self.features = features = g.input("features", parts.features_dtype or g.dtype, ["B", "S", taps])
         n_features, start, block = (
             ints(g, "n_features", "B"),
             ints(g, "start", "B"),
@@ -88,26 +74,21 @@ class BlockPass:
         )
         self.block = block
         if self.settings.every_row:
-            block = g.op("Slice", block, *map(g.constant, ([0], [-1], [1])), name="predicting")
+            block = g.slice(block, 0, -1, axis=1, name="predicting")
         self.rows_of_block = block
         self.batch = batch = g.dim(block, 0, name="batch")
         self.n_context, self.n_rows = g.dim(features, 1, name="n_context"), g.dim(block, 1, name="n_block")
         n_written = g.op("Add", self.n_context, self.n_rows, name="n_written")
         block_start = g.op("Add", start, n_features, name="block_start")
-        asking = PassRows(
-            g, batch, self.n_rows, positions_from(g, block_start, self.n_rows, name="block_positions"), config
-        )
-        written = PassRows(
-            g, batch, n_written, positions_from(g, start, n_written, name="written_positions"), config
-        )
+        positions = positions_from(g, block_start, self.n_rows, name="block_positions")
+        asking = PassRows(g, batch, self.n_rows, positions, config)
+        positions = positions_from(g, start, n_written, name="written_positions")
+        written = PassRows(g, batch, n_written, positions, config)
         lengths = g.op("Add", block_start, self.n_rows, name="lengths")
-        self.by_layer = mixers(Pass(g, dialect, config, capacity, start, asking, written, lengths))
+        self.by_layer = mixers(Pass(g, dialect, config, parts.capacity, start, asking, written, lengths))
         self.order = _block_after_valid_context(g, batch, self.n_context, n_written, n_features)
-        self.m = Module(g, checkpoint, folder, dialect)
-        self.target_root = Module(g, target_checkpoint, target_folder, dialect)
         self.by_sequence = g.shape(batch, -1, config.hidden_size)
         self._context: ir.Value | None = None
-        self._head = None if head is None else Module(g, *head, dialect)
         self._vocabulary: DraftVocabulary | None = None
         if self.settings.vocabulary is not None or self.m.has("lm_head.weight"):
             size = self.settings.vocabulary or config.vocab_size
@@ -140,12 +121,14 @@ class BlockPass:
         root = self.m if own else self.target_root.at(self.target.prefix)
         return embed(root, self.rows_of_block, self.target.vocab_size, self.config.hidden_size)
 
+    def layers(self, x: ir.Value, convolve: Convolve | None = None) -> ir.Value:
+        """All layers, on the block rows x [B*R, D]."""
+        for i in range(self.config.num_hidden_layers):
+            x = self.layer(i, x, convolve)
+        return x
+
     def layer(
-        self,
-        i: int,
-        x: ir.Value,
-        convolve: Callable[[Module, str, ir.Value], tuple[Rows, Rows]] | None = None,
-        context: ir.Value | None = None,
+        self, i: int, x: ir.Value, convolve: Convolve | None = None, context: ir.Value | None = None
     ) -> ir.Value:
         """Layer i on the block rows x [B*R, D].
 
@@ -154,27 +137,27 @@ class BlockPass:
         """
         g, layer, config = self.g, self.m.at(f"layers.{i}"), self.config
         hidden = config.hidden_size
+
+        def attention(h: ir.Value) -> ir.Value:
+            if context is not None:
+                return self._with_own_context(i, layer, h, context)
+            return self.by_layer[i].layer(layer, i, h, self._behind_context(self.context(), h, hidden))
+
+        def mlp(h: ir.Value) -> ir.Value:
+            return gated_mlp(layer.at("mlp"), h, hidden, config.intermediate_size)
+
+        sublayers = (("attention", "input_layernorm", attention), ("mlp", "post_attention_layernorm", mlp))
         with g.scope(f"layers.{i}"):
-            with g.scope("attention"):
-                h = layer.rms_norm(x, "input_layernorm", hidden, config.rms_norm_eps)
-                after = None
-                if convolve is not None:
-                    before, after = convolve(layer, "attention_conv", h)
-                    h = before(h)
-                if context is None:
-                    both = self._behind_context(self.context(), h, hidden)
-                    h = self.by_layer[i].layer(layer, i, h, both)
-                else:
-                    h = self._with_own_context(i, layer, h, context)
-                x = g.op("Add", x, after(h) if after else h, name="residual")
-            with g.scope("mlp"):
-                h = layer.rms_norm(x, "post_attention_layernorm", hidden, config.rms_norm_eps)
-                after = None
-                if convolve is not None:
-                    before, after = convolve(layer, "mlp_conv", h)
-                    h = before(h)
-                h = gated_mlp(layer.at("mlp"), h, hidden, config.intermediate_size)
-                return g.op("Add", x, after(h) if after else h, name="residual")
+            for name, norm, sublayer in sublayers:
+                with g.scope(name):
+                    h = layer.rms_norm(x, norm, hidden, config.rms_norm_eps)
+                    if convolve is None:
+                        h = sublayer(h)
+                    else:
+                        before, after = convolve(layer, f"{name}_conv", h)
+                        h = after(sublayer(before(h)))
+                    x = g.op("Add", x, h, name="residual")
+        return x
 
     def _behind_context(self, context: ir.Value, rows: ir.Value, width: int) -> ir.Value:
         """Context rows and block rows as they are written, [B*(S+R), width]. Both have any shape of such rows."""
@@ -200,11 +183,7 @@ class BlockPass:
         """The normed rows that predict, [B*(K-1), D]."""
         g, hidden = self.g, self.config.hidden_size
         if not self.settings.every_row:  # Row 0 is the anchor, which is known.
-            x = g.op(
-                "Slice",
-                g.op("Reshape", x, self.by_sequence, name="by_row"),
-                *map(g.constant, ([1], [2**31], [1])),
-            )
+            x = g.slice(g.op("Reshape", x, self.by_sequence, name="by_row"), 1, 2**31, axis=1)
             x = g.op("Reshape", x, g.constant([-1, hidden]), name="drafted")
         return self.m.rms_norm(x, "norm", hidden, self.config.rms_norm_eps)
 
@@ -230,28 +209,21 @@ class BlockPass:
         numbers, logprobs = best_candidates(self.g, logits, width)
         return self.tokens(numbers), logprobs
 
-    def model(
-        self, tokens: ir.Value, logprobs: ir.Value, width: int, metadata: dict[str, str] | None
-    ) -> ir.Model:
-        """The graph, with these candidates [B*(K-1), W] as outputs."""
-        self.m.check_all_used(OF_TRAINING)
-        output_candidates(self.g, tokens, logprobs, self.batch, width)
-        return self.g.model(metadata or {})
 
-
-def block_builder(draft: Callable[[BlockPass, int], tuple[ir.Value, ir.Value]]) -> BuildDrafter:
+def block_builder(
+    draft: Callable[[BlockPass, int], tuple[ir.Value, ir.Value]],
+) -> Callable[[DrafterParts], ir.Model]:
     """The builder of a kind from `draft(block, width)`, which gives the `width` best tokens [B*(K-1), W] of each place,
     by the target's ids, and their log-probabilities.
-
-    The builder raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
     """
 
     @wraps(draft)
-    def build(
-        *checkpoints: Any, width: int = 1, metadata: dict[str, str] | None = None, **options: Any
-    ) -> ir.Model:
-        block = BlockPass(*checkpoints, **options)
-        return block.model(*draft(block, width), width, metadata)
+    def build(parts: DrafterParts) -> ir.Model:
+        block = BlockPass(parts)
+        tokens, logprobs = draft(block, parts.width)
+        block.m.check_all_used(OF_TRAINING)
+        output_candidates(block.g, tokens, logprobs, block.batch, parts.width)
+        return block.g.model()
 
     return build
 

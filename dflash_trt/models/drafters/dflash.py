@@ -11,10 +11,18 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
-from dflash_trt.errors import quoted, show
 from dflash_trt.models.drafters.block import BlockPass, block_builder
 from dflash_trt.models.drafters.kind import DrafterKind
-from dflash_trt.models.reading import HEAD_DIM, LAYERS, agreed, check_quantization, decoder, refuse, windows
+from dflash_trt.models.reading import (
+    HEAD_DIM,
+    agreed,
+    check_quantization,
+    decoder,
+    layer_ids,
+    must_equal,
+    refuse,
+    windows,
+)
 
 BLOCK = 1024  # published drafters have 8 to 16
 
@@ -42,16 +50,9 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
     common = decoder(fields, head_dim=fields.integer("head_dim", maximum=HEAD_DIM, default=128), qk_norm=True)
     for key, size in (("draft_vocab_size", "vocab_size"), ("target_hidden_size", "hidden_size")):
         for place in (fields, dflash):
-            if place.get(key) is not None and place.integer(key) != common[size]:
-                raise place.error(
-                    key, f"is {show(place.get(key))}, but {size} is {common[size]}: they must be equal"
-                )
-    taps = dflash.integers("target_layer_ids", most=LAYERS)
-    if not taps or len(set(taps)) != len(taps):
-        raise dflash.error(
-            "target_layer_ids", f"is {quoted(list(taps))}, expected at least one layer and no duplicates"
-        )
-    causal = next((place.boolean(key) for place, key in _causal_places(fields, dflash)), None)
+            must_equal(place, key, size, common[size])
+    causal_places = [(fields, "is_causal"), (dflash, "causal"), (dflash, "causal_head")]
+    causal = next((place.boolean(key) for place, key in causal_places if place.get(key) is not None), None)
     block_size = agreed([(dflash, "block_size"), (fields, "block_size")], minimum=2, maximum=BLOCK)
     if block_size is None:
         raise fields.error(
@@ -65,14 +66,9 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
         ),
         block_size=block_size,
         mask_token_id=dflash.integer("mask_token_id", minimum=0),
-        target_layer_ids=taps,
+        target_layer_ids=layer_ids(dflash, "target_layer_ids"),
         num_target_layers=agreed([(dflash, "num_target_layers"), (fields, "num_target_layers")], minimum=1),
     )
-
-
-def _causal_places(fields: Fields, dflash: Fields) -> list[tuple[Fields, str]]:
-    places = [(fields, "is_causal"), (dflash, "causal"), (dflash, "causal_head")]
-    return [(place, key) for place, key in places if place.get(key) is not None]
 
 
 _DFLASH_FIELDS = {
@@ -120,10 +116,7 @@ _DRAFTER_NEUTRAL: Mapping[str, tuple[object, ...]] = {
 @block_builder
 def build_dflash(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
     """DFlash: the best tokens of each row."""
-    x = block.embedded()
-    for i in range(block.config.num_hidden_layers):
-        x = block.layer(i, x)
-    return block.best(block.logits(block.drafted(x)), width)
+    return block.best(block.logits(block.drafted(block.layers(block.embedded()))), width)
 
 
 # All published DFlashDraftModels have model_type "qwen3" for any target: their layers are Qwen3's.

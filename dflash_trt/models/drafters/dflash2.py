@@ -79,9 +79,7 @@ def selector(fields: Fields, hidden_size: int, vocab_size: int, **settings: Any)
 @block_builder
 def build_dflash2(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
     """DFlash2: convolutions in the layers, and the selector's walk."""
-    x = block.embedded()
-    for i in range(block.config.num_hidden_layers):
-        x = block.layer(i, x, lambda m, name, u: _convolutions(block, m.at(name), u))
+    x = block.layers(block.embedded(), lambda m, name, u: _convolutions(block, m.at(name), u))
     rows = block.drafted(x)
     return _select(block, rows, _scaled(block, block.logits(rows)), width)
 
@@ -109,7 +107,7 @@ def _convolutions(block: BlockPass, m: Module, u: ir.Value) -> tuple[Rows, Rows]
         y = g.op("Reshape", y, shape, name="by_group")
         start = g.constant([0, 1, 0, 0, 0, 0, 0, 0])  # a row of zeros in front
         before = g.op("Pad", y, start, name="padded")
-        before = g.op("Slice", before, *map(g.constant, ([0], [-1], [1])), name="row_before")
+        before = g.slice(before, 0, -1, axis=1, name="row_before")
         kernels = [
             g.op("Add", parts[side * _TAPS + tap], fixed_parts[side * _TAPS + tap], name="kernel")
             for tap in range(_TAPS)

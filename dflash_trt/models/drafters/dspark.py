@@ -24,7 +24,7 @@ from dflash_trt.models.drafters.block import BlockPass, BlockSettings, block_bui
 from dflash_trt.models.drafters.kind import DrafterKind
 from dflash_trt.models.drafters.walk import PairScores, best_walk, followed
 from dflash_trt.models.module import Module
-from dflash_trt.models.reading import HEAD_DIM, LAYERS, check_quantization, decoder, refuse, windows
+from dflash_trt.models.reading import HEAD_DIM, check_quantization, decoder, layer_ids, refuse, windows
 
 CANDIDATES = 64
 Head = Literal["vanilla", "gated", "rnn"]
@@ -64,11 +64,6 @@ def read_dspark(fields: Fields) -> DrafterConfig:
     check_quantization(fields)
     refuse(fields, _NEUTRAL)
     common = decoder(fields, head_dim=fields.integer("head_dim", maximum=HEAD_DIM, default=128), qk_norm=True)
-    taps = fields.integers("target_layer_ids", most=LAYERS, minimum=-1)
-    if not taps or len(set(taps)) != len(taps):
-        raise fields.error(
-            "target_layer_ids", f"is {quoted(list(taps))}, expected at least one layer and no duplicates"
-        )
     own = heads(fields, common["vocab_size"], every_row=True, embedding=True)
     return DrafterConfig(
         **common,
@@ -77,7 +72,7 @@ def read_dspark(fields: Fields) -> DrafterConfig:
         ),
         block_size=fields.integer("block_size", maximum=_ROWS) + 1,
         mask_token_id=fields.integer("mask_token_id", minimum=0),
-        target_layer_ids=taps,
+        target_layer_ids=layer_ids(fields, "target_layer_ids", minimum=-1),
         num_target_layers=None,
         most_candidates=most_candidates(own, common["vocab_size"]),
         own=own,
@@ -116,10 +111,7 @@ def heads(fields: Fields, vocabulary: int | None, *, confidence: bool = False, *
 def build_dspark(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
     """DSpark, with its own embedding and head as they are on disk."""
     config, own = block.config, block.config.own
-    x = block.embedded()
-    for i in range(config.num_hidden_layers):
-        x = block.layer(i, x)
-    rows = block.drafted(x)
+    rows = block.drafted(block.layers(block.embedded()))
     logits, before = block.logits(rows), None
     if own.rank:
         scores = PairScores.of_logits(block, logits, most_candidates(own, config.vocab_size))
@@ -188,7 +180,7 @@ def _recurrent(
     count, one = g.dim(scores.tokens, 1, name="places"), g.scalar(1.0)
     last = g.op("Sub", count, g.constant([1]), name="last_place")
     state = g.op("Expand", g.scalar(0.0), g.shape(block.batch, 1, rank), name="state")
-    token = g.op("Slice", block.block, *map(g.constant, ([0], [1], [1])), name="anchor")  # [B,1]
+    token = g.slice(block.block, 0, 1, axis=1, name="anchor")  # [B,1]
     thirds = g.constant([rank] * 3)
     found: list[tuple[ir.Value, ir.Value, ir.Value]] = []
     for p in range(config.block_size - 1):
@@ -210,12 +202,10 @@ def _recurrent(
         best, chosen = g.multi("TopK", logprobs, g.constant([width]), outputs=2, name="best", axis=-1)
         tokens = g.op("GatherElements", here[3], chosen, name="tokens", axis=2)  # [B,1,W]
         found.append((tokens, best, before))
-        token = g.op("Slice", tokens, *map(g.constant, ([0], [1], [2])), name="first")
+        token = g.slice(tokens, 0, 1, axis=2, name="first")
         token = g.op("Squeeze", token, g.constant([2]), name="token")
     all_places = [g.op("Concat", *each, name="all_places", axis=1) for each in zip(*found, strict=True)]
-    tokens, best, before = (
-        g.op("Slice", x, g.constant([0]), count, g.constant([1]), name="of_block") for x in all_places
-    )
+    tokens, best, before = (g.slice(x, 0, count, axis=1, name="of_block") for x in all_places)
     flat = g.constant([-1, width])
     return g.op("Reshape", tokens, flat), g.op("Reshape", best, flat), before
 
@@ -235,7 +225,7 @@ def _confident(
     if width == 1:
         return sure
     unsure = g.op("Neg", g.op("Softplus", logit, name="for"), name="unsure")
-    others = g.op("Slice", logprobs, *map(g.constant, ([1], [width], [1])), name="others")
+    others = g.slice(logprobs, 1, width, axis=1, name="others")
     share = g.op("LogSoftmax", others, name="share", axis=-1)
     return g.op("Concat", sure, g.op("Add", unsure, share, name="rest"), name="confident", axis=1)
 

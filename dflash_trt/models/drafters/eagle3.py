@@ -20,21 +20,20 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.rope import read_rope
-from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention, TargetConfig
-from dflash_trt.checkpoint.tensors import Checkpoint, Outline, same_bytes
-from dflash_trt.errors import CheckpointError, quoted, show
+from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
+from dflash_trt.checkpoint.tensors import Checkpoint, same_bytes
+from dflash_trt.errors import CheckpointError, quoted
 from dflash_trt.graph.builder import INT64, GraphBuilder
-from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.attention import Attention
 from dflash_trt.models.decoder import embed
 from dflash_trt.models.drafters.candidates import best_candidates, output_candidates
 from dflash_trt.models.drafters.eagle3_chain import DraftChain, UnrolledChain, layer_input, rest_of_layer
-from dflash_trt.models.drafters.kind import DrafterKind
+from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
 from dflash_trt.models.drafters.vocabulary import OF_TRAINING, DraftVocabulary
 from dflash_trt.models.mixers import mixers
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Pass, PassRows, ints, positions_from
-from dflash_trt.models.reading import LAYERS, check_quantization, decoder, refuse
+from dflash_trt.models.reading import LAYERS, check_quantization, decoder, must_equal, refuse
 from dflash_trt.models.target import lm_head
 
 # The steps of the published measurements, and the anchor.
@@ -128,12 +127,7 @@ def eagle3_config(
     )
     if common["num_hidden_layers"] != 1:
         raise layers.error("num_hidden_layers", f"is {common['num_hidden_layers']}, but EAGLE-3 has 1 layer")
-    hidden = common["hidden_size"]
-    if fields.get("target_hidden_size") is not None and fields.integer("target_hidden_size") != hidden:
-        raise fields.error(
-            "target_hidden_size",
-            f"is {show(fields.get('target_hidden_size'))}, but hidden_size is {hidden}: they must be equal",
-        )
+    must_equal(fields, "target_hidden_size", "hidden_size", common["hidden_size"])
     if entered and len(entered) != _STATES:
         raise fields.error(
             "eagle_aux_hidden_state_layer_ids", f"is {quoted(list(entered))}, expected {_STATES} layers"
@@ -162,126 +156,139 @@ def usual_taps(layers: int) -> tuple[int, ...]:
     return taps_entering([min(2, layers - 1), layers // 2, max(layers - 3, 0)])
 
 
-def build_eagle3(
-    config: DrafterConfig,
-    checkpoint: Checkpoint | Outline,
-    target: TargetConfig,
-    target_checkpoint: Checkpoint | Outline,
-    dialect: Dialect,
-    *,
-    folder: str,
-    target_folder: str,
-    capacity: int | str = "C",
-    features_dtype: ir.DataType | None = None,
-    width: int = 1,
-    head: tuple[Checkpoint | Outline, str] | None = None,
-    metadata: dict[str, str] | None = None,
-) -> ir.Model:
-    """The head as an ONNX model. `kind.BuildDrafter` has the arguments.
+def build_eagle3(parts: DrafterParts) -> ir.Model:
+    """The head as an ONNX model."""
+    return _HeadPass(parts).model()
 
-    Raises CheckpointError if a tensor is missing, is unused, or has another shape than the config gives.
+
+class _HeadPass:
+    """One pass of a head.
+
+    Its rows are those of the features, and in front the last committed position's. At the beginning there is none, and
+    rows begin one place later. skipped: 1 there, else 0. first: the position of the first row. newest: the row of the
+    anchor. order: the flat numbers of a pass's rows in its rows and one more.
     """
-    g = GraphBuilder("drafter", dtype=dialect.dtype)
-    hidden, own = config.hidden_size, config.own
-    features = g.input("features", features_dtype or g.dtype, ["B", "S", (_STATES + 1) * hidden])
-    n_features, start, block = ints(g, "n_features", "B"), ints(g, "start", "B"), ints(g, "block", "B", "K")
-    heads = [1] if dialect.by_head else []  # such a cache has heads, this one a single head
-    g_cache = g.input("g_cache.0", g.dtype, ["B", *heads, capacity, hidden])
-    batch, one, zero = g.dim(block, 0, name="batch"), g.constant([1]), g.constant([0])
-    n_context = g.dim(features, 1, name="n_context")
-    m, root = Module(g, checkpoint, folder, dialect), Module(g, target_checkpoint, target_folder, dialect)
-    _check_embedding(checkpoint, target_checkpoint, m, target.prefix)
-    by_sequence = g.shape(batch, -1, hidden)
 
-    # The first row is the last committed position's. At the beginning there is none, and rows begin one place later.
-    from_start = g.op("Equal", start, g.constant(0), name="from_start")
-    skipped = g.op("Cast", from_start, name="skipped", to=int(INT64))
-    first = g.op("Max", g.op("Sub", start, g.constant(1), name="before"), g.constant(0), name="first")
-    n_written = g.op("Add", n_context, one, name="n_written")
-    newest = g.op("Max", g.op("Sub", n_features, skipped, name="behind"), g.constant(0), name="newest")
-    i = g.arange(n_written)
-    source = g.op("Add", i, g.unsqueeze(skipped, 1), name="source")
-    source = g.op("Min", source, n_context, name="clamped")
-    base = g.op("Mul", g.unsqueeze(g.arange(batch), 1), n_written, name="base")
-    order = g.op("Reshape", g.op("Add", base, source, name="order"), g.constant([-1]), name="flat_order")
+    def __init__(self, parts: DrafterParts) -> None:
+        self.parts, self.config = parts, parts.config
+        dialect, config = parts.dialect, parts.config
+        g = self.g = GraphBuilder("drafter", dtype=dialect.dtype)
+        taps = (_STATES + 1) * config.hidden_size
+        self.features = g.input("features", parts.features_dtype or g.dtype, ["B", "S", taps])
+        self.n_features, self.start = ints(g, "n_features", "B"), ints(g, "start", "B")
+        self.block = ints(g, "block", "B", "K")
+        self.batch, n_context = (
+            g.dim(self.block, 0, name="batch"),
+            g.dim(self.features, 1, name="n_context"),
+        )
+        self.m, self.root, self.head = parts.modules(g)
+        _check_embedding(self.m, self.root.at(parts.target.prefix))
+        self.vocabulary = DraftVocabulary(self.m, config, config.own.vocabulary)
+        zero, one = g.constant(0), g.constant(1)
+        from_start = g.op("Equal", self.start, zero, name="from_start")
+        skipped = g.op("Cast", from_start, name="skipped", to=int(INT64))
+        self.first = g.op("Max", g.op("Sub", self.start, one, name="before"), zero, name="first")
+        self.newest = g.op("Max", g.op("Sub", self.n_features, skipped, name="behind"), zero, name="newest")
+        self.n_written = g.op("Add", n_context, g.constant([1]), name="n_written")
+        source = g.op("Add", g.arange(self.n_written), g.unsqueeze(skipped, 1), name="source")
+        source = g.op("Min", source, n_context, name="clamped")
+        base = g.op("Mul", g.unsqueeze(g.arange(self.batch), 1), self.n_written, name="base")
+        self.order = g.op("Reshape", g.op("Add", base, source, name="order"), g.constant([-1]))
+        self.by_sequence = g.shape(self.batch, -1, config.hidden_size)
 
-    states = g.to_dtype(features, features.dtype or g.dtype)
-    embedded = g.op("Slice", states, zero, g.constant([hidden]), g.constant([2]), name="embedded")
-    tapped = g.op("Slice", states, g.constant([hidden]), g.constant([2**31]), g.constant([2]), name="tapped")
-    fused = _fused(g, m, config, tapped)
-    fused = g.op("Reshape", fused, by_sequence, name="fused_rows")
-    updated = dialect.keep(g, g_cache, g.unsqueeze(fused, 1) if heads else fused, start)
-    kept = g.op("Squeeze", updated, g.constant([1]), name="kept") if heads else updated
-    last = g.op("GatherND", kept, g.unsqueeze(first, 1), name="last_fused", batch_dims=1)
-    fused = g.op("Concat", g.unsqueeze(last, 1), fused, name="all_fused", axis=1)
-    fused = g.op("Gather", g.op("Reshape", fused, g.constant([-1, hidden])), order, name="ordered")
+    def model(self) -> ir.Model:
+        """The graph: the layer on the rows of the pass, and the chain of drafts after the anchor's."""
+        g, config, width = self.g, self.config, self.parts.width
+        tokens, fused, kept = self._rows()
+        position = g.op("Add", self.first, self.newest, name="position")
+        layer = self.m.at(config.own.layer)
+        rows = layer_input(g, layer, config, tokens, fused)
+        mixer = self._attention(position)
+        begin = g.op("Mul", g.arange(self.batch), g.op("Squeeze", self.n_written), name="begin")
+        row = g.op("Add", begin, self.newest, name="row")
+        with g.scope("first"):
+            x = g.op("Gather", rows, row, name="input")
+            states = g.op("Gather", fused, row, name="states")
+            y = mixer.layer(layer, 0, x, rows, width=2 * config.hidden_size)
+            best, logprobs, state = self._best(self.m, rest_of_layer(layer, config, states, y))
+        chain = (UnrolledChain if self.parts.dialect.by_head else DraftChain)(
+            *(self.m, config, self.root.at(self.parts.target.prefix)),
+            *(mixer.updated[0], position, self.batch),
+        )
+        n_block = g.dim(self.block, 1, name="n_block")
+        drafts = chain.steps(best, logprobs, state, n_block, self._best)
+        self.m.check_all_used(OF_TRAINING)
+        output_candidates(g, *drafts, self.batch, width)
+        g.output(kept, "g_cache_out.0", g.dtype, self._cache_shape)
+        return g.model()
 
-    anchor = g.op("Slice", block, zero, one, one, name="anchor")
-    anchor_row = embed(root.at(target.prefix), anchor, target.vocab_size, hidden)
-    anchor_row = g.op("Reshape", anchor_row, by_sequence, name="anchor_row")
-    is_newest = g.op("Equal", g.arange(n_written), g.unsqueeze(n_features, 1), name="is_newest")
-    tokens = g.op("Concat", embedded, anchor_row, name="tokens_and_one", axis=1)
-    tokens = g.op("Where", g.unsqueeze(is_newest, 2), anchor_row, tokens, name="tokens")
-    tokens = g.op("Gather", g.op("Reshape", tokens, g.constant([-1, hidden])), order, name="ordered_tokens")
+    @property
+    def _cache_shape(self) -> list[int | str]:
+        heads = [1] if self.parts.dialect.by_head else []  # such a cache has heads, this one a single head
+        return ["B", *heads, self.parts.capacity, self.config.hidden_size]
 
-    position = g.op("Add", first, newest, name="position")
-    asking = PassRows(g, batch, one, g.unsqueeze(position, 1), config)
-    written = PassRows(
-        g, batch, n_written, positions_from(g, first, n_written, name="written_positions"), config
-    )
-    lengths = g.op("Add", position, g.constant(1), name="lengths")
-    mixer = mixers(Pass(g, dialect, config, capacity, first, asking, written, lengths))[0]
-    assert isinstance(mixer, Attention)
-    row = g.op(
-        "Add", g.op("Mul", g.arange(batch), g.op("Squeeze", n_written), name="begin"), newest, name="row"
-    )
-    layer = m.at(own.layer)
-    rows = layer_input(g, layer, config, tokens, fused)
-    with g.scope("first"):
-        x = g.op("Gather", rows, row, name="input")
-        states_of_row = g.op("Gather", fused, row, name="states")
-        y = mixer.layer(layer, 0, x, rows, width=2 * hidden)
-        state = rest_of_layer(layer, config, states_of_row, y)
-    vocabulary = DraftVocabulary(m, config, own.vocabulary)
-    of_target = own.vocabulary == config.vocab_size and not m.has("lm_head.weight")
+    def _rows(self) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Embeddings and fused states of the rows, [B*(S+1), D], and the updated cache of fused states."""
+        g, hidden, dialect = self.g, self.config.hidden_size, self.parts.dialect
+        cache = g.input("g_cache.0", g.dtype, self._cache_shape)
+        states = g.to_dtype(self.features, self.features.dtype or g.dtype)
+        embedded = g.slice(states, 0, hidden, axis=2, name="embedded")
+        fused = _fused(g, self.m, self.config, g.slice(states, hidden, 2**31, axis=2, name="tapped"))
+        fused = g.op("Reshape", fused, self.by_sequence, name="fused_rows")
+        kept = dialect.keep(g, cache, g.unsqueeze(fused, 1) if dialect.by_head else fused, self.start)
+        flat = g.op("Squeeze", kept, g.constant([1]), name="kept") if dialect.by_head else kept
+        last = g.op("GatherND", flat, g.unsqueeze(self.first, 1), name="last_fused", batch_dims=1)
+        fused = g.op("Concat", g.unsqueeze(last, 1), fused, name="all_fused", axis=1)
 
-    def best(m: Module, state: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+        anchor = g.slice(self.block, 0, 1, axis=1, name="anchor")
+        table = self.root.at(self.parts.target.prefix)
+        anchor = embed(table, anchor, self.parts.target.vocab_size, hidden)
+        anchor = g.op("Reshape", anchor, self.by_sequence, name="anchor_row")
+        newest = g.op("Equal", g.arange(self.n_written), g.unsqueeze(self.n_features, 1), name="is_newest")
+        tokens = g.op("Concat", embedded, anchor, name="tokens_and_one", axis=1)
+        tokens = g.op("Where", g.unsqueeze(newest, 2), anchor, tokens, name="tokens")
+        rows = [g.op("Reshape", x, g.constant([-1, hidden]), name="flat") for x in (tokens, fused)]
+        tokens, fused = (g.op("Gather", x, self.order, name="ordered") for x in rows)
+        return tokens, fused, kept
+
+    def _attention(self, position: ir.Value) -> Attention:
+        g, config = self.g, self.config
+        asking = PassRows(g, self.batch, g.constant([1]), g.unsqueeze(position, 1), config)
+        positions = positions_from(g, self.first, self.n_written, name="written_positions")
+        written = PassRows(g, self.batch, self.n_written, positions, config)
+        lengths = g.op("Add", position, g.constant(1), name="lengths")
+        shared = Pass(
+            g, self.parts.dialect, config, self.parts.capacity, self.first, asking, written, lengths
+        )
+        (mixer,) = mixers(shared)
+        assert isinstance(mixer, Attention)
+        return mixer
+
+    def _best(self, m: Module, state: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         """The candidates after a row [B, D] of the layer, and what the next step takes for its states."""
-        normed = m.rms_norm(state, "norm", hidden, config.rms_norm_eps)
-        if head is not None:
-            quantized = Module(g, *head, dialect).inside(m.g)
-            logits = m.g.to_float(quantized.linear(normed, "lm_head", hidden, target.vocab_size))
-        elif of_target:
-            logits = m.g.to_float(lm_head(normed, root.inside(m.g), target))
+        own, hidden, target = self.config.own, self.config.hidden_size, self.parts.target
+        normed = m.rms_norm(state, "norm", hidden, self.config.rms_norm_eps)
+        if self.head is not None:
+            head = self.head.inside(m.g)
+            logits = m.g.to_float(head.linear(normed, "lm_head", hidden, target.vocab_size))
+        elif own.vocabulary == self.config.vocab_size and not self.m.has("lm_head.weight"):
+            logits = m.g.to_float(lm_head(normed, self.root.inside(m.g), target))
         else:
-            logits = vocabulary.logits(normed, m, hidden)
-        numbers, logprobs = best_candidates(m.g, logits, width)
-        return vocabulary.tokens(numbers, m), logprobs, normed if own.norm_output else state
-
-    with g.scope("first"):
-        found, logprobs, state = best(m, state)
-    chain = (UnrolledChain if dialect.by_head else DraftChain)(
-        m, config, root.at(target.prefix), mixer.updated[0], position, batch
-    )
-    all_tokens, all_logprobs = chain.steps(found, logprobs, state, g.dim(block, 1, name="n_block"), best)
-    m.check_all_used(OF_TRAINING)
-    output_candidates(g, all_tokens, all_logprobs, batch, width)
-    g.output(updated, "g_cache_out.0", g.dtype, ["B", *heads, capacity, hidden])
-    return g.model(metadata or {})
+            logits = self.vocabulary.logits(normed, m, hidden)
+        numbers, logprobs = best_candidates(m.g, logits, self.parts.width)
+        return self.vocabulary.tokens(numbers, m), logprobs, normed if own.norm_output else state
 
 
-def _check_embedding(
-    checkpoint: Checkpoint | Outline, target: Checkpoint | Outline, m: Module, prefix: str
-) -> None:
+def _check_embedding(m: Module, target: Module) -> None:
     """A copy of the target's embedding may be there. Features hold the target's, so another one is refused."""
     name = "embed_tokens.weight"
-    if isinstance(checkpoint, Checkpoint) and isinstance(target, Checkpoint) and m.has(name):
+    mine, other = m.checkpoint, target.checkpoint
+    if isinstance(mine, Checkpoint) and isinstance(other, Checkpoint) and m.has(name):
         m.ignore(name)
-        mine, other = checkpoint[name], target[f"{prefix}.embed_tokens.weight"]
-        if not same_bytes(mine, other):
+        if not same_bytes(mine[name], other[target.prefix + name]):
             raise CheckpointError(
-                f"{mine.file}: {name} differs from the target's model.embed_tokens.weight; an EAGLE-3 head with an "
-                "embedding of its own is not supported"
+                f"{mine[name].file}: {name} differs from the target's model.embed_tokens.weight; an EAGLE-3 head with "
+                "an embedding of its own is not supported"
             )
 
 

@@ -123,7 +123,7 @@ class DraftChain:
     @staticmethod
     def _first(g: GraphBuilder, tokens: ir.Value) -> ir.Value:
         """The best of candidates [B, W]."""
-        first = g.op("Slice", tokens, g.constant([0]), g.constant([1]), g.constant([1]), name="first")
+        first = g.slice(tokens, 0, 1, axis=1, name="first")
         return g.op("Squeeze", first, g.constant([1]), name="first_token")
 
     def _attend(
@@ -209,7 +209,7 @@ class UnrolledChain(DraftChain):
         found = []
         for each in zip(*places, strict=True):
             every = g.op("Concat", *(g.unsqueeze(x, 1) for x in each), name="places", axis=1)
-            found.append(g.op("Slice", every, g.constant([0]), count, g.constant([1]), name="of_block"))
+            found.append(g.slice(every, 0, count, axis=1, name="of_block"))
         return found[0], found[1]
 
     def _over_both(
@@ -234,9 +234,9 @@ class UnrolledChain(DraftChain):
         of_cache = g.op("Add", scores(self.caches[0]), self.mask, name="masked")
         shares = g.op("Concat", of_cache, scores(keys), name="all_scores", axis=3)
         shares = g.to_dtype(g.op("Softmax", shares, name="shares", axis=-1), ir.DataType.FLOAT)
-        slots, zero, axis = g.dim(self.caches[0], 2, name="slots"), g.constant([0]), g.constant([3])
-        of_cache = g.op("Slice", shares, zero, slots, axis, name="of_cache")
-        of_steps = g.op("Slice", shares, slots, g.constant([2**31]), axis, name="of_steps")
+        slots = g.dim(self.caches[0], 2, name="slots")
+        of_cache = g.slice(shares, 0, slots, axis=3, name="of_cache")
+        of_steps = g.slice(shares, slots, 2**31, axis=3, name="of_steps")
         y = g.op(
             "Add",
             g.op("MatMul", of_cache, self.caches[1], name="from_cache"),

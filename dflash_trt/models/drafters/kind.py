@@ -9,35 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
+from dflash_trt.graph.builder import GraphBuilder
 from dflash_trt.graph.dialect import Dialect
+from dflash_trt.models.module import Module
 
 
-class BuildDrafter(Protocol):
-    """Builds a drafter's graph. It gets the target's checkpoint too, because the two share embedding and LM head."""
+@dataclass(frozen=True)
+class DrafterParts:
+    """What a drafter's graph is made from. The target's checkpoint is there because the two share embedding and head.
 
-    def __call__(
-        self,
-        config: DrafterConfig,
-        checkpoint: Checkpoint | Outline,
-        target: TargetConfig,
-        target_checkpoint: Checkpoint | Outline,
-        dialect: Dialect,
-        *,
-        folder: str,
-        target_folder: str,
-        capacity: int | str = "C",
-        features_dtype: ir.DataType | None = None,
-        width: int = 1,
-        head: tuple[Checkpoint | Outline, str] | None = None,
-        metadata: dict[str, str] | None = None,
-    ) -> ir.Model: ...
+    folder, target_folder: where the weights lie in the bundle. capacity: cache rows, or the name of their axis.
+    features_dtype: that of the target's features, by default the dialect's. width: the candidates for each place.
+    head: the drafter's own copy of the target's head, and its folder.
+    """
+
+    config: DrafterConfig
+    checkpoint: Checkpoint | Outline
+    target: TargetConfig
+    target_checkpoint: Checkpoint | Outline
+    dialect: Dialect
+    folder: str
+    target_folder: str
+    capacity: int | str = "C"
+    features_dtype: ir.DataType | None = None
+    width: int = 1
+    head: tuple[Checkpoint | Outline, str] | None = None
+
+    def modules(self, g: GraphBuilder) -> tuple[Module, Module, Module | None]:
+        """The drafter's checkpoint in a graph, the target's, and that of the drafter's own head."""
+        return (
+            Module(g, self.checkpoint, self.folder, self.dialect),
+            Module(g, self.target_checkpoint, self.target_folder, self.dialect),
+            None if self.head is None else Module(g, *self.head, self.dialect),
+        )
 
 
 @dataclass(frozen=True)
@@ -45,13 +55,14 @@ class DrafterKind:
     """A kind of drafter, with the `architecture` and `model_type` of config.json. Other model types have `also`.
 
     read: turns the file's fields into a configuration: block size, mask token, and the target's tapped layers.
-    build: makes the graph.
+    build: makes the graph. Raises CheckpointError if a tensor is missing, is unused, or has another shape than the
+        config gives.
     taps: the tapped layers for a target of this many layers, if the file does not name them.
     """
 
     architecture: str
     model_type: str
     read: Callable[[Fields], DrafterConfig]
-    build: BuildDrafter
+    build: Callable[[DrafterParts], ir.Model]
     taps: Callable[[int], tuple[int, ...]] | None = None
     also: tuple[str, ...] = ()

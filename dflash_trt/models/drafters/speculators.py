@@ -19,7 +19,16 @@ from dflash_trt.models.drafters.dflash2 import build_dflash2, selector
 from dflash_trt.models.drafters.dspark import build_dspark, heads, most_candidates
 from dflash_trt.models.drafters.eagle3 import build_eagle3, eagle3_config, usual_taps
 from dflash_trt.models.drafters.kind import DrafterKind
-from dflash_trt.models.reading import LAYERS, check_quantization, decoder, place_window, refuse, windows
+from dflash_trt.models.reading import (
+    LAYERS,
+    check_quantization,
+    decoder,
+    layer_ids,
+    must_equal,
+    place_window,
+    refuse,
+    windows,
+)
 
 TYPE = "speculators_model_type"
 # Fields of the layers that change the computation, with the values that are computed.
@@ -60,11 +69,7 @@ def _block(fields: Fields, settings: Callable[[int, BlockSettings], tuple[Any, i
     layers, model = _layers(fields), fields.string(TYPE)
     common = decoder(layers, qk_norm=True, architecture=_ARCHITECTURES[model])
     vocab, hidden = common["vocab_size"], common["hidden_size"]
-    if fields.get("target_hidden_size") is not None and fields.integer("target_hidden_size") != hidden:
-        raise fields.error(
-            "target_hidden_size",
-            f"is {fields.get('target_hidden_size')}, but hidden_size is {hidden}: they must be equal",
-        )
+    must_equal(fields, "target_hidden_size", "hidden_size", hidden)
     own_vocabulary = fields.integer("draft_vocab_size", maximum=vocab)
     every_row = fields.boolean("sample_from_anchor", default=model == "dspark")
     own, candidates = settings(
@@ -73,12 +78,7 @@ def _block(fields: Fields, settings: Callable[[int, BlockSettings], tuple[Any, i
     )
     entered: tuple[int, ...] = ()
     if fields.get("aux_hidden_state_layer_ids") is not None:
-        entered = fields.integers("aux_hidden_state_layer_ids", most=LAYERS)
-        if not entered or len(set(entered)) != len(entered):
-            raise fields.error(
-                "aux_hidden_state_layer_ids",
-                f"is {quoted(list(entered))}, expected at least one layer and no duplicates",
-            )
+        entered = layer_ids(fields, "aux_hidden_state_layer_ids")
     free = fields.boolean("sliding_window_non_causal", default=model == "dflash2")
     return DrafterConfig(
         **common,

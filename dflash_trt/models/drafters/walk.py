@@ -37,10 +37,10 @@ class PairScores:
         best = g.op("Reshape", best, by_place, name="best_logits")
         numbers = g.op("Reshape", numbers, by_place, name="candidates")
         tokens = block.tokens(numbers)
-        anchor = g.op("Slice", block.block, *map(g.constant, ([0], [1], [1])), name="anchor")
+        anchor = g.slice(block.block, 0, 1, axis=1, name="anchor")
         anchors = g.op("Expand", g.unsqueeze(anchor, 2), g.shape(1, 1, count), name="anchors")
         before = g.op("Concat", anchors, tokens, name="shifted", axis=1)
-        before = g.op("Slice", before, *map(g.constant, ([0], [-1], [1])), name="before")
+        before = g.slice(before, 0, -1, axis=1, name="before")
         return cls(tokens, numbers, best, before, count)
 
 
@@ -58,10 +58,10 @@ def best_walk(
     pairs = g.op("Add", fit, g.unsqueeze(scores.logits, 2), name="pairs")
     chosen = _walk(g, pairs, scores.count, block.config.block_size - 1)
     # Behind which candidate each place stands. At the first place all are the anchor.
-    first = g.op("Slice", chosen, *map(g.constant, ([0], [1], [1])), name="first")
+    first = g.slice(chosen, 0, 1, axis=1, name="first")
     none = g.op("Sub", first, first, name="none")
     behind = g.op("Concat", none, chosen, name="shifted", axis=1)
-    behind = g.op("Slice", behind, *map(g.constant, ([0], [-1], [1])), name="behind")
+    behind = g.slice(behind, 0, -1, axis=1, name="behind")
     row = followed(g, pairs, behind)
     logprobs = g.op("LogSoftmax", row, name="logprobs", axis=-1)
     best, places = g.multi("TopK", logprobs, g.constant([width]), outputs=2, name="best", axis=-1)
@@ -85,10 +85,8 @@ def _walk(g: GraphBuilder, pairs: ir.Value, count: int, places: int) -> ir.Value
         # A map over the last `reach` places becomes one over twice as many. The beginning has no more places.
         identity = g.op("Expand", itself, g.shape(batch, reach, count), name="identity")
         earlier = g.op("Concat", identity, maps, name="earlier", axis=1)
-        earlier = g.op(
-            "Slice", earlier, g.constant([0]), g.constant([-reach]), g.constant([1]), name="aligned"
-        )
+        earlier = g.slice(earlier, 0, -reach, axis=1, name="aligned")
         maps = g.op("GatherElements", maps, earlier, name="composed", axis=2)
         reach *= 2
-    path = g.op("Slice", maps, g.constant([0]), g.constant([1]), g.constant([2]), name="path")
+    path = g.slice(maps, 0, 1, axis=2, name="path")
     return g.op("Squeeze", path, g.constant([2]), name="chosen")

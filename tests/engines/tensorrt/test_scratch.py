@@ -100,7 +100,7 @@ def test_scratch_memory_holds_what_one_product_widens(
             with g.scope(f"layers.{i}"):
                 x = add(dialect, g, i, x, router)
         g.output(x, "y", dialect.dtype, ["R", WIDTH])
-        ir.save(g.model({}), directory / "graph.onnx")
+        ir.save(g.model(), directory / "graph.onnx")
         profiles = [Profile("many", {"R": (1, 8, 64)}), Profile("few", {"R": (1, 1, 2)})]
         flavour, files = FLAVOURS["tensorrt-rtx"], (directory / "graph.onnx", directory / "graph.plan")
         return int(build_plan(flavour, *files, profiles, 120, silent)["activation_bytes"])
