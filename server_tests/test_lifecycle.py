@@ -19,10 +19,11 @@ from typing import Any
 from tritonclient.utils import InferenceServerException
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.serving.deploy import deploy
 from dflash_trt.serving.launch import find_server, server_arguments
 from dflash_trt.serving.processes import descendants
-from dflash_trt.serving.proxy import Sockets
+from dflash_trt.serving.proxy_settings import Sockets
 from dflash_trt.serving.supervisor import UnixConnection
 from server_tests.serving import STUB, Client, Serving, idle, ids_of, kill, refused, tensors
 
@@ -240,7 +241,7 @@ def test_an_engine_that_does_not_start_ends_the_server_with_the_reason(
     bundles: dict[str, Path], tmp_path: Path
 ) -> None:
     """The bundle is damaged after the repository was made, and a plain tritonserver reports it."""
-    repository = deploy(bundles["tiny"], tmp_path / "repository", copy=True)
+    repository = deploy(Bundle.open(bundles["tiny"]), tmp_path / "repository", copy=True)
     (repository / "dflash" / "1" / "bundle" / "tokenizer.json").write_text("{}")
     server = find_server(tmp_path)
     assert server is not None

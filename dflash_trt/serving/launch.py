@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from dflash_trt.errors import DFlashError, UsageError
-from dflash_trt.serving.proxy import Sockets
+from dflash_trt.serving.proxy_settings import Sockets
 
 LogLevel = Literal["error", "warning", "info", "verbose"]
 STUB = "triton_python_backend_stub"

@@ -32,10 +32,9 @@ class Model:
     defaults: what `generation_config.json` says about sampling. Without it, temperature is 1, as in OpenAI's API.
     """
 
-    def __init__(self, path: Path, name: str | None) -> None:
-        self.bundle = Bundle.open(path)
-        manifest = self.bundle.manifest
-        self.name = name or path.resolve().name
+    def __init__(self, bundle: Bundle, name: str | None) -> None:
+        self.bundle, manifest = bundle, bundle.manifest
+        self.name = name or bundle.path.resolve().name
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
         self.vocab_size: int = manifest["vocab_size"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.serving.openai.chat import Chat
@@ -237,7 +238,7 @@ def test_the_tokens_of_prompts_are_those_of_the_usages(server: Server) -> None:
 
 
 def test_errors_have_no_path_of_the_bundle(tiny: Path) -> None:
-    model = Model(tiny, None)
+    model = Model(Bundle.open(tiny), None)
     sources = model.tokenizer._templates.sources
     for template, says in (
         ("{{ raise_exception('no') }}", "refuses the messages: no"),
@@ -292,7 +293,7 @@ def gpt_oss(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
     """The bundle tiny with the tokenizer and template of gpt-oss."""
     from dflash_trt.text.tokenizer import Tokenizer
 
-    model = Model(tiny, None)
+    model = Model(Bundle.open(tiny), None)
     monkeypatch.setattr(model, "tokenizer", Tokenizer(GPT_OSS))
     monkeypatch.setattr(model, "template", model.tokenizer.chat_source())
 
@@ -308,7 +309,7 @@ def test_stop_strings_are_about_what_follows_a_thought(
     tiny: Path, stop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for begun in ("", "<think>"):
-        model = Model(tiny, None)
+        model = Model(Bundle.open(tiny), None)
         monkeypatch.setattr(model, "template", "<think>")
 
         async def chat(*_: Any, begun: str = begun, model: Model = model, **__: Any) -> tuple[list[int], str]:

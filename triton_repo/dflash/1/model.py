@@ -1,8 +1,8 @@
 """The Triton model `dflash`: passes requests to an engine process, and its answers back.
 
 The engine (`dflash_trt.serving.worker`) is a separate process, so that this process notices its end. If a backend
-process dies, Triton leaves its requests unanswered and still reports the model as ready. If the engine ends, this
-process refuses all requests in flight and unloads the model. Loading the model again starts a new engine.
+process dies, Triton leaves its requests unanswered and starts no other one. If the engine ends, this process refuses
+all requests in flight and unloads the model. Loading the model again starts a new engine.
 
 One thread reads the engine's answers and sends them. Several waiting updates of a request are sent as one response. So
 a busy server sends larger chunks, not later ones.
@@ -268,7 +268,7 @@ class TritonPythonModel:
             )
 
 
-def read_request(request: Any, pending: PendingRequest) -> wire.Request:
+def read_request(request: Any, pending: PendingRequest) -> wire.EngineRequest:
     """The message to the engine. The rest of the request is kept in `pending`. Raises Refused."""
     given = {tensor.name(): tensor for tensor in request.inputs()}
 
@@ -283,9 +283,6 @@ def read_request(request: Any, pending: PendingRequest) -> wire.Request:
         except UnicodeDecodeError as error:
             raise Refused(f"{name} is not valid UTF-8 (byte {error.start})") from error
 
-    def flag(name: str, default: bool) -> bool:
-        return numbers(name)[0] if name in given else default
-
     def one(name: str, default: Any) -> Any:
         return numbers(name)[0] if name in given else default
 
@@ -294,8 +291,8 @@ def read_request(request: Any, pending: PendingRequest) -> wire.Request:
         raise Refused(f"{' and '.join(prompts)} are given, expected one" if prompts else
                       "neither text_input nor input_ids nor messages is given, expected one")  # fmt: skip
     for name in NEUTRAL.keys() & given.keys():
-        found = strings(name) if name == "decoder_text_input" else numbers(name)
-        if strange := [value for value in found if value not in NEUTRAL[name]]:
+        values = strings(name) if name == "decoder_text_input" else numbers(name)
+        if strange := [value for value in values if value not in NEUTRAL[name]]:
             expected = repr(NEUTRAL[name][0]) if NEUTRAL[name] else "nothing"
             raise Refused(f"{name} is {strange[0]!r}, expected {expected}: this model has no such feature")
     if "beam_width" in given and numbers("beam_width") != [1]:
@@ -307,7 +304,7 @@ def read_request(request: Any, pending: PendingRequest) -> wire.Request:
     if "min_length" in given:
         params.setdefault("min_tokens", numbers("min_length")[0])
     params["top_logprobs"] = one("num_top_log_probs", 0)
-    params["logprobs"] = flag("return_log_probs", False) or bool(params["top_logprobs"])
+    params["logprobs"] = one("return_log_probs", False) or bool(params["top_logprobs"])
     params["structured_outputs"] = guide(
         strings("guided_decoding_guide_type"), strings("guided_decoding_guide")
     )
@@ -316,15 +313,15 @@ def read_request(request: Any, pending: PendingRequest) -> wire.Request:
     if len(words) != len(weights):
         raise Refused(f"embedding_bias_words has {len(words)}, embedding_bias_weights {len(weights)} values")
     (pending.prompt,) = prompts
-    message: wire.Request = {
+    message: wire.EngineRequest = {
         "params": params,
         "end_id": one("end_id", -1),
-        "stream": flag("stream", False),
+        "stream": one("stream", False),
         "n": one("num_return_sequences", 1),
         "priority": one("priority", 0),
         "bias_words": list(zip(words, weights, strict=True)),
-        "echo": not flag("exclude_input_in_output", True),
-        "speculate": flag("speculate", True),
+        "echo": not one("exclude_input_in_output", True),
+        "speculate": one("speculate", True),
         "block_length": one("block_length", None),
         "tree_nodes": one("tree_nodes", None),
     }
@@ -343,7 +340,7 @@ def read_request(request: Any, pending: PendingRequest) -> wire.Request:
         raise Refused(f"parameter timeout is {timeout!r}, expected microseconds, an integer of 0 or more")
     message["timeout"] = timeout / 1e6 or None
     switches = ("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics")
-    pending.wanted = {name for name in switches if flag(name, False)}
+    pending.wanted = {name for name in switches if one(name, False)}
     return message
 
 
@@ -366,27 +363,13 @@ def guide(kinds: list[str], texts: list[str]) -> dict[str, Any] | None:
 def read_json(name: str, text: str, kind: type) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(read := json.loads(text), kind):
-            check_nesting(name, read)
+            if wire.is_deeper(read, MAX_NESTING):  # the engine's parser might not read it
+                raise Refused(f"{name} has more than {MAX_NESTING} levels of lists and objects")
             return read
     raise Refused(f"{name} is {text[:40]!r}, expected JSON of a {kind.__name__}")
 
 
-def check_nesting(name: str, value: Any) -> None:
-    """Raise Refused for lists and objects inside one another that the engine's JSON parser might not read."""
-    level = [value]
-    for _ in range(MAX_NESTING):
-        level = [
-            inner
-            for each in level
-            for inner in (each.values() if isinstance(each, dict) else each)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return
-    raise Refused(f"{name} has more than {MAX_NESTING} levels of lists and objects")
-
-
-def longest_input(message: wire.Request, prompt: str) -> str:
+def longest_input(message: wire.EngineRequest, prompt: str) -> str:
     """The largest input of a request, and its size. prompt: the input that has the prompt."""
     texts = {prompt: message["prompt"] if "prompt" in message else message["messages"]}
     texts |= {"stop_words": message["params"]["stop"], "bad_words": message["params"]["bad_words"]}
