@@ -151,7 +151,7 @@ def _add_answers(
             raise from_validation(error).renamed(NAMES) from None
         except ApiError as error:
             raise error.renamed(NAMES) from None
-        return await answer(request, Responses.of(chat, body, _id(request, body)))
+        return await answer(request, Responses(chat, body, f"resp_{_id(request, body)}"))
 
     return posts
 

@@ -208,28 +208,31 @@ class BareCalls(Stage):
 
 @dataclass
 class AnswerParser:
-    """Parts of an answer in two stages: reasoning first, then calls in its content.
+    """Parts of an answer in two stages: reasoning first, where the family has any, then calls in its content.
 
     end_of_thought: the token `</think>`, if it is one. reasoning_tokens: those of the reasoning so far, with its tags.
     """
 
-    reasoning: Stage
+    think: Think | None
     calls: Stage
     end_of_thought: int | None = None
     reasoning_tokens: int = 0
 
     def push(self, text: str, token_ids: list[int]) -> list[Part]:
-        think = self.reasoning
-        thinking = isinstance(think, Think) and not think.over
+        think, end = self.think, self.end_of_thought
+        if think is None:
+            return list(self.calls.push(text))
+        before = think.over
         parts = list(self._content(think.push(text)))
-        if thinking and isinstance(think, Think) and think.thought:
-            ends = think.over and self.end_of_thought in token_ids
-            count = token_ids.index(self.end_of_thought) + 1 if ends else len(token_ids)  # type: ignore[arg-type]
-            self.reasoning_tokens += count
+        if think.thought and not before:
+            if think.over and end is not None and end in token_ids:
+                token_ids = token_ids[: token_ids.index(end) + 1]
+            self.reasoning_tokens += len(token_ids)
         return parts
 
     def finish(self, *, cut: bool = False) -> list[Part]:
-        return [*self._content(self.reasoning.finish(cut=cut)), *self.calls.finish(cut=cut)]
+        rest = self.think.finish(cut=cut) if self.think else ()
+        return [*self._content(rest), *self.calls.finish(cut=cut)]
 
     def _content(self, parts: Iterable[Part]) -> Iterator[Part]:
         for part in parts:
