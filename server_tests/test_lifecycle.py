@@ -120,11 +120,11 @@ def test_a_deliberate_unload_is_respected(tiny: Serving) -> None:
     """Through the server's own socket, which clients cannot reach."""
     (server,) = tiny.processes("bin/tritonserver")
     _, _, arguments = descendants(tiny.process.pid)[server]
-    found = re.search(r"--http-address=unix:([^\s\0]+)", arguments)
-    assert found is not None
+    address = re.search(r"--http-address=unix:([^\s\0]+)", arguments)
+    assert address is not None
 
     def post(what: str) -> int:
-        connection = UnixConnection(Path(found[1]), 60)
+        connection = UnixConnection(Path(address[1]), 60)
         connection.request("POST", f"/v2/repository/models/dflash/{what}", b"{}")
         status = connection.getresponse().status
         connection.close()
@@ -218,9 +218,9 @@ def test_a_signal_lets_requests_finish_then_cancels_them(bundles: dict[str, Path
             server.process.send_signal(number)
             while sum(last for _, _, last in answers) < 4:
                 answers.append(client.wait())
-        found = {outputs["finish_reason"][0, 0] for _, outputs, last in answers if last}
-        assert reason in found  # those in the queue at least
-        assert found <= {b"length", reason}
+        reasons = {outputs["finish_reason"][0, 0] for _, outputs, last in answers if last}
+        assert reason in reasons  # those in the queue at least
+        assert reasons <= {b"length", reason}
         assert server.process.wait(120) == 0
         assert server.processes("") == []
         assert f"requests have {grace} s to finish" in server.log

@@ -62,10 +62,7 @@ def deploy(
 
     Returns `out`. Raises DFlashError if a setting is out of range, or `out` is in use.
     """
-    if re.search(r"\s", str(out.absolute())):
-        raise DFlashError(
-            f"{out.absolute()}: has a space, and tritonserver cannot read such a path; choose another one"
-        )
+    _check_place(out, name)
     numbers = {"max_batch_size": (max_batch_size, 1), "max_queue": (max_queue, 0)}
     numbers["stream_interval_ms"] = (stream_interval_ms, 0)
     for setting, (value, least) in numbers.items():
@@ -84,11 +81,6 @@ def deploy(
         "threads": threads or "",
     }
     if name is not None:
-        _check_name(name)
-        if os.path.lexists(out) and not out.is_dir():
-            raise DFlashError(
-                f"{out}: is a file, expected the directory of a repository; choose another --out"
-            )
         out.mkdir(parents=True, exist_ok=True)
     with workspace(out if name is None else out / name, "repository") as place:
         place.empty()
@@ -131,7 +123,16 @@ def copy_code(folder: Path) -> None:
     shutil.copyfile(Path(__file__).with_name("wire.py"), folder / "dflash_wire.py")
 
 
-def _check_name(name: str) -> None:
+def _check_place(out: Path, name: str | None) -> None:
+    """Raise DFlashError for a directory or a model's name that tritonserver could not read."""
+    if re.search(r"\s", str(out.absolute())):
+        raise DFlashError(
+            f"{out.absolute()}: has a space, and tritonserver cannot read such a path; choose another one"
+        )
+    if name is None:
+        return
+    if os.path.lexists(out) and not out.is_dir():
+        raise DFlashError(f"{out}: is a file, expected the directory of a repository; choose another --out")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         raise DFlashError(f"name is {name!r}, expected up to 100 letters, digits, '.', '_' and '-'")
     if name == "ensemble":

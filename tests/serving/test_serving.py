@@ -308,9 +308,9 @@ def test_the_server_on_the_path_is_taken_and_without_one_the_container_is_told(
     server = tmp_path / "tritonserver"
     server.write_text("")
     server.chmod(0o755)
-    found = find_server(tmp_path / "work")
-    assert found is not None
-    assert (found.command, found.environment) == ([str(server)], {})
+    chosen = find_server(tmp_path / "work")
+    assert chosen is not None
+    assert (chosen.command, chosen.environment) == ([str(server)], {})
 
 
 def test_containers_fit_the_engine_of_the_bundle() -> None:
@@ -401,7 +401,7 @@ def test_descendants_are_found_at_any_depth() -> None:
     child = subprocess.Popen([sys.executable, "-c", script])
     end = time.monotonic() + 60
     while not (
-        found := [
+        grandchildren := [
             p for p, (_, _, a) in descendants(os.getpid()).items() if "sleep(600)" in a and "run" not in a
         ]
     ):
@@ -409,7 +409,7 @@ def test_descendants_are_found_at_any_depth() -> None:
         time.sleep(0.02)
     child.kill()
     child.wait()
-    os.kill(found[0], 9)
+    os.kill(grandchildren[0], 9)
 
 
 def test_models_of_several_names_share_a_repository(bundle: Path, tmp_path: Path) -> None:

@@ -156,8 +156,8 @@ class Model:
         if "\ufffd" not in text:
             return text.encode(errors="replace")
         piece = self.tokenizer.backend.id_to_token(token) or ""
-        if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):
-            return bytes.fromhex(found[1])
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+            return bytes.fromhex(byte[1])
         with contextlib.suppress(KeyError):
             return bytes(_BYTES[character] for character in piece)
         return text.encode(errors="replace")

@@ -201,17 +201,17 @@ def test_a_refusal_names_the_field_that_was_sent(server: Server, path: str, fiel
 def test_drafts_are_counted_as_in_vllm(server: Server) -> None:
     for path, asked in ((CHATS, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "x = ["})):
         answer = made(server, path, **asked, max_tokens=40)
-        found = answer["metrics"]["speculative_decoding"]
+        drafts = answer["metrics"]["speculative_decoding"]
         ours = answer["usage"]["speculation"]
-        assert found["num_draft_tokens"] == ours["draft_tokens"] > 0
-        assert found["num_accepted_draft_tokens"] == ours["accepted_tokens"]
+        assert drafts["num_draft_tokens"] == ours["draft_tokens"] > 0
+        assert drafts["num_accepted_draft_tokens"] == ours["accepted_tokens"]
         assert path == COMPLETIONS or ours["accepted_tokens"] > 0
-        counts = found["acceptance_histogram"]
-        assert len(counts) == found["num_spec_tokens"] + 1
-        assert sum(counts) == found["num_spec_steps"]
-        assert sum(k * n for k, n in enumerate(counts)) == found["num_accepted_draft_tokens"]
-        assert found["mean_acceptance_length"] == 1 + ours["accepted_tokens"] / found["num_spec_steps"]
-        assert found["draft_acceptance_rate"] == ours["accepted_tokens"] / ours["draft_tokens"]
+        counts = drafts["acceptance_histogram"]
+        assert len(counts) == drafts["num_spec_tokens"] + 1
+        assert sum(counts) == drafts["num_spec_steps"]
+        assert sum(k * n for k, n in enumerate(counts)) == drafts["num_accepted_draft_tokens"]
+        assert drafts["mean_acceptance_length"] == 1 + ours["accepted_tokens"] / drafts["num_spec_steps"]
+        assert drafts["draft_acceptance_rate"] == ours["accepted_tokens"] / ours["draft_tokens"]
         chunks = events(server, path, **asked, max_tokens=40, stream_options={"include_usage": True})
         assert ["metrics" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         assert chunks[-1]["choices"] == []

@@ -101,13 +101,13 @@ def test_samples_count_as_requests_in_flight(tiny: Path) -> None:
             assert (await last(engine))["finish_reason"] == "length"
             assert (await three)["finish_reason"] == "length"
             assert engine.in_flight == 0
-            found = {}
+            samples = {}
             async for update in engine.updates(MESSAGE | message):
-                found[update["index"]] = update["token_ids"]
-            for sample, ids in found.items():
+                samples[update["index"]] = update["token_ids"]
+            for sample, ids in samples.items():
                 alone = await last(engine, params=params | {"seed": 5 + sample})
                 assert alone["token_ids"] == ids
-            assert set(found) == {0, 1, 2}
+            assert set(samples) == {0, 1, 2}
 
     asyncio.run(run())
 
