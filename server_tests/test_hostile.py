@@ -19,10 +19,11 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from build_scripts.soak import attack_server
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.serving.deploy import bare_command, deploy
 from dflash_trt.serving.launch import find_server, server_arguments
 from dflash_trt.serving.processes import Process, descendants, is_same, send_signal
-from dflash_trt.serving.proxy import Sockets
+from dflash_trt.serving.proxy_settings import Sockets
 from dflash_trt.serving.supervisor import UnixConnection
 from server_tests.serving import Serving, fetch, free_ports, kill, refused
 
@@ -48,7 +49,7 @@ class Bare:
     def __init__(self, bundle: Path, directory: Path) -> None:
         directory.mkdir()
         self.sockets = Sockets(directory)
-        self.repository = deploy(bundle, directory / "repository", python=sys.executable)
+        self.repository = deploy(Bundle.open(bundle), directory / "repository", python=sys.executable)
         server = find_server(directory)
         assert server is not None
         self.server, self.environment = server, {**os.environ, **server.environment}

@@ -19,10 +19,11 @@ from typing import Any
 from tritonclient.utils import InferenceServerException
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.serving.deploy import deploy
 from dflash_trt.serving.launch import find_server, server_arguments
 from dflash_trt.serving.processes import descendants
-from dflash_trt.serving.proxy import Sockets
+from dflash_trt.serving.proxy_settings import Sockets
 from dflash_trt.serving.supervisor import UnixConnection
 from server_tests.serving import STUB, Client, Serving, idle, ids_of, kill, refused, tensors
 
@@ -119,11 +120,11 @@ def test_a_deliberate_unload_is_respected(tiny: Serving) -> None:
     """Through the server's own socket, which clients cannot reach."""
     (server,) = tiny.processes("bin/tritonserver")
     _, _, arguments = descendants(tiny.process.pid)[server]
-    found = re.search(r"--http-address=unix:([^\s\0]+)", arguments)
-    assert found is not None
+    address = re.search(r"--http-address=unix:([^\s\0]+)", arguments)
+    assert address is not None
 
     def post(what: str) -> int:
-        connection = UnixConnection(Path(found[1]), 60)
+        connection = UnixConnection(Path(address[1]), 60)
         connection.request("POST", f"/v2/repository/models/dflash/{what}", b"{}")
         status = connection.getresponse().status
         connection.close()
@@ -217,9 +218,9 @@ def test_a_signal_lets_requests_finish_then_cancels_them(bundles: dict[str, Path
             server.process.send_signal(number)
             while sum(last for _, _, last in answers) < 4:
                 answers.append(client.wait())
-        found = {outputs["finish_reason"][0, 0] for _, outputs, last in answers if last}
-        assert reason in found  # those in the queue at least
-        assert found <= {b"length", reason}
+        reasons = {outputs["finish_reason"][0, 0] for _, outputs, last in answers if last}
+        assert reason in reasons  # those in the queue at least
+        assert reasons <= {b"length", reason}
         assert server.process.wait(120) == 0
         assert server.processes("") == []
         assert f"requests have {grace} s to finish" in server.log
@@ -240,7 +241,7 @@ def test_an_engine_that_does_not_start_ends_the_server_with_the_reason(
     bundles: dict[str, Path], tmp_path: Path
 ) -> None:
     """The bundle is damaged after the repository was made, and a plain tritonserver reports it."""
-    repository = deploy(bundles["tiny"], tmp_path / "repository", copy=True)
+    repository = deploy(Bundle.open(bundles["tiny"]), tmp_path / "repository", copy=True)
     (repository / "dflash" / "1" / "bundle" / "tokenizer.json").write_text("{}")
     server = find_server(tmp_path)
     assert server is not None

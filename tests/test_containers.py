@@ -7,7 +7,6 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -62,9 +61,8 @@ def test_the_images_extras_exist_and_the_other_bases_are_those_that_the_engines_
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"whl\)\[([\w-]+)\]", DOCKERFILE)) == {"triton", "serve"} <= set(extras)
     manifest = {"engine": "onnxruntime", "versions": {}}
-    monkeypatch.setattr(Bundle, "open", lambda path: SimpleNamespace(path=path, manifest=manifest))
     (base,) = re.findall(r"BASE=(nvcr\S+/tritonserver:\S+)", DOCKERFILE)
-    assert f" {base} " in container_command(tmp_path)
+    assert f" {base} " in container_command(Bundle(tmp_path, manifest))
 
 
 def test_all_that_the_image_is_built_from_reaches_docker() -> None:

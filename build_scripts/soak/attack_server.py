@@ -319,14 +319,14 @@ async def over_http(session: aiohttp.ClientSession, server: Serving, fields: dic
 def failures(result: dict[str, Any]) -> list[str]:
     """Descriptions of everything that must not have happened."""
     honest, hostile = result["honest"], result["hostile"]
-    found = [f"honest requests lost: {honest['lost']}"] * bool(honest["lost"])
-    found += [f"honest answers wrong: {honest['wrong']}"] * bool(honest["wrong"])
-    found += [f"{name} hung" for name, ends in hostile["ends"].items() if "HUNG" in ends]
-    found += ["nothing was tried"] * (not any(hostile["ends"].values()))
-    found += [f"the attack failed: {hostile['failed']}"] * bool(hostile["failed"])
-    found += ["code of a client was executed"] * result["executed"]
-    found += ["a process was restarted"] * (not result["same_processes"])
-    return found
+    faults = [f"honest requests lost: {honest['lost']}"] * bool(honest["lost"])
+    faults += [f"honest answers wrong: {honest['wrong']}"] * bool(honest["wrong"])
+    faults += [f"{name} hung" for name, ends in hostile["ends"].items() if "HUNG" in ends]
+    faults += ["nothing was tried"] * (not any(hostile["ends"].values()))
+    faults += [f"the attack failed: {hostile['failed']}"] * bool(hostile["failed"])
+    faults += ["code of a client was executed"] * result["executed"]
+    faults += ["a process was restarted"] * (not result["same_processes"])
+    return faults
 
 
 def main() -> int:
@@ -348,9 +348,9 @@ def main() -> int:
             )
         finally:
             stopped = server.stop()
-    found = failures(result) + [f"serve ended with {stopped}"] * bool(stopped)
-    print(json.dumps(result | {"failures": found}))
-    return int(bool(found))
+    faults = failures(result) + [f"serve ended with {stopped}"] * bool(stopped)
+    print(json.dumps(result | {"failures": faults}))
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

@@ -245,9 +245,9 @@ def main() -> int:
     place = url.hostname or "127.0.0.1", url.port or 8000, args.pid
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    found = asyncio.run(burst(*place, args.burst) if args.burst else run(*place, args.requests, args.seed))
-    print(json.dumps(found))
-    return 1 if found["bad"] else 0
+    figures = asyncio.run(burst(*place, args.burst) if args.burst else run(*place, args.requests, args.seed))
+    print(json.dumps(figures))
+    return 1 if figures["bad"] else 0
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class Operation:
         if self.name == "quantize":
             quantize(self.pair / "target", self.out, "int4")
         elif self.name == "deploy":
-            deploy(self.pair / "bundle", self.out, copy=True)
+            deploy(Bundle.open(self.pair / "bundle"), self.out, copy=True)
         elif self.name == "precision":
             self._build(precision=Precision(target="fp8", drafter="nvfp4", head="mxfp4"))
         else:

@@ -125,13 +125,13 @@ class Soak:
             return "answered" if whole is not None else "EMPTY"
         if kind == "samples":
             common["temperature"] = 1
-            found = await self.client.completions.create(
+            made = await self.client.completions.create(
                 **{**prompt, **common}, n=3, seed=number, extra_body=extra
             )
-            return "answered" if len(found.choices) == 3 else "MISSING CHOICES"
+            return "answered" if len(made.choices) == 3 else "MISSING CHOICES"
         if kind == "whole":
-            found = await self.client.completions.create(**prompt, extra_body=extra)
-            return "answered" if found.choices[0].text == self.expected[number] else "OTHER TEXT"
+            made = await self.client.completions.create(**prompt, extra_body=extra)
+            return "answered" if made.choices[0].text == self.expected[number] else "OTHER TEXT"
         if kind == "deadline":
             extra["timeout"] = self.rng.choice((0.001, 0.05, 0.5))
         text, reason, leave = "", None, self.rng.randint(1, 4) if kind == "leave" else None
@@ -186,7 +186,7 @@ def main() -> int:
         finally:
             server.terminate()
             code = server.wait(60)
-    found = {
+    figures = {
         "requests": soak.ends.total(),
         "ends": dict(sorted(soak.ends.items())),
         "faults": soak.faults,
@@ -198,7 +198,7 @@ def main() -> int:
         "exit_code": code,
         "stop_seconds": round(time.monotonic() - began, 1),
     }
-    print(json.dumps(found))
+    print(json.dumps(figures))
     return 1 if soak.faults or code else 0
 
 

@@ -193,12 +193,12 @@ class Soak:
 
     async def watch(self) -> None:
         while True:
-            found = {}
+            sizes_now = {}
             for name, mark in PROCESSES.items():
                 sizes = [resident_of(pid) for pid in self.server.processes(mark)]
-                found[name] = round(max(sizes, default=0.0), 1)
-            self.memory.append(found)
-            print(f"{sum(self.ends.values())} requests, {found}", flush=True)
+                sizes_now[name] = round(max(sizes, default=0.0), 1)
+            self.memory.append(sizes_now)
+            print(f"{sum(self.ends.values())} requests, {sizes_now}", flush=True)
             await asyncio.sleep(max(self.args.seconds / 30, 1))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli import bench_server
-from dflash_trt.cli.options import add_bundle, add_tree_nodes, at_least, bundle_of, each
+from dflash_trt.cli.options import add_bundle, add_tree_nodes, at_least, each
 from dflash_trt.cli.output import colours
 from dflash_trt.errors import UsageError
 
@@ -136,9 +136,8 @@ def run(args: argparse.Namespace) -> int:
     closed = args.concurrency or ([] if args.rate else [1, 2, 4, 8, 16])
     most = max(closed, default=16)
     loads = [Load(n) for n in closed] + [Load(most, rate) for rate in args.rate]
-    place = bundle_of(args)
     runtime = Runtime(
-        place,
+        args.bundle,
         max_batch_size=most,
         prefill_chunk=512,
         prefix_cache_bytes=0,
@@ -168,10 +167,14 @@ def run(args: argparse.Namespace) -> int:
     same = all(point.outputs == points[0].outputs for points in found for point in points)
     rows = [point.to_dict() for points in found for point in points]
     if args.svg:
-        args.svg.write_text(_chart(rows, place.name), encoding="utf-8")
+        args.svg.write_text(_chart(rows, runtime.bundle.path.name), encoding="utf-8")
         print(f"drew {args.svg}", file=sys.stderr)
     if args.json:
-        document = {"bundle": place.name, "processor": processor(), "max_tokens": args.max_tokens}
+        document = {
+            "bundle": runtime.bundle.path.name,
+            "processor": processor(),
+            "max_tokens": args.max_tokens,
+        }
         document |= {"block_size": runtime.block_size, "fixed_block_length": fixed, "same_tokens": same}
         document |= {"tree_nodes": "auto" if args.tree_nodes is None else args.tree_nodes}
         print(json.dumps(document | {"points": rows}))

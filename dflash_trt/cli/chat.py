@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params = generate.sampling_params(args, most=MAX_TOKENS)
-    place = bundle_of(args)
+    place = bundle_of(args).path
     with loading(args.bundle):
         from dflash_trt.llm import LLM
 

@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args, stop=tuple(args.stop or ()), structured_outputs=_form(args))
     drafting: DraftingOptions = {"speculate": not args.no_draft, **drafting_of(args)}
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
-    place = bundle_of(args)
+    place = bundle_of(args).path
     with loading(args.bundle):
         from dflash_trt import LLM
 

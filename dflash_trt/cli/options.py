@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.decoding.options import DraftingOptions
 
 T = TypeVar("T")
@@ -23,11 +23,11 @@ def add_bundle(parser: argparse.ArgumentParser, **more: Any) -> None:
     )
 
 
-def bundle_of(args: argparse.Namespace) -> Path:
-    """The directory of the bundle that was asked for. A known pair's is built into the cache at first use."""
+def bundle_of(args: argparse.Namespace) -> Bundle:
+    """The bundle that was asked for. A known pair's is built into the cache at first use."""
     from dflash_trt.building.first_use import open_bundle
 
-    return open_bundle(args.bundle, "size").path
+    return open_bundle(args.bundle, "size")
 
 
 def at_least(minimum: int) -> Callable[[str], int]:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.localize is not None and args.reference is None:
         args.usage_error("--localize compares layers with another bundle's: give --reference")
-    test, failed = Selftest(bundle_of(args), args.reference), False
+    test, failed = Selftest(bundle_of(args).path, args.reference), False
     try:
         for check in test.run(args.report, args.timeout):
             figures = ", ".join(f"{name} {value}" for name, value in check.figures.items())

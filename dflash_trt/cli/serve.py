@@ -118,14 +118,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.bundle.manifest import Bundle
-
     if not hasattr(os, "geteuid"):
         raise DFlashError("the server's processes need Linux or macOS; on Windows, serve in WSL 2")
 
     _check_options(args)
     if args.server is not None:
-        bundle = Bundle.open(bundle_of(args))
+        bundle = bundle_of(args)
         registry.engine_of(bundle).serve(bundle, args.server, host=args.host, port=args.port)
     return _triton(args) if args.api == "triton" else _openai(args)
 
@@ -156,17 +154,16 @@ def _shown(host: str) -> str:
 
 
 def _openai(args: argparse.Namespace) -> int:
-    from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.serving.deploy import check_drafting
     from dflash_trt.serving.openai.server import ServerSettings, check_certificate, check_installed, serve
 
     check_installed()
     keys = _keys(args.api_key_file)
     check_certificate(args.tls_cert, args.tls_key)
-    place = bundle_of(args)
-    check_drafting(Bundle.open(place), args.block_length, args.tree_nodes)
+    bundle = bundle_of(args)
+    check_drafting(bundle, args.block_length, args.tree_nodes)
     settings = ServerSettings(
-        bundle=place,
+        bundle=bundle,
         name=args.served_model_name,
         host=args.host,
         port=args.port,
@@ -214,15 +211,14 @@ def _keys(file: Path | None) -> list[str]:
 
 
 def _triton(args: argparse.Namespace) -> int:
-    from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.extras import install
     from dflash_trt.serving.deploy import container_command, deploy, request_fields
     from dflash_trt.serving.launch import find_server, server_arguments
-    from dflash_trt.serving.proxy import ProxySettings, Sockets, check_installed
+    from dflash_trt.serving.proxy_settings import ProxySettings, Sockets, check_installed
     from dflash_trt.serving.supervisor import Supervisor
     from dflash_trt.serving.wire import max_request_bytes
 
-    host, place = _shown(args.host), bundle_of(args)
+    host, bundle = _shown(args.host), bundle_of(args)
     with tempfile.TemporaryDirectory(prefix="dflash-trt-") as temporary:  # only this user may enter it
         directory = Path(temporary)
         server = find_server(directory)
@@ -231,10 +227,10 @@ def _triton(args: argparse.Namespace) -> int:
                 f"there is no tritonserver on the PATH; get one with {install('triton', 'tritonserver')}, or "
                 "serve in a container:"
             )
-            print(container_command(place))
+            print(container_command(bundle))
             return 1
         check_installed()
-        repository = deploy(place, directory / "repository", python=sys.executable, **engine_settings(args))
+        repository = deploy(bundle, directory / "repository", python=sys.executable, **engine_settings(args))
         sockets = Sockets(directory)
         settings = ProxySettings(
             host=args.host,
@@ -242,7 +238,7 @@ def _triton(args: argparse.Namespace) -> int:
             grpc_port=args.grpc_port,
             metrics_port=args.metrics_port,
             upstream=temporary,
-            max_bytes=max_request_bytes(Bundle.open(place).manifest["max_seq_len"]),
+            max_bytes=max_request_bytes(bundle.manifest["max_seq_len"]),
             fields=request_fields(),
         )
 

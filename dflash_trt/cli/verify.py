@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_trt.cli.options import add_bundle, at_least, block_length, bundle_of, each, tree_nodes
+from dflash_trt.cli.options import add_bundle, at_least, block_length, each, tree_nodes
 from dflash_trt.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
     prompts = read_prompts(args.prompts, args.limit)
     cases = []
-    with LLM(bundle_of(args), max_batch_size=max(args.batch_sizes)) as llm:
+    with LLM(args.bundle, max_batch_size=max(args.batch_sizes)) as llm:
         asked: dict[str, Any] = {
             "temperatures": args.temperatures,
             "ways": _ways(args, llm),

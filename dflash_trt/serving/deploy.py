@@ -10,18 +10,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 
-from dflash_trt.building.first_use import check_path
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.bundle.workspace import workspace
+from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.engines.registry import engine_of
-from dflash_trt.errors import DFlashError, UsageError
+from dflash_trt.errors import DFlashError
 
 MODEL = "dflash"
+# The model `dflash` under the name that clients of TensorRT-LLM's models call. It has no engine of its own.
+_ENSEMBLE = """\
+name: "ensemble"
+platform: "ensemble"
+max_batch_size: 1
+
+{tensors}
+
+ensemble_scheduling {{
+  step [ {{
+    model_name: "dflash"
+    model_version: -1
+{maps}
+  }} ]
+}}
+"""
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def deploy(
-    bundle: str | Path,
+    bundle: Bundle,
     out: Path,
     *,
     name: str | None = None,
@@ -44,20 +60,15 @@ def deploy(
     stream_interval_ms: `AsyncLLM`'s stream_interval, in milliseconds.
     All other arguments are those of `AsyncLLM`.
 
-    Returns `out`. Raises DFlashError if the bundle is incomplete, a setting is out of range, or `out` is in use.
+    Returns `out`. Raises DFlashError if a setting is out of range, or `out` is in use.
     """
-    check_path(Path(bundle))
-    if re.search(r"\s", str(out.absolute())):
-        raise DFlashError(
-            f"{out.absolute()}: has a space, and tritonserver cannot read such a path; choose another one"
-        )
-    opened = Bundle.open(bundle)
+    _check_place(out, name)
     numbers = {"max_batch_size": (max_batch_size, 1), "max_queue": (max_queue, 0)}
     numbers["stream_interval_ms"] = (stream_interval_ms, 0)
     for setting, (value, least) in numbers.items():
         if value < least:
             raise DFlashError(f"{setting} is {value}, expected {least} or more")
-    check_drafting(opened, block_length, tree_nodes)
+    check_drafting(bundle, block_length, tree_nodes)
     settings = {
         "name": name or MODEL,
         "bundle": "bundle",
@@ -69,13 +80,7 @@ def deploy(
         "stream_interval_ms": stream_interval_ms,
         "threads": threads or "",
     }
-    source = template()
     if name is not None:
-        _check_name(name)
-        if os.path.lexists(out) and not out.is_dir():
-            raise DFlashError(
-                f"{out}: is a file, expected the directory of a repository; choose another --out"
-            )
         out.mkdir(parents=True, exist_ok=True)
     with workspace(out if name is None else out / name, "repository") as place:
         place.empty()
@@ -83,23 +88,17 @@ def deploy(
         if name is None:
             # Triton needs a version directory, even an empty one.
             (place.path / "ensemble" / "1").mkdir(parents=True)
-            shutil.copyfile(source / "ensemble" / "config.pbtxt", place.path / "ensemble" / "config.pbtxt")
-        _write_model(place.path if name else place.path / MODEL, opened, settings, copy=copy)
+            (place.path / "ensemble" / "config.pbtxt").write_text(_ensemble(), encoding="utf-8")
+        _write_model(place.path if name else place.path / MODEL, bundle, settings, copy=copy)
         place.publish()
     return out
 
 
 def check_drafting(bundle: Bundle, block_length: int | None, tree_nodes: int | None) -> None:
-    """Raise UsageError for what this bundle cannot draft, before an engine is started."""
-    block_size = bundle.manifest["block_size"]
-    if block_length is not None and not 1 <= block_length <= block_size:
-        raise UsageError(
-            f"block_length is {block_length}, expected 1..{block_size} (this bundle's block size)"
-        )
-    if tree_nodes and bundle.manifest["tree_width"] < 2:
-        raise UsageError(
-            f"tree_nodes is {tree_nodes}, but this bundle drafts chains: build it with --tree-width 2 or more"
-        )
+    """Raise UsageError for what no engine can draft for this bundle, before one is started."""
+    most_nodes = bundle.capacity // 2 if bundle.manifest["tree_width"] > 1 else 0
+    options = RequestOptions(block_length=block_length, tree_nodes=tree_nodes)
+    options.check(bundle.manifest["block_size"], most_nodes)
 
 
 def _write_model(folder: Path, bundle: Bundle, settings: Mapping[str, object], *, copy: bool) -> None:
@@ -124,7 +123,16 @@ def copy_code(folder: Path) -> None:
     shutil.copyfile(Path(__file__).with_name("wire.py"), folder / "dflash_wire.py")
 
 
-def _check_name(name: str) -> None:
+def _check_place(out: Path, name: str | None) -> None:
+    """Raise DFlashError for a directory or a model's name that tritonserver could not read."""
+    if re.search(r"\s", str(out.absolute())):
+        raise DFlashError(
+            f"{out.absolute()}: has a space, and tritonserver cannot read such a path; choose another one"
+        )
+    if name is None:
+        return
+    if os.path.lexists(out) and not out.is_dir():
+        raise DFlashError(f"{out}: is a file, expected the directory of a repository; choose another --out")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         raise DFlashError(f"name is {name!r}, expected up to 100 letters, digits, '.', '_' and '-'")
     if name == "ensemble":
@@ -133,11 +141,28 @@ def _check_name(name: str) -> None:
         )
 
 
+def _tensors(kind: str) -> str:
+    """The model's tensors as its configuration lists them. kind: input or output."""
+    config = (template() / MODEL / "config.pbtxt").read_text(encoding="utf-8")
+    start = config.index(f"\n{kind} [") + 1
+    return config[start : config.index("\n]", start) + 2]
+
+
+def _ensemble() -> str:
+    """The configuration of the model `ensemble`: every tensor of `dflash` is one of its own."""
+    tensors = {kind: _tensors(kind) for kind in ("input", "output")}
+    maps = [
+        f'    {kind}_map {{ key: "{name}" value: "{name}" }}'
+        for kind, listed in tensors.items()
+        for name in re.findall(r'name: "(\w+)"', listed)
+    ]
+    return _ENSEMBLE.format(tensors="\n\n".join(tensors.values()), maps="\n".join(maps))
+
+
 def request_fields() -> dict[str, str]:
     """The fields of a JSON request to the model: its inputs with their data types, and those of Triton's own."""
-    config = (template() / MODEL / "config.pbtxt").read_text(encoding="utf-8")
-    inputs = config[config.index("input [") : config.index("output [")]
-    return dict(re.findall(r'name: "(\w+)" data_type: TYPE_(\w+)', inputs)) | {"id": "", "parameters": ""}
+    inputs = re.findall(r'name: "(\w+)" data_type: TYPE_(\w+)', _tensors("input"))
+    return dict(inputs) | {"id": "", "parameters": ""}
 
 
 def template() -> Path:
@@ -146,17 +171,15 @@ def template() -> Path:
     return next(place for place in places if place.is_dir())
 
 
-def container_command(bundle: str | Path) -> str:
+def container_command(bundle: Bundle) -> str:
     """A command that serves a bundle in a container with matching libraries. It begins with a wheel of a checkout."""
-    check_path(Path(bundle))
-    opened = Bundle.open(bundle)
-    found = engine_of(opened).container(opened.manifest)
-    packages = " ".join(["$(echo /dist/dflash_trt-*.whl)[triton]", *found.packages])
+    container = engine_of(bundle).container(bundle.manifest)
+    packages = " ".join(["$(echo /dist/dflash_trt-*.whl)[triton]", *container.packages])
     return (
         "pip wheel --no-deps --wheel-dir dist .   # in a checkout of dflash-trt\n"
-        f"docker run --rm --init {'--gpus all ' if found.gpus else ''}--network host --shm-size 1g "
-        f'-v "{Path(bundle).resolve()}:/bundle:ro" -v "$PWD/dist:/dist:ro" \\\n'
-        f"    nvcr.io/nvidia/tritonserver:{found.tag} bash -c \\\n"
+        f"docker run --rm --init {'--gpus all ' if container.gpus else ''}--network host --shm-size 1g "
+        f'-v "{bundle.path.resolve()}:/bundle:ro" -v "$PWD/dist:/dist:ro" \\\n'
+        f"    nvcr.io/nvidia/tritonserver:{container.tag} bash -c \\\n"
         f"    'pip install {packages} && dflash-trt serve /bundle --api triton'"
     )
 

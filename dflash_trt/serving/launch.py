@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from dflash_trt.errors import DFlashError, UsageError
-from dflash_trt.serving.proxy import Sockets
+from dflash_trt.serving.proxy_settings import Sockets
 
 LogLevel = Literal["error", "warning", "info", "verbose"]
 STUB = "triton_python_backend_stub"
@@ -34,8 +34,8 @@ def find_server(directory: Path) -> TritonServer | None:
 
     Raises DFlashError if the wheel has no stub for this Python, or libpython is missing.
     """
-    if found := shutil.which("tritonserver"):
-        return TritonServer([found])
+    if program := shutil.which("tritonserver"):
+        return TritonServer([program])
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
         return None

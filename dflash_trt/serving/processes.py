@@ -21,16 +21,16 @@ def allow_open_files() -> None:
 
 def descendants(root: int) -> dict[int, Process]:
     """The processes below one: pid -> name, state (as in /proc) and arguments."""
-    found: dict[int, Process] = {}
+    tree: dict[int, Process] = {}
     pending = [root]
     while pending:
         parent = pending.pop()
         with suppress(OSError):
             for task in Path(f"/proc/{parent}/task").iterdir():
                 for pid in map(int, (task / "children").read_text().split()):
-                    found[pid] = _process(pid)
+                    tree[pid] = _process(pid)
                     pending.append(pid)
-    return found
+    return tree
 
 
 def _process(pid: int) -> Process:

@@ -20,16 +20,15 @@ from aiohttp import ClientConnectorError, ClientError, ClientSession, ClientTime
 from aiohttp.http_exceptions import HttpProcessingError
 
 from dflash_trt.errors import DFlashError
-from dflash_trt.serving.proxy import ProxySettings, Sockets
+from dflash_trt.serving import wire
+from dflash_trt.serving.proxy_settings import ProxySettings, Sockets
 
 # Seconds for: a connection to send the head of a request, a body to arrive, a client to read its answer.
 IDLE_SECONDS, BODY_SECONDS, TAKE_SECONDS = 15.0, 30.0, 60.0
 MAX_CONNECTIONS = 4096  # beyond this, the longest idle ones are closed
 MAX_HELD_BYTES = 256 << 20  # bodies of all clients together
 MAX_CHUNKS = 4096  # bytes per read of a body without a length: reading single bytes takes 100 times as long
-# Nesting depth and number of lists and objects in a body. A request has two levels and a handful of objects. Triton
-# 24.10 crashes at 100,000 levels, which take 200 kB; later versions were not tried.
-MAX_NESTING, MAX_NESTED = 8, 1000
+MAX_NESTING = 8  # levels of lists and objects in a body. A request has two
 _LIMITS = {"INT32": (-(2**31), 2**31 - 1), "UINT64": (0, 2**64 - 1)}
 
 _MODEL = r"/v2/models/\w[\w.-]*(?:/versions/\d+)?"
@@ -224,16 +223,11 @@ def check_json(body: bytes, known: Mapping[str, str] | None = None) -> None:
     for name, value in fields.items():
         if (limits := _LIMITS.get((known or {}).get(name, ""))) is not None:
             _check_integers(name, value, *limits)
-    pending, count = [(fields, 1)], 0
-    while pending:
-        value, level = pending.pop()
-        count += 1
-        _need(level <= MAX_NESTING, 400, f"the body has more than {MAX_NESTING} levels of lists and objects")
-        inside = value.values() if isinstance(value, dict) else value
-        pending += [(v, level + 1) for v in inside if isinstance(v, dict | list)]
-        _need(
-            count + len(pending) <= MAX_NESTED, 400, f"the body has more than {MAX_NESTED} lists and objects"
-        )
+    _need(
+        not wire.is_deeper(fields, MAX_NESTING),
+        400,
+        f"the body has more than {MAX_NESTING} levels of lists and objects",
+    )
 
 
 def _check_integers(name: str, value: Any, low: int, high: int) -> None:

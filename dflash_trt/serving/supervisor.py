@@ -1,20 +1,20 @@
 """Keep tritonserver and the proxy in front of it running until told to stop.
 
-Every version needs the restarts of tritonserver and the proxy, and the loading of the model after its engine's death:
-the model can only unload itself. `dead_since` and the restart that follows from it were needed with 24.10, where a
-server whose backend process died can neither stop nor load the model again. Later versions were not tried without them.
+The model is loaded again after its engine has died, because it can only unload itself, and tritonserver is restarted
+after its backend process has died, because no version starts another one (docs/serving.md#versions).
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -24,7 +24,7 @@ from dflash_trt.serving import wire
 from dflash_trt.serving.deploy import MODEL
 from dflash_trt.serving.launch import STUB, TritonServer
 from dflash_trt.serving.processes import Process, descendants, has_ended, is_same, send_signal
-from dflash_trt.serving.proxy import ProxySettings, Sockets
+from dflash_trt.serving.proxy_settings import ProxySettings, Sockets
 
 _TIED = Path(__file__).with_name("tied.py")
 _PROXY = "dflash_trt.serving.proxy"
@@ -107,7 +107,8 @@ class Supervisor:
 
     def _watch(self, process: subprocess.Popen[bytes], ready: Callable[[], None], say: Say) -> int:
         """Watch until a stop or a restart is due. Returns the exit code; 0 if the server is still running."""
-        serves, dead = False, dict[int, float]()
+        serves = False
+        broken_since: float | None = None
         reload = Reload(lambda: self._ask("POST", f"/v2/repository/models/{MODEL}/load", timeout=600))
         while not self._stop.wait(_LOOK_SECONDS if serves else 0.1):
             if (code := process.poll()) is not None:
@@ -115,19 +116,20 @@ class Supervisor:
                 say(f"tritonserver ended with {wire.how_it_ended(code)}{again}")
                 return code or 1
             self._tree = descendants(process.pid)
-            dead = dead_since(self._tree, dead, now := monotonic())
-            if any(now - since >= _DEAD_SECONDS for since in dead.values()):
+            if has_backend(self._tree.values()) or not self._is_loaded():
+                broken_since = None
+            elif monotonic() - (broken_since := broken_since or monotonic()) >= _DEAD_SECONDS:
                 say("the model's backend process has died: restarting the server")
                 return 1
             self._proxy.start_again_if_ended(say)
-            if self._ask("GET", f"/v2/models/{MODEL}/ready"):
+            if self._ask("GET", f"/v2/models/{MODEL}/ready") is not None:
                 if not self._served:
                     ready()
                 elif not serves:
                     say("tritonserver serves again")
                 self._served = serves = True
                 reload.is_done()
-            elif self._engine_ended.exists() and reload.is_due() and self._ask("GET", "/v2/health/live"):
+            elif self._engine_ended.exists() and reload.is_due() and self._is_live():
                 say("the model is not ready: reloading it")
                 reload.start()
         return 0
@@ -154,16 +156,25 @@ class Supervisor:
         for region in Path("/dev/shm").glob(self._regions):
             region.unlink(missing_ok=True)
 
-    def _ask(self, method: str, path: str, timeout: float = 5) -> bool:
-        """Whether the server answers with success, on its own socket, which clients cannot reach."""
+    def _is_live(self) -> bool:
+        return self._ask("GET", "/v2/health/live") is not None
+
+    def _is_loaded(self) -> bool:
+        """Whether tritonserver lists the model as loaded. It also does so after the backend process has died."""
+        index = self._ask("POST", "/v2/repository/index") or b"[]"
+        return any(model["name"] == MODEL and model.get("state") == "READY" for model in json.loads(index))
+
+    def _ask(self, method: str, path: str, timeout: float = 5) -> bytes | None:
+        """The server's answer on its own socket, which clients cannot reach; None if it is no success."""
         with suppress(OSError, http.client.HTTPException):
             connection = UnixConnection(self._sockets.http, timeout)
             try:
                 connection.request(method, path, body=b"{}" if method == "POST" else None)
-                return connection.getresponse().status == 200
+                answer = connection.getresponse()
+                return answer.read() if answer.status == 200 else None
             finally:
                 connection.close()
-        return False
+        return None
 
 
 class Reload:
@@ -240,10 +251,6 @@ class UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def dead_since(processes: Mapping[int, Process], before: Mapping[int, float], now: float) -> dict[int, float]:
-    """Backend processes that have died -> the time this was first seen, continuing `before`.
-
-    A finished process may be dead for a moment before Triton collects it, for example while it loads a model.
-    """
-    dead = [pid for pid, (name, state, _) in processes.items() if (name, state) == (STUB[:15], "Z")]
-    return {pid: before.get(pid, now) for pid in dead}
+def has_backend(processes: Iterable[Process]) -> bool:
+    """Whether a backend process is alive. A dead one stays as a zombie before Triton 26.01, and is collected since."""
+    return any(name == STUB[:15] and state != "Z" for name, state, _ in processes)

@@ -4,10 +4,10 @@ The engine process is dflash_trt/serving/worker.py. The servers are that of Open
 the Triton model, beside which `deploy` copies this file: Triton's Python may have numpy alone. So this imports the
 standard library only.
 
-The engine process first says `Ready`, and nothing more until it is asked. The server says one object per line: a
-`Request` with its id, {"cancel": id}, {"id": id, "ask": "metrics"}, or {"watch": "metrics"}. The answers are lists of
-[id, `Update`], and after a watch ["metrics", samples] every second. The end of input ends the engine process. SIGTERM
-cancels all requests. SIGINT is left to the server.
+The engine process first says `Ready`, and nothing more until it is asked. The server says one object per line: an
+`EngineRequest` with its id, {"cancel": id}, {"id": id, "ask": "metrics"}, or {"watch": "metrics"}. The answers are
+lists of [id, `Update`], and after a watch ["metrics", samples] every second. The end of input ends the engine process.
+SIGTERM cancels all requests. SIGINT is left to the server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Ready(TypedDict, total=False):
     key: str
 
 
-class Request(TypedDict, total=False):
+class EngineRequest(TypedDict, total=False):
     """A request. Every field but `params` and the prompt has the default of `AsyncLLM`.
 
     prompt: a text or token ids; without it there are `messages`, with the variables of their template.
@@ -118,6 +118,15 @@ def line(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether JSON has more levels of lists and objects than this. Parsers fail on many, or crash."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        inside = (inner for each in level for inner in (each.values() if isinstance(each, dict) else each))
+        level = [inner for inner in inside if isinstance(inner, dict | list)]
+    return bool(level)
+
+
 class Lines:
     """The lines of one side, from the pieces in which they arrive."""
 
@@ -127,13 +136,13 @@ class Lines:
     def push(self, data: bytes) -> list[Any]:
         """The values of the lines that end in a piece."""
         *ends, rest = data.split(b"\n")
-        found = []
+        values = []
         for end in ends:
-            found.append(json.loads(b"".join([*self._parts, end])))
+            values.append(json.loads(b"".join([*self._parts, end])))
             self._parts.clear()
         if rest:
             self._parts.append(rest)
-        return found
+        return values
 
 
 def received(connection: socket.socket) -> Iterator[list[Any]]:
@@ -146,8 +155,8 @@ def received(connection: socket.socket) -> Iterator[list[Any]]:
             return
         if not data:
             return
-        if found := lines.push(data):
-            yield found
+        if values := lines.push(data):
+            yield values
 
 
 def command(python: str, connection: socket.socket, settings: Mapping[str, str]) -> list[str]:

@@ -160,7 +160,7 @@ class Worker:
         await asyncio.sleep(_LAST_SECONDS)
         self._fail()
 
-    async def _answer(self, key: int, message: wire.Request) -> None:
+    async def _answer(self, key: int, message: wire.EngineRequest) -> None:
         arrived = time.time_ns()
         try:
             prompt: Prompt
@@ -194,7 +194,7 @@ class Worker:
             text = str(error) if self._closing is None else "the server is stopping"
             self._refuse(key, "UNAVAILABLE", text)
 
-    def _params(self, message: wire.Request) -> SamplingParams:
+    def _params(self, message: wire.EngineRequest) -> SamplingParams:
         given = dict(message["params"])
         ends = [*given.pop("stop_token_ids", ()), *self._end_ids(message.get("end_id", -1))]
         bias = dict(message.get("logit_bias", ()))
@@ -212,7 +212,7 @@ class Worker:
     async def _generate(
         self,
         key: int,
-        message: wire.Request,
+        message: wire.EngineRequest,
         prompt: Prompt,
         params: SamplingParams,
         arrived: int,
@@ -282,7 +282,7 @@ class Worker:
         self._reader.feed_eof()
 
 
-def _request_options(message: wire.Request, index: int | None) -> dict[str, Any]:
+def _request_options(message: wire.EngineRequest, index: int | None) -> dict[str, Any]:
     """`AsyncLLM`'s options of a request. One of its sequences counts the prompt's tokens: the first."""
     given = {name: value for name, value in message.items() if name in _OPTIONS}
     return given | {"count_prompt": not index}

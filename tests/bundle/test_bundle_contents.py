@@ -75,7 +75,7 @@ def test_files_beside_the_manifest_are_not_read(pair: Path) -> None:
     (out / "notes.txt").write_text("mine")
     with LLM(out) as llm, pytest.raises(CheckpointError, match="no default chat template"):
         llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=4))
-    copied = deploy(out, pair / "repository", copy=True) / "dflash" / "1" / "bundle"
+    copied = deploy(Bundle.open(out), pair / "repository", copy=True) / "dflash" / "1" / "bundle"
     assert {str(p.relative_to(copied)) for p in copied.rglob("*") if p.is_file()} == {
         MANIFEST, *Bundle.open(out).manifest["files"]
     }  # fmt: skip

@@ -116,7 +116,7 @@ def test_a_symbolic_link_as_out_is_refused(checkpoints: Path, bundle: Path, tmp_
         for make in (
             lambda: build_pair(checkpoints, link, "other", force=True),
             lambda: quantize(checkpoints / "target", link, "fp8"),
-            lambda: deploy(bundle, link),
+            lambda: deploy(Bundle.open(bundle), link),
         ):
             with pytest.raises(DFlashError, match=r"link"):
                 make()
@@ -301,7 +301,7 @@ def test_everything_is_on_disk_before_it_has_its_name(
     for out, make in (
         (tmp_path / "built", lambda out: build_pair(checkpoints, out)),
         (tmp_path / "quantized", lambda out: quantize(checkpoints / "target", out, "fp8")),
-        (tmp_path / "deployed", lambda out: deploy(bundle, out, copy=True)),
+        (tmp_path / "deployed", lambda out: deploy(Bundle.open(bundle), out, copy=True)),
     ):
         events.clear()
         make(out)

@@ -9,7 +9,7 @@ import pytest
 from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving.launch import server_arguments
-from dflash_trt.serving.proxy import Sockets
+from dflash_trt.serving.proxy_settings import Sockets
 
 
 def test_the_user_s_options_come_last() -> None:

@@ -23,11 +23,11 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving import supervisor, wire
-from dflash_trt.serving.deploy import container_command, deploy, template
+from dflash_trt.serving.deploy import container_command, deploy
 from dflash_trt.serving.launch import find_server, server_arguments
 from dflash_trt.serving.processes import descendants
-from dflash_trt.serving.proxy import Sockets
-from dflash_trt.serving.supervisor import dead_since
+from dflash_trt.serving.proxy_settings import Sockets
+from dflash_trt.serving.supervisor import has_backend
 from dflash_trt.serving.worker import Worker
 from tests.api.test_async import bundle, prompt
 from tests.decoding.test_faults import Panic
@@ -63,7 +63,7 @@ def test_deploy_writes_a_repository(bundle: Path, tmp_path: Path, capsys: pytest
     config = (tmp_path / "other" / "dflash" / "config.pbtxt").read_text()
     assert 'key: "block_length" value { string_value: "auto" }' in config
     assert 'key: "stream_interval_ms" value { string_value: "0" }' in config
-    copied = deploy(bundle, tmp_path / "copied", copy=True) / "dflash" / "1" / "bundle"
+    copied = deploy(Bundle.open(bundle), tmp_path / "copied", copy=True) / "dflash" / "1" / "bundle"
     assert not copied.is_symlink()
     assert {p.name for p in copied.iterdir()} == {p.name for p in bundle.iterdir()}
 
@@ -77,14 +77,14 @@ def test_deploy_refuses_what_could_not_run(bundle: Path, tmp_path: Path) -> None
     ]
     for options, message in wrong:
         with pytest.raises(DFlashError, match=message):
-            deploy(bundle, tmp_path / "out", **options)
-    with pytest.raises(DFlashError, match="no such directory"):
-        deploy(tmp_path / "nothing", tmp_path / "out")
+            deploy(Bundle.open(bundle), tmp_path / "out", **options)
+    assert main(["deploy", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]) == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_the_ensemble_has_every_tensor_of_the_model() -> None:
-    model, ensemble = ((template() / name / "config.pbtxt").read_text() for name in ("dflash", "ensemble"))
+def test_the_ensemble_has_every_tensor_of_the_model(bundle: Path, tmp_path: Path) -> None:
+    out = deploy(Bundle.open(bundle), tmp_path / "repository")
+    model, ensemble = ((out / name / "config.pbtxt").read_text() for name in ("dflash", "ensemble"))
     for section in ("input", "output"):
         assert names(ensemble, section) == names(model, section)
         maps = re.findall(rf'{section}_map {{ key: "(\w+)" value: "(\w+)" }}', ensemble)
@@ -93,7 +93,7 @@ def test_the_ensemble_has_every_tensor_of_the_model() -> None:
 
 
 def request(key: int, prompt: list[int], **params: Any) -> bytes:
-    return wire.line(wire.Request(id=key, prompt=prompt, params=params, stream=True))
+    return wire.line(wire.EngineRequest(id=key, prompt=prompt, params=params, stream=True))
 
 
 class Engine:
@@ -270,7 +270,9 @@ def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
         for key in range(1, 7):
             ids = [key, *prompt(4)] if key < 4 else prompt(5)
             params = {"max_tokens": 20}
-            writer.write(wire.line(wire.Request(id=key, prompt=ids, params=params, stream=True, echo=True)))
+            writer.write(
+                wire.line(wire.EngineRequest(id=key, prompt=ids, params=params, stream=True, echo=True))
+            )
         ends: dict[int, Any] = {}
         tokens: dict[int, list[int]] = {key: [] for key in range(1, 7)}
         while len(ends) < 6:
@@ -306,18 +308,14 @@ def test_the_server_on_the_path_is_taken_and_without_one_the_container_is_told(
     server = tmp_path / "tritonserver"
     server.write_text("")
     server.chmod(0o755)
-    found = find_server(tmp_path / "work")
-    assert found is not None
-    assert (found.command, found.environment) == ([str(server)], {})
+    chosen = find_server(tmp_path / "work")
+    assert chosen is not None
+    assert (chosen.command, chosen.environment) == ([str(server)], {})
 
 
-def test_containers_fit_the_engine_of_the_bundle(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_containers_fit_the_engine_of_the_bundle() -> None:
     def command(engine: str, version: str = "") -> str:
-        manifest = {"engine": engine, "tensorrt": {"version": version}}
-        monkeypatch.setattr(
-            "dflash_trt.serving.deploy.Bundle.open", lambda _: type("B", (), {"manifest": manifest})
-        )
-        return container_command(bundle)
+        return container_command(Bundle(Path("x"), {"engine": engine, "tensorrt": {"version": version}}))
 
     assert "tritonserver:26.07-trtllm-python-py3" in command("tensorrt-llm")
     # A plan runs only with the version that built it. Tests that build plans read real manifests.
@@ -340,17 +338,10 @@ def test_tritonserver_listens_where_only_its_user_may_enter(tmp_path: Path) -> N
         Sockets(tmp_path / ("d" * 100))
 
 
-def test_since_when_backend_processes_are_dead() -> None:
-    def tree(*states: str) -> dict[int, tuple[str, str, str]]:
-        return {pid: ("triton_python_b", state, "") for pid, state in enumerate(states)} | {
-            9: ("python", "Z", "")
-        }
-
-    dead = dead_since(tree("Z", "S"), {}, 10.0)
-    assert dead == {0: 10.0}
-    dead = dead_since(tree("S", "Z"), dead, 11.5)
-    assert dead == {1: 11.5}
-    assert dead_since(tree("Z", "Z"), dead, 12.5) == {0: 12.5, 1: 11.5}
+@pytest.mark.parametrize(("states", "alive"), [("S", True), ("ZS", True), ("Z", False), ("", False)])
+def test_a_backend_process_is_alive_unless_it_is_a_zombie_or_gone(states: str, alive: bool) -> None:
+    others = [("python", "S", ""), ("tritonserver", "S", "")]
+    assert has_backend([*others, *(("triton_python_b", state, "") for state in states)]) is alive
 
 
 def test_the_model_is_loaded_again_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,10 +384,10 @@ def test_a_repository_is_where_tritonserver_can_read_it(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(DFlashError, match="my models: has a space"):
-        deploy(bundle, tmp_path / "my models")
+        deploy(Bundle.open(bundle), tmp_path / "my models")
     (tmp_path / "file").touch()
     with pytest.raises(DFlashError, match="file: is a file, expected the directory of a repository"):
-        deploy(bundle, tmp_path / "file", name="other")
+        deploy(Bundle.open(bundle), tmp_path / "file", name="other")
     out = tmp_path / "models;ls"
     (out / ".other.work").mkdir(parents=True)  # of an interrupted run
     assert main(["deploy", str(bundle), "--out", str(out), "--name", "mine"]) == 0
@@ -410,7 +401,7 @@ def test_descendants_are_found_at_any_depth() -> None:
     child = subprocess.Popen([sys.executable, "-c", script])
     end = time.monotonic() + 60
     while not (
-        found := [
+        grandchildren := [
             p for p, (_, _, a) in descendants(os.getpid()).items() if "sleep(600)" in a and "run" not in a
         ]
     ):
@@ -418,21 +409,21 @@ def test_descendants_are_found_at_any_depth() -> None:
         time.sleep(0.02)
     child.kill()
     child.wait()
-    os.kill(found[0], 9)
+    os.kill(grandchildren[0], 9)
 
 
 def test_models_of_several_names_share_a_repository(bundle: Path, tmp_path: Path) -> None:
-    out = deploy(bundle, tmp_path / "repository")
+    out = deploy(Bundle.open(bundle), tmp_path / "repository")
     for name in ("second", "third.v2"):
-        deploy(bundle, out, name=name)
+        deploy(Bundle.open(bundle), out, name=name)
         assert f'name: "{name}"' in (out / name / "config.pbtxt").read_text()
         assert (out / name / "1" / "bundle").resolve() == bundle.resolve()
     assert {path.name for path in out.iterdir()} == {"dflash", "ensemble", "second", "third.v2"}
     with pytest.raises(DFlashError, match="is there already"):
-        deploy(bundle, out, name="second")
+        deploy(Bundle.open(bundle), out, name="second")
     for wrong in ("", "../x", ".x", "ensemble", "a b"):
         with pytest.raises(DFlashError, match="name is"):
-            deploy(bundle, out, name=wrong)
+            deploy(Bundle.open(bundle), out, name=wrong)
     alone = tmp_path / "new"
     assert main(["deploy", str(bundle), "--out", str(alone), "--name", "only"]) == 0
     assert [path.name for path in alone.iterdir()] == ["only"]

@@ -117,17 +117,8 @@ def _add_answers(
         answering.usage.details = prompt_details
         for message in answering.prepared.messages:
             message["cache_salt"] = cache_salt(request.state.key_digest, answering.body.cache_salt)
-        FACTS.get()["id"], FACTS.get()["model"] = answering.id, model.name
-        FACTS.get()["prompt_tokens"] = sum(map(len, answering.prepared.prompts))
-        if not answering.body.stream:
-            whole = await answering.whole(engine)
-            FACTS.get()["completion_tokens"] = answering.usage.completion
-            FACTS.get()["finish_reason"] = answering.reasons()
-            return _json(whole)
-        chunks = answering.chunks(engine)
-        # The first chunk comes before the status, so that a refusal is a status and no event.
-        first = await anext(chunks)
-        return _Events(first, chunks, answering)
+        FACTS.get()["model"] = model.name
+        return await _answer(answering, engine)
 
     @post("/v1/chat/completions", ChatRequest)
     async def chat_completions(request: Request) -> ASGIApp:
@@ -151,9 +142,22 @@ def _add_answers(
             raise from_validation(error).renamed(NAMES) from None
         except ApiError as error:
             raise error.renamed(NAMES) from None
-        return await answer(request, Responses.of(chat, body, _id(request, body)))
+        return await answer(request, Responses(chat, body, f"resp_{_id(request, body)}"))
 
     return posts
+
+
+async def _answer(answering: Answering, engine: EngineProcess) -> ASGIApp:
+    facts = FACTS.get()
+    facts["id"], facts["prompt_tokens"] = answering.id, sum(map(len, answering.prepared.prompts))
+    if not answering.body.stream:
+        whole = await answering.whole(engine)
+        facts["completion_tokens"], facts["finish_reason"] = answering.usage.completion, answering.reasons()
+        return _json(whole)
+    chunks = answering.chunks(engine)
+    # The first chunk comes before the status, so that a refusal is a status and no event.
+    first = await anext(chunks)
+    return _Events(first, chunks, answering)
 
 
 def _add_texts(app: FastAPI, model: Model) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -14,10 +13,10 @@ from dflash_trt.serving.openai import logprobs
 from dflash_trt.serving.openai.channels import Channels
 from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, Names, refused
-from dflash_trt.serving.openai.generation import Prepared, Usage, prepare, shortened, totals, updates
+from dflash_trt.serving.openai.generation import Generation, Prepared, Usage, prepare, shortened, updates
 from dflash_trt.serving.openai.model import Model, text_of
-from dflash_trt.serving.openai.parsing import AnswerParser, Part, Think, calls_of
-from dflash_trt.serving.openai.protocol import ChatRequest
+from dflash_trt.serving.openai.parsing import AnswerParser, Part, Stage, Think, calls_of
+from dflash_trt.serving.openai.protocol import ChatRequest, Tool
 from dflash_trt.serving.openai.structure import names as form_names
 from dflash_trt.serving.openai.structure import of_calls, of_format
 from dflash_trt.serving.wire import Update
@@ -55,15 +54,8 @@ class ChatAnswer:
         for tokens, accepted, verified in update["rounds"]:
             ids = update["token_ids"][at : at + tokens]
             drafted, own = self.words.push(ids[:accepted]), self.words.push(ids[accepted:])
-            made.append(
-                {
-                    "tokens": tokens,
-                    "accepted": accepted,
-                    "verified": verified,
-                    "drafted": drafted,
-                    "own": own,
-                }
-            )
+            counts = {"tokens": tokens, "accepted": accepted, "verified": verified}
+            made.append({**counts, "drafted": drafted, "own": own})
             at += tokens
         return made
 
@@ -97,17 +89,12 @@ class ChatAnswer:
 
 
 @dataclass
-class Chat:
+class Chat(Generation[ChatRequest]):
     """A chat that is ready to be decoded."""
 
-    model: Model
-    body: ChatRequest
-    id: str
-    prepared: Prepared
-    answers: list[ChatAnswer]
-    names: Names
-    usage: Usage = field(default_factory=lambda: Usage(reasoning=0))
-    created: int = field(default_factory=lambda: int(time.time()))
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    answers: list[ChatAnswer] = field(default_factory=list)
+    names: Names = ()
 
     @classmethod
     async def of(cls, model: Model, body: ChatRequest, request_id: str, most_seconds: float | None) -> Chat:
@@ -116,102 +103,21 @@ class Chat:
         if body.max_completion_tokens is not None and body.max_tokens is None:
             names.append((r"\bmax_tokens\b", "max_completion_tokens"))
         try:
-            return await cls._of(model, body, request_id, most_seconds, names)
+            model.check_name(body.model)
+            _check(body)
+            prepared, answers = await _prepared(model, body, most_seconds, names)
         except ApiError as error:
             raise error.renamed(names) from None
-
-    @classmethod
-    async def _of(
-        cls,
-        model: Model,
-        body: ChatRequest,
-        request_id: str,
-        most_seconds: float | None,
-        names: list[tuple[str, str]],
-    ) -> Chat:
-        model.check_name(body.model)
-        tools = body.tools if body.tools and body.tool_choice != "none" else None
-        if body.max_tokens is not None and body.max_completion_tokens is not None:
-            raise ApiError(400, "max_tokens and max_completion_tokens are given, expected one", "max_tokens")
-        continued = bool(body.continue_final_message)
-        if continued and body.add_generation_prompt:
-            raise ApiError(
-                400, "continue_final_message and add_generation_prompt are true, expected one of them",
-                "continue_final_message",
-            )  # fmt: skip
-        given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-        variables = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            variables["reasoning_effort"] = body.reasoning_effort
-        try:
-            ids, text = await model.chat(
-                body.messages,
-                tools,
-                variables,
-                generation_prompt=not continued and body.add_generation_prompt is not False,
-                continued=continued,
-                any_length=body.truncate_prompt_tokens is not None,
-            )
-        except TypeError as error:  # a variable with a name of the renderer's own
-            raise ApiError(400, f"chat_template_kwargs is refused: {error}", "chat_template_kwargs") from None
-        except RequestError as error:
-            raise refused(error) from None
-        ids = shortened(model, body, ids, given)
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError(400, "top_logprobs is given, but logprobs is not true: set it", "top_logprobs")
-        more: dict[str, Any] = {}
-        if body.logprobs:
-            more = {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None
-        template, wanted = model.template, of_format(body)
-        grammar = of_calls(body, tools or [], calls_of(template, schemas), wanted)
-        names += form_names(body, "tools" if grammar else "response_format" if body.response_format else "")
-        form = grammar or wanted
-        last = text_of(body.messages[-1].content)
-        # Whether the answer begins within a thought, which its generation prompt or the continued message has begun.
-        thinks = text.rstrip().endswith("<think>") or (
-            continued and last.rfind("<think>") > last.rfind("</think>")
-        )
-        calling = template if grammar or form is None else ""  # an answer of another form has no calls
-        if form is not None:
-            more["structured_outputs"] = form
-            # The form is that of the answer, so the answer begins here.
-            begin = ""
-            if "<|channel|>" in template and "<|message|>" not in text[text.rfind("<|start|>") :]:
-                begin = "<|channel|>final<|message|>"
-            elif thinks:
-                begin = "\n</think>\n\n"
-            if begin:
-                text += begin
-                thinks, ids = False, [*ids, *await model.encode(begin, special=False)]
-        if "<|channel|>" in template:
-            more["skip_special_tokens"] = True  # they are read as tokens
-        if body.stop:
-            more["stop_outside"] = _hidden(template, text, thinks, bool(schemas))
-        prepared = prepare(model, body, [ids], max_tokens=given, more=more, most_seconds=most_seconds)
-        answers = []
-        for _ in range(prepared.n):
-            calls = calls_of(calling, schemas, known=wanted is not None)
-            parser: AnswerParser | Channels
-            if "<|channel|>" in template:
-                parser = Channels(model.tokenizer, text, calls)
-            elif "<think>" in template or "</think>" in template:
-                end = model.tokenizer.backend.token_to_id("</think>")
-                parser = AnswerParser(Think(thinks), calls, end)
-            else:
-                parser = AnswerParser(calls_of("", None), calls)
-            words = Detokenizer(model.tokenizer.backend) if body.return_rounds else None
-            echo = last if body.echo and body.messages[-1].role == "assistant" else ""
-            answers.append(ChatAnswer(parser, body.parallel_tool_calls is False, echo, words))
-        return cls(model, body, f"chatcmpl-{request_id}", prepared, answers, names)
+        usage = Usage(reasoning=0)
+        return cls(model, body, f"chatcmpl-{request_id}", prepared, usage, answers=answers, names=names)
 
     async def run(
         self, engine: EngineProcess
     ) -> AsyncGenerator[tuple[int, Update, list[dict[str, Any]]], None]:
         """Index, update and deltas of each choice, as they come. Raises ApiError."""
         try:
-            async with aclosing(updates(engine, self.prepared)) as found:
-                async for index, update in found:
+            async with aclosing(updates(engine, self.prepared)) as given:
+                async for index, update in given:
                     self.usage.add(update, prompt=index == 0)
                     answer = self.answers[index]
                     answer.token_ids += update["token_ids"]
@@ -237,66 +143,147 @@ class Chat:
 
     async def whole(self, engine: EngineProcess) -> dict[str, Any]:
         """The answer at once."""
-        async with aclosing(self.run(engine)) as found:
-            async for _ in found:
+        async with aclosing(self.run(engine)) as given:
+            async for _ in given:
                 pass
         choices = []
         for index, answer in enumerate(self.answers):
-            choice = {"index": index, "message": answer.message(), "finish_reason": answer.finish_reason}
+            choice: dict[str, Any] = {"index": index, "message": answer.message()}
+            choice["finish_reason"] = answer.finish_reason
             choice["logprobs"] = {"content": answer.logprobs, "refusal": None} if self.body.logprobs else None
             if self.body.return_token_ids:
                 choice["token_ids"] = answer.token_ids
             choices.append(choice)
-        return self._frame("chat.completion", choices) | self._ended()
+        return self.answer(choices)
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in chunks."""
-        options = self.body.stream_options
-        always = options is not None and options.continuous_usage_stats
         begun: set[int] = set()
-        async with aclosing(self.run(engine)) as found:
-            async for index, update, deltas in found:
+        async with aclosing(self.run(engine)) as given:
+            async for index, update, deltas in given:
                 if index not in begun:
                     begun.add(index)
-                    yield self._chunk(index, {"role": "assistant", "content": ""}, usage=always)
+                    yield self._delta(index, {"role": "assistant", "content": ""})
                     if echo := self.answers[index].echo:
-                        yield self._chunk(index, {"content": echo}, usage=always)
-                reason = self.answers[index].finish_reason
-                logprob = logprobs.of_chat(self.model, update)
-                asked = self.body.return_token_ids or self.body.return_rounds
-                if not deltas and (reason or logprob or (asked and update["token_ids"])):
+                        yield self._delta(index, {"content": echo})
+                more = self._beside(index, update)
+                if not deltas and any(more.values()):
                     deltas = [{}]
-                for at, delta in enumerate(deltas):
-                    last = at == len(deltas) - 1
-                    chunk = self._chunk(index, delta, reason if last else None, usage=always)
-                    if last:
-                        chunk["choices"][0]["logprobs"] = logprob
-                        if self.body.return_token_ids:
-                            chunk["choices"][0]["token_ids"] = update["token_ids"]
-                        if self.body.return_rounds:
-                            chunk["choices"][0]["rounds"] = self.answers[index].rounds(update)
-                    yield chunk
-        if options is not None and options.include_usage:
-            yield self._frame("chat.completion.chunk", []) | self._ended()
+                for delta in deltas[:-1]:
+                    yield self._delta(index, delta)
+                for delta in deltas[-1:]:
+                    yield self._delta(index, delta, **more)
+        for chunk in self.last_chunks():
+            yield chunk
 
-    def _ended(self) -> dict[str, Any]:
-        return totals(self.usage, self.model, self.body, self.prepared)
+    def _beside(self, index: int, update: Update) -> dict[str, Any]:
+        """What the last delta of an update has beside its text."""
+        answer = self.answers[index]
+        more: dict[str, Any] = {"finish_reason": answer.finish_reason}
+        more["logprobs"] = logprobs.of_chat(self.model, update)
+        if self.body.return_token_ids:
+            more["token_ids"] = update["token_ids"]
+        if self.body.return_rounds:
+            more["rounds"] = answer.rounds(update)
+        return more
 
-    def _chunk(
-        self, index: int, delta: dict[str, Any], reason: str | None = None, *, usage: bool
-    ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-        chunk = self._frame("chat.completion.chunk", [choice])
-        return chunk | {"usage": self.usage.to_dict()} if usage else chunk
+    def _delta(self, index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self.chunk(choice | more)
 
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model.name,
-            "choices": choices,
-        }
+
+def _check(body: ChatRequest) -> None:
+    """Raise ApiError for fields that exclude each other."""
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise ApiError(400, "max_tokens and max_completion_tokens are given, expected one", "max_tokens")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise ApiError(
+            400, "continue_final_message and add_generation_prompt are true, expected one of them",
+            "continue_final_message",
+        )  # fmt: skip
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs is given, but logprobs is not true: set it", "top_logprobs")
+
+
+async def _prepared(
+    model: Model, body: ChatRequest, most_seconds: float | None, names: list[tuple[str, str]]
+) -> tuple[Prepared, list[ChatAnswer]]:
+    """The engine's message, and an empty answer per choice. names: gets the names of the form's fields."""
+    template = model.template
+    tools = body.tools if body.tools and body.tool_choice != "none" else []
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None
+    most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    ids, text = await _rendered(model, body, tools)
+    ids = shortened(model, body, ids, most)
+    wanted = of_format(body)
+    grammar = of_calls(body, tools, calls_of(template, schemas), wanted)
+    names += form_names(body, "tools" if grammar else "response_format" if body.response_format else "")
+    form = grammar or wanted
+    last = text_of(body.messages[-1].content)
+    # Whether the answer begins within a thought, which its generation prompt or the continued message has begun.
+    thinks = text.rstrip().endswith("<think>") or (
+        bool(body.continue_final_message) and last.rfind("<think>") > last.rfind("</think>")
+    )
+    if form is not None and (begin := _begin(template, text, thinks)):
+        text, thinks = text + begin, False
+        ids = [*ids, *await model.encode(begin, special=False)]
+    more: dict[str, Any] = {}
+    if body.logprobs:
+        more = {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    if form is not None:
+        more["structured_outputs"] = form
+    if "<|channel|>" in template:
+        more["skip_special_tokens"] = True  # they are read as tokens
+    if body.stop:
+        more["stop_outside"] = _hidden(template, text, thinks, bool(schemas))
+    prepared = prepare(model, body, [ids], max_tokens=most, more=more, most_seconds=most_seconds)
+    calling = template if grammar or form is None else ""  # an answer of another form has no calls
+    answers = []
+    for _ in range(prepared.n):
+        calls = calls_of(calling, schemas, known=wanted is not None)
+        words = Detokenizer(model.tokenizer.backend) if body.return_rounds else None
+        echo = last if body.echo and body.messages[-1].role == "assistant" else ""
+        parser = _parser(model, text, thinks, calls)
+        answers.append(ChatAnswer(parser, body.parallel_tool_calls is False, echo, words))
+    return prepared, answers
+
+
+async def _rendered(model: Model, body: ChatRequest, tools: list[Tool]) -> tuple[list[int], str]:
+    """Token ids and text of the prompt. Raises ApiError."""
+    continued = bool(body.continue_final_message)
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    try:
+        return await model.chat(
+            body.messages,
+            tools,
+            variables,
+            generation_prompt=not continued and body.add_generation_prompt is not False,
+            continued=continued,
+            any_length=body.truncate_prompt_tokens is not None,
+        )
+    except TypeError as error:  # a variable with a name of the renderer's own
+        raise ApiError(400, f"chat_template_kwargs is refused: {error}", "chat_template_kwargs") from None
+    except RequestError as error:
+        raise refused(error) from None
+
+
+def _begin(template: str, text: str, thinks: bool) -> str:
+    """The text that ends a prompt before an answer in a form, which has no thoughts and begins with its content."""
+    if "<|channel|>" in template:
+        header = text[text.rfind("<|start|>") :]
+        return "" if "<|message|>" in header else "<|channel|>final<|message|>"
+    return "\n</think>\n\n" if thinks else ""
+
+
+def _parser(model: Model, text: str, thinks: bool, calls: Stage) -> AnswerParser | Channels:
+    """What reads the answer to a prompt of this text, as the template's family writes it."""
+    if "<|channel|>" in model.template:
+        return Channels(model.tokenizer, text, calls)
+    if "<think>" in model.template or "</think>" in model.template:
+        return AnswerParser(Think(thinks), calls, model.tokenizer.backend.token_to_id("</think>"))
+    return AnswerParser(None, calls)
 
 
 def _hidden(template: str, prompt: str, thinks: bool, tools: bool) -> list[tuple[str, str]]:

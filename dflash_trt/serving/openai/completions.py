@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, refused
-from dflash_trt.serving.openai.generation import Prepared, Usage, prepare, shortened, totals, updates
+from dflash_trt.serving.openai.generation import Generation, prepare, shortened, updates
 from dflash_trt.serving.openai.logprobs import of_completion
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import CompletionRequest
@@ -35,16 +34,11 @@ class _Choice:
 
 
 @dataclass
-class Completions:
+class Completions(Generation[CompletionRequest]):
     """Prompts that are ready to be completed."""
 
-    model: Model
-    body: CompletionRequest
-    id: str
-    prepared: Prepared
-    usage: Usage = field(default_factory=Usage)
+    kind = chunk_kind = "text_completion"
     _reasons: list[str | None] = field(default_factory=list)
-    created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
     async def of(
@@ -74,8 +68,8 @@ class Completions:
         """Index and update of each choice, as they come. Raises ApiError."""
         try:
             drop = self.body.echo and self.body.max_tokens == 0
-            async with aclosing(updates(engine, self.prepared)) as found:
-                async for index, update in found:
+            async with aclosing(updates(engine, self.prepared)) as given:
+                async for index, update in given:
                     if drop:
                         update |= {"text": "", "token_ids": []}
                         if "logprobs" in update:
@@ -109,8 +103,8 @@ class Completions:
     async def whole(self, engine: EngineProcess) -> dict[str, Any]:
         """The completions at once."""
         choices = [_Choice() for _ in range(self.prepared.choices)]
-        async with aclosing(self.run(engine)) as found:
-            async for index, update in found:
+        async with aclosing(self.run(engine)) as given:
+            async for index, update in given:
                 self._add(choices[index], index, update)
         listed = []
         for index, choice in enumerate(choices):
@@ -122,7 +116,7 @@ class Completions:
                 made["prompt_token_ids"] = ids or self.prepared.prompts[index // self.prepared.n]
             listed.append(made)
             await asyncio.sleep(0)  # log-probabilities of a long prompt take their time for each choice
-        return self._frame(listed) | totals(self.usage, self.model, self.body, self.prepared)
+        return self.answer(listed)
 
     def _add(self, choice: _Choice, index: int, update: Update) -> None:
         if "prompt_logprobs" in update:
@@ -142,11 +136,9 @@ class Completions:
 
     async def chunks(self, engine: EngineProcess) -> AsyncGenerator[dict[str, Any], None]:
         """The completions in chunks."""
-        options = self.body.stream_options
-        always = options is not None and options.continuous_usage_stats
         begun, offsets = set[int](), dict[int, int]()
-        async with aclosing(self.run(engine)) as found:
-            async for index, update in found:
+        async with aclosing(self.run(engine)) as given:
+            async for index, update in given:
                 part = _Choice(offset=offsets.get(index, 0))
                 self._add(part, index, update)
                 text = part.text
@@ -158,19 +150,9 @@ class Completions:
                 offsets[index] = part.offset + sum(map(len, (choice["logprobs"] or {}).get("tokens", ())))
                 if self.body.return_token_ids:
                     choice["token_ids"] = part.token_ids
-                frame = self._frame([choice])
-                yield frame | {"usage": self.usage.to_dict()} if always else frame
-        if options is not None and options.include_usage:
-            yield self._frame([]) | totals(self.usage, self.model, self.body, self.prepared)
-
-    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model.name,
-            "choices": choices,
-        }
+                yield self.chunk(choice)
+        for chunk in self.last_chunks():
+            yield chunk
 
 
 def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

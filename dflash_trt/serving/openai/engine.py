@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from dflash_trt.errors import DFlashError, RequestError
 from dflash_trt.serving import wire
-from dflash_trt.serving.wire import Ready, Request, Update
+from dflash_trt.serving.wire import EngineRequest, Ready, Update
 
 _ASK_SECONDS = 5.0
 _UNANSWERED = 6  # questions in a row, after which an engine is killed
@@ -150,7 +150,7 @@ class EngineProcess:
             connection.refuse("the server is stopping")
             await _end(connection.process)
 
-    async def updates(self, message: Request) -> AsyncGenerator[Update, None]:
+    async def updates(self, message: EngineRequest) -> AsyncGenerator[Update, None]:
         """The updates of one request, until each of its `n` choices has a finish_reason, or one has an error.
 
         With n above 1 an update has the `index` of its choice. A consumer that leaves cancels the request.

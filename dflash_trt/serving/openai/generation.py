@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 from dflash_trt.errors import RequestError, quoted
 from dflash_trt.serving.openai import tracing
@@ -15,14 +16,14 @@ from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess, Que
 from dflash_trt.serving.openai.errors import ApiError, from_engine, refused
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import SamplingFields
-from dflash_trt.serving.wire import Request, Update
+from dflash_trt.serving.wire import EngineRequest, Update
 
 
 @dataclass
 class Prepared:
     """A request ready for the engine: one message per prompt, which asks for `n` choices."""
 
-    messages: list[Request]
+    messages: list[EngineRequest]
     prompts: list[list[int]]
     n: int
 
@@ -51,7 +52,7 @@ def prepare(
     most_seconds: float | None,
 ) -> Prepared:
     """The engine's messages for the prompts of a request, `n` choices for each. Raises ApiError naming the field."""
-    messages: list[Request] = []
+    messages: list[EngineRequest] = []
     n, bias = body.n or 1, _biases(body.logit_bias)
     for prompt in prompts:
         room = model.max_seq_len - len(prompt)
@@ -69,7 +70,7 @@ def prepare(
             "max_tokens": room if max_tokens is None else max_tokens,
         }
         messages.append(
-            Request(
+            EngineRequest(
                 prompt=prompt,
                 params=params,
                 n=n,
@@ -126,10 +127,10 @@ def updates(engine: EngineProcess, prepared: Prepared) -> AsyncGenerator[tuple[i
 async def _several(engine: EngineProcess, prepared: Prepared) -> AsyncGenerator[tuple[int, Update], None]:
     queue: asyncio.Queue[tuple[int, Update | ApiError]] = asyncio.Queue()
 
-    async def pump(first: int, message: Request) -> None:
+    async def pump(first: int, message: EngineRequest) -> None:
         try:
-            async with aclosing(_one(engine, first, message)) as found:
-                async for item in found:
+            async with aclosing(_one(engine, first, message)) as items:
+                async for item in items:
                     queue.put_nowait(item)
         except ApiError as error:
             queue.put_nowait((first, error))
@@ -152,13 +153,13 @@ async def _several(engine: EngineProcess, prepared: Prepared) -> AsyncGenerator[
 
 
 async def _one(
-    engine: EngineProcess, first: int, message: Request
+    engine: EngineProcess, first: int, message: EngineRequest
 ) -> AsyncGenerator[tuple[int, Update], None]:
     """The updates of one prompt, whose first choice has the index `first`."""
     begun = set[int]()
     try:
-        async with aclosing(engine.updates(message)) as found:
-            async for update in found:
+        async with aclosing(engine.updates(message)) as given:
+            async for update in given:
                 if "error" in update:
                     raise from_engine(update["error"])
                 index = first + update.get("index", 0)
@@ -190,10 +191,7 @@ class Usage:
     accepted: int = 0
     reasoning: int | None = None
     details: bool = False
-    accepting: list[int] = field(
-        default_factory=list
-    )  # verifications by the number of drafts that they accepted
-    _seen: set[int] = field(default_factory=set)
+    accepting: list[int] = field(default_factory=list)  # verifications by the number of drafts they accepted
 
     def add(self, update: Update, *, prompt: bool) -> None:
         """Count an update. `prompt`: whether the prompt of its choice counts, too."""
@@ -237,9 +235,52 @@ class Usage:
         }
 
 
-def totals(usage: Usage, model: Model, body: SamplingFields, prepared: Prepared) -> dict[str, Any]:
-    """What is said of an ended answer: `usage`, and `metrics` as vLLM has them, of one choice that was drafted for."""
-    made: dict[str, Any] = {"usage": usage.to_dict()}
-    if prepared.choices == 1 and body.speculate is not False:
-        made["metrics"] = {"speculative_decoding": usage.speculative_decoding(model.block_size)}
-    return made
+B = TypeVar("B", bound=SamplingFields)
+
+
+@dataclass
+class Generation(Generic[B]):
+    """A request that is ready to be decoded, and the frame of its answer."""
+
+    kind: ClassVar[str]  # the `object` of the answer
+    chunk_kind: ClassVar[str]  # and of each chunk of a stream
+    model: Model
+    body: B
+    id: str
+    prepared: Prepared
+    usage: Usage = field(default_factory=Usage)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """The whole answer."""
+        return self._frame(self.kind, choices) | self._totals()
+
+    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """A chunk of a stream, with the usage so far where it is asked for."""
+        options = self.body.stream_options
+        usage = {"usage": self.usage.to_dict()} if options and options.continuous_usage_stats else {}
+        return self._frame(self.chunk_kind, [choice]) | usage
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """The chunk that ends a stream, where it is asked for."""
+        options = self.body.stream_options
+        return (
+            [self._frame(self.chunk_kind, []) | self._totals()] if options and options.include_usage else []
+        )
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model.name,
+            "choices": choices,
+        }
+
+    def _totals(self) -> dict[str, Any]:
+        """`usage`, and `metrics` as vLLM has them, of one choice that was drafted for."""
+        made: dict[str, Any] = {"usage": self.usage.to_dict()}
+        if self.prepared.choices == 1 and self.body.speculate is not False:
+            drafts = self.usage.speculative_decoding(self.model.block_size)
+            made["metrics"] = {"speculative_decoding": drafts}
+        return made

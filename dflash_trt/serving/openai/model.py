@@ -32,10 +32,9 @@ class Model:
     defaults: what `generation_config.json` says about sampling. Without it, temperature is 1, as in OpenAI's API.
     """
 
-    def __init__(self, path: Path, name: str | None) -> None:
-        self.bundle = Bundle.open(path)
-        manifest = self.bundle.manifest
-        self.name = name or path.resolve().name
+    def __init__(self, bundle: Bundle, name: str | None) -> None:
+        self.bundle, manifest = bundle, bundle.manifest
+        self.name = name or bundle.path.resolve().name
         self.max_seq_len: int = manifest["max_seq_len"]
         self.block_size: int = manifest["block_size"]
         self.vocab_size: int = manifest["vocab_size"]
@@ -157,8 +156,8 @@ class Model:
         if "\ufffd" not in text:
             return text.encode(errors="replace")
         piece = self.tokenizer.backend.id_to_token(token) or ""
-        if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):
-            return bytes.fromhex(found[1])
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+            return bytes.fromhex(byte[1])
         with contextlib.suppress(KeyError):
             return bytes(_BYTES[character] for character in piece)
         return text.encode(errors="replace")

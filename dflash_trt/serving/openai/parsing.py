@@ -127,23 +127,23 @@ class TaggedCalls(Stage):
         self._held += text
         while True:
             tag = "</tool_call>" if self._inside else "<tool_call>"
-            before, found, rest = self._held.partition(tag)
+            before, ends, rest = self._held.partition(tag)
             if self._inside:
-                if not found:
+                if not ends:
                     return
                 yield from self._block(before, tag)
             else:
                 # Blanks around calls are no content. So those at the end wait for what follows them.
-                sure = before if found else before[: len(before) - _overlap(before, tag)]
+                sure = before if ends else before[: len(before) - _overlap(before, tag)]
                 shown = sure.rstrip()
                 if shown and self._behind:
                     shown = shown.lstrip()
                 if shown:
                     self._behind = False
                     yield Part("content", shown)
-                rest = rest if found else before[len(sure.rstrip()) :]
+                rest = rest if ends else before[len(sure.rstrip()) :]
             self._held = rest
-            if not found:
+            if not ends:
                 return
             self._inside = not self._inside
 
@@ -208,28 +208,31 @@ class BareCalls(Stage):
 
 @dataclass
 class AnswerParser:
-    """Parts of an answer in two stages: reasoning first, then calls in its content.
+    """Parts of an answer in two stages: reasoning first, where the family has any, then calls in its content.
 
     end_of_thought: the token `</think>`, if it is one. reasoning_tokens: those of the reasoning so far, with its tags.
     """
 
-    reasoning: Stage
+    think: Think | None
     calls: Stage
     end_of_thought: int | None = None
     reasoning_tokens: int = 0
 
     def push(self, text: str, token_ids: list[int]) -> list[Part]:
-        think = self.reasoning
-        thinking = isinstance(think, Think) and not think.over
+        think, end = self.think, self.end_of_thought
+        if think is None:
+            return list(self.calls.push(text))
+        before = think.over
         parts = list(self._content(think.push(text)))
-        if thinking and isinstance(think, Think) and think.thought:
-            ends = think.over and self.end_of_thought in token_ids
-            count = token_ids.index(self.end_of_thought) + 1 if ends else len(token_ids)  # type: ignore[arg-type]
-            self.reasoning_tokens += count
+        if think.thought and not before:
+            if think.over and end is not None and end in token_ids:
+                token_ids = token_ids[: token_ids.index(end) + 1]
+            self.reasoning_tokens += len(token_ids)
         return parts
 
     def finish(self, *, cut: bool = False) -> list[Part]:
-        return [*self._content(self.reasoning.finish(cut=cut)), *self.calls.finish(cut=cut)]
+        rest = self.think.finish(cut=cut) if self.think else ()
+        return [*self._content(rest), *self.calls.finish(cut=cut)]
 
     def _content(self, parts: Iterable[Part]) -> Iterator[Part]:
         for part in parts:
@@ -272,7 +275,7 @@ def _json(text: str) -> Any:
 
 def _objects(text: str) -> tuple[list[Any], str]:
     """JSON values one after the other, between them blanks and semicolons, and what is behind them and no value."""
-    found: list[Any] = []
+    values: list[Any] = []
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
         if text[at] in " \n\r\t;,":
@@ -281,9 +284,9 @@ def _objects(text: str) -> tuple[list[Any], str]:
         try:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
-            return found, text[at:]
-        found += value if isinstance(value, list) else [value]
-    return found, ""
+            return values, text[at:]
+        values += value if isinstance(value, list) else [value]
+    return values, ""
 
 
 _NAME = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]*)("?)')
@@ -292,11 +295,11 @@ _ARGUMENTS = re.compile(r'\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 
 def _begins_call(text: str, known: frozenset[str] | None) -> bool:
     """Whether a text without an end may be the beginning of a call in JSON, of one of the known tools."""
-    found = _NAME.match(text)
-    if found is None:
+    start = _NAME.match(text)
+    if start is None:
         return '{"name":"'.startswith(re.sub(r"\s", "", text))
-    name, complete = found.groups()
-    behind = re.sub(r"\s", "", text[found.end() :])
+    name, complete = start.groups()
+    behind = re.sub(r"\s", "", text[start.end() :])
     if known is not None and not (name in known if complete else any(k.startswith(name) for k in known)):
         return False
     return any(key.startswith(behind[: len(key)]) for key in (',"arguments":', ',"parameters":'))
@@ -306,14 +309,14 @@ def _cut_json_call(text: str) -> Call | None:
     """A call in JSON, with the arguments as far as they go; None without a whole name."""
     if call := _json_call(_json(text)):
         return call
-    found = _NAME.match(text)
-    if found is None or not found[2]:
+    start = _NAME.match(text)
+    if start is None or not start[2]:
         return None
-    behind = _ARGUMENTS.match(text, found.end())
+    behind = _ARGUMENTS.match(text, start.end())
     arguments = text[behind.end() :] if behind else ""
     with contextlib.suppress(ValueError, RecursionError):
         arguments = arguments[: json.JSONDecoder().raw_decode(arguments)[1]]
-    return _call(found[1], arguments if arguments.startswith("{") else "")
+    return _call(start[1], arguments if arguments.startswith("{") else "")
 
 
 def _json_call(value: Any) -> Call | None:
@@ -338,19 +341,19 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<paramete
 
 def _xml_call(text: str, schemas: Schemas) -> Call | None:
     """A call as Qwen3-Coder writes it. A value is JSON unless the tool's schema says that it is a string."""
-    found = _XML.fullmatch(text)
-    if found is None:
+    call = _XML.fullmatch(text)
+    if call is None:
         return None
-    properties = schemas.get(found[1], {}).get("properties")
+    properties = schemas.get(call[1], {}).get("properties")
     types = properties if isinstance(properties, dict) else {}
     arguments: dict[str, Any] = {}
-    for name, value in _PARAMETER.findall(found[2]):
+    for name, value in _PARAMETER.findall(call[2]):
         value = value.removeprefix("\n").removesuffix("\n")
         schema = types.get(name)
         known = isinstance(schema, dict) and schema.get("type") == "string"
         parsed = None if known else _json(value)
         arguments[name] = value if parsed is None and value.strip() != "null" else parsed
-    return _call(found[1], json.dumps(arguments, ensure_ascii=False))
+    return _call(call[1], json.dumps(arguments, ensure_ascii=False))
 
 
 def _cut_xml_call(text: str, schemas: Schemas) -> Call | None:

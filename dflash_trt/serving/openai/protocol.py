@@ -73,39 +73,40 @@ class StructureFields(Body):
     disable_any_whitespace: bool | None = None
 
 
-# Fields of a request that are `SamplingParams`' own, under the same name.
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "bad_words",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "allowed_token_ids",
-)
-
-
-class SamplingFields(Body):
-    """The fields that chats and completions share. None stands for the default."""
+class CommonFields(Body):
+    """The fields that all requests share. None stands for the default."""
 
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    request_id: RequestId | None = None
+    # Ours: whether and how far to draft, and the seconds after which the answer ends.
+    speculate: bool | None = None
+    block_length: int | None = None
+    tree_nodes: int | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    priority: Priority | None = None
+    # vLLM's: cache rows are reused only between requests with the same one.
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    # Without effect here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: ServiceTier | None = None
+    store: bool | None = None
+
+
+class SamplingFields(CommonFields):
+    """The fields that chats and completions share."""
+
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
     stop: str | Words | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
@@ -123,28 +124,11 @@ class SamplingFields(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    request_id: RequestId | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Ours: whether and how far to draft, and the seconds after which the answer ends.
-    speculate: bool | None = None
-    block_length: int | None = None
-    tree_nodes: int | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
-    priority: Priority | None = None
-    # vLLM's: cache rows are reused only between requests with the same one.
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
     return_token_ids: bool | None = None
     # Ours: in a chat's stream, the text of each round, its accepted drafts apart.
     return_rounds: bool | None = None
-    # Without effect here.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: ServiceTier | None = None
-    store: bool | None = None
 
     def sampling(self) -> dict[str, Any]:
         """The given fields of `SamplingParams`."""
@@ -152,7 +136,10 @@ class SamplingFields(Body):
         return given | {"top_k": 0} if given.get("top_k") == -1 else given  # -1: all tokens, as in vLLM
 
 
-assert set(SAMPLING) <= set(SamplingParams.__dataclass_fields__)
+# Fields of a request that are `SamplingParams`' own, under the same name and with the same meaning.
+SAMPLING = (SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()) - {
+    *("max_tokens", "logit_bias", "structured_outputs")
+}
 
 
 class CompletionRequest(SamplingFields):

@@ -5,7 +5,6 @@ A request becomes a chat. The answer's parts become output items: reasoning, a m
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -21,9 +20,7 @@ from dflash_trt.serving.openai.protocol import (
     MOST_MESSAGES,
     Body,
     ChatRequest,
-    Priority,
-    RequestId,
-    ServiceTier,
+    CommonFields,
     TextPart,
     Verbosity,
 )
@@ -71,16 +68,12 @@ class Text(Body):
     verbosity: Verbosity | None = None  # without effect
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(CommonFields):
     """POST /v1/responses."""
 
-    model: str | None = None
     input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
     tools: list[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Named | None = None
     parallel_tool_calls: bool | None = None
@@ -89,31 +82,15 @@ class ResponsesRequest(Body):
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     include: list[str] | None = None
-    request_id: RequestId | None = None
     # Without effect here. Nothing is stored, and functions are the only tools.
-    store: bool | None = None
     max_tool_calls: int | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    user: str | None = None
-    metadata: Json | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: ServiceTier | None = None
-    seed: int | None = None
-    speculate: bool | None = None
-    block_length: int | None = None
-    tree_nodes: int | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
-    priority: Priority | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
     def chat(self) -> Json:
         """The same request as a chat."""
-        same = (
-            "model temperature top_p stream parallel_tool_calls seed "
-            "speculate block_length tree_nodes timeout priority cache_salt"
-        )
-        made: Json = {name: getattr(self, name) for name in same.split()}
+        made: Json = {
+            name: getattr(self, name) for name in (*CommonFields.model_fields, "parallel_tool_calls")
+        }
         made["messages"] = [*self._instructions(), *self._messages()]
         made["max_completion_tokens"] = self.max_output_tokens
         if self.tools:
@@ -195,11 +172,6 @@ class Responses:
     id: str
     _number: int = 0
     _items: list[Json] = field(default_factory=list)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @classmethod
-    def of(cls, chat: Chat, body: ResponsesRequest, request_id: str) -> Responses:
-        return cls(chat, body, f"resp_{request_id}")
 
     @property
     def usage(self) -> Usage:
@@ -231,8 +203,8 @@ class Responses:
         try:
             open_item: Json | None = None
             begun = False
-            async with aclosing(self.chat.run(engine)) as found:
-                async for _, _, deltas in found:
+            async with aclosing(self.chat.run(engine)) as given:
+                async for _, _, deltas in given:
                     if not begun:
                         begun = True
                         for kind in ("response.created", "response.in_progress"):
@@ -358,7 +330,7 @@ class Responses:
         return {
             "id": self.id,
             "object": "response",
-            "created_at": self.created,
+            "created_at": self.chat.created,
             "status": status,
             "model": self.chat.model.name,
             "output": [dict(item) for item in self._items],

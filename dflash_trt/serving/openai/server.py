@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
 from dflash_trt.extras import install
 from dflash_trt.serving import event_loop
@@ -53,7 +54,7 @@ class ServerSettings:
     engine: `AsyncLLM`'s arguments as texts. limit: requests in flight at most.
     """
 
-    bundle: Path
+    bundle: Bundle
     name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
@@ -111,8 +112,8 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
 
     model = Model(settings.bundle, settings.name)
     engine = EngineProcess(
-        {"bundle": str(settings.bundle), **settings.engine},
-        key=model.bundle.manifest["key"], limit=settings.limit, say=say,
+        {"bundle": str(settings.bundle.path), **settings.engine},
+        key=settings.bundle.manifest["key"], limit=settings.limit, say=say,
     )  # fmt: skip
     metrics = ServerMetrics(engine)
     app = make_app(

@@ -200,8 +200,8 @@ class _Closing:
 
     def _at(self, place: str) -> Any:
         """What a reference such as #/$defs/NAME refers to; None if there is nothing."""
-        found: Any = self._root
+        schema: Any = self._root
         for name in place.removeprefix("#").split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, dict) else None
-        return found if place.startswith("#") else None
+            schema = schema.get(name) if isinstance(schema, dict) else None
+        return schema if place.startswith("#") else None

@@ -88,7 +88,7 @@ def test_shipped_pairs(name: str, capabilities: tuple[int, ...], tmp_path: Path)
         "max_batch_size": 4,
         "prefill_chunk": 128,
     }
-    assert f"tensorrt-rtx-cu13=={RTX.load().__version__} torch" in container_command(bundle.path)
+    assert f"tensorrt-rtx-cu13=={RTX.load().__version__} torch" in container_command(bundle)
     for capability in capabilities:
         check_attention(bundle, capability)
     assert not (bundle.path / "weights").exists()

@@ -104,7 +104,7 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle], tem
 
 
 def test_the_container_gets_the_version_that_built_the_plans(bundles: tuple[Bundle, Bundle]) -> None:
-    assert "tensorrt-cu13==11.4.0 torch" in container_command(bundles[1].path)
+    assert "tensorrt-cu13==11.4.0 torch" in container_command(bundles[1])
 
 
 def test_outputs_that_nothing_reads_have_memory(tmp_path: Path, here: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.model import Model
@@ -82,7 +83,7 @@ def test_an_answer_in_a_structure_is_no_call(server: Server) -> None:
 def test_a_structured_answer_behind_an_opened_thought_is_content(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Model(tiny, None)
+    model = Model(Bundle.open(tiny), None)
     model.template += "<think>"
 
     async def chat(*_: Any, **__: Any) -> tuple[list[int], str]:

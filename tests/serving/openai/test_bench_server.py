@@ -78,17 +78,21 @@ def test_figures_are_vllms() -> None:
         StreamedAnswer(20.0, [20.1], {**usage, "completion_tokens": 1}, status=200),
         StreamedAnswer(30.0, status=429, error="full"),
     ]
-    found = LoadPoint(Load(2), 2.0, answers).to_dict()
-    assert (found["mean_ttft_ms"], found["median_ttft_ms"], found["std_ttft_ms"]) == (300, 300, 200)
-    assert (found["mean_tpot_ms"], found["mean_itl_ms"], found["p99_itl_ms"]) == (200, 300, 496)
-    assert (found["mean_e2el_ms"], found["p99_e2el_ms"]) == (600, 1090)
-    assert (found["request_throughput"], found["output_throughput"], found["total_token_throughput"]) == (
+    figures = LoadPoint(Load(2), 2.0, answers).to_dict()
+    assert (figures["mean_ttft_ms"], figures["median_ttft_ms"], figures["std_ttft_ms"]) == (300, 300, 200)
+    assert (figures["mean_tpot_ms"], figures["mean_itl_ms"], figures["p99_itl_ms"]) == (200, 300, 496)
+    assert (figures["mean_e2el_ms"], figures["p99_e2el_ms"]) == (600, 1090)
+    assert (
+        figures["request_throughput"],
+        figures["output_throughput"],
+        figures["total_token_throughput"],
+    ) == (
         1,
         2.5,
         7.5,
     )
-    assert (found["completed"], found["failed"], found["errors"]) == (2, 1, {"429: full": 1})
-    assert found["draft_acceptance_rate"] == 0.75
+    assert (figures["completed"], figures["failed"], figures["errors"]) == (2, 1, {"429: full": 1})
+    assert figures["draft_acceptance_rate"] == 0.75
 
 
 EVENT = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
@@ -130,9 +134,9 @@ def faulty() -> Iterator[str]:
 def test_faults_are_counted_by_their_message(faulty: str) -> None:
     paths = ["/fine", *FAULTS, "/fine"]
     (point,) = measure(Client(faulty), [(path, {}) for path in paths], [Load(1)], requests=len(paths))
-    found = point.to_dict()
-    assert (found["completed"], found["failed"]) == (2, len(FAULTS))
-    messages = list(found["errors"])
+    figures = point.to_dict()
+    assert (figures["completed"], figures["failed"]) == (2, len(FAULTS))
+    messages = list(figures["errors"])
     for message, (status, _, end) in zip(messages, FAULTS.values(), strict=True):
         assert message.startswith(f"{status}: ")
         assert end in message

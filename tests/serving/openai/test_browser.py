@@ -56,8 +56,8 @@ def done(page: Any) -> None:
 
 
 def texts(page: Any, selector: str) -> list[str]:
-    found: list[str] = page.locator(selector).all_text_contents()
-    return found
+    contents: list[str] = page.locator(selector).all_text_contents()
+    return contents
 
 
 def test_a_chat_streams_and_colours_the_accepted_drafts(server: Server, opened: Callable[..., Any]) -> None:

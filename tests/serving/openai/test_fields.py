@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.decoding.output.stopping import StopChecker
 from dflash_trt.serving.openai.chat import Chat
@@ -200,17 +201,17 @@ def test_a_refusal_names_the_field_that_was_sent(server: Server, path: str, fiel
 def test_drafts_are_counted_as_in_vllm(server: Server) -> None:
     for path, asked in ((CHATS, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "x = ["})):
         answer = made(server, path, **asked, max_tokens=40)
-        found = answer["metrics"]["speculative_decoding"]
+        drafts = answer["metrics"]["speculative_decoding"]
         ours = answer["usage"]["speculation"]
-        assert found["num_draft_tokens"] == ours["draft_tokens"] > 0
-        assert found["num_accepted_draft_tokens"] == ours["accepted_tokens"]
+        assert drafts["num_draft_tokens"] == ours["draft_tokens"] > 0
+        assert drafts["num_accepted_draft_tokens"] == ours["accepted_tokens"]
         assert path == COMPLETIONS or ours["accepted_tokens"] > 0
-        counts = found["acceptance_histogram"]
-        assert len(counts) == found["num_spec_tokens"] + 1
-        assert sum(counts) == found["num_spec_steps"]
-        assert sum(k * n for k, n in enumerate(counts)) == found["num_accepted_draft_tokens"]
-        assert found["mean_acceptance_length"] == 1 + ours["accepted_tokens"] / found["num_spec_steps"]
-        assert found["draft_acceptance_rate"] == ours["accepted_tokens"] / ours["draft_tokens"]
+        counts = drafts["acceptance_histogram"]
+        assert len(counts) == drafts["num_spec_tokens"] + 1
+        assert sum(counts) == drafts["num_spec_steps"]
+        assert sum(k * n for k, n in enumerate(counts)) == drafts["num_accepted_draft_tokens"]
+        assert drafts["mean_acceptance_length"] == 1 + ours["accepted_tokens"] / drafts["num_spec_steps"]
+        assert drafts["draft_acceptance_rate"] == ours["accepted_tokens"] / ours["draft_tokens"]
         chunks = events(server, path, **asked, max_tokens=40, stream_options={"include_usage": True})
         assert ["metrics" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         assert chunks[-1]["choices"] == []
@@ -237,7 +238,7 @@ def test_the_tokens_of_prompts_are_those_of_the_usages(server: Server) -> None:
 
 
 def test_errors_have_no_path_of_the_bundle(tiny: Path) -> None:
-    model = Model(tiny, None)
+    model = Model(Bundle.open(tiny), None)
     sources = model.tokenizer._templates.sources
     for template, says in (
         ("{{ raise_exception('no') }}", "refuses the messages: no"),
@@ -292,7 +293,7 @@ def gpt_oss(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
     """The bundle tiny with the tokenizer and template of gpt-oss."""
     from dflash_trt.text.tokenizer import Tokenizer
 
-    model = Model(tiny, None)
+    model = Model(Bundle.open(tiny), None)
     monkeypatch.setattr(model, "tokenizer", Tokenizer(GPT_OSS))
     monkeypatch.setattr(model, "template", model.tokenizer.chat_source())
 
@@ -308,7 +309,7 @@ def test_stop_strings_are_about_what_follows_a_thought(
     tiny: Path, stop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for begun in ("", "<think>"):
-        model = Model(tiny, None)
+        model = Model(Bundle.open(tiny), None)
         monkeypatch.setattr(model, "template", "<think>")
 
         async def chat(*_: Any, begun: str = begun, model: Model = model, **__: Any) -> tuple[list[int], str]:

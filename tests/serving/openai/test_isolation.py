@@ -60,8 +60,8 @@ def test_salts_part_the_prompts_of_a_key(shared: Server) -> None:
         ("two", "a"),
         ("one", None),
     ]
-    found = [reused(shared, key, prompt, **({"cache_salt": salt} if salt else {}))[0] for key, salt in asked]
-    assert found == [0, 0, 0, 0, 29, 29, 29]
+    counts = [reused(shared, key, prompt, **({"cache_salt": salt} if salt else {}))[0] for key, salt in asked]
+    assert counts == [0, 0, 0, 0, 29, 29, 29]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])

@@ -16,6 +16,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from build_scripts.soak.common import resident_of
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.engine import QueueFullError
 from dflash_trt.serving.openai.generation import prepare
@@ -34,7 +35,7 @@ from tests.serving.openai.test_operations import MESSAGE, last, running
 
 @pytest.fixture(scope="module")
 def model(tiny: Path) -> Model:
-    return Model(tiny, None)
+    return Model(Bundle.open(tiny), None)
 
 
 def test_trailers_without_end_after_a_refusal_take_no_memory(start: Callable[..., Server]) -> None:
@@ -100,13 +101,13 @@ def test_samples_count_as_requests_in_flight(tiny: Path) -> None:
             assert (await last(engine))["finish_reason"] == "length"
             assert (await three)["finish_reason"] == "length"
             assert engine.in_flight == 0
-            found = {}
+            samples = {}
             async for update in engine.updates(MESSAGE | message):
-                found[update["index"]] = update["token_ids"]
-            for sample, ids in found.items():
+                samples[update["index"]] = update["token_ids"]
+            for sample, ids in samples.items():
                 alone = await last(engine, params=params | {"seed": 5 + sample})
                 assert alone["token_ids"] == ids
-            assert set(found) == {0, 1, 2}
+            assert set(samples) == {0, 1, 2}
 
     asyncio.run(run())
 
@@ -167,7 +168,7 @@ def test_a_token_is_decoded_once(model: Model, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_names_matter_on_loopback_and_without_keys(settings: dict[str, Any], names: set[str] | None) -> None:
-    assert _hosts(ServerSettings(bundle=Path("x"), **settings)) == names
+    assert _hosts(ServerSettings(bundle=Bundle(Path("x"), {}), **settings)) == names
 
 
 def test_a_page_whose_name_leads_here_is_refused(server: Server, start: Callable[..., Server]) -> None:

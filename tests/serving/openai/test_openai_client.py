@@ -138,16 +138,16 @@ def test_log_probabilities_are_those_of_the_python_interface(server: Server, llm
     made = server.openai.chat.completions.create(
         model="tiny", messages=QUESTION, max_tokens=10, logprobs=True
     )
-    found = made.choices[0].logprobs.content
-    assert [each.logprob for each in found] == pytest.approx(expected.logprobs)
-    assert "".join(each.token for each in found) == expected.text
-    assert bytes(b for each in found for b in each.bytes) == expected.text.encode()
+    content = made.choices[0].logprobs.content
+    assert [each.logprob for each in content] == pytest.approx(expected.logprobs)
+    assert "".join(each.token for each in content) == expected.text
+    assert bytes(b for each in content for b in each.bytes) == expected.text.encode()
     done = server.openai.completions.create(model="tiny", prompt="x = [", max_tokens=8, logprobs=0)
     legacy = done.choices[0].logprobs
     assert "".join(legacy.tokens) == done.choices[0].text
     text = done.choices[0].text
-    found = [text[i:][: len(t)] for i, t in zip(legacy.text_offset, legacy.tokens, strict=True)]
-    assert found == legacy.tokens
+    at_offsets = [text[i:][: len(t)] for i, t in zip(legacy.text_offset, legacy.tokens, strict=True)]
+    assert at_offsets == legacy.tokens
 
 
 def test_top_and_prompt_log_probabilities_are_those_of_the_python_interface(server: Server, llm: LLM) -> None:
@@ -156,12 +156,12 @@ def test_top_and_prompt_log_probabilities_are_those_of_the_python_interface(serv
     made = server.openai.completions.create(
         model="tiny", prompt="def add(a, b):", max_tokens=5, logprobs=3, echo=True, temperature=0
     )
-    found = made.choices[0].logprobs
-    assert found.token_logprobs[0] is found.top_logprobs[0] is None
-    assert found.token_logprobs[1:] == pytest.approx([*expected.prompt_logprobs[1:], *expected.logprobs])
-    assert "".join(found.tokens) == made.choices[0].text
+    logprobs = made.choices[0].logprobs
+    assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+    assert logprobs.token_logprobs[1:] == pytest.approx([*expected.prompt_logprobs[1:], *expected.logprobs])
+    assert "".join(logprobs.tokens) == made.choices[0].text
     best = llm.tokenizer.decode([expected.top_logprobs[0][0][0]], skip_special_tokens=False)
-    assert found.top_logprobs[len(expected.prompt_token_ids)][best] == pytest.approx(
+    assert logprobs.top_logprobs[len(expected.prompt_token_ids)][best] == pytest.approx(
         expected.top_logprobs[0][0][1]
     )
     chat = server.openai.chat.completions.create(
@@ -263,9 +263,9 @@ def test_a_json_schema_a_choice_and_a_grammar_shape_the_answer(server: Server, l
         made = server.openai.chat.completions.create(
             model="tiny", messages=QUESTION, response_format=form, max_tokens=100, extra_body=more
         )
-        found = json.loads(made.choices[0].message.content)
-        assert set(found) == {"town", "days"}
-        assert found["town"] in ("Borvik", "Hestin")
+        trip = json.loads(made.choices[0].message.content)
+        assert set(trip) == {"town", "days"}
+        assert trip["town"] in ("Borvik", "Hestin")
     for structure in ({"choice": ["yes", "no"]}, {"regex": "(yes|no)"}, {"grammar": 'start: "yes" | "no"\n'}):
         done = server.openai.completions.create(
             model="tiny", prompt="Well,", max_tokens=9, extra_body={"structured_outputs": structure}

@@ -22,11 +22,11 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.serving.openai import engine as engines
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess
-from dflash_trt.serving.wire import Request, Update, refusal
+from dflash_trt.serving.wire import EngineRequest, Update, refusal
 from tests.serving.openai.conftest import COMPLETIONS, LONG, Server, Streaming, waiting_behind
 
 SHORT = {"prompt": "x = [", "max_tokens": 3}
-MESSAGE: Request = {"prompt": [5, 6], "params": {"max_tokens": 3, "temperature": 0.0}}
+MESSAGE: EngineRequest = {"prompt": [5, 6], "params": {"max_tokens": 3, "temperature": 0.0}}
 
 
 def engine_of(bundle: Path, said: list[str]) -> EngineProcess:

@@ -26,7 +26,7 @@ SCHEMAS = {"get": {"properties": {"city": {"type": "string"}, "days": {"type": "
 
 def read(make: object, text: str) -> tuple[str, str, list[tuple[str, object]]]:
     """Content, reasoning and calls: the same for pieces of every size."""
-    found = None
+    parts_of = None
     for size in (1, 2, 3, 7, len(text) or 1):
         parser = make()  # type: ignore[operator]
         parts = [part for at in range(0, len(text), size) for part in parser.push(text[at : at + size], [])]
@@ -34,10 +34,10 @@ def read(make: object, text: str) -> tuple[str, str, list[tuple[str, object]]]:
         content = "".join(part.text for part in parts if part.kind == "content")
         reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
         calls = [(part.call.name, json.loads(part.call.arguments)) for part in parts if part.call]
-        assert found in (None, (content, reasoning, calls)), size
-        found = content, reasoning, calls
-    assert found is not None
-    return found
+        assert parts_of in (None, (content, reasoning, calls)), size
+        parts_of = content, reasoning, calls
+    assert parts_of is not None
+    return parts_of
 
 
 def parser(calls: type[Stage] | None = None, inside: bool = False) -> object:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import main
 from dflash_trt.serving.openai import tracing
 from dflash_trt.serving.openai.server import ServerSettings, application
@@ -30,7 +31,7 @@ def spans(tiny: Path) -> list[Any]:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
 
     async def visit() -> None:
-        settings = ServerSettings(bundle=tiny, engine={"threads": "1", "block_length": "8"})
+        settings = ServerSettings(bundle=Bundle.open(tiny), engine={"threads": "1", "block_length": "8"})
         gate, engine = application(settings, print)
         await engine.start()
         try:

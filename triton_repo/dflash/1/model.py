@@ -1,8 +1,8 @@
 """The Triton model `dflash`: passes requests to an engine process, and its answers back.
 
 The engine (`dflash_trt.serving.worker`) is a separate process, so that this process notices its end. If a backend
-process dies, Triton leaves its requests unanswered and still reports the model as ready. If the engine ends, this
-process refuses all requests in flight and unloads the model. Loading the model again starts a new engine.
+process dies, Triton leaves its requests unanswered and starts no other one. If the engine ends, this process refuses
+all requests in flight and unloads the model. Loading the model again starts a new engine.
 
 One thread reads the engine's answers and sends them. Several waiting updates of a request are sent as one response. So
 a busy server sends larger chunks, not later ones.
@@ -42,7 +42,7 @@ SAMPLING = (
 )
 # Inputs of TensorRT-LLM's models for what this model lacks, with the values that ask for nothing. Tensors may be empty.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (1.0, 0.0), "beam_search_diversity_rate": (0.0,), "decoder_text_input": ("",),
+    "beam_width": (1,), "length_penalty": (1.0, 0.0), "beam_search_diversity_rate": (0.0,), "decoder_text_input": ("",),
     **dict.fromkeys(("early_stopping", "return_context_logits", "return_generation_logits"), (False,)),
     **dict.fromkeys(("prompt_table_extra_id", "prompt_vocab_size", "lora_task_id"), (0,)),
     **dict.fromkeys(("prompt_embedding_table", "lora_weights", "lora_config"), ()),
@@ -268,73 +268,58 @@ class TritonPythonModel:
             )
 
 
-def read_request(request: Any, pending: PendingRequest) -> wire.Request:
-    """The message to the engine. The rest of the request is kept in `pending`. Raises Refused."""
-    given = {tensor.name(): tensor for tensor in request.inputs()}
+class Inputs:
+    """The inputs of a request by name."""
 
-    def numbers(name: str) -> list[Any]:
-        values = given[name].as_numpy().ravel()
+    def __init__(self, request: Any) -> None:
+        self.given = {tensor.name(): tensor for tensor in request.inputs()}
+
+    def numbers(self, name: str) -> list[Any]:
+        values = self.given[name].as_numpy().ravel() if name in self.given else np.array([])
         # The decimal that was written, not its float32 value as a float64.
         return [float(str(v)) for v in values] if values.dtype == np.float32 else values.tolist()
 
-    def strings(name: str) -> list[str]:
+    def strings(self, name: str) -> list[str]:
         try:
-            return [value.decode() for value in given[name].as_numpy().ravel()] if name in given else []
+            return [v.decode() for v in self.given[name].as_numpy().ravel()] if name in self.given else []
         except UnicodeDecodeError as error:
             raise Refused(f"{name} is not valid UTF-8 (byte {error.start})") from error
 
-    def flag(name: str, default: bool) -> bool:
-        return numbers(name)[0] if name in given else default
+    def one(self, name: str, default: Any) -> Any:
+        return self.numbers(name)[0] if name in self.given else default
 
-    def one(name: str, default: Any) -> Any:
-        return numbers(name)[0] if name in given else default
 
-    prompts = [name for name in ("text_input", "input_ids", "messages") if name in given]
+def read_request(request: Any, pending: PendingRequest) -> wire.EngineRequest:
+    """The message to the engine. The rest of the request is kept in `pending`. Raises Refused."""
+    inputs = Inputs(request)
+    prompts = [name for name in ("text_input", "input_ids", "messages") if name in inputs.given]
     if len(prompts) != 1:
         raise Refused(f"{' and '.join(prompts)} are given, expected one" if prompts else
                       "neither text_input nor input_ids nor messages is given, expected one")  # fmt: skip
-    for name in NEUTRAL.keys() & given.keys():
-        found = strings(name) if name == "decoder_text_input" else numbers(name)
-        if strange := [value for value in found if value not in NEUTRAL[name]]:
-            expected = repr(NEUTRAL[name][0]) if NEUTRAL[name] else "nothing"
-            raise Refused(f"{name} is {strange[0]!r}, expected {expected}: this model has no such feature")
-    if "beam_width" in given and numbers("beam_width") != [1]:
-        raise Refused(f"beam_width is {numbers('beam_width')[0]}, expected 1: there is no beam search")
-    params = {name: numbers(name)[0] for name in SAMPLING if name in given}
-    # TensorRT-LLM's clients send "" for no stop word and -1 for no end_id.
-    params["stop"] = [word for word in strings("stop_words") if word]
-    params["bad_words"] = [word for word in strings("bad_words") if word]
-    if "min_length" in given:
-        params.setdefault("min_tokens", numbers("min_length")[0])
-    params["top_logprobs"] = one("num_top_log_probs", 0)
-    params["logprobs"] = flag("return_log_probs", False) or bool(params["top_logprobs"])
-    params["structured_outputs"] = guide(
-        strings("guided_decoding_guide_type"), strings("guided_decoding_guide")
-    )
-    words = strings("embedding_bias_words")
-    weights = numbers("embedding_bias_weights") if "embedding_bias_weights" in given else []
+    check_neutral(inputs)
+    words, weights = inputs.strings("embedding_bias_words"), inputs.numbers("embedding_bias_weights")
     if len(words) != len(weights):
         raise Refused(f"embedding_bias_words has {len(words)}, embedding_bias_weights {len(weights)} values")
     (pending.prompt,) = prompts
-    message: wire.Request = {
-        "params": params,
-        "end_id": one("end_id", -1),
-        "stream": flag("stream", False),
-        "n": one("num_return_sequences", 1),
-        "priority": one("priority", 0),
+    message: wire.EngineRequest = {
+        "params": sampling(inputs),
+        "end_id": inputs.one("end_id", -1),
+        "stream": inputs.one("stream", False),
+        "n": inputs.one("num_return_sequences", 1),
+        "priority": inputs.one("priority", 0),
         "bias_words": list(zip(words, weights, strict=True)),
-        "echo": not flag("exclude_input_in_output", True),
-        "speculate": flag("speculate", True),
-        "block_length": one("block_length", None),
-        "tree_nodes": one("tree_nodes", None),
+        "echo": not inputs.one("exclude_input_in_output", True),
+        "speculate": inputs.one("speculate", True),
+        "block_length": inputs.one("block_length", None),
+        "tree_nodes": inputs.one("tree_nodes", None),
     }
     if pending.prompt == "text_input":
-        message["prompt"] = strings("text_input")[0]
+        message["prompt"] = inputs.strings("text_input")[0]
     elif pending.prompt == "input_ids":
-        message["prompt"] = numbers("input_ids")
+        message["prompt"] = inputs.numbers("input_ids")
     else:
-        message["messages"] = read_json("messages", strings("messages")[0], list)
-        given_kwargs = strings("chat_template_kwargs") or ["{}"]
+        message["messages"] = read_json("messages", inputs.strings("messages")[0], list)
+        given_kwargs = inputs.strings("chat_template_kwargs") or ["{}"]
         message["chat_template_kwargs"] = read_json("chat_template_kwargs", given_kwargs[0], dict)
     pending.left = max(1, message["n"])
     # Microseconds, from gRPC's field or from the "parameters" of an HTTP request.
@@ -343,8 +328,32 @@ def read_request(request: Any, pending: PendingRequest) -> wire.Request:
         raise Refused(f"parameter timeout is {timeout!r}, expected microseconds, an integer of 0 or more")
     message["timeout"] = timeout / 1e6 or None
     switches = ("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics")
-    pending.wanted = {name for name in switches if flag(name, False)}
+    pending.wanted = {name for name in switches if inputs.one(name, False)}
     return message
+
+
+def check_neutral(inputs: Inputs) -> None:
+    """Raise Refused for an input that asks for what this model lacks."""
+    for name in NEUTRAL.keys() & inputs.given.keys():
+        values = inputs.strings(name) if name == "decoder_text_input" else inputs.numbers(name)
+        if strange := [value for value in values if value not in NEUTRAL[name]]:
+            expected = repr(NEUTRAL[name][0]) if NEUTRAL[name] else "nothing"
+            raise Refused(f"{name} is {strange[0]!r}, expected {expected}: this model has no such feature")
+
+
+def sampling(inputs: Inputs) -> dict[str, Any]:
+    """The fields of SamplingParams."""
+    params = {name: inputs.numbers(name)[0] for name in SAMPLING if name in inputs.given}
+    # TensorRT-LLM's clients send "" for no stop word and -1 for no end_id.
+    params["stop"] = [word for word in inputs.strings("stop_words") if word]
+    params["bad_words"] = [word for word in inputs.strings("bad_words") if word]
+    if "min_length" in inputs.given:
+        params.setdefault("min_tokens", inputs.numbers("min_length")[0])
+    params["top_logprobs"] = inputs.one("num_top_log_probs", 0)
+    params["logprobs"] = inputs.one("return_log_probs", False) or bool(params["top_logprobs"])
+    kinds, texts = (inputs.strings(f"guided_decoding_guide{end}") for end in ("_type", ""))
+    params["structured_outputs"] = guide(kinds, texts)
+    return params
 
 
 def guide(kinds: list[str], texts: list[str]) -> dict[str, Any] | None:
@@ -366,27 +375,13 @@ def guide(kinds: list[str], texts: list[str]) -> dict[str, Any] | None:
 def read_json(name: str, text: str, kind: type) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(read := json.loads(text), kind):
-            check_nesting(name, read)
+            if wire.is_deeper(read, MAX_NESTING):  # the engine's parser might not read it
+                raise Refused(f"{name} has more than {MAX_NESTING} levels of lists and objects")
             return read
     raise Refused(f"{name} is {text[:40]!r}, expected JSON of a {kind.__name__}")
 
 
-def check_nesting(name: str, value: Any) -> None:
-    """Raise Refused for lists and objects inside one another that the engine's JSON parser might not read."""
-    level = [value]
-    for _ in range(MAX_NESTING):
-        level = [
-            inner
-            for each in level
-            for inner in (each.values() if isinstance(each, dict) else each)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return
-    raise Refused(f"{name} has more than {MAX_NESTING} levels of lists and objects")
-
-
-def longest_input(message: wire.Request, prompt: str) -> str:
+def longest_input(message: wire.EngineRequest, prompt: str) -> str:
     """The largest input of a request, and its size. prompt: the input that has the prompt."""
     texts = {prompt: message["prompt"] if "prompt" in message else message["messages"]}
     texts |= {"stop_words": message["params"]["stop"], "bad_words": message["params"]["bad_words"]}

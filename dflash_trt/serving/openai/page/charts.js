@@ -62,12 +62,12 @@ class Chart {
 }
 
 function parse(text) {
-  const found = {};
+  const samples = {};
   for (const line of text.split("\n")) {
     const match = /^dflash_(\w+) (\S+)$/.exec(line);
-    if (match) found[match[1]] = Number(match[2]);
+    if (match) samples[match[1]] = Number(match[2]);
   }
-  return found;
+  return samples;
 }
 
 // Reads /metrics every second. `tell` gets the state of the server in words, and whether it is good.
