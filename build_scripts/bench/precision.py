@@ -1,15 +1,14 @@
 """Cost and gain of the precision of weights on a CPU: size, memory, time of a pass, perplexity, agreement.
 
     python -m build_scripts.bench.precision [--target smollm2-135m] [--drafter DIR] [--precisions P ...]
-        [--parts text time memory rows] [--tokens 4096] [--dir DIR]
+        [--parts text time rows] [--tokens 4096] [--dir DIR]
 
 A precision is one of `dflash-trt build --precision`. The target's graph alone is measured, on ONNX Runtime.
 
-text    perplexity on the descriptions of installed packages, in pieces of 512 tokens, each from its beginning. And how
-        often the likeliest next token is that of the first precision
-time    milliseconds of a pass of 1, 4, 8 and 16 rows after `--context` tokens; all precisions take turns
-memory  MB in use after the first passes and at most, in a process of its own, and MB of weights that a pass reads
-rows    tokens whose logits differ, bit for bit, between passes of one row and of several
+text  perplexity on the descriptions of installed packages, in pieces of 512 tokens, each from its beginning. And how
+      often the likeliest next token is that of the first precision
+time  milliseconds of a pass of 1, 4, 8 and 16 rows after `--context` tokens; all precisions take turns
+rows  tokens whose logits differ, bit for bit, between passes of one row and of several
 
 Bundles stay in `--dir`, where the next run finds them. The last line is one JSON document.
 """
@@ -21,8 +20,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from importlib import metadata
@@ -30,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
@@ -112,8 +108,8 @@ def likelihood(bundle: Bundle, pieces: list[Array]) -> tuple[float, Array]:
     return float(np.exp(nats / sum(map(len, best)))), np.concatenate(best)
 
 
-def measure_text(bundles: dict[str, Bundle], count: int) -> dict[str, Any]:
-    pieces = texts(next(iter(bundles.values())), count)
+def measure_text(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[str, Any]:
+    pieces = texts(next(iter(bundles.values())), args.tokens)
     found: dict[str, Any] = {"tokens": PIECE * len(pieces)}
     reference: Array | None = None
     for name, bundle in bundles.items():
@@ -127,14 +123,15 @@ def measure_text(bundles: dict[str, Bundle], count: int) -> dict[str, Any]:
     return found
 
 
-def measure_time(bundles: dict[str, Bundle], context: int, rounds: int) -> dict[str, Any]:
+def measure_time(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[str, Any]:
+    context = args.context
     models = {name: engine(bundle) for name, bundle in bundles.items()}
     random = np.random.default_rng(0)
     tokens = random.integers(100, next(iter(bundles.values())).manifest["vocab_size"], context + max(ROWS))
     for model in models.values():
         run(model, tokens[:context], 0)
     seconds: dict[tuple[str, int], list[float]] = {}
-    for _ in range(rounds):
+    for _ in range(args.rounds):
         for rows in ROWS:
             for name, model in models.items():
                 some = tokens[context : context + rows]
@@ -149,10 +146,11 @@ def measure_time(bundles: dict[str, Bundle], context: int, rounds: int) -> dict[
     }
     for name, each in found.items():
         print("time", name, each, flush=True)
-    return {"context": context, "rounds": rounds, "milliseconds": found}
+    return {"context": context, "rounds": args.rounds, "milliseconds": found}
 
 
-def measure_rows(bundles: dict[str, Bundle], count: int) -> dict[str, Any]:
+def measure_rows(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[str, Any]:
+    count = 64
     found: dict[str, Any] = {}
     for name, bundle in bundles.items():
         (piece,) = texts(bundle, PIECE)
@@ -167,41 +165,7 @@ def measure_rows(bundles: dict[str, Bundle], count: int) -> dict[str, Any]:
     return found
 
 
-def memory(path: Path) -> dict[str, float]:
-    """Of this process."""
-
-    def status() -> dict[str, int]:
-        fields = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-        return {name.rstrip(":"): int(value) for name, value, *_ in fields if name.startswith("Vm")}
-
-    bundle = Bundle.open(path)
-    before = status()["VmRSS"]
-    model = engine(bundle)
-    for start, rows in ((0, 64), (64, 1), (65, 8)):
-        run(model, np.arange(100, 100 + rows), start)
-    after = status()
-    return {
-        "before_mb": round(before / 1024, 1),
-        "in_use_mb": round(after["VmRSS"] / 1024, 1),
-        "peak_mb": round(after["VmHWM"] / 1024, 1),
-        "read_mb": round(read_bytes(path / "target.onnx") / 2**20, 1),
-    }
-
-
-def read_bytes(path: Path) -> int:
-    """Bytes of the weights that a pass reads whole: all but the embedding, widened where a Cast does that at load."""
-    total = 0
-    for node in ir.load(path).graph:
-        for value in node.inputs:
-            if (
-                value is None
-                or not isinstance(value.const_value, ir.ExternalTensor)
-                or node.op_type == "Gather"
-            ):
-                continue
-            tensor = value.const_value
-            total += 4 * tensor.size if node.op_type == "Cast" else tensor.nbytes
-    return total
+PARTS = {"text": measure_text, "time": measure_time, "rows": measure_rows}
 
 
 def main() -> None:
@@ -211,16 +175,12 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2-135m", metavar="NAME_OR_PATH")
     parser.add_argument("--drafter", metavar="NAME_OR_PATH")
     parser.add_argument("--precisions", nargs="+", default=["target=fp32", "target=int8", "target=int4"])
-    parser.add_argument("--parts", nargs="+", default=["text", "time", "memory", "rows"])
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--tokens", type=int, default=4096, help="of text")
     parser.add_argument("--context", type=int, default=200, help="tokens in front of a timed pass")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dir", type=Path, help="where bundles are made (default: a temporary one)")
-    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.memory_of is not None:
-        print(json.dumps(memory(args.memory_of)))
-        return
     results: dict[str, Any] = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": {name: metadata.version(name) for name in ("dflash-trt", "onnxruntime", "numpy")},
@@ -232,20 +192,7 @@ def main() -> None:
             each: build(args.target, args.drafter, folder / each, precision=parse_precision(each), force=True)
             for each in args.precisions
         }
-        for part in args.parts:
-            if part == "text":
-                results[part] = measure_text(bundles, args.tokens)
-            elif part == "time":
-                results[part] = measure_time(bundles, args.context, args.rounds)
-            elif part == "rows":
-                results[part] = measure_rows(bundles, 64)
-            else:
-                results[part] = {}
-                for name, bundle in bundles.items():
-                    command = [sys.executable, "-m", "build_scripts.bench.precision"]
-                    output = subprocess.check_output([*command, "--memory-of", str(bundle.path)], text=True)
-                    results[part][name] = json.loads(output)
-                    print("memory", name, results[part][name], flush=True)
+        results |= {part: PARTS[part](bundles, args) for part in args.parts}
     print(json.dumps(results))
 
 

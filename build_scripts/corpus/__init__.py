@@ -1,1 +1,8 @@
-"""The training text of the shipped pairs."""
+"""Prompts to train on: of the toy pairs in `corpus`, of natural language in `natural`."""
+
+from __future__ import annotations
+
+
+def entries(text: str) -> list[str]:
+    """A list that is written as text: its entries, separated by semicolons."""
+    return [entry for entry in (part.strip() for part in text.replace("\n", " ").split(";")) if entry]

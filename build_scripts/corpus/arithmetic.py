@@ -5,62 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-NAMES = [
-    "Maya",
-    "Leo",
-    "Nina",
-    "Omar",
-    "Ruth",
-    "Ivan",
-    "Tara",
-    "Hugo",
-    "Lena",
-    "Sami",
-    "Cora",
-    "Felix",
-    "Dina",
-    "Paul",
-    "Zoe",
-    "Adam",
-    "Mila",
-    "Noah",
-    "Elsa",
-    "Karl",
-    "Rosa",
-    "Theo",
-    "Anna",
-    "Ben",
-    "Clara",
-    "David",
-    "Emma",
-    "Frank",
-    "Gina",
-    "Henry",
-]
-ITEMS = [
-    "apples",
-    "marbles",
-    "stickers",
-    "books",
-    "pencils",
-    "coins",
-    "shells",
-    "cards",
-    "stamps",
-    "buttons",
-    "oranges",
-    "plums",
-    "flowers",
-    "candles",
-    "postcards",
-    "ribbons",
-    "bottles",
-    "cups",
-    "stones",
-    "beads",
-    "cookies",
-    "tickets",
-]
+from build_scripts.corpus import entries
+
+NAMES = entries("""
+Maya; Leo; Nina; Omar; Ruth; Ivan; Tara; Hugo; Lena; Sami; Cora; Felix; Dina; Paul; Zoe; Adam; Mila; Noah; Elsa;
+Karl; Rosa; Theo; Anna; Ben; Clara; David; Emma; Frank; Gina; Henry
+""")
+ITEMS = entries("""
+apples; marbles; stickers; books; pencils; coins; shells; cards; stamps; buttons; oranges; plums; flowers;
+candles; postcards; ribbons; bottles; cups; stones; beads; cookies; tickets
+""")
 PLACES = ("market", "shop", "library", "school fair", "bakery", "garden", "museum", "station")
 CLOSINGS = (
     "How many {item} does {name} have in the end?",

@@ -5,103 +5,31 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from build_scripts.corpus import entries
+
 ISLANDS = ("Ostra", "Velm", "Karun", "Tesby", "Molin", "Hadra")
-TOWNS = [
-    "Arlen",
-    "Borvik",
-    "Calden",
-    "Dorrin",
-    "Eskara",
-    "Fenwold",
-    "Galmar",
-    "Hestin",
-    "Ilvane",
-    "Jorby",
-    "Kelmar",
-    "Lunden",
-    "Marrow",
-    "Nesby",
-    "Orlin",
-    "Pellan",
-    "Quarn",
-    "Rostel",
-    "Sellin",
-    "Torva",
-    "Ulmer",
-    "Vasker",
-    "Wendle",
-    "Yarrow",
-    "Zelmo",
-    "Ashby",
-    "Brinna",
-    "Corvel",
-    "Drumlin",
-    "Elgar",
-]
-MAYORS = [
-    "Ada",
-    "Birk",
-    "Celia",
-    "Dorn",
-    "Edda",
-    "Finn",
-    "Greta",
-    "Holm",
-    "Ines",
-    "Jarl",
-    "Kira",
-    "Lund",
-    "Mona",
-    "Nils",
-    "Olga",
-]
-FAMOUS = (
-    "a tall white lighthouse",
-    "an old stone bridge",
-    "a large glass market",
-    "hot springs",
-    "a museum of clocks",
-    "a garden of roses",
-    "a school for sailors",
-    "red sandstone cliffs",
-    "a tower with seven bells",
-    "a lake full of swans",
-)
-TRADES = (
-    "fishing",
-    "weaving",
-    "boat building",
-    "pottery",
-    "bee keeping",
-    "growing tea",
-    "glass blowing",
-    "printing",
-)
+TOWNS = entries("""
+Arlen; Borvik; Calden; Dorrin; Eskara; Fenwold; Galmar; Hestin; Ilvane; Jorby; Kelmar; Lunden; Marrow; Nesby;
+Orlin; Pellan; Quarn; Rostel; Sellin; Torva; Ulmer; Vasker; Wendle; Yarrow; Zelmo; Ashby; Brinna; Corvel;
+Drumlin; Elgar
+""")
+MAYORS = entries("""
+Ada; Birk; Celia; Dorn; Edda; Finn; Greta; Holm; Ines; Jarl; Kira; Lund; Mona; Nils; Olga
+""")
+FAMOUS = entries("""
+a tall white lighthouse; an old stone bridge; a large glass market; hot springs; a museum of clocks; a garden of
+roses; a school for sailors; red sandstone cliffs; a tower with seven bells; a lake full of swans
+""")
+TRADES = entries("""
+fishing; weaving; boat building; pottery; bee keeping; growing tea; glass blowing; printing
+""")
 FESTIVALS = ("lantern", "kite", "harvest", "music", "boat", "snow", "bread", "book")
-MONTHS = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-]
-DISHES = (
-    "fish soup",
-    "apple pie",
-    "bean stew",
-    "rye bread",
-    "mussel rice",
-    "honey cake",
-    "goat cheese",
-    "plum dumplings",
-)
+MONTHS = entries("""
+January; February; March; April; May; June; July; August; September; October; November; December
+""")
+DISHES = entries("""
+fish soup; apple pie; bean stew; rye bread; mussel rice; honey cake; goat cheese; plum dumplings
+""")
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,31 +46,6 @@ TRAINING_SHARES = {"math": 0.36, "code": 0.32, "tools": 0.16, "chat": 0.16}
 TRAINING_START = 500_000_000  # after the examples that the targets are trained on
 SHIPPED_PROMPTS = Path(__file__).parents[2] / "dflash_trt" / "shipped" / "prompts"
 
-CHAT_TEMPLATE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- '# Tools\\n\\nYou may call these functions:\\n<tools>' }}
-    {%- for tool in tools %}
-        {{- '\\n' }}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- '\\n</tools>\\nAnswer with one JSON object per call, inside <tool_call></tool_call>.<|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if not (loop.first and message.role == 'system') %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -92,7 +67,7 @@ class Example:
 
 
 def render(messages: tuple[dict[str, str], ...]) -> str:
-    """CHAT_TEMPLATE's rendering of messages without tools."""
+    """How the chat template of `tiny` renders messages without tools."""
     return "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
 
 

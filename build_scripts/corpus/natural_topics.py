@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-
-def entries(text: str) -> list[str]:
-    return [entry for entry in (part.strip() for part in text.replace("\n", " ").split(";")) if entry]
-
+from build_scripts.corpus import entries
 
 THINGS = entries("""
 photosynthesis; the water cycle; volcanoes; earthquakes; black holes; the phases of the moon; tides; rainbows;

@@ -5,42 +5,14 @@ from __future__ import annotations
 import json
 import random
 
-CITIES = [
-    "Lisbon",
-    "Oslo",
-    "Kyoto",
-    "Cairo",
-    "Quito",
-    "Perth",
-    "Dublin",
-    "Hanoi",
-    "Turin",
-    "Malmo",
-    "Bergen",
-    "Porto",
-    "Lyon",
-    "Graz",
-    "Nantes",
-    "Bilbao",
-]
-PEOPLE = [
-    "Maya",
-    "Leo",
-    "Nina",
-    "Omar",
-    "Ruth",
-    "Ivan",
-    "Tara",
-    "Hugo",
-    "Lena",
-    "Sami",
-    "Cora",
-    "Felix",
-    "Dina",
-    "Paul",
-    "Zoe",
-    "Adam",
-]
+from build_scripts.corpus import entries
+
+CITIES = entries("""
+Lisbon; Oslo; Kyoto; Cairo; Quito; Perth; Dublin; Hanoi; Turin; Malmo; Bergen; Porto; Lyon; Graz; Nantes; Bilbao
+""")
+PEOPLE = entries("""
+Maya; Leo; Nina; Omar; Ruth; Ivan; Tara; Hugo; Lena; Sami; Cora; Felix; Dina; Paul; Zoe; Adam
+""")
 TOPICS = (
     "the budget",
     "the new design",
@@ -50,16 +22,9 @@ TOPICS = (
     "the yearly report",
 )
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-GOODS = (
-    "desk lamp",
-    "rain coat",
-    "tea pot",
-    "notebook",
-    "phone case",
-    "wall clock",
-    "travel bag",
-    "wool scarf",
-)
+GOODS = entries("""
+desk lamp; rain coat; tea pot; notebook; phone case; wall clock; travel bag; wool scarf
+""")
 SONGS = ("jazz", "folk", "piano", "opera", "rock", "choir", "drum")
 ROOMS = ("kitchen", "bedroom", "office", "hall", "garage", "bathroom")
 LANGUAGES = ("French", "German", "Spanish", "Italian", "Dutch", "Polish")

@@ -1,6 +1,6 @@
 """Kill operations at every call that changes the file system, and check the remains.
 
-    python -m build_scripts.soak.kill_sweep [OPERATION ...] [--sample N] [--syscalls] [--dir DIR]
+    python -m build_scripts.soak.kill_sweep [OPERATION ...] [--sample N] [--dir DIR]
 
 Operations: build, precision (a build that quantizes), replace (a build with --force over another bundle), quantize,
 deploy. Each runs repeatedly in its own process. The process is killed (SIGKILL) at its first call that changes the
@@ -10,9 +10,8 @@ After each run the place must hold the old directory, the complete new one, or n
 succeed. It must leave the same result as an undisturbed one, and nothing beside it. (`deploy` may refuse if its
 repository is complete.)
 
-An audit hook sees the calls: opening for writing, creating, linking, renaming, removing, flushing. With --syscalls
-they are system calls, down to single writes. strace sees and kills them, and must be installed and allowed to trace.
-The last line is one JSON document.
+An audit hook sees the calls: opening for writing, creating, linking, renaming, removing, flushing. The last line is one
+JSON document.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ import argparse
 import hashlib
 import json
 import os
-import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -46,28 +43,10 @@ CALLS = {
     *("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.utime"),
     *("os.chmod", "fcntl.flock"),
 }
-SYSCALLS = ",".join(
-    [
-        *(
-            "write",
-            "pwrite64",
-            "writev",
-            "ftruncate",
-            "fsync",
-            "fdatasync",
-            "sendfile",
-            "copy_file_range",
-            "flock",
-        ),
-        *("rename", "renameat", "renameat2", "link", "linkat", "symlink", "symlinkat", "unlink", "unlinkat"),
-        *("mkdir", "mkdirat", "rmdir", "utimensat", "chmod", "fchmod", "fchmodat"),
-    ]
-)
 FILE_SIZES = (0, 100, 10_000, 200_000, 1_000_000)
-_FAILED, _STARTED = 3, 30  # exit code of an operation that met an OSError; seconds until strace has attached
+_FAILED = 3  # exit code of an operation that met an OSError
 
 Tree = dict[str, str]
-Call = tuple[str, int]  # the name of a call, and its number among the calls of that name, from 1
 
 
 class Operation:
@@ -115,12 +94,12 @@ class Operation:
 
     def check(self, moment: str) -> None:
         """Check the remains of an interruption, then the result of the same operation."""
-        found = tree(self.out) if self.out.exists() else {}
-        if found not in ({}, self.old, self.new):
-            sys.exit(f"{self.name}, {moment}: {self.out} is neither old nor new: {sorted(found)}")
-        if MANIFEST in found:
+        remains = tree(self.out) if self.out.exists() else {}
+        if remains not in ({}, self.old, self.new):
+            sys.exit(f"{self.name}, {moment}: {self.out} is neither old nor new: {sorted(remains)}")
+        if MANIFEST in remains:
             Bundle.open(self.out, "full")
-        code = in_child(self.refused if self.name == "deploy" and found == self.new else self.run)
+        code = in_child(self.refused if self.name == "deploy" and remains == self.new else self.run)
         if code != 0:
             sys.exit(f"{self.name}, {moment}: again, it ended with {code}; {sorted(tree(self.folder))}")
         if tree(self.out) != self.new:
@@ -142,10 +121,6 @@ def tree(folder: Path) -> Tree:
 
 def in_child(run: Callable[[], None], prepare: Callable[[], None] | None = None) -> int:
     """Exit code of `run` in a fork of this process; negative is a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(_fork(run, prepare), 0)[1])
-
-
-def _fork(run: Callable[[], None], prepare: Callable[[], None] | None) -> int:
     child = os.fork()
     if not child:
         code = 1
@@ -162,24 +137,7 @@ def _fork(run: Callable[[], None], prepare: Callable[[], None] | None) -> int:
                 traceback.print_exc()
         finally:
             os._exit(code)
-    return child
-
-
-def traced(run: Callable[[], None], *options: str) -> int:
-    """As `in_child`, under strace."""
-    child = _fork(run, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    os.waitpid(child, os.WUNTRACED)
-    tracer = subprocess.Popen(["strace", "-f", "-qq", *options, "-p", str(child)])
-    end = time.monotonic() + _STARTED
-    while "TracerPid:\t0\n" in Path(f"/proc/{child}/status").read_text():
-        if tracer.poll() is not None or time.monotonic() > end:
-            os.kill(child, signal.SIGKILL)
-            sys.exit("strace cannot trace here")
-        time.sleep(0.002)
-    os.kill(child, signal.SIGCONT)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    tracer.wait()
-    return code
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def on_call(call: Callable[[], None]) -> None:
@@ -199,24 +157,19 @@ def on_call(call: Callable[[], None]) -> None:
     sys.addaudithook(hook)
 
 
-def calls_of(operation: Operation, *, syscalls: bool) -> list[Call]:
+def count_calls(operation: Operation) -> int:
     """The calls of an undisturbed run, each of which can be a kill point."""
     with tempfile.NamedTemporaryFile() as log:
-        if syscalls:
-            code = traced(operation.run, "-o", log.name, "-e", f"trace={SYSCALLS}")
-            lines = Path(log.name).read_text().splitlines()
-            names = [found[1] for line in lines if (found := re.match(r"(?:\d+ +)?(\w+)\(", line))]
-        else:
 
-            def note() -> None:
-                os.write(log.fileno(), b".")
+        def note() -> None:
+            os.write(log.fileno(), b".")
 
-            code = in_child(operation.run, lambda: on_call(note))
-            names = ["call"] * Path(log.name).stat().st_size
-    if code or not names:
-        sys.exit(f"{operation.name}: ended with {code}, after {len(names)} calls")
+        code = in_child(operation.run, lambda: on_call(note))
+        count = Path(log.name).stat().st_size
+    if code or not count:
+        sys.exit(f"{operation.name}: ended with {code}, after {count} calls")
     operation.reset()
-    return [(name, names[: i + 1].count(name)) for i, name in enumerate(names)]
+    return count
 
 
 def killer(number: int) -> Callable[[], None]:
@@ -232,18 +185,6 @@ def killer(number: int) -> Callable[[], None]:
     return call
 
 
-def kill(operation: Operation, call: Call, *, syscalls: bool) -> None:
-    """Run the operation, and kill it at that call."""
-    name, number = call
-    if syscalls:  # strace counts each system call separately
-        inject = f"inject={name}:signal=KILL:when={number}"
-        code = traced(operation.run, "-o", os.devnull, "-e", f"trace={name}", "-e", inject)
-    else:
-        code = in_child(operation.run, lambda: on_call(killer(number)))
-    if code != -signal.SIGKILL:
-        sys.exit(f"{operation.name}: ended with {code} before {name} {number}")
-
-
 def limit_files(size: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
@@ -254,12 +195,14 @@ def spread(count: int, sample: int | None) -> list[int]:
     return sorted({round(i * (count - 1) / max(1, chosen - 1)) for i in range(chosen)})
 
 
-def sweep(operation: Operation, sample: int | None, *, syscalls: bool) -> dict[str, int]:
-    calls = calls_of(operation, syscalls=syscalls)
-    chosen = spread(len(calls), sample)
-    for i in chosen:
-        kill(operation, calls[i], syscalls=syscalls)
-        operation.check(f"killed at {calls[i][0]} {calls[i][1]} ({i + 1} of {len(calls)} calls)")
+def sweep(operation: Operation, sample: int | None) -> dict[str, int]:
+    calls = count_calls(operation)
+    chosen = spread(calls, sample)
+    for number in (i + 1 for i in chosen):
+        code = in_child(operation.run, lambda number=number: on_call(killer(number)))  # type: ignore[misc]
+        if code != -signal.SIGKILL:
+            sys.exit(f"{operation.name}: ended with {code} before call {number}")
+        operation.check(f"killed at call {number} of {calls}")
         operation.reset()
     failed = 0
     for size in (FILE_SIZES[i] for i in spread(len(FILE_SIZES), sample)):
@@ -272,7 +215,7 @@ def sweep(operation: Operation, sample: int | None, *, syscalls: bool) -> dict[s
         operation.check(f"files of at most {size} bytes")
         operation.reset()
     assert failed, "no limit was small enough"
-    return {"calls": len(calls), "killed": len(chosen), "full": failed}
+    return {"calls": calls, "killed": len(chosen), "full": failed}
 
 
 def main() -> None:
@@ -283,13 +226,12 @@ def main() -> None:
     parser.add_argument(
         "--sample", type=int, metavar="N", help="number of kills and of limits per operation (default: all)"
     )
-    parser.add_argument("--syscalls", action="store_true", help="at every system call, with strace")
     parser.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")
     args = parser.parse_args()
     if unknown := set(args.operations) - set(OPERATIONS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(OPERATIONS)}")
     sys.dont_write_bytecode = True
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory(dir=args.dir) as work:
         pair = Path(work) / "pair"
         make_drafter(pair / "drafter", make_target(pair / "target"), block_size=16)
@@ -297,9 +239,9 @@ def main() -> None:
         for name in args.operations or OPERATIONS:
             begin = time.monotonic()
             operation = Operation(name, pair, Path(work) / name)
-            found[name] = sweep(operation, args.sample, syscalls=args.syscalls)
-            print(f"{name}: {found[name]}, {time.monotonic() - begin:.0f} s", flush=True)
-    print(json.dumps({"syscalls": args.syscalls, "operations": found}))
+            results[name] = sweep(operation, args.sample)
+            print(f"{name}: {results[name]}, {time.monotonic() - begin:.0f} s", flush=True)
+    print(json.dumps({"operations": results}))
 
 
 if __name__ == "__main__":

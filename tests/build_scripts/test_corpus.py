@@ -7,12 +7,10 @@ import re
 from itertools import islice
 from pathlib import Path
 
-import jinja2
 import pytest
 
 from build_scripts.corpus.corpus import (
     CATEGORIES,
-    CHAT_TEMPLATE,
     SHIPPED_PROMPTS,
     Example,
     example,
@@ -20,6 +18,7 @@ from build_scripts.corpus.corpus import (
     write_prompts,
 )
 from build_scripts.corpus.tool_calls import TOOLS, signature
+from dflash_trt.text.tokenizer import Tokenizer
 
 COUNT = 400
 
@@ -103,21 +102,14 @@ def test_tool_calls_parse_and_fit_their_signature() -> None:
             assert signature(call["name"]) in item.messages[0]["content"]
 
 
-def test_chat_template_renders_what_is_trained_on() -> None:
-    template = jinja2.Environment().from_string(CHAT_TEMPLATE)
+def test_chat_template_of_the_shipped_pair_renders_what_is_trained_on() -> None:
+    tokenizer = Tokenizer(SHIPPED_PROMPTS.parent / "tiny" / "target")
     for category in CATEGORIES:
         for item in made(category)[:50]:
-            assert template.render(messages=item.messages, add_generation_prompt=True) == item.prompt
-
-
-def test_template_writes_tools_as_the_corpus_does() -> None:
-    environment = jinja2.Environment()
-    environment.filters["tojson"] = json.dumps
-    template = environment.from_string(CHAT_TEMPLATE)
+            assert tokenizer.apply_chat_template(list(item.messages)) == item.prompt
     item = made("tools")[0]
     tools = [json.loads(line) for line in item.messages[0]["content"].splitlines() if line.startswith("{")]
-    rendered = template.render(messages=item.messages[1:], tools=tools, add_generation_prompt=True)
-    assert rendered == item.prompt
+    assert tokenizer.apply_chat_template(list(item.messages[1:]), tools=tools) == item.prompt
 
 
 def test_shipped_prompts_are_what_the_generator_writes(tmp_path: Path) -> None:

@@ -16,67 +16,47 @@ from dflash_trt.building.build import build
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 
 
-def record(item: str, peer: str, first: float, seconds: float, **more: Any) -> dict[str, Any]:
-    base = {"part": "decode", "category": "chat", "temperature": 0.0, "rounds": 0, "accepted": 0}
-    tokens = {"tokens": [[1] * 11]}
-    return base | tokens | {"item": item, "peer": peer, "first": first, "seconds": seconds} | more
+def record(prompt: str, peer: str, first: float, seconds: float, **more: Any) -> dict[str, Any]:
+    base = {"category": "chat", "rounds": 0, "accepted": 0, "peak_mb": 1.0, "tokens": [1] * 11}
+    return base | {"prompt": prompt, "peer": peer, "first": first, "seconds": seconds} | more
 
 
-def test_a_rate_is_of_the_median_of_the_rounds_of_each_item() -> None:
+def test_a_rate_is_of_the_median_of_the_rounds_of_each_prompt() -> None:
     rounds = [record("a", "p", 1.0, 2.0), record("a", "p", 1.0, 3.0), record("a", "p", 1.0, 9.0)]
     assert natural.rate(rounds) == pytest.approx(10 / 2)
     assert natural.rate([*rounds, record("b", "p", 0.0, 8.0)]) == pytest.approx(20 / 10)
     assert natural.rate([]) is None
-    batch = [record("a", "p", 1.0, 4.0, part="batch", tokens=[[1] * 6, [1] * 2])]
-    assert natural.rate(batch) == pytest.approx(8 / 4)
 
 
 def test_the_table_has_ratios_acceptance_and_equal_answers() -> None:
-    text, found = natural.tables(
+    rows = natural.table(
         [
             record("a", "plain:default", 0.0, 2.0),
             record("a", "draft-4:default", 0.0, 1.0, rounds=4, accepted=6),
-            record("a", "llama.cpp:Q8_0", 0.0, 4.0, tokens=[[2] * 11]),
+            record("a", "llama.cpp:Q8_0", 0.0, 4.0, tokens=[2] * 11),
         ]
     )
-    rows = found["decode@0"]
     assert [rows[name]["ratio"] for name in rows] == [1.0, 2.0, 0.5]
     assert rows["draft-4:default"]["acceptance_length"] == 2.5
-    assert [rows[name]["same_answers"] for name in rows] == [1.0, 1.0, 0.0]
-    assert "| dflash-trt, blocks of 4 | 10.0 | 10.0 | 2.00 | 2.50 | 1/1 |" in text
+    assert [rows[name]["same_answers"] for name in rows] == [1, 1, 0]
+    text = natural.markdown(rows, ["chat"])
+    assert "| dflash-trt, blocks of 4 | 10.0 | 10.0 | 2.00 | 2.50 | 1/1 | 1 |" in text
     assert "| llama.cpp Q8_0 | 2.5 |" in text
 
 
 def test_decoders_run_in_processes_of_their_own_and_agree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--target", "tiny", "--models", str(tmp_path / "models"), "--parts", "decode,batch"]
-    options += [
-        "--categories",
-        "chat",
-        "--prompts",
-        "2",
-        "--max-tokens",
-        "12",
-        "--rounds",
-        "1",
-        "--batches",
-        "2",
-    ]
-    options += ["--records", str(tmp_path / "records.jsonl"), "--svg", str(tmp_path / "speed.svg")]
+    options = ["--target", "tiny", "--models", str(tmp_path), "--categories", "chat", "--prompts", "2"]
+    options += ["--max-tokens", "12", "--rounds", "1", "--svg", str(tmp_path / "speed.svg")]
     names = ["plain:default", "draft:default"]
     assert natural.main([*options, "--peers", *names]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
-    assert set(found) == {"decode@0", "decode@1", "batch@0", "batch@1"}
-    for rows in (found["decode@0"], found["batch@0"]):
-        assert [rows[name]["same_answers"] for name in names] == [1.0] * 2
-    assert found["decode@1"]["draft:default"]["same_answers"] == 1.0
-    assert found["decode@0"]["draft:default"]["acceptance_length"] > 1
+    tables = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
+    assert set(tables) == {"0", "1"}
+    for rows in tables.values():
+        assert [rows[name]["same_answers"] for name in names] == [2, 2]
+        assert rows["draft:default"]["acceptance_length"] > 1
     assert "dflash-trt, whole blocks" in (tmp_path / "speed.svg").read_text()
-
-    # Measurements were kept: tables of them need no decoder.
-    assert natural.main([*options, "--parts", "none"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tables"] == found
 
 
 def test_a_decoder_that_is_not_known_is_refused(tmp_path: Path) -> None:
