@@ -14,6 +14,7 @@ from dflash_trt.cli.output import print_json
 if TYPE_CHECKING:
     from dflash_trt.decoding.options import DraftingOptions
     from dflash_trt.llm import LLM
+    from dflash_trt.prompts import Prompt
     from dflash_trt.reports.verification import Case
 
 SUMMARY = "check that drafting does not change the tokens"
@@ -23,17 +24,25 @@ tree sizes and batch sizes. The first difference, if any, is shown with the gap 
 Exit code 1 if anything differs.
 
 It begins with the time that it will take. By default it decodes 32 tokens from one prompt of each category.
+
+With --widths, no drafter runs. The plain greedy answers are fed to the target again in passes of several rows, beside
+other sequences and after prompts that were read in parts, and every logit is compared bit for bit with plain
+decoding's. If all agree, no draft can change a token, on this machine and with these versions. The exit code is 1 if a
+greedy token changes.
 """
 EXAMPLES = """\
 examples:
   dflash-trt verify bundles/tiny
   dflash-trt verify bundles/tiny --limit 0 --temperatures 0,0.7,1 --block-lengths 2,4,8,auto --max-tokens 256
+  dflash-trt verify bundles/tiny --widths
   dflash-trt verify bundles/mine --prompts prompts.jsonl --temperatures 0 --block-lengths 4,8 --json
 
 A prompt file has one JSON object per line, with "id" and "category" if you like:
 {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}
 """
 COLUMNS = "{:>11}  {:>12}  {:>10}  {:>5}  {:>9}  {:>17}"
+
+WIDTH_COLUMNS = "{:<24}  {:>11}  {:>18}  {:>15}  {:>7}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +83,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=at_least(1), default=32, metavar="N", help="tokens per prompt (default: 32)"
     )
+    parser.add_argument(
+        "--widths",
+        nargs="?",
+        const=[],
+        type=each(at_least(1)),
+        metavar="N,...",
+        help="compare the logits of passes of N rows instead (default: 1 to the block length)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -83,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
     from dflash_trt.reports.verification import TOP_P, expected_seconds, verify
 
     prompts = read_prompts(args.prompts, args.limit)
+    if args.widths is not None:
+        return _widths(args, prompts)
     cases = []
     with LLM(args.bundle, max_batch_size=max(args.batch_sizes)) as llm:
         asked: dict[str, Any] = {
@@ -127,6 +146,48 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("all equal")
     return 1 if differing else 0
+
+
+def _widths(args: argparse.Namespace, prompts: list[Prompt]) -> int:
+    from dflash_trt.llm import LLM
+    from dflash_trt.reports.verification import token_ids
+    from dflash_trt.reports.widths import classes, measure
+
+    outcomes = []
+    with LLM(bundle_of(args), max_batch_size=max(args.batch_sizes)) as llm:
+        widths = sorted({1, *args.widths}) if args.widths else list(range(1, llm.block_size + 1))
+        if not args.json:
+            print(
+                WIDTH_COLUMNS.format(
+                    "rows fed as", "equal rows", "largest difference", "flips per 1,000", "answers"
+                )
+            )
+        for outcome in measure(llm, token_ids(llm, prompts), widths, args.max_tokens):
+            outcomes.append(outcome)
+            if not args.json:
+                share = f"{1000 * outcome.flips / outcome.rows:.3g}"
+                cells = f"{outcome.equal}/{outcome.rows}", f"{outcome.largest:.3g}", share, outcome.answers
+                print(WIDTH_COLUMNS.format(outcome.way.name, *cells), flush=True)
+    differing = [outcome for outcome in outcomes if outcome.equal < outcome.rows]
+    agreeing, flips = classes(outcomes), sum(outcome.flips for outcome in outcomes)
+    if args.json:
+        verdict = {"equal": not differing, "flips": flips, "prompts": len(prompts), "classes": agreeing}
+        print_json(verdict | {"ways": [outcome.as_dict() for outcome in outcomes]})
+    elif differing:
+        for i, ways in enumerate(agreeing, 1):
+            print(f"equal bits {i}: {'; '.join(ways)}")
+        first, worst = differing[0], max(differing, key=lambda outcome: outcome.flips)
+        print(f"{first.way.name}: {first.first} is the first that differs")
+        if flips:
+            margin = f"{max(worst.margins):.3g}"
+            print(
+                f"{worst.way.name}: {worst.flips} of {worst.rows} greedy tokens change, at margins of up to {margin}"
+            )
+        else:
+            print("logits differ, but no greedy token changes")
+    else:
+        print("all equal, bit for bit: drafts change no token here")
+    return 1 if flips else 0
 
 
 def _time(seconds: float) -> str:

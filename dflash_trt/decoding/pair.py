@@ -106,6 +106,22 @@ class Pair:
         self._features = out["features"]
         return self.arrays.verified(active, draft, out)
 
+    def logits(
+        self, tokens: Sequence[Sequence[int]], start: Sequence[int], parents: Any = None
+    ) -> np.ndarray[Any, Any]:
+        """The logits [n, N, V] of a target pass over N nodes of each of slots 0 .. n-1, written from start[i] on.
+
+        parents: as in `Draft`. The pass is that of `verify`, without its verdict.
+        """
+        count, nodes = len(tokens), len(tokens[0])
+        feeds = {
+            "tokens": np.array(tokens, np.int64),
+            "start": np.array(start),
+            "rows": self.arrays.nodes(count, nodes),
+        }
+        out = self.arrays.decode(self.target, feeds | self._rows(count, nodes, parents))
+        return np.array(self.arrays.readable(out["logits"]))
+
     def commit(self, request: Request, slot: int, nodes: Sequence[int]) -> None:
         """Commit nodes of `slot` from the last verification: the anchor, then each the child of the previous one.
 

@@ -68,14 +68,9 @@ class Localizer:
 
     def _rows(self, model: str, start: int, stop: int) -> Iterator[tuple[str, Array, Array]]:
         """The rows of both engines' caches, layer by layer, as [positions, numbers]."""
-        sides = []
-        for pair in (self.pair, self.reference):
-            caches: Any = (pair.target if model == "target" else pair.drafter.engine).caches
-            kept = caches.keep(0, start, stop).data
-            pair.arrays.wait()
-            sides.append(dict(zip(caches.arrays, map(_on_host, kept), strict=True)))
-        for name in sorted(sides[0], key=lambda each: (int(each.rpartition(".")[2]), each)):
-            yield name, *_alike(sides[0][name], sides[1][name])
+        ours, theirs = (dict(cache_rows(pair, model, 0, start, stop)) for pair in (self.pair, self.reference))
+        for name, rows in ours.items():
+            yield name, *_alike(rows, theirs[name])
 
     def _compare(self, stage: str, model: str, tensor: str, ours: Array, theirs: Array) -> None:
         spread = max(float(np.std(theirs)), 1e-6)
@@ -84,6 +79,16 @@ class Localizer:
         self.compared.append(found)
         if self.first is None and error > self.limit:
             self.first, self.tensors = found, (ours, theirs)
+
+
+def cache_rows(pair: Pair, model: str, slot: int, start: int, stop: int) -> Iterator[tuple[str, Array]]:
+    """Name and rows of each cache of `target` or `drafter`, layer by layer: positions start .. stop-1 of a slot."""
+    caches: Any = (pair.target if model == "target" else pair.drafter.engine).caches
+    kept = caches.keep(slot, start, stop).data
+    pair.arrays.wait()
+    rows = dict(zip(caches.arrays, map(_on_host, kept), strict=True))
+    for name in sorted(rows, key=lambda each: (int(each.rpartition(".")[2]), each)):
+        yield name, rows[name]
 
 
 def write_archive(

@@ -387,13 +387,7 @@ def _prefill(pair: Pair, tokens: Sequence[int], start: int, slot: int, *, draft:
 
 def _verify(pair: Pair, tokens: Sequence[Sequence[int]], start: int) -> Array:
     """The logits [n, N, V] of a pass over these tokens from position `start` on."""
-    feeds = {
-        "tokens": np.array(tokens, np.int64),
-        "start": np.full(len(tokens), start),
-        "rows": pair.arrays.nodes(len(tokens), len(tokens[0])),
-    }
-    out = pair.arrays.decode(pair.target, feeds)
-    return np.array(pair.arrays.readable(out["logits"]))
+    return pair.logits(tokens, [start] * len(tokens))
 
 
 def _same(what: str, a: Sequence[int], b: Sequence[int]) -> None:

@@ -87,6 +87,13 @@ def _asked(llm: LLM, prompts: Sequence[Prompt]) -> list[str | list[int]]:
     ]
 
 
+def token_ids(llm: LLM, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The tokens of the prompts."""
+    return [
+        llm.tokenizer.encode(asked) if isinstance(asked, str) else asked for asked in _asked(llm, prompts)
+    ]
+
+
 def verify(
     llm: LLM,
     prompts: Sequence[Prompt],

@@ -1,0 +1,143 @@
+"""`verify --widths`: it finds engines whose numbers depend on a pass, says where, and finds nothing in ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_trt import LLM
+from dflash_trt.building.build import build
+from dflash_trt.cli import main
+from dflash_trt.decoding.pair import Pair
+from dflash_trt.errors import UsageError
+from dflash_trt.graph import onnxruntime as functions
+from dflash_trt.reports.widths import Outcome, classes, measure
+from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
+from tests.doubles.family_checkpoints import make_gpt_oss
+from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+TARGETS: dict[str, Callable[[Path], Path]] = {
+    "qwen3": partial(make_target, hidden=128, layers=2, heads=4, kv_heads=2),
+    "gpt-oss": partial(make_gpt_oss, num_key_value_heads=2, **SMALL),
+    "hybrid": partial(
+        make_hybrid, architecture=DENSE, layer_types=["linear_attention", "full_attention"], **SMALL
+    ),
+}
+PROMPTS = np.random.default_rng(0).integers(VOCAB, size=(2, 70)).tolist()
+
+
+def bundle(tmp_path: Path, target: str = "qwen3") -> Path:
+    made = TARGETS[target](tmp_path / "target")
+    drafter = make_drafter(tmp_path / "drafter", made, layers=1, taps=(0, 1), block_size=4)
+    return build(str(made), str(drafter), tmp_path / "bundle", max_seq_len=128).path
+
+
+def measured(path: Path, widths: tuple[int, ...] = (1, 2, 4)) -> dict[str, Outcome]:
+    with LLM(path, max_batch_size=3, prefill_chunk=64) as llm:
+        return {each.way.name: each for each in measure(llm, PROMPTS, widths, max_tokens=20)}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_all_agree_on_onnx_runtime(tmp_path: Path, target: str) -> None:
+    outcomes = measured(bundle(tmp_path, target))
+    assert {name: each.rows - each.equal for name, each in outcomes.items() if each.equal < each.rows} == {}
+    assert classes(list(outcomes.values())) == [list(outcomes)]
+    assert len(outcomes) == 14
+
+
+def test_an_operator_that_rounds_one_row_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "GROUPED_ROWS", 0)  # each query head apart: the product of one row
+    outcomes = measured(bundle(tmp_path))
+    ours, others = classes(list(outcomes.values()))[:2]
+    assert ours[0] == "width 1 again"
+    assert {"width 2", "width 4"} <= set(others)
+    wide = outcomes["width 4"]
+    assert 0 < wide.largest < 1e-3
+    assert wide.flips == wide.answers == 0
+    assert wide.first.endswith(".1")  # layer 1's rows come from layer 0's attention
+
+
+@pytest.mark.parametrize(
+    ("lie", "different"),
+    [
+        (lambda tokens, slot: tokens.shape in ((1, 3), (1, 4)), {"width 4"}),  # kernels for groups of widths
+        (
+            lambda tokens, slot: len(tokens) > 1,
+            {f"place {i} of 3, width {w}" for i in (1, 2, 3) for w in (1, 4)},
+        ),
+        (lambda tokens, slot: slot > 0, {f"place {i} of 3, width {w}" for i in (2, 3) for w in (1, 4)}),
+    ],
+)
+def test_lies_of_a_pass(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lie: Callable[[Any, int], bool],
+    different: set[str],
+) -> None:
+    real = Pair.logits
+
+    def logits(pair: Pair, tokens: Any, start: Any) -> Any:
+        out = real(pair, tokens, start)
+        for slot in range(len(tokens)):
+            if lie(np.asarray(tokens), slot):
+                best = out[slot].argmax(axis=-1)[:, None]
+                np.put_along_axis(out[slot], best, -1.0, axis=-1)
+        return out
+
+    monkeypatch.setattr(Pair, "logits", logits)
+    outcomes = measured(bundle(tmp_path))
+    wrong = {
+        name for name, each in outcomes.items() if each.equal < each.rows and not name.startswith("random")
+    }
+    assert wrong == different
+    some = outcomes[min(different)]
+    assert some.flips == len(some.margins) > 0
+    assert some.answers == 2
+    assert some.first == "the logits: all cache rows agree"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = bundle(tmp_path)
+    asked = ["verify", str(path), "--limit", "1", "--max-tokens", "8", "--widths"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "a b c"}) + "\n")
+    asked[2:2] = ["--prompts", str(prompts)]
+    assert main(asked) == 0
+    assert "all equal" in capsys.readouterr().out
+    assert main([*asked, "2,3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"]
+    assert [each["way"] for each in found["ways"][:3]] == ["width 1 again", "width 2", "width 3"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*asked, "5"])
+    assert "--widths" in capsys.readouterr().err
+
+
+def test_trees_move_rows(tmp_path: Path) -> None:
+    """The accepted rows were beside others when they were computed, so the last bits differ, and no more."""
+    made = TARGETS["qwen3"](tmp_path / "target")
+    drafter = make_drafter(tmp_path / "drafter", made, layers=1, taps=(0, 1), block_size=8)
+    path = build(str(made), str(drafter), tmp_path / "bundle", max_seq_len=128, tree_width=4).path
+    outcomes = measured(path, (1, 8))
+    tree = outcomes.pop("trees of 8 nodes")
+    assert tree.rows == outcomes["width 8"].rows
+    assert tree.largest < 1e-4
+    assert tree.flips == 0
+    assert all(each.equal == each.rows for each in outcomes.values())
+
+
+def test_a_prompt_without_room(tmp_path: Path) -> None:
+    with LLM(bundle(tmp_path)) as llm, pytest.raises(UsageError, match="leaves 1 tokens"):
+        list(measure(llm, [[1] * 127], (1, 2), 8))
