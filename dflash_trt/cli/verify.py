@@ -154,7 +154,7 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt]) -> int:
     from dflash_trt.reports.widths import classes, measure
 
     outcomes = []
-    with LLM(bundle_of(args), max_batch_size=max(args.batch_sizes)) as llm:
+    with LLM(args.bundle, max_batch_size=max(args.batch_sizes)) as llm:
         widths = sorted({1, *args.widths}) if args.widths else list(range(1, llm.block_size + 1))
         if not args.json:
             print(
