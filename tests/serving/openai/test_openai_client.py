@@ -278,28 +278,6 @@ def test_a_json_schema_a_choice_and_a_grammar_shape_the_answer(server: Server, l
     assert made.choices[0].message.content == llm.chat(QUESTION, params).text
 
 
-def test_a_required_call_comes_whatever_is_asked(server: Server) -> None:
-    def tool(name: str) -> dict[str, object]:
-        properties = {"day": {"enum": ["Monday", "Friday"]}}
-        parameters = {
-            "type": "object",
-            "properties": properties,
-            "required": ["day"],
-            "additionalProperties": False,
-        }
-        return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-    asked = {"model": "tiny", "messages": QUESTION, "tools": [tool("one"), tool("two")], "max_tokens": 80}
-    made = server.openai.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False)
-    (call,) = made.choices[0].message.tool_calls
-    assert call.function.name in ("one", "two")
-    assert json.loads(call.function.arguments)["day"] in ("Monday", "Friday")
-    named = {"type": "function", "function": {"name": "two"}}
-    made = server.openai.chat.completions.create(**asked, tool_choice=named)
-    assert made.choices[0].message.tool_calls[0].function.name == "two"
-    assert made.choices[0].finish_reason == "tool_calls"
-
-
 def test_a_response_has_the_text_of_a_chat_whole_and_in_events(server: Server) -> None:
     whole = server.openai.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=100)
     text = whole.choices[0].message.content
