@@ -151,6 +151,9 @@ def test_a_prompt_keeps_its_last_tokens(server: Server, llm: LLM) -> None:
     ("guide", "texts"),
     [
         ({"guided_choice": ["yes", "no"]}, ("yes", "no")),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, ("yes", "no")),
+        ({"structured_outputs": {"regex": "(yes|no)"}}, ("yes", "no")),
+        ({"structured_outputs": {"grammar": 'start: "yes" | "no"\n'}}, ("yes", "no")),
         ({"guided_regex": "(yes|no)"}, ("yes", "no")),
         ({"guided_grammar": 'start: "yes" | "no"\n'}, ("yes", "no")),
         ({"guided_json": {"enum": ["yes", "no"]}}, ('"yes"', '"no"')),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +99,6 @@ def test_the_figure_is_shown_to_clients_that_have_keys_of_their_own_or_if_the_op
 ) -> None:
     settings = ServerSettings(bundle=Bundle(Path("x"), {}), keys=[*keys], prompt_details=asked)
     assert shows_prompt_details(settings) is shown
-
-
-def test_the_operators_option_shows_the_figure(start: Callable[..., Server]) -> None:
-    one = start("--threads=1", "--enable-prompt-tokens-details", DFLASH_TRT_API_KEY="one")
-    assert [reused(one, "one"), reused(one, "one")] == [(0, 0), (49, 49)]
 
 
 @pytest.mark.parametrize("salt", ["", 7])

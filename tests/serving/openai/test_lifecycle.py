@@ -21,15 +21,18 @@ from tests.serving.openai.conftest import COMPLETIONS, LONG, Server, Streaming, 
 def small(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A server for one request at a time, with one place to wait."""
     options = (
-        "--block-length=1",
-        "--max-batch-size=1",
-        "--max-queue=1",
-        "--threads=1",
-        "--stream-interval=0",
+        *("--block-length=1", "--max-batch-size=1", "--max-queue=1", "--threads=1", "--stream-interval=0"),
+        *("--enable-prompt-tokens-details", "--allowed-host=Box.Example"),
     )
     made = Server(tiny, tmp_path_factory.mktemp("log") / "log", *options)
     yield made
     assert made.stop() == 0
+
+
+def test_the_operator_shows_cached_tokens_and_names_hosts(small: Server) -> None:
+    body = {"prompt": [*range(40, 90)], "max_tokens": 1}
+    usages = [small.post(COMPLETIONS, body, Host="box.example").json()["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 49]
 
 
 def test_a_full_queue_is_429_and_clients_that_leave_make_room(small: Server) -> None:
