@@ -28,7 +28,7 @@ from dflash_trt.serving.launch import find_server, server_arguments
 from dflash_trt.serving.processes import descendants
 from dflash_trt.serving.proxy_settings import Sockets
 from dflash_trt.serving.supervisor import has_backend
-from dflash_trt.serving.worker import Worker
+from dflash_trt.serving.worker import Worker, _options
 from tests.api.test_async import bundle, prompt
 from tests.decoding.test_faults import Panic
 
@@ -188,17 +188,16 @@ def test_a_stream_gets_a_response_per_round_or_one_per_interval(bundle: Path) ->
     assert [len(u["logprobs"]) for u in got["1000000000"]] == [1, 59]
 
 
-def test_the_engine_process_says_why_it_cannot_start(bundle: Path, tmp_path: Path) -> None:
-    for engine, reason in (
-        (Engine(tmp_path), "manifest.json"),
-        (
-            Engine(bundle, block_length="none"),
-            "parameter block_length is 'none', expected a whole number or auto",
-        ),
-        (Engine(bundle, max_queue="-1"), "parameter max_queue is '-1', expected a whole number"),
+def test_the_engine_process_says_why_it_cannot_start(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    assert "manifest.json" in json.loads(engine.file.readline())["fatal"]
+    assert engine.process.wait(60) == 1
+    for name, value, expected in (
+        ("block_length", "none", "a whole number or auto"),
+        ("max_queue", "-1", "a whole number"),
     ):
-        assert reason in json.loads(engine.file.readline())["fatal"]
-        assert engine.process.wait(60) == 1
+        with pytest.raises(DFlashError, match=f"parameter {name} is '{value}', expected {expected}"):
+            _options({name: value})
 
 
 def test_sigterm_cancels_what_is_in_flight_and_takes_nothing_more(bundle: Path) -> None:
@@ -323,6 +322,22 @@ def test_containers_fit_the_engine_of_the_bundle() -> None:
     assert "--gpus" not in command("onnxruntime")
 
 
+def test_the_user_s_options_come_last() -> None:
+    sockets, own = Sockets(Path("/tmp")), ["--log-format", "ISO8601", "--http-thread-count=4"]
+    plain = server_arguments(Path("repository"), sockets, "warning")
+    assert server_arguments(Path("repository"), sockets, "warning", own) == [*plain, *own]
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--model-repository=x", "--http-address", "--load-model=y", "--model-repo=x", "--allow-http=false"],
+)
+def test_options_that_serve_sets_are_refused(option: str) -> None:
+    name = option.partition("=")[0]
+    with pytest.raises(DFlashError, match=f"{name}: is set by"):
+        server_arguments(Path("repository"), Sockets(Path("/tmp")), "warning", [option])
+
+
 def test_tritonserver_listens_where_only_its_user_may_enter(tmp_path: Path) -> None:
     def arguments(level: Any) -> list[str]:
         return server_arguments(Path("r"), Sockets(tmp_path), level)
@@ -427,3 +442,10 @@ def test_models_of_several_names_share_a_repository(bundle: Path, tmp_path: Path
     alone = tmp_path / "new"
     assert main(["deploy", str(bundle), "--out", str(alone), "--name", "only"]) == 0
     assert [path.name for path in alone.iterdir()] == ["only"]
+
+
+def test_only_serve_passes_options_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--", "--log-format=x"])
+    assert ended.value.code == 2
+    assert "unknown argument '--log-format=x'" in capsys.readouterr().err

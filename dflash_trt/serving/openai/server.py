@@ -118,7 +118,7 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
     metrics = ServerMetrics(engine)
     app = make_app(
         model, engine, metrics.text, settings.max_seconds, priorities=settings.priorities,
-        prompt_details=settings.prompt_details or len(set(settings.keys)) > 1,
+        prompt_details=shows_prompt_details(settings),
     )  # fmt: skip
     most = settings.max_body or max_request_bytes(model.max_seq_len)
     gate: Any = Gate(app, keys=settings.keys, most=most, observe=metrics.observe, hosts=_hosts(settings))
@@ -128,6 +128,11 @@ def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[A
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
     return gate, engine
+
+
+def shows_prompt_details(settings: ServerSettings) -> bool:
+    """Whether clients see how many tokens of their prompts were cached: those of several keys, or as asked for."""
+    return settings.prompt_details or len(set(settings.keys)) > 1
 
 
 def _hosts(settings: ServerSettings) -> set[str] | None:

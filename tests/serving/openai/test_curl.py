@@ -1,4 +1,4 @@
-"""The server as curl sees it: headers, streams as they come, refusals, and a client that leaves."""
+"""The server as curl sees it: an answer, a stream as it comes, and probes."""
 
 from __future__ import annotations
 
@@ -37,27 +37,6 @@ def test_an_answer_and_its_stream_have_the_same_text(server: Server) -> None:
     deltas = [json.loads(event)["choices"][0]["delta"].get("content", "") for event in events]
     assert "".join(deltas) == whole != ""
     assert sum(map(bool, deltas)) > 1
-
-
-def test_heads_and_refusals(server: Server) -> None:
-    url = f"{server.url}/v1/chat/completions"
-    head = curl("-i", url, *JSON, "-H", "X-Request-Id: mine", "-d", json.dumps(CHAT)).partition("\r\n\r\n")[0]
-    assert head.startswith("HTTP/1.1 200")
-    assert "x-request-id: mine" in head.lower()
-    for words, status, said in (
-        (
-            [url, "-d", json.dumps(CHAT)],
-            "415",
-            "application/json",
-        ),  # curl's own content type is that of forms
-        ([url, *JSON, "-d", json.dumps(CHAT | {"tempo": 1})], "400", "tempo"),
-        ([url, *JSON, "-d", "{"], "400", "JSON"),
-        ([url], "405", "GET /v1/chat/completions"),
-        ([f"{server.url}/nothing"], "404", "/nothing"),
-    ):
-        body, _, code = curl("-w", "\n%{http_code}", *words).rpartition("\n")
-        assert code == status
-        assert said in json.loads(body)["error"]["message"]
 
 
 def test_probes_answer_to_curls_fail_option(server: Server) -> None:

@@ -58,11 +58,9 @@ def test_fields_that_have_no_effect_are_taken(server: Server, path: str, fields:
     def text(answer: Any) -> Any:
         return answer["choices"][0]["message"] if path == CHATS else answer["output"][0]["content"]
 
-    assert text(made(server, path, **asked, **fields)) == text(made(server, path, **asked))
-
-
-def test_nothing_is_stored_whatever_is_asked(server: Server) -> None:
-    assert made(server, RESPONSES, input="hi", store=True)["store"] is False
+    answer = made(server, path, **asked, **fields)
+    assert text(answer) == text(made(server, path, **asked))
+    assert path == CHATS or answer["store"] is False
 
 
 def test_a_last_message_can_be_continued(server: Server, llm: LLM) -> None:
@@ -153,6 +151,9 @@ def test_a_prompt_keeps_its_last_tokens(server: Server, llm: LLM) -> None:
     ("guide", "texts"),
     [
         ({"guided_choice": ["yes", "no"]}, ("yes", "no")),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, ("yes", "no")),
+        ({"structured_outputs": {"regex": "(yes|no)"}}, ("yes", "no")),
+        ({"structured_outputs": {"grammar": 'start: "yes" | "no"\n'}}, ("yes", "no")),
         ({"guided_regex": "(yes|no)"}, ("yes", "no")),
         ({"guided_grammar": 'start: "yes" | "no"\n'}, ("yes", "no")),
         ({"guided_json": {"enum": ["yes", "no"]}}, ('"yes"', '"no"')),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.serving.openai.server import ServerSettings, shows_prompt_details
 from tests.serving.openai.conftest import COMPLETIONS, OPTIONS, Server
 
 PROMPT = list(range(40, 90))
@@ -88,11 +90,15 @@ def test_without_several_keys_the_figure_is_not_shown(server: Server) -> None:
         assert usage["input_tokens_details"]["cached_tokens"] == 0
 
 
-def test_one_key_shows_no_figure_unless_the_operator_asks_for_it(start: Callable[..., Server]) -> None:
-    one = start(DFLASH_TRT_API_KEY="one")
-    assert [reused(one, "one"), reused(one, "one")] == [(0, -1), (49, -1)]
-    asked = start("--enable-prompt-tokens-details", DFLASH_TRT_API_KEY="one")
-    assert [reused(asked, "one"), reused(asked, "one")] == [(0, 0), (49, 49)]
+@pytest.mark.parametrize(
+    ("keys", "asked", "shown"),
+    [("", False, False), ("a", False, False), ("ab", False, True), ("aa", False, False), ("a", True, True)],
+)
+def test_the_figure_is_shown_to_clients_that_have_keys_of_their_own_or_if_the_operator_asks(
+    keys: str, asked: bool, shown: bool
+) -> None:
+    settings = ServerSettings(bundle=Bundle(Path("x"), {}), keys=[*keys], prompt_details=asked)
+    assert shows_prompt_details(settings) is shown
 
 
 @pytest.mark.parametrize("salt", ["", 7])

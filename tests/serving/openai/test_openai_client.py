@@ -251,7 +251,7 @@ def test_texts_become_tokens_and_back(server: Server, llm: LLM) -> None:
     assert server.post("/tokenize", {"messages": QUESTION}).json()["tokens"] == llm.chat_prompt(QUESTION)
 
 
-def test_a_json_schema_a_choice_and_a_grammar_shape_the_answer(server: Server, llm: LLM) -> None:
+def test_a_json_schema_shapes_the_answer(server: Server, llm: LLM) -> None:
     schema = {
         "type": "object",
         "properties": {"town": {"enum": ["Borvik", "Hestin"]}, "days": {"type": "integer", "maximum": 9}},
@@ -266,38 +266,11 @@ def test_a_json_schema_a_choice_and_a_grammar_shape_the_answer(server: Server, l
         trip = json.loads(made.choices[0].message.content)
         assert set(trip) == {"town", "days"}
         assert trip["town"] in ("Borvik", "Hestin")
-    for structure in ({"choice": ["yes", "no"]}, {"regex": "(yes|no)"}, {"grammar": 'start: "yes" | "no"\n'}):
-        done = server.openai.completions.create(
-            model="tiny", prompt="Well,", max_tokens=9, extra_body={"structured_outputs": structure}
-        )
-        assert done.choices[0].text in ("yes", "no")
     params = SamplingParams(max_tokens=60, structured_outputs=StructuredOutputs(json_object=True))
     made = server.openai.chat.completions.create(
         model="tiny", messages=QUESTION, response_format={"type": "json_object"}, max_tokens=60
     )
     assert made.choices[0].message.content == llm.chat(QUESTION, params).text
-
-
-def test_a_required_call_comes_whatever_is_asked(server: Server) -> None:
-    def tool(name: str) -> dict[str, object]:
-        properties = {"day": {"enum": ["Monday", "Friday"]}}
-        parameters = {
-            "type": "object",
-            "properties": properties,
-            "required": ["day"],
-            "additionalProperties": False,
-        }
-        return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-    asked = {"model": "tiny", "messages": QUESTION, "tools": [tool("one"), tool("two")], "max_tokens": 80}
-    made = server.openai.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False)
-    (call,) = made.choices[0].message.tool_calls
-    assert call.function.name in ("one", "two")
-    assert json.loads(call.function.arguments)["day"] in ("Monday", "Friday")
-    named = {"type": "function", "function": {"name": "two"}}
-    made = server.openai.chat.completions.create(**asked, tool_choice=named)
-    assert made.choices[0].message.tool_calls[0].function.name == "two"
-    assert made.choices[0].finish_reason == "tool_calls"
 
 
 def test_a_response_has_the_text_of_a_chat_whole_and_in_events(server: Server) -> None:

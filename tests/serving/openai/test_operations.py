@@ -75,6 +75,9 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_get_their_deadline(
             assert (await without) == refusal("UNAVAILABLE", "the engine ended (SIGKILL)")
             assert engine.pid != hanging
             assert (await last(engine))["finish_reason"] == "length"
+            await asyncio.gather(engine.close(), engine.close())
+            with pytest.raises(EngineDownError):
+                await last(engine)
 
     asyncio.run(run())
     assert said[0] == "the engine has not answered 6 times; it is killed"
@@ -152,16 +155,6 @@ def test_an_engine_ends_with_its_server_while_it_loads() -> None:
     assert process.wait(60) == 1
 
 
-def test_a_port_of_the_systems_choice_is_shown(tiny: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dflash_trt", "serve", str(tiny), "--port=0", "--threads=1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    shown = {line.split()[0]: line.split()[1] for line in (process.stdout.readline() for _ in range(4))}
-    assert httpx.get(shown["metrics"], timeout=60).status_code == 200
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -206,14 +199,3 @@ def test_a_file_of_keys_from_windows_is_read(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_bytes(b"\xef\xbb\xbfsecret-1\r\nsecret-2\r\n")
     assert _keys(file) == ["secret-1", "secret-2"]
-
-
-def test_a_closed_engine_takes_no_requests(tiny: Path) -> None:
-    async def run() -> None:
-        engine = engine_of(tiny, [])
-        await engine.start()
-        await asyncio.gather(engine.close(), engine.close())
-        with pytest.raises(EngineDownError):
-            await last(engine)
-
-    asyncio.run(run())
