@@ -18,7 +18,7 @@ from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
 from dflash_trt import LLM
-from dflash_trt.cli import _parser, chat, generate
+from dflash_trt.cli import chat, generate, make_parser
 from dflash_trt.prompts import natural_prompts
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,7 @@ def record(bundle: str, max_tokens: int) -> str:
     """The SVG of a conversation with a bundle, or with a known pair."""
     words = ["chat", f"bundles/{Path(bundle).name}", "--max-tokens", str(max_tokens)]
     with LLM(bundle, max_batch_size=1) as llm:
-        conversation = Recorded(llm, _parser().parse_args(words))
+        conversation = Recorded(llm, make_parser().parse_args(words))
         conversation.text.append(f"$ dflash-trt {' '.join(words)}\n", "bold")
         llm.generate(llm.chat_prompt([{"role": "user", "content": "Hello"}]))  # a warm-up
         for question in questions():

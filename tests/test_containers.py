@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dflash_trt.bundle.manifest import Bundle
-from dflash_trt.cli import _parser
+from dflash_trt.cli import make_parser
 from dflash_trt.serving.deploy import container_command
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +36,7 @@ def served() -> dict[str, object]:
     (entry,) = (json.loads(text) for text in instructions("ENTRYPOINT"))
     assert entry[0] == "dflash-trt"
     command = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in service()["command"]]  # type: ignore[attr-defined]
-    return vars(_parser().parse_args([*entry[1:], *command]))
+    return vars(make_parser().parse_args([*entry[1:], *command]))
 
 
 def test_the_container_starts_a_command_that_exists_on_the_ports_it_shows() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dflash_trt.cli import _parser
+from dflash_trt.cli import make_parser
 from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.serving.openai.gate import OPEN
 from dflash_trt.serving.openai.server import _END_SECONDS
@@ -44,7 +44,7 @@ def served(words: list[str]) -> dict[str, Any]:
     program, *entry = json.loads(instruction("ENTRYPOINT"))
     assert program == "dflash-trt"
     plain = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in words]
-    return vars(_parser().parse_args([*entry, *plain]))
+    return vars(make_parser().parse_args([*entry, *plain]))
 
 
 def test_the_image_has_what_the_server_needs() -> None:

@@ -179,9 +179,9 @@ def test_the_images_and_security_md_name_the_variables_that_the_package_sets() -
 
 
 def test_all_commands_run() -> None:
-    from dflash_trt.cli import _parser
+    from dflash_trt.cli import make_parser
 
-    (commands,) = (a.choices for a in _parser()._actions if a.dest == "command")
+    (commands,) = (a.choices for a in make_parser()._actions if a.dest == "command")
     assert {line.split()[0] for lines in COMMANDS.values() for line in lines} == set(commands)  # type: ignore[arg-type]
 
 

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Wrong usage, of any kind, raises `SystemExit(2)`, `--help` raises `SystemExit(0)`, as in argparse.
     """
-    parser = _parser()
+    parser = make_parser()
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     args, unknown = parser.parse_known_args(words[:end])
@@ -114,7 +114,8 @@ def _said(error: Exception) -> str:
     return str(error)
 
 
-def _parser() -> CommandParser:
+def make_parser() -> CommandParser:
+    """The parser of all commands. Parsed arguments have it as `program`, and the command's own as `parser`."""
     parser = CommandParser(
         prog="dflash-trt",
         description="Build and run DFlash pairs: a target, and a drafter that proposes blocks of tokens.",
@@ -135,7 +136,7 @@ def _parser() -> CommandParser:
                 default="warning",
                 help="what is logged on standard error (default: warning)",
             )
-        command.set_defaults(run=module.run, usage_error=command.error, parser=command)
+        command.set_defaults(run=module.run, usage_error=command.error, parser=command, program=parser)
     return parser
 
 

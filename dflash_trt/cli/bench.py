@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli import bench_server
-from dflash_trt.cli.options import add_bundle, add_tree_nodes, at_least, each
-from dflash_trt.cli.output import colours
+from dflash_trt.cli.options import (
+    add_bundle,
+    add_json,
+    add_prompts,
+    add_threads,
+    add_tree_nodes,
+    at_least,
+    each,
+)
+from dflash_trt.cli.output import print_figures, print_json, write_chart
 from dflash_trt.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_trt.decoding.length.policy import Lengths
-    from dflash_trt.reports.benchmark import MethodPoint
+    from dflash_trt.reports.benchmark import Load, MethodPoint
     from dflash_trt.runtime import Runtime
 
 SUMMARY = "measure throughput and latency under load"
@@ -70,11 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="closed loops: requests at a time (default: 1,2,4,8,16, or none with --rate)",
     )
     parser.add_argument(
-        "--rate",
-        type=each(_positive),
-        default=[],
-        metavar="R,...",
-        help="open loops: requests per second",
+        "--rate", type=each(_positive), default=[], metavar="R,...", help="open loops: requests per second"
     )
     parser.add_argument(
         "--requests",
@@ -94,16 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-length", type=int, metavar="N", help="block length of `draft` (default: the block size)"
     )
     add_tree_nodes(parser)
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="a JSONL file (default: the shipped prompts)"
-    )
-    parser.add_argument(
-        "--threads", type=at_least(1), metavar="N", help="CPU threads per pass (default: all)"
-    )
+    add_prompts(parser)
+    add_threads(parser)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw throughput and TPOT over the loads")
-    parser.add_argument(
-        "--json", action="store_true", help="print all figures as one JSON document, and no table"
-    )
+    add_json(parser)
 
 
 def _positive(text: str) -> float:
@@ -119,56 +115,43 @@ def _method(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.server is not None:
-        bench_server.refuse_options_of_bundles(args)
-        return bench_server.run(args)
-    if args.bundle is None:
-        args.usage_error("give a BUNDLE, or --server URL")
-    if args.model is not None or args.ignore_eos:
-        args.usage_error("--model and --ignore-eos need --server URL")
-    from dflash_trt.hardware import processor
-    from dflash_trt.prompts import read_prompts
     from dflash_trt.reports import charts
-    from dflash_trt.reports.benchmark import Load, bench
-    from dflash_trt.runtime import Runtime
+    from dflash_trt.reports.benchmark import Load
 
     charts.check(args.svg)
     closed = args.concurrency or ([] if args.rate else [1, 2, 4, 8, 16])
     most = max(closed, default=16)
     loads = [Load(n) for n in closed] + [Load(most, rate) for rate in args.rate]
+    if args.server is not None:
+        return bench_server.run(args, loads)
+    if args.bundle is None:
+        args.usage_error("give a BUNDLE, or --server URL")
+    if args.model is not None or args.ignore_eos:
+        args.usage_error("--model and --ignore-eos need --server URL")
+    return _bundle(args, loads)
+
+
+def _bundle(args: argparse.Namespace, loads: Sequence[Load]) -> int:
+    from dflash_trt.hardware import processor
+    from dflash_trt.runtime import Runtime
+
     runtime = Runtime(
         args.bundle,
-        max_batch_size=most,
+        max_batch_size=max(load.concurrency for load in loads),
         prefill_chunk=512,
         prefix_cache_bytes=0,
         threads=args.threads,
         check="size",
     )
+    fixed = args.block_length or runtime.block_size
     try:
-        prompts = [
-            runtime.tokenizer.encode(p.content)
-            if isinstance(p.content, str)
-            else runtime.chat_prompt(p.content)
-            for p in read_prompts(args.prompts, 0)
-        ]
-        fixed = args.block_length or runtime.block_size
-        methods = _lengths(args, runtime, fixed)
-        with progress_display() as progress:
-            found = list(
-                bench(
-                    *(runtime, prompts, loads, methods),
-                    requests=args.requests,
-                    max_tokens=args.max_tokens,
-                    progress=progress,
-                )
-            )
+        measured = _measure(args, runtime, loads, fixed)
     finally:
         runtime.scheduler.close()
-    same = all(point.outputs == points[0].outputs for points in found for point in points)
-    rows = [point.to_dict() for points in found for point in points]
+    same = all(point.outputs == points[0].outputs for points in measured for point in points)
+    rows = [point.to_dict() for points in measured for point in points]
     if args.svg:
-        args.svg.write_text(_chart(rows, runtime.bundle.path.name), encoding="utf-8")
-        print(f"drew {args.svg}", file=sys.stderr)
+        write_chart(args.svg, _chart(rows, runtime.bundle.path.name))
     if args.json:
         document = {
             "bundle": runtime.bundle.path.name,
@@ -176,16 +159,35 @@ def run(args: argparse.Namespace) -> int:
             "max_tokens": args.max_tokens,
         }
         document |= {"block_size": runtime.block_size, "fixed_block_length": fixed, "same_tokens": same}
-        document |= {"tree_nodes": "auto" if args.tree_nodes is None else args.tree_nodes}
-        print(json.dumps(document | {"points": rows}))
+        document |= {"tree_nodes": "auto" if args.tree_nodes is None else args.tree_nodes, "points": rows}
+        print_json(document)
     else:
         print(processor())
         print(f"{args.requests} requests per load and method, at most {args.max_tokens} tokens each")
         print(
             f"draft: {fixed} tokens per round; tokens of the methods: {'all equal' if same else 'DIFFERENT'}"
         )
-        _print(found)
+        _print(measured)
     return 0 if same else 1
+
+
+def _measure(
+    args: argparse.Namespace, runtime: Runtime, loads: Sequence[Load], fixed: int
+) -> list[list[MethodPoint]]:
+    """A point for each method under each load."""
+    from dflash_trt.prompts import read_prompts
+    from dflash_trt.reports.benchmark import bench
+
+    contents = [prompt.content for prompt in read_prompts(args.prompts, 0)]
+    prompts = [
+        runtime.tokenizer.encode(content) if isinstance(content, str) else runtime.chat_prompt(content)
+        for content in contents
+    ]
+    counts = {"requests": args.requests, "max_tokens": args.max_tokens}
+    with progress_display() as progress:
+        return list(
+            bench(runtime, prompts, loads, _lengths(args, runtime, fixed), **counts, progress=progress)
+        )
 
 
 def _lengths(args: argparse.Namespace, runtime: Runtime, fixed: int) -> dict[str, Lengths]:
@@ -211,20 +213,12 @@ def _lengths(args: argparse.Namespace, runtime: Runtime, fixed: int) -> dict[str
     return {name: runtime.lengths(ways[name]) for name in asked}
 
 
-def _print(found: Sequence[Sequence[MethodPoint]]) -> None:
-    """The table. Figures are right-aligned."""
+def _print(measured: Sequence[Sequence[MethodPoint]]) -> None:
     lines: list[tuple[str, ...]] = list(HEADINGS)
-    for points in found:
+    for points in measured:
         plain = next((p.to_dict()["tokens_per_second"] for p in points if p.method == "plain"), None)
         lines += [_row(point, point.to_dict(), plain) for point in points]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    bold = colours(sys.stdout)
-    for number, cells in enumerate(lines):
-        aligned = (
-            f"{c:<{w}}" if i == 1 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-        )
-        line = "  ".join(aligned).rstrip()
-        print(f"\033[1m{line}\033[0m" if bold and number < len(HEADINGS) else line)
+    print_figures(lines, headings=len(HEADINGS), left=1)
 
 
 def _row(point: MethodPoint, figures: dict[str, Any], plain: float | None) -> tuple[str, ...]:
@@ -256,10 +250,10 @@ def _chart(rows: list[dict[str, Any]], bundle: str) -> str:
         return str(row["concurrency"] or f"{row['rate']:g}/s")
 
     loads = list(dict.fromkeys(map(name, rows)))
-    found = {(row["method"], name(row)): row for row in rows}
+    by_place = {(row["method"], name(row)): row for row in rows}
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    speeds = {m: [found[m, load]["tokens_per_second"] for load in loads] for m in methods}
-    times = {m: [found[m, load]["tpot_ms"].get("p50") for load in loads] for m in methods}
+    speeds = {m: [by_place[m, load]["tokens_per_second"] for load in loads] for m in methods}
+    times = {m: [by_place[m, load]["tpot_ms"].get("p50") for load in loads] for m in methods}
     return load_chart(
         loads,
         {"tokens per second": speeds, "TPOT, ms (median)": times},

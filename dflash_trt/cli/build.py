@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
 from dflash_trt.cli import engine_options
-from dflash_trt.cli.options import at_least
+from dflash_trt.cli.options import add_json, add_target, at_least
 from dflash_trt.cli.output import byte_count, print_json, print_text
 from dflash_trt.engines import registry
 
@@ -36,9 +36,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target", required=True, metavar="NAME_OR_PATH", help="the model that decides the tokens"
-    )
+    add_target(parser)
     parser.add_argument(
         "--drafter",
         metavar="NAME_OR_PATH",
@@ -105,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="replace a bundle of other inputs or options, or a damaged one; nothing else is replaced",
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

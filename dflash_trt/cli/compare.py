@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
-from dflash_trt.cli.options import at_least, each
-from dflash_trt.cli.output import print_json, print_table
+from dflash_trt.cli.options import add_json, add_limit, add_prompts, add_target, add_threads, at_least, each
+from dflash_trt.cli.output import print_json, print_table, write_chart
 
 SUMMARY = "compare drafters of one target"
 DESCRIPTION = """\
@@ -29,9 +28,7 @@ A prompt file is as `dflash-trt verify --help` describes it.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target", required=True, metavar="NAME_OR_PATH", help="the model that decides the tokens"
-    )
+    add_target(parser)
     parser.add_argument(
         "--drafter",
         required=True,
@@ -39,12 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME_OR_PATH",
         help="a drafter for it; give the option once for each",
     )
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="a JSONL file (default: the shipped natural prompts)"
-    )
-    parser.add_argument(
-        "--limit", type=at_least(0), default=32, metavar="N", help="number of prompts; 0: all (default: 32)"
-    )
+    add_prompts(parser, "shipped natural")
+    add_limit(parser, 32)
     parser.add_argument(
         "--max-tokens", type=at_least(2), default=96, metavar="N", help="tokens per prompt (default: 96)"
     )
@@ -62,14 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --tree-width: nodes of a tree, beside the adaptive number (default: 16)",
     )
-    parser.add_argument(
-        "--threads", type=at_least(1), metavar="N", help="CPU threads per pass (default: all)"
-    )
+    add_threads(parser)
     parser.add_argument(
         "--work",
         type=Path,
         metavar="DIR",
-        help="keep the bundles and the answers here; the same command goes on behind them (default: keep nothing)",
+        help="keep the bundles and the answers here; the same command continues after them (default: keep nothing)",
     )
     parser.add_argument(
         "--seconds",
@@ -80,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--svg", type=Path, metavar="FILE", help="draw acceptance and speed at the first temperature"
     )
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON, and no table")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,8 +104,7 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     if args.svg:
-        args.svg.write_text(chart_of(result), encoding="utf-8")
-        print(f"drew {args.svg}", file=sys.stderr)
+        write_chart(args.svg, chart_of(result))
     if args.json:
         print_json(result)
     else:

@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.cli import _parser
     from dflash_trt.errors import DFlashError
     from dflash_trt.extras import install
 
@@ -31,9 +30,8 @@ def run(args: argparse.Namespace) -> int:
         import shtab
     except ImportError:
         raise DFlashError(f"completion needs shtab: {install('completion')}") from None
-    parser = _parser()
-    _files(parser, shtab.FILE)
-    print(shtab.complete(parser, shell=args.shell))
+    _files(args.program, shtab.FILE)
+    print(shtab.complete(args.program, shell=args.shell))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from dflash_trt.cli.options import add_json
 from dflash_trt.cli.output import byte_count, print_json, print_table
 
 SUMMARY = "show versions and the engines that this machine can build and run"
@@ -19,34 +20,34 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.reports.environment import describe
 
-    found = describe()
+    machine = describe()
     if args.json:
-        print_json(found)
-        return 1 if found["missing"] else 0
+        print_json(machine)
+        return 1 if machine["missing"] else 0
     print_table(
         [
-            ("dflash-trt", found["dflash_trt"]),
-            ("python", found["python"]),
-            ("system", found["system"]),
-            ("processor", f"{found['cpu']}, {found['cores']} cores"),
-            ("memory", "unknown" if found["memory_bytes"] is None else byte_count(found["memory_bytes"])),
+            ("dflash-trt", machine["dflash_trt"]),
+            ("python", machine["python"]),
+            ("system", machine["system"]),
+            ("processor", f"{machine['cpu']}, {machine['cores']} cores"),
+            ("memory", "unknown" if machine["memory_bytes"] is None else byte_count(machine["memory_bytes"])),
             *(
                 ("gpu", ", ".join(gpu.values()))
-                for gpu in found["gpus"] or [{"": "none that nvidia-smi shows"}]
+                for gpu in machine["gpus"] or [{"": "none that nvidia-smi shows"}]
             ),
-            *((name, version or "missing") for name, version in found["required"].items()),
-            *((name, version or "not installed (optional)") for name, version in found["optional"].items()),
-            ("providers", ", ".join(found["onnxruntime_providers"]) or "none"),
+            *((name, version or "missing") for name, version in machine["required"].items()),
+            *((name, version or "not installed (optional)") for name, version in machine["optional"].items()),
+            ("providers", ", ".join(machine["onnxruntime_providers"]) or "none"),
         ]
     )
     print()
     yes = {True: "yes", False: "no"}
-    rows = [(row["engine"], yes[row["build"]], yes[row["run"]], row["note"]) for row in found["engines"]]
+    rows = [(row["engine"], yes[row["build"]], yes[row["run"]], row["note"]) for row in machine["engines"]]
     print_table([("engine", "build", "run", ""), *rows], heading=True)
-    return 1 if found["missing"] else 0
+    return 1 if machine["missing"] else 0

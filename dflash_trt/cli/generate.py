@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_trt.cli.options import add_bundle, add_drafting, bundle_of, drafting_of
+from dflash_trt.cli.options import add_bundle, add_drafting, add_json, bundle_of, drafting_of
 from dflash_trt.cli.output import Words, loading, print_json
 from dflash_trt.errors import DFlashError, RequestError
 
@@ -80,9 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stats", action="store_true", help="print speed and acceptance on standard error at the end"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document at the end: text, tokens, statistics"
-    )
+    add_json(parser)
 
 
 def add_chat_template_arguments(parser: argparse.ArgumentParser, note: str = "") -> None:

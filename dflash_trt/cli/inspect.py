@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from dflash_trt.cli.options import add_json
 from dflash_trt.cli.output import byte_count, print_json, print_table
 
 SUMMARY = "describe a bundle or a checkpoint"
@@ -22,17 +23,17 @@ _BYTES = ("files", "size", "weight_bytes", "weight_bytes_by_dtype", "scratch_byt
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a bundle, a target or a drafter directory")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from dflash_trt.reports.inspection import inspect
 
-    found = inspect(args.path)
+    description = inspect(args.path)
     if args.json:
-        print_json(found)
+        print_json(description)
     else:
-        print_table([row for name, value in found.items() for row in _rows(name, value)])
+        print_table([row for name, value in description.items() for row in _rows(name, value)])
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -70,6 +71,37 @@ def block_length(text: str) -> int | None:
 def tree_nodes(text: str) -> int | None:
     """The nodes of a tree, 0 for chains, or None for `auto`."""
     return None if text == "auto" else at_least(0)(text)
+
+
+def add_target(parser: argparse.ArgumentParser, text: str = "the model that decides the tokens") -> None:
+    parser.add_argument("--target", required=True, metavar="NAME_OR_PATH", help=text)
+
+
+def add_prompts(parser: argparse.ArgumentParser, kind: str = "shipped") -> None:
+    """The file that `read_prompts` and `natural_prompts` take."""
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help=f"a JSONL file (default: the {kind} prompts)"
+    )
+
+
+def add_limit(parser: argparse.ArgumentParser, default: int) -> None:
+    parser.add_argument(
+        "--limit",
+        type=at_least(0),
+        default=default,
+        metavar="N",
+        help=f"only N prompts, from every category in turn; 0: all (default: {default})",
+    )
+
+
+def add_threads(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--threads", type=at_least(1), metavar="N", help="CPU threads per pass (default: all)"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
 
 
 def add_tree_nodes(parser: argparse._ActionsContainer) -> None:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 
@@ -29,6 +30,19 @@ def print_table(rows: Iterable[Sequence[str]], *, heading: bool = False) -> None
             line = (start + part).rstrip()
             print(f"\033[1m{line}\033[0m" if bold and number == 0 else line)
             start = " " * len(start)
+
+
+def print_figures(rows: Sequence[Sequence[str]], *, headings: int = 1, left: int = 0) -> None:
+    """Print rows of equal length, right-aligned but for the column `left`. The first `headings` rows are bold."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    bold = colours(sys.stdout)
+    for number, cells in enumerate(rows):
+        aligned = (
+            f"{cell:<{width}}" if place == left else f"{cell:>{width}}"
+            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        line = "  ".join(aligned).rstrip()
+        print(f"\033[1m{line}\033[0m" if bold and number < headings else line)
 
 
 def print_text(line: str) -> None:
@@ -102,6 +116,12 @@ def colours(stream: TextIO) -> bool:
     """Whether a stream shows bold text and colours (no-color.org)."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or os.name == "nt"
     return stream.isatty() and not plain
+
+
+def write_chart(file: Path, svg: str) -> None:
+    """Write an SVG document, and say so on standard error."""
+    file.write_text(svg, encoding="utf-8")
+    print(f"drew {file}", file=sys.stderr)
 
 
 def print_json(document: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from dflash_trt.cli.options import add_json
 from dflash_trt.cli.output import print_json, print_table
 
 SUMMARY = "list the known pairs, and published drafters"
@@ -20,7 +21,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

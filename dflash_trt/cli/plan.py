@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_trt.cli import engine_options, plan_curve
-from dflash_trt.cli.options import at_least
-from dflash_trt.cli.output import print_json, print_table
+from dflash_trt.cli.options import add_json, at_least
+from dflash_trt.cli.output import print_json, print_table, write_chart
 from dflash_trt.engines import registry
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     plan_curve.add_arguments(parser)
     parser.add_argument("--gpus", action="store_true", help="list the GPUs with the source of each figure")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,22 +83,23 @@ def run(args: argparse.Namespace) -> int:
     pair = built_in(args.target, args.drafter)
     if pair is not None and pair.doubt is not None:
         print(f"note: {pair.doubt}", file=sys.stderr)
-    found = estimate_memory(inventory, settings)
-    formats = {name for roles in found.weights.values() for sizes in roles.values() for name in sizes}
+    estimate = estimate_memory(inventory, settings)
+    formats = {name for roles in estimate.weights.values() for sizes in roles.values() for name in sizes}
     refused = registry.find(args.engine).refusal(settings.gpu.sm, inventory, formats)
     if args.curve:
         return plan_curve.run(args, inventory, settings, formats, refused)
     if args.svg:
-        args.svg.write_text(_chart(found), encoding="utf-8")
-        print(f"drew {args.svg}", file=sys.stderr)
+        write_chart(args.svg, _chart(estimate))
     if args.json:
         unverified = pair.unverified if pair is not None else ()
-        print_json({**found.to_dict(), "fits": found.fits, "refused": refused, "unverified": unverified})
+        print_json(
+            {**estimate.to_dict(), "fits": estimate.fits, "refused": refused, "unverified": unverified}
+        )
     else:
-        _print(found)
+        _print(estimate)
         if refused is not None:
-            print(f"{found.engine}: a build for {found.gpu} is refused: {refused}")
-    return 0 if found.fits and refused is None else 1
+            print(f"{estimate.engine}: a build for {estimate.gpu} is refused: {refused}")
+    return 0 if estimate.fits and refused is None else 1
 
 
 def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
@@ -137,67 +138,71 @@ def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     return inventory, replace(settings, **engine.memory_settings(inventory, options))
 
 
-def _print(found: MemoryEstimate) -> None:
+def _print(estimate: MemoryEstimate) -> None:
     from dflash_trt.planning.memory import gib
 
-    several = f"{found.tensor_parallel} x " if found.tensor_parallel > 1 else ""
-    print(f"{several}{found.gpu}, {found.engine}: GiB on {'each' if several else 'the'} GPU")
+    several = f"{estimate.tensor_parallel} x " if estimate.tensor_parallel > 1 else ""
+    print(f"{several}{estimate.gpu}, {estimate.engine}: GiB on {'each' if several else 'the'} GPU")
     rows = [
         (f"{side} {role}", gib(count), precision)
-        for side, roles in found.weights.items()
+        for side, roles in estimate.weights.items()
         for role, sizes in roles.items()
         for precision, count in sizes.items()
     ]
-    batch, length = found.max_batch_size, found.max_seq_len
+    batch, length = estimate.max_batch_size, estimate.max_seq_len
     rows += [
-        ("runtime", gib(found.runtime_bytes), "an allowance"),
-        ("activations", gib(found.activation_bytes), "an allowance"),
+        ("runtime", gib(estimate.runtime_bytes), "an allowance"),
+        ("activations", gib(estimate.activation_bytes), "an allowance"),
         (
             "KV cache",
-            gib(found.kv_bytes),
-            f"{batch} x {length} tokens, {found.kv_bytes_per_token} bytes each",
+            gib(estimate.kv_bytes),
+            f"{batch} x {length} tokens, {estimate.kv_bytes_per_token} bytes each",
         ),
-        ("drafter context", gib(found.drafter_bytes), f"{found.drafter_bytes_per_token} bytes a token"),
-        ("total", gib(found.total_bytes), f"of {gib(found.memory_bytes)}, {_left(found.left_bytes)}"),
+        ("drafter context", gib(estimate.drafter_bytes), f"{estimate.drafter_bytes_per_token} bytes a token"),
+        (
+            "total",
+            gib(estimate.total_bytes),
+            f"of {gib(estimate.memory_bytes)}, {_left(estimate.left_bytes)}",
+        ),
     ]
-    if found.kv_fraction is not None:
+    if estimate.kv_fraction is not None:
         rows.append(
-            ("KV pool", gib(found.kv_pool_bytes or 0), f"free_gpu_memory_fraction {found.kv_fraction}")
+            ("KV pool", gib(estimate.kv_pool_bytes or 0), f"free_gpu_memory_fraction {estimate.kv_fraction}")
         )
     width = max(len(row[1]) for row in rows)
     print_table((name, size.rjust(width), note) for name, size, note in rows)
-    print(f"longest context at batch 1: {found.longest_context} tokens")
-    print(f"largest batch at {length} tokens: {found.largest_batch}")
-    print(f"a verification pass at batch 1 reads its weights in {found.pass_seconds * 1e3:.2f} ms at best")
-    if found.experts_moved > found.experts_chosen:
+    print(f"longest context at batch 1: {estimate.longest_context} tokens")
+    print(f"largest batch at {length} tokens: {estimate.largest_batch}")
+    print(f"a verification pass at batch 1 reads its weights in {estimate.pass_seconds * 1e3:.2f} ms at best")
+    if estimate.experts_moved > estimate.experts_chosen:
         print(
-            f"{found.engine} computes all experts: {found.experts_moved / 1e9:.1f} GB a pass; its rows choose "
-            f"{found.experts_chosen / 1e9:.1f} GB at most"
+            f"{estimate.engine} computes all experts: {estimate.experts_moved / 1e9:.1f} GB a pass; its rows choose "
+            f"{estimate.experts_chosen / 1e9:.1f} GB at most"
         )
-    if not found.fits:
-        print(found.refuse())
+    if not estimate.fits:
+        print(estimate.refuse())
 
 
-def _chart(found: MemoryEstimate) -> str:
+def _chart(estimate: MemoryEstimate) -> str:
     from dflash_trt.reports.charts import stack_chart
 
     def weights(side: str) -> int:
-        return sum(size for sizes in found.weights[side].values() for size in sizes.values())
+        return sum(size for sizes in estimate.weights[side].values() for size in sizes.values())
 
-    parts = {f"{side} weights": weights(side) for side in found.weights}
+    parts = {f"{side} weights": weights(side) for side in estimate.weights}
     parts |= {
-        "runtime": found.runtime_bytes,
-        "activations": found.activation_bytes,
-        "KV cache": found.kv_bytes,
+        "runtime": estimate.runtime_bytes,
+        "activations": estimate.activation_bytes,
+        "KV cache": estimate.kv_bytes,
     }
-    parts["drafter context"] = found.drafter_bytes
-    batch = f"{found.max_batch_size} x {found.max_seq_len} tokens"
+    parts["drafter context"] = estimate.drafter_bytes
+    batch = f"{estimate.max_batch_size} x {estimate.max_seq_len} tokens"
     return stack_chart(
         {name: size / 2**30 for name, size in parts.items()},
-        limit=found.memory_bytes / 2**30,
-        limit_name=f"the memory of {found.gpu}, {found.memory_bytes / 2**30:.0f} GiB",
-        title=f"Memory for {batch}, {found.engine}",
-        unit="GiB on each GPU" if found.tensor_parallel > 1 else "GiB",
+        limit=estimate.memory_bytes / 2**30,
+        limit_name=f"the memory of {estimate.gpu}, {estimate.memory_bytes / 2**30:.0f} GiB",
+        title=f"Memory for {batch}, {estimate.engine}",
+        unit="GiB on each GPU" if estimate.tensor_parallel > 1 else "GiB",
     )
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli.options import at_least, each
-from dflash_trt.cli.output import print_json, print_table, print_text
+from dflash_trt.cli.output import print_json, print_table, print_text, write_chart
 
 if TYPE_CHECKING:
     from dflash_trt.models.inventory import Inventory
@@ -88,8 +87,7 @@ def run(
     if args.svg:
         from dflash_trt.reports.charts import curve_chart
 
-        args.svg.write_text(curve_chart(**_chart(curves)), encoding="utf-8")
-        print(f"drew {args.svg}", file=sys.stderr)
+        write_chart(args.svg, curve_chart(**_chart(curves)))
     if args.json:
         print_json(curves.to_dict())
     else:

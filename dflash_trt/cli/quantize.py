@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from dflash_trt.building.progress import progress_display
+from dflash_trt.cli.options import add_json
 from dflash_trt.cli.output import byte_count, print_json
 from dflash_trt.errors import UsageError
 
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME_OR_PATH",
         help="the target of a calibrated drafter (default: its known target)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def _scheme(text: str) -> str:

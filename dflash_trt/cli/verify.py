@@ -5,17 +5,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_trt.cli.options import add_bundle, at_least, block_length, each, tree_nodes
+from dflash_trt.cli.options import (
+    add_bundle,
+    add_json,
+    add_limit,
+    add_prompts,
+    at_least,
+    block_length,
+    each,
+    tree_nodes,
+)
 from dflash_trt.cli.output import print_json
 
 if TYPE_CHECKING:
     from dflash_trt.decoding.options import DraftingOptions
     from dflash_trt.llm import LLM
     from dflash_trt.prompts import Prompt
-    from dflash_trt.reports.verification import Case
+    from dflash_trt.reports.verification import Difference
 
 SUMMARY = "check that drafting does not change the tokens"
 DESCRIPTION = """\
@@ -40,6 +48,7 @@ examples:
 A prompt file has one JSON object per line, with "id" and "category" if you like:
 {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}
 """
+HEADINGS = ("temperature", "block length", "batch size", "equal", "differing", "acceptance length")
 COLUMNS = "{:>11}  {:>12}  {:>10}  {:>5}  {:>9}  {:>17}"
 
 WIDTH_COLUMNS = "{:<24}  {:>11}  {:>18}  {:>15}  {:>7}"
@@ -47,22 +56,10 @@ WIDTH_COLUMNS = "{:<24}  {:>11}  {:>18}  {:>15}  {:>7}"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle(parser)
+    add_prompts(parser)
+    add_limit(parser, 4)
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="a JSONL file (default: the shipped prompts)"
-    )
-    parser.add_argument(
-        "--limit",
-        type=at_least(0),
-        default=4,
-        metavar="N",
-        help="only N prompts, from every category in turn; 0: all (default: 4)",
-    )
-    parser.add_argument(
-        "--temperatures",
-        type=each(float),
-        default=[0.0, 0.7],
-        metavar="T,...",
-        help="default: 0,0.7",
+        "--temperatures", type=each(float), default=[0.0, 0.7], metavar="T,...", help="default: 0,0.7"
     )
     parser.add_argument(
         "--block-lengths",
@@ -91,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="compare the logits of passes of N rows instead (default: 1 to the block length)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,16 +111,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             count = "1 prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
             print(f"{count}, {args.max_tokens} tokens each, top-p {TOP_P} where sampled")
-            print(
-                COLUMNS.format(
-                    "temperature",
-                    "block length",
-                    "batch size",
-                    "equal",
-                    "differing",
-                    "acceptance length",
-                )
-            )
+            print(COLUMNS.format(*HEADINGS))
         for case in verify(llm, prompts, **asked):
             cases.append(case)
             if not args.json:
@@ -132,15 +120,10 @@ def run(args: argparse.Namespace) -> int:
                     length = f"tree {case.tree_nodes or 'auto'}"
                 numbers = (case.temperature, length, case.batch_size, case.equal, case.differing)
                 print(COLUMNS.format(*numbers, f"{case.mean_acceptance_length:.2f}"), flush=True)
-    differing = [case for case in cases if case.first_difference]
+    differing = [case.first_difference for case in cases if case.first_difference]
     if args.json:
-        print_json(
-            {
-                "equal": not differing,
-                "prompts": len(prompts),
-                "cases": [dataclasses.asdict(case) for case in cases],
-            }
-        )
+        rows = [dataclasses.asdict(case) for case in cases]
+        print_json({"equal": not differing, "prompts": len(prompts), "cases": rows})
     elif differing:
         _print_difference(differing[0])
     else:
@@ -204,17 +187,13 @@ def _ways(args: argparse.Namespace, llm: LLM) -> list[DraftingOptions]:
     trees, most = args.tree_nodes, llm.most_tree_nodes
     if trees is None:
         trees = [min(llm.block_size * 3 // 2, most), None] if most else []
-    lengths = args.block_lengths or [llm.block_size, None]
-    ways = chains(lengths)
-    ways += [{"tree_nodes": nodes} for nodes in trees if nodes != 0]
-    return ways
+    ways = chains(args.block_lengths or [llm.block_size, None])
+    return ways + [{"tree_nodes": nodes} for nodes in trees if nodes != 0]
 
 
-def _print_difference(case: Case) -> None:
-    found = case.first_difference
-    assert found is not None
-    print(f"first difference: prompt {found.prompt_id}, generated token {found.position}")
-    print(f"  plain    {found.plain_token} {found.plain_text!r}")
-    print(f"  drafted  {found.drafted_token} {found.drafted_text!r}")
-    if found.logit_gap is not None:
-        print(f"  logit gap, plain minus drafted: {found.logit_gap:.3g}")
+def _print_difference(difference: Difference) -> None:
+    print(f"first difference: prompt {difference.prompt_id}, generated token {difference.position}")
+    print(f"  plain    {difference.plain_token} {difference.plain_text!r}")
+    print(f"  drafted  {difference.drafted_token} {difference.drafted_text!r}")
+    if difference.logit_gap is not None:
+        print(f"  logit gap, plain minus drafted: {difference.logit_gap:.3g}")

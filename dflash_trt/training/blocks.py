@@ -199,24 +199,3 @@ def head_loss(
     Returns a scalar with gradient to `hidden`, and float32 [N, K] without one.
     """
     return _HeadLoss.apply(hidden, head, labels, valid, weighting, chunk, bias, teacher, share)
-
-
-def plain_loss(
-    hidden: Tensor,
-    head: Tensor,
-    labels: Tensor,
-    valid: Tensor,
-    weighting: Weighting,
-    teacher: Tensor | None = None,
-    share: float = 0.0,
-) -> Tensor:
-    """The result of head_loss, computed directly: the reference for tests."""
-    logits = F.linear(hidden, head).float()
-    flat = logits.flatten(0, 1)
-    losses = F.cross_entropy(flat, labels.flatten(), reduction="none").view(labels.shape) * valid
-    weights = weights_of(losses, valid, weighting)
-    if teacher is not None:
-        wanted = F.linear(teacher, head).float().flatten(0, 1).softmax(-1)
-        soft = F.cross_entropy(flat, wanted, reduction="none").view(labels.shape) * valid
-        losses = (1 - share) * losses + share * soft
-    return (losses * weights).sum() / weights.sum().clamp(min=1e-6)

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,8 +101,7 @@ def train(
     """
     out.mkdir(parents=True, exist_ok=True)
     _same_recipe(out / "recipe.json", recipe, accelerator)
-    made = _optimizers(drafter, recipe)
-    module, *optimizers = accelerator.prepare(drafter, *made)
+    module, *optimizers = accelerator.prepare(drafter, *_optimizers(drafter, recipe))
     start = load_state(out / "state", module, optimizers)
     first = accelerator.is_main_process
     began, count = time.monotonic(), 0
@@ -118,16 +117,11 @@ def train(
         weigh(0)
     with _asked_to_end() as asked:
         for step in range(start, recipe.steps):
-            factor = recipe.factor(step)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = recipe.learning_rate * factor
+            rate = recipe.learning_rate * recipe.factor(step)
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = rate
             loss, rows = _step(module, target, batches, recipe, step, accelerator, cache)
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(module.parameters(), recipe.clip)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            _update(module, optimizers, loss, recipe.clip, accelerator)
             count += rows
             recent.append(loss.item())
             done, ending = step + 1, _any(asked(), accelerator)
@@ -135,16 +129,12 @@ def train(
                 line = {
                     "step": done,
                     "loss": round(sum(recent) / len(recent), 4),
-                    "learning_rate": recipe.learning_rate * factor,
+                    "learning_rate": rate,
                     "blocks": count,
                     "seconds": round(time.monotonic() - began, 1),
                     "memory_bytes": _memory(accelerator.device),
                 }
-                if done % 10 == 0:
-                    with (out / "log.jsonl").open("a", encoding="utf-8") as log:
-                        log.write(json.dumps(line) + "\n")
-                if report is not None:
-                    report(line)
+                _log(out / "log.jsonl", line, report)
             if done % save_every == 0 or ending or done == recipe.steps:
                 save_state(out / "state", module, optimizers, done, write=first)
             if ending:
@@ -152,6 +142,25 @@ def train(
             if done == recipe.steps or (evaluate_every and done % evaluate_every == 0):
                 weigh(done)
     return max(0, recipe.steps - start)
+
+
+def _update(
+    module: nn.Module, optimizers: Sequence[Any], loss: Tensor, clip: float, accelerator: Accelerator
+) -> None:
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(module.parameters(), clip)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _log(file: Path, line: dict[str, Any], report: Callable[[dict[str, Any]], None] | None) -> None:
+    """Report a step. Every tenth is a line of the log."""
+    if line["step"] % 10 == 0:
+        with file.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
+    if report is not None:
+        report(line)
 
 
 def _step(

@@ -7,22 +7,22 @@ import json
 import os
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from dflash_trt.async_llm import AsyncLLM
 from dflash_trt.decoding.params import SamplingParams
-from dflash_trt.errors import BusyError, DFlashError, RequestError
+from dflash_trt.errors import DFlashError, RequestError
 from dflash_trt.prompts import Prompt
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training.answers import Answer, AnswerFile, seed_of, temperature_of
 
-Report = Callable[
-    [int, int, int, float], None
-]  # finished answers, all answers, tokens of this run, seconds of this run
+# Finished answers, all answers, tokens and seconds of this run.
+Report = Callable[[int, int, int, float], None]
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,7 @@ def regenerate_with_bundle(
                     return None
                 params = sampling.of(prompt.id)
                 if params.max_tokens > room:
-                    params = AnswerSampling(room, sampling.temperatures, sampling.top_p, sampling.seed).of(
-                        prompt.id
-                    )
+                    params = replace(params, max_tokens=room)
                 done = await llm.generate(ids, params, speculate=False)
                 return Answer(
                     prompt.id,
@@ -136,13 +134,13 @@ def regenerate_with_server(
             "top_p": params.top_p,
             "seed": (params.seed or 0) >> 33,  # servers accept 31 bits or more
         }
-        found = await asyncio.to_thread(_post, endpoint, body, timeout)
+        said = await asyncio.to_thread(_post, endpoint, body, timeout)
         try:
-            choice = found["choices"][0]
+            choice = said["choices"][0]
             text, reason = choice["message"]["content"] or "", str(choice["finish_reason"])
         except (KeyError, IndexError, TypeError) as error:
             raise RequestError(
-                f"{endpoint}: the answer has no choices[0].message.content: {found!s:.80}"
+                f"{endpoint}: the answer has no choices[0].message.content: {said!s:.80}"
             ) from error
         ids = tokenizer.encode(text, add_special_tokens=False) + [end_token_id] * (reason == "stop")
         if not ids:
@@ -179,12 +177,8 @@ async def _answer_all(
     report: Report | None,
 ) -> None:
     """Keep `concurrency` prompts in flight. The first error ends all of them; finished answers are on disk."""
-    twice = (
-        next((p.id for i, p in enumerate(prompts) if p.id in {q.id for q in prompts[:i]}), None)
-        if len({p.id for p in prompts}) < len(prompts)
-        else None
-    )
-    if twice is not None:
+    (twice, count), *_ = [*Counter(prompt.id for prompt in prompts).most_common(1), ("", 0)]
+    if count > 1:
         raise RequestError(f"two prompts have the id {twice!r}; every prompt needs its own id")
     file = AnswerFile(out)
     waiting = [prompt for prompt in prompts if prompt.id not in file.done]
@@ -194,11 +188,11 @@ async def _answer_all(
     async def work() -> None:
         nonlocal ready, tokens
         for prompt in queue:
-            found = await answer(prompt)
+            given = await answer(prompt)
             ready += 1
-            if found is not None:
-                file.append(found)
-                tokens += len(found.answer_ids)
+            if given is not None:
+                file.append(given)
+                tokens += len(given.answer_ids)
             if report is not None:
                 report(ready, len(prompts), tokens, monotonic() - began)
 
@@ -210,6 +204,3 @@ async def _answer_all(
         raise errors.exceptions[0] from None
     finally:
         file.close()
-
-
-__all__ = ["AnswerSampling", "BusyError", "regenerate_with_bundle", "regenerate_with_server"]

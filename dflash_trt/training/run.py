@@ -24,7 +24,7 @@ from dflash_trt.files.disk import write_object
 from dflash_trt.files.reading import read_object
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.drafters.eagle3 import usual_taps
-from dflash_trt.prompts import read_prompts
+from dflash_trt.prompts import Prompt, read_prompts
 from dflash_trt.reports import charts
 from dflash_trt.text.tokenizer import Tokenizer
 from dflash_trt.training import checkpoint as drafters
@@ -95,62 +95,28 @@ def run(
     if held_out is not None:
         recipe = replace(recipe, held_out=digest(prompts))
     config = _drafter_config(out / "drafter.json", target, target_config, design)
-    begin = out / "beginning"
     accelerator.wait_for_everyone()  # the others read what was there before
     if accelerator.is_main_process:
-        begin.mkdir(parents=True, exist_ok=True)
-        write_object(begin / "config.json", config)
-        write_object(out / "drafter.json", config)
-        if not (out / "held_out.jsonl").exists():
-            write_prompts(out / "held_out.jsonl", prompts)
+        _write_beginning(out, config, prompts)
     accelerator.wait_for_everyone()
     torch.manual_seed(recipe.seed)  # for the weights of a new drafter
     batches = Batches(answers, recipe.batch_size, recipe.max_length, recipe.seed)
     own = config.get("draft_vocab_size")
     kept = None if own is None else batches.frequent(target_config.vocab_size)[:own].sort().values
-    drafter = drafters.open_drafter(begin, design.checkpoint, target, kept)
+    drafter = drafters.open_drafter(out / "beginning", design.checkpoint, target, kept)
     _check_recipe(drafter, recipe)
     taps = drafter.config.target_layer_ids
     # Without autocast, the drafter computes in float32, and takes nothing else.
     dtype = matrix_dtype(accelerator.device) if accelerator.mixed_precision == "bf16" else torch.float32
     frozen = FrozenTarget(target, target_config, taps, accelerator.device, dtype, final=recipe.distill > 0)
     _begin(drafter, frozen, target, target_config, new=design.checkpoint is None)
-    key: dict[str, Any] = {
-        "target": target_name,
-        "taps": list(taps),
-        "hidden_size": target_config.hidden_size,
-    }
-    if recipe.distill:
-        key["final"] = True
+    key = {"target": target_name, "taps": list(taps), "hidden_size": target_config.hidden_size}
+    key |= {"final": True} if recipe.distill else {}
     cache = None if features is None else FeatureCache(features, key)
-
-    def keep(step: int, weights: dict[str, Tensor]) -> None:
-        history = read_history(out / "evaluation.jsonl")
-        counts = {**summary(batches.answers), "steps": step}
-        card = model_card(target_name, config, taps, recipe, counts, history)
-        published = drafter.published(weights, frozen.embedding)
-        drafters.write_checkpoint(published, config, out / "checkpoint", card)
-        if evaluate_every is None or any(entry["step"] == step for entry in history):
-            return
-        # Answers may have been added since the run began, but its evaluations have the same prompts.
-        asked = read_prompts(out / "held_out.jsonl", recipe.limit)
-        if report is not None:
-            report({"step": step, "measuring": len(asked)})
-        questions = Questions(asked, recipe.eval_tokens)
-        figures = measure(target, out / "checkpoint", questions, out / "work")
-        best = max((average(entry["figures"]) for entry in history), default=0.0)
-        history.append({"step": step, "figures": figures})
-        with (out / "evaluation.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(history[-1]) + "\n")
-        if charts.available():
-            (out / "acceptance.svg").write_text(curve(history), encoding="utf-8")
-        card = model_card(target_name, config, taps, recipe, counts, history)
-        (out / "checkpoint" / "README.md").write_text(card, encoding="utf-8")
-        if average(figures) > best:
-            _replace(out / "checkpoint", out / "best")
-        if report is not None:
-            report({"step": step, "acceptance_length": round(average(figures), 3), "figures": figures})
-
+    measures = evaluate_every is not None
+    keeper = _Keeper(
+        target, target_name, out, config, recipe, drafter, frozen, summary(batches.answers), measures, report
+    )
     train(
         drafter,
         frozen,
@@ -161,10 +127,68 @@ def run(
         cache=cache,
         save_every=save_every,
         evaluate_every=evaluate_every or 0,
-        on_weights=keep,
+        on_weights=keeper,
         report=report,
     )
     return int(read_object(out / "state" / "state.json")["step"])
+
+
+def _write_beginning(out: Path, config: dict[str, Any], prompts: Sequence[Prompt]) -> None:
+    """What a run has before its first step. The held-out prompts are those of its first call."""
+    (out / "beginning").mkdir(parents=True, exist_ok=True)
+    write_object(out / "beginning" / "config.json", config)
+    write_object(out / "drafter.json", config)
+    if not (out / "held_out.jsonl").exists():
+        write_prompts(out / "held_out.jsonl", prompts)
+
+
+@dataclass
+class _Keeper:
+    """Writes the checkpoint of a step with its card, and measures it with the prompts that are held out."""
+
+    target: Path
+    target_name: str
+    out: Path
+    config: dict[str, Any]
+    recipe: Recipe
+    drafter: Any
+    frozen: FrozenTarget
+    counts: dict[str, Any]  # of the answers
+    measures: bool
+    report: Callable[[dict[str, Any]], None] | None
+
+    def __call__(self, step: int, weights: dict[str, Tensor]) -> None:
+        history = read_history(self.out / "evaluation.jsonl")
+        published = self.drafter.published(weights, self.frozen.embedding)
+        checkpoint = self.out / "checkpoint"
+        drafters.write_checkpoint(published, self.config, checkpoint, self._card(step, history))
+        if self.measures and all(entry["step"] != step for entry in history):
+            self._measure(step, history)
+
+    def _card(self, step: int, history: list[dict[str, Any]]) -> str:
+        counts, taps = {**self.counts, "steps": step}, self.drafter.config.target_layer_ids
+        return model_card(self.target_name, self.config, taps, self.recipe, counts, history)
+
+    def _measure(self, step: int, history: list[dict[str, Any]]) -> None:
+        """Add the step to the history, and keep the checkpoint if it is the best so far."""
+        out, report = self.out, self.report
+        # Answers may have been added since the run began, but its evaluations have the same prompts.
+        asked = read_prompts(out / "held_out.jsonl", self.recipe.limit)
+        if report is not None:
+            report({"step": step, "measuring": len(asked)})
+        questions = Questions(asked, self.recipe.eval_tokens)
+        figures = measure(self.target, out / "checkpoint", questions, out / "work")
+        best = max((average(entry["figures"]) for entry in history), default=0.0)
+        history.append({"step": step, "figures": figures})
+        with (out / "evaluation.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(history[-1]) + "\n")
+        if charts.available():
+            (out / "acceptance.svg").write_text(curve(history), encoding="utf-8")
+        (out / "checkpoint" / "README.md").write_text(self._card(step, history), encoding="utf-8")
+        if average(figures) > best:
+            _replace(out / "checkpoint", out / "best")
+        if report is not None:
+            report({"step": step, "acceptance_length": round(average(figures), 3), "figures": figures})
 
 
 def _drafter_config(file: Path, target: Path, target_config: TargetConfig, design: Design) -> dict[str, Any]:
@@ -187,6 +211,8 @@ def _drafter_config(file: Path, target: Path, target_config: TargetConfig, desig
         taps = list(
             design.taps or (usual_taps(layers)[1:] if kind == "eagle3" else drafters.default_taps(layers))
         )
+        if max(taps) >= layers:
+            raise UsageError(f"--taps has layer {max(taps)}, but the target has layers 0 to {layers - 1}")
         if kind == "eagle3":
             _check_eagle3(design, taps)
         mask = design.mask_token_id

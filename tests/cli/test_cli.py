@@ -37,7 +37,7 @@ def test_help_has_examples(arguments: list[str], capsys: pytest.CaptureFixture[s
 
 def test_help_imports_nothing_heavy() -> None:
     heavy = "{'numpy', 'onnx', 'onnx_ir', 'onnxruntime', 'tokenizers', 'rich'}"
-    code = "import sys, dflash_trt.cli as cli; cli._parser(); "
+    code = "import sys, dflash_trt.cli as cli; cli.make_parser(); "
     code += f"sys.exit(repr(sorted({heavy} & set(sys.modules))))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert found.stderr.strip() == "[]"

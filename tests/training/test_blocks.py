@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from dflash_trt.checkpoint.schema import LayerAttention
-from dflash_trt.training.blocks import Blocks, Weighting, draw_blocks, head_loss, plain_loss, weights_of
+from dflash_trt.training.blocks import Blocks, Weighting, draw_blocks, head_loss, weights_of
 from dflash_trt.training.masks import attend, dense_mask, flex_mask, visible
+from tests.training.reference import plain_loss
 
 KINDS = [LayerAttention(causal, window) for causal in (False, True) for window in (None, 5)]
 MASK, SIZE = 999, 4

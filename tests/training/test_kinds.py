@@ -16,7 +16,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import DFlashError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.prompts import read_prompts
-from dflash_trt.training.blocks import head_loss, plain_loss
+from dflash_trt.training.blocks import head_loss
 from dflash_trt.training.checkpoint import Kind, open_drafter
 from dflash_trt.training.dflash2 import DFlash2Drafter, Selection
 from dflash_trt.training.evaluation import ALL, read_history
@@ -29,6 +29,7 @@ from tests.doubles.checkpoints import make_target
 from tests.doubles.kind_checkpoints import make_dflash2, make_eagle3
 from tests.doubles.reference import load_target, target_outputs
 from tests.doubles.reference_kinds import DFlash2, Eagle3
+from tests.training.reference import plain_loss
 
 LAYERS, TINY = 6, SHIPPED / "tiny" / "target"
 

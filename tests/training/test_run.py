@@ -349,5 +349,6 @@ def test_the_command_trains_and_measures(
     monkeypatch.setattr("dflash_trt.training.loop._asked_to_end", lambda: nullcontext(lambda: True))
     assert main([*command[:-10], "--steps", "9", *sizes, *asking]) == 1
     assert "ended after step 3, as asked" in capsys.readouterr().out
-    assert main([*command, "--taps", "50"]) == 1
-    assert "target_layer_ids" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--taps", "50"])
+    assert "--taps has layer 50, but the target has layers 0 to 9" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from dflash_trt.cli.options import add_json, add_target
 from dflash_trt.cli.output import print_json, print_table
 from dflash_trt.cli.train.questions import add_questions
 
@@ -11,16 +12,14 @@ SUMMARY = "acceptance length of a drafter, by category and position in the block
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target", required=True, metavar="NAME_OR_PATH", help="the model that the drafter is for"
-    )
+    add_target(parser, "the model that the drafter is for")
     parser.add_argument("--drafter", metavar="NAME_OR_PATH", help="default: the target's known drafter")
     parser.add_argument(
         "--draft-vocabulary", metavar="FILE", help="as of build: tokens that may be drafted, or all"
     )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
     add_questions(parser, "the shipped natural ones")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

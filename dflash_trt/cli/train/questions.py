@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dflash_trt.cli.options import at_least
+from dflash_trt.cli.options import add_limit, at_least
 
 
 def add_questions(parser: argparse.ArgumentParser, default: str) -> None:
@@ -13,9 +13,7 @@ def add_questions(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
         "--held-out", type=Path, metavar="FILE", help=f"prompts to measure with (default: {default})"
     )
-    parser.add_argument(
-        "--limit", type=at_least(0), default=32, metavar="N", help="number of prompts; 0: all (default: 32)"
-    )
+    add_limit(parser, 32)
     parser.add_argument(
         "--eval-tokens",
         type=at_least(2),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_trt.building.progress import counted_display
-from dflash_trt.cli.options import at_least, each
+from dflash_trt.cli.options import add_threads, at_least, each
 from dflash_trt.cli.train.extra import check_installed
 from dflash_trt.errors import DFlashError
 
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prompts answered at a time (default: 32)",
     )
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help="CPU threads (default: all cores)")
+    add_threads(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,9 +94,10 @@ def run(args: argparse.Namespace) -> int:
             display.update(done, of, f"{tokens / max(seconds, 1e-9):.0f} tokens/s")
 
         _answer(args, prompts, sampling, report)
-    found = summary(read_answers(args.out))
+    counts = summary(read_answers(args.out))
     print(
-        f"{args.out}: {found['answers']} answers of {found['answer_tokens']} tokens, {found['ended']} of them complete"
+        f"{args.out}: {counts['answers']} answers of {counts['answer_tokens']} tokens, "
+        f"{counts['ended']} of them complete"
     )
     return 0
 

@@ -7,16 +7,14 @@ import json
 from pathlib import Path
 
 from dflash_trt.checkpoint.draft_vocabulary import LEAST
-from dflash_trt.cli.options import at_least
+from dflash_trt.cli.options import add_target, at_least
 from dflash_trt.errors import DFlashError
 
 SUMMARY = "choose the tokens that may be drafted"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target", required=True, metavar="NAME_OR_PATH", help="the model that the drafter is for"
-    )
+    add_target(parser, "the model that the drafter is for")
     parser.add_argument(
         "--data", type=Path, required=True, metavar="FILE", help="answers of `train regenerate`"
     )
