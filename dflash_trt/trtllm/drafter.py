@@ -9,12 +9,39 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.errors import CheckpointError
 from dflash_trt.files.disk import whole_file
 from dflash_trt.files.reading import read_object
 
 _DROPPED = ("auto_map", "dtype", "torch_dtype")
+DFLASH2 = "DFlash2DraftModel"
+
+
+def check_drafter(config: DrafterConfig) -> None:
+    """Check that TensorRT-LLM's class for DFlash and DFlash2 computes what this drafter computes.
+
+    Raises CheckpointError for another kind, for full attention that is causal in a block (JetSpec), and for a quantized
+    drafter: the class takes `fc`, key and value projections as plain matrices.
+    """
+    if config.architecture not in ("DFlashDraftModel", DFLASH2):
+        raise CheckpointError(
+            f"{config.path}: the architecture is {config.architecture}, but TensorRT-LLM gets DFlashDraftModel and "
+            f"{DFLASH2} only; build with another engine"
+        )
+    if any(layer.causal and layer.window is None for layer in config.layers):
+        raise CheckpointError(
+            f"{config.path}: rows of a block see earlier rows only (causal_head or is_causal), but TensorRT-LLM's "
+            "DFlash lets them see each other; build with another engine"
+        )
+    quantization = read_quantization(config.path.parent)
+    if quantization.name is not None:
+        raise CheckpointError(
+            f"{quantization.path}: the drafter is quantized, but TensorRT-LLM uses its fc, key and value projections "
+            "as plain matrices; give the drafter in BF16"
+        )
 
 
 def as_it_is(config: DrafterConfig, checkpoint: Checkpoint) -> bool:
@@ -34,7 +61,7 @@ def drafter_config(config: DrafterConfig) -> dict[str, Any]:
         "block_size": config.block_size,
     }
     return values | {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [config.architecture],
         "model_type": "qwen3",
         "block_size": config.block_size,
         "dflash_config": dflash,

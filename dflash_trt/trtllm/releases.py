@@ -27,9 +27,9 @@ class Release:
     """One release. `llm_args` and `disaggregated` are JSON Schemas; `sources` names the source of each class.
 
     hopper_mxfp4_moe_backend: the backend of gpt-oss experts on SM90.
-    draft_pool_beside_arena: whether pages are reserved for a drafter that keeps its context in its own arena (fixed
-    by
+    draft_pool_beside_arena: whether pages are reserved for a drafter that keeps its context in its own arena (fixed by
         NVIDIA/TensorRT-LLM#19410).
+    dflash2: whether it is known to have DFlash2.
     """
 
     version: str
@@ -37,6 +37,7 @@ class Release:
     sources: Mapping[str, str]
     hopper_mxfp4_moe_backend: str
     draft_pool_beside_arena: bool
+    dflash2: bool
     llm_args: Mapping[str, Any]
     disaggregated: Mapping[str, Any]
 
