@@ -7,6 +7,7 @@ bundle run a copy of this file, which therefore imports nothing of this project.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import tempfile
 import typing
@@ -76,8 +77,12 @@ def _version(package: str) -> str:
 def usable(file: Path) -> Path:
     """The configuration to start with: `file`, or a copy with the backend that replaces the one in it.
 
+    `file` also where this Python has no TensorRT-LLM: then trtllm-serve belongs to another one.
+
     Raises ValueError if no backend can run.
     """
+    if importlib.util.find_spec("tensorrt_llm") is None:
+        return file
     import yaml
 
     config_class = importlib.import_module("tensorrt_llm.llmapi").DFlashDecodingConfig

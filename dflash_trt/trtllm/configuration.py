@@ -184,15 +184,10 @@ def _drafter_attention(inventory: Inventory, options: TensorRTLLMOptions, gpu: G
         return Choice(name, best, reason)
     if asked not in DRAFTER_BACKENDS:
         raise UsageError(f"--drafter-attention is {asked!r}, expected one of: {', '.join(DRAFTER_BACKENDS)}")
-    if asked == "TRTLLM" and dflash2:
-        raise UsageError(
-            "--drafter-attention is TRTLLM, which refuses the windows of DFlash2 drafters, and "
-            f"{inventory.drafter.path} is one (NVIDIA/TensorRT-LLM#19159); leave it out"
-        )
-    if asked == "TRTLLM" or (asked == "FA4" and gpu.sm != 90):
+    if asked != "VANILLA" and (gpu.sm != 90 if asked == "FA4" else dflash2 or gpu.sm not in (100, 103)):
         raise UsageError(
             f"--drafter-attention is {asked}, but {gpu.product} is SM{gpu.sm}: TRTLLM runs on SM100 and SM103 only, "
-            "FA4 on SM90 only; leave it out"
+            "and not with DFlash2 (NVIDIA/TensorRT-LLM#19159), FA4 on SM90 only; leave it out"
         )
     needs = flash if asked == "VANILLA" else "with DFlash2's windows it was not seen"
     return Choice(name, asked, f"as asked (--drafter-attention); {needs}")
@@ -224,13 +219,10 @@ def _experts(
     asked = options.moe_backend
     if asked is not None and asked != best:
         best, reason = asked, "as asked (--moe-backend)"
-        if asked == "TRTLLM" and not blackwell:
+        if asked == "TRTLLM" and not (blackwell and formats):
             raise UsageError(
-                f"--moe-backend is TRTLLM, which runs on SM100 and SM103, but {gpu.product} is SM{gpu.sm}; leave it out"
-            )
-        if asked == "TRTLLM" and not formats:
-            raise UsageError(
-                "--moe-backend is TRTLLM, which supports quantized experts, not BF16; leave it out"
+                f"--moe-backend is TRTLLM, which runs quantized experts on SM100 and SM103, but {gpu.product} is "
+                f"SM{gpu.sm}, and the target is in {quantization.name}; leave it out"
             )
     yield Choice("moe_config.backend", best, reason)
 
@@ -242,22 +234,19 @@ def _batch(
     single = estimate_memory(inventory, settings)
     if single.largest_batch < 1:
         raise single.refuse()
-    asked = options.max_batch_size
-    if asked is None:
+    batch, reason = options.max_batch_size, "as asked (--max-batch-size)"
+    if batch is None:
         batch = min(_LARGEST_DEFAULT_BATCH, 1 << (single.largest_batch.bit_length() - 1))
         reason = (
             f"at most {single.largest_batch} sequences of {settings.max_seq_len} tokens fit; by default a power of "
             f"two, at most {_LARGEST_DEFAULT_BATCH}"
         )
-        return estimate_memory(inventory, replace(settings, max_batch_size=batch)), Choice(
-            "max_batch_size", batch, reason
-        )
-    if asked < 1:
-        raise UsageError(f"--max-batch-size is {asked}, expected 1 or more")
-    found = estimate_memory(inventory, replace(settings, max_batch_size=asked))
-    if not found.fits:
-        raise found.refuse()
-    return found, Choice("max_batch_size", asked, "as asked (--max-batch-size)")
+    if batch < 1:
+        raise UsageError(f"--max-batch-size is {batch}, expected 1 or more")
+    memory = estimate_memory(inventory, replace(settings, max_batch_size=batch))
+    if not memory.fits:
+        raise memory.refuse()
+    return memory, Choice("max_batch_size", batch, reason)
 
 
 def _schedule(options: TensorRTLLMOptions, draft_len: int) -> dict[int, int]:
@@ -436,7 +425,8 @@ def _warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Itera
         found.append(
             "without drafting the drafter stores no context, so later drafts of those requests are worse"
         )
-    yield from (Choice("warning", "", text, written=False) for text in found)
+    for number, text in enumerate(found, 1):
+        yield Choice(f"warning {number}", "", text, written=False)
 
 
 def describe(configuration: Configuration) -> dict[str, Any]:

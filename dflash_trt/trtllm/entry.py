@@ -94,9 +94,7 @@ class TensorRTLLMEntry(Engine):
             name, value = choice["name"], choice["value"]
             if isinstance(value, dict):  # as its option takes it
                 value = ",".join(f"{key}:{each}" for key, each in value.items()) or "none"
-            number = sum(key.startswith(name) for key in choices)
-            text = choice["reason"] if value == "" else f"{value}: {choice['reason']}"
-            choices[f"{name} {number + 1}" if number else name] = text
+            choices[name] = choice["reason"] if value == "" else f"{value}: {choice['reason']}"
         return {
             "runs_on": f"{world} x {found['gpu']}, {found['nodes']} node(s), TensorRT-LLM {found['version']}",
             "memory_per_gpu": found["arithmetic"],

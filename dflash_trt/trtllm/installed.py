@@ -42,20 +42,18 @@ def disagreements(module: Any, llm_args: Mapping[str, Any]) -> Iterator[str]:
     if not hasattr(api, "DFlashDecodingConfig"):
         yield "it has no DFlashDecodingConfig"
         return
-    yield from _unknown(api.TorchLlmArgs, llm_args, "")
-    for section, name in _SECTIONS.items():
-        if llm_args.get(section) is not None:
-            yield from _unknown(getattr(api, name), llm_args[section], f"{section}.")
-
-
-def _unknown(kind: Any, values: Mapping[str, Any], place: str) -> Iterator[str]:
-    for key, value in values.items():
-        if key not in kind.model_fields:
-            yield f"{place}{key} is not a field of its {kind.__name__}"
-            continue
-        allowed = literals(kind.model_fields[key].annotation)
-        if isinstance(value, str) and allowed and value not in allowed:
-            yield f"{place}{key} is {value!r}, it takes {', '.join(map(str, sorted(allowed)))}"
+    for section, name in {"": "TorchLlmArgs", **_SECTIONS}.items():
+        fields = getattr(api, name).model_fields
+        for key, value in ((llm_args.get(section) or {}) if section else llm_args).items():
+            place = f"{section}.{key}".lstrip(".")
+            if key not in fields:
+                yield f"{place} is not a field of its {name}"
+            elif (
+                isinstance(value, str)
+                and value not in (allowed := literals(fields[key].annotation))
+                and allowed
+            ):
+                yield f"{place} is {value!r}, it takes {', '.join(map(str, sorted(allowed)))}"
 
 
 def read_llm_args(bundle: Bundle) -> dict[str, Any]:

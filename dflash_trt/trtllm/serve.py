@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -38,19 +37,11 @@ def serve(bundle: Bundle, *, host: str, port: int) -> NoReturn:
             f"{release.container} {' '.join(_command('0.0.0.0', 8000))}"
         )
     os.chdir(bundle.path)
-    command = _command(host, port, _configuration(path))
-    os.execvp(command[0], command)
-
-
-def _configuration(path: Path) -> Path:
-    """The configuration to start with. Not checked where trtllm-serve belongs to another Python."""
-    file = Path("llm_args.yaml")
-    if importlib.util.find_spec("tensorrt_llm") is None:
-        return file
     try:
-        return usable(file)
+        command = _command(host, port, usable(Path("llm_args.yaml")))
     except ValueError as error:
         raise DFlashError(f"{path}: {error}") from None
+    os.execvp(command[0], command)
 
 
 def _command(host: str, port: int, file: Path = Path("llm_args.yaml")) -> list[str]:
