@@ -11,7 +11,6 @@ import importlib.util
 import sys
 import tempfile
 import typing
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,7 @@ def _problems(backend: str, config_class: Any) -> list[str]:
         try:
             importlib.import_module(name)
         except Exception as error:  # native parts may raise anything
-            package = _PACKAGES[name.partition(".")[0]]
-            missing.append(f"{name} cannot be imported ({package}: {_version(package)}; {error})")
+            missing.append(f"{name} cannot be imported ({error})")
     return missing
 
 
@@ -65,13 +63,6 @@ def literals(annotation: Any) -> set[Any]:
         return set(typing.get_args(annotation))
     parts = [literals(part) for part in typing.get_args(annotation) if part is not type(None)]
     return set().union(*parts) if parts and all(parts) else set()
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def usable(file: Path) -> Path:

@@ -12,9 +12,8 @@ from typing import Any
 from dflash_trt.errors import UsageError
 from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.gpus import Gpu, find_gpu
-from dflash_trt.planning.memory import MemoryEstimate, Settings, arena_bytes, estimate_memory, gib
+from dflash_trt.planning.memory import MemoryEstimate, Settings, estimate_memory, gib
 from dflash_trt.trtllm.drafter import DFLASH2
-from dflash_trt.trtllm.memory import POOL
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 from dflash_trt.trtllm.quantization import TargetQuantization, check_gpu
 from dflash_trt.trtllm.releases import Release, find_release
@@ -89,7 +88,7 @@ def configure(
         *_cache(inventory, quantization, memory, settings, reuse),
         *_drafting(inventory, block_size - 1, schedule),
         _drafter_attention(inventory, options, gpu),
-        _arena(inventory, settings, batch.value),
+        Choice("drafter_context_bytes", memory.drafter_bytes, _drafter_context(settings), written=False),
         *_warnings(inventory, gpu, schedule),
     )
     args = _nested(choice for choice in choices if choice.written)
@@ -329,9 +328,9 @@ def _cache(
 ) -> Iterator[Choice]:
     dtype = quantization.kv_cache or "auto"
     yield Choice("kv_cache_config.dtype", dtype, "as the checkpoint says; auto: the model's dtype")
-    room = "TensorRT-LLM's default: the drafter's context is inside the pool"
-    if settings.arena:
-        room = "leaves room for the drafter's buffer, whether buffer or pool is allocated first"
+    room = "leaves room for the drafter's buffer, whether buffer or pool is allocated first"
+    if not settings.arena:
+        room = "TensorRT-LLM's default: the drafter's context is inside the pool"
     yield Choice("kv_cache_config.free_gpu_memory_fraction", memory.kv_fraction, room)
     yield from _reused(inventory, reuse)
     if inventory.target.delta_layers:
@@ -388,44 +387,36 @@ def _drafting(inventory: Inventory, draft_len: int, schedule: dict[int, int]) ->
     yield choice("draft_len_schedule", schedule, asked, written=bool(schedule))
 
 
-def _arena(inventory: Inventory, settings: Settings, batch: int) -> Choice:
-    reason = "per GPU, if the drafter gets no pages of the KV pool; normally it gets pages, and this is 0"
+def _drafter_context(settings: Settings) -> str:
     if settings.arena:
-        reason = (
-            "2 * (batch + 1) * layers * (context + block) * kv heads per GPU * head size * 2 bytes, per GPU"
-        )
-    count = arena_bytes(
-        inventory.drafter,
-        max_batch_size=batch,
-        max_seq_len=settings.max_seq_len,
-        draft_len=settings.block_size - 1,
-        tensor_parallel=settings.tensor_parallel,
-        page=1 if settings.arena else POOL.page,
-    )
-    return Choice("drafter_context_bytes", count, reason, written=False)
+        return "per GPU: 2 * (batch + 1) * layers * (context + block) * kv heads * head size * 2 bytes"
+    return "per GPU, in pages of the KV pool"
 
 
 def _warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Iterator[Choice]:
     """Known problems, each with its report."""
-    found = []
     gpt_oss = inventory.target.architecture == "GptOssForCausalLM"
-    if gpt_oss:
-        found.append(
+    known = (
+        (
+            gpt_oss,
             "gpt-oss with speculative decoding was reported to lose tool calls and to loop, with EAGLE3 "
-            "(NVIDIA/TensorRT-LLM#16377, #8615)"
-        )
-    if gpt_oss and gpu.sm >= 120:
-        found.append(f"gpt-oss-20b was reported not to start on SM{gpu.sm} (NVIDIA/TensorRT-LLM#13156)")
-    if inventory.target.delta_layers:
-        found.append(
+            "(NVIDIA/TensorRT-LLM#16377, #8615)",
+        ),
+        (
+            gpt_oss and gpu.sm >= 120,
+            f"gpt-oss-20b was reported not to start on SM{gpu.sm} (NVIDIA/TensorRT-LLM#13156)",
+        ),
+        (
+            bool(inventory.target.delta_layers),
             "the memory plan counts one state for each request, with its pending rows; how many TensorRT-LLM keeps for "
-            "the drafts of a round was not seen"
-        )
-    if 0 in schedule.values():
-        found.append(
-            "without drafting the drafter stores no context, so later drafts of those requests are worse"
-        )
-    for number, text in enumerate(found, 1):
+            "the drafts of a round was not seen",
+        ),
+        (
+            0 in schedule.values(),
+            "without drafting the drafter stores no context, so later drafts of those requests are worse",
+        ),
+    )
+    for number, text in enumerate((text for applies, text in known if applies), 1):
         yield Choice(f"warning {number}", "", text, written=False)
 
 

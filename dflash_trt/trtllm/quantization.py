@@ -85,12 +85,12 @@ def target_quantization(config: TargetConfig) -> TargetQuantization:
 def _model_optimizer(directory: Path) -> TargetQuantization:
     found = read_quantization(directory)
     names = {algorithm.name for algorithm in found.algorithms}
-    known = _MIXED if found.layers else _ALGORITHMS
+    mixed = found.default is None
+    known = _MIXED if mixed else _ALGORITHMS
     if unknown := sorted(names - set(known)):
-        mixed = "MIXED_PRECISION with " if found.layers else ""
         raise CheckpointError(
-            f"{found.path}: quant_algo is {mixed}{', '.join(unknown)}, TensorRT-LLM bundles are made for "
-            f"{', '.join(known)}"
+            f"{found.path}: quant_algo is {'MIXED_PRECISION with ' * mixed}{', '.join(unknown)}, TensorRT-LLM bundles "
+            f"are made for {', '.join(known)}"
         )
     return TargetQuantization(frozenset(known[name] for name in names), "fp8" if found.kv_cache else None)
 
@@ -109,7 +109,7 @@ def _compressed_tensors(fields: Fields) -> TargetQuantization:
     assert group is not None
     weights, inputs = group.section("weights"), group.section("input_activations")
     if weights is None:
-        raise group.error("weights", "is missing, expected an object with num_bits, type and strategy")
+        raise group.error("weights", "is missing, expected an object")
     strategy = None if inputs is None else inputs.get("strategy")
     scheme = (weights.get("num_bits"), weights.get("type") or "int", weights.get("strategy"), strategy)
     name = _GROUPS.get(scheme)
