@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dflash_trt.errors import CheckpointError, did_you_mean
 
 SHIPPED = Path(__file__).resolve().parent.parent / "shipped"
 _KNOWN_CONFIGS = Path(__file__).resolve().parent / "known"
+
+
+LOOKED_UP = "2026-11-23"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetForm:
+    """Another published form of a target, with the same drafter.
+
+    name: for `build --target`; empty for a form that nothing here reads. format: how its weights are stored.
+    downloads: in the 30 days before LOOKED_UP, where somebody gave them. refused: engine -> why it does not take it.
+    """
+
+    name: str
+    repository: str
+    format: str
+    downloads: int | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +37,7 @@ class KnownPair:
     `thinking`: the mode of the target whose answers the drafter was trained on, and `warning` what another mode
     costs; both may be empty. `family` is the target's model_type.
     `source`: where public code or pages quote the drafter's config.json, with the fields they quote if not all. The
-    built-in configurations were compared with them on 2026-11-23. `unverified`: fields that no source quotes, as
+    built-in configurations were compared with them on LOOKED_UP. `unverified`: fields that no source quotes, as
     "drafter.FIELD" or "target.FIELD": they follow from sizes of files, the paper, or drafters of the same series.
     """
 
@@ -32,6 +51,7 @@ class KnownPair:
     warning: str = ""
     source: str = ""
     unverified: tuple[str, ...] = ()
+    forms: tuple[TargetForm, ...] = ()
 
     @property
     def doubt(self) -> str | None:
@@ -49,6 +69,7 @@ _THINKING = (
     'chat_template_kwargs={"enable_thinking": False}, or far fewer drafts are accepted'
 )
 
+_GGUF = {"all": "GGUF is read for Llama and Qwen3 only"}
 
 _ALL = (
     KnownPair("tiny", None, None, "qwen3", 8, "arithmetic, short Python, JSON tool calls, chat"),
@@ -160,6 +181,11 @@ _ALL = (
         "a hybrid; the drafter slides",
         source="tests of several ports: the whole file of 2026-06",
         unverified=("target.rope_parameters",),
+        forms=(
+            TargetForm(
+                "qwen3.5-4b-fp8", "RedHatAI/Qwen3.5-4B-FP8-dynamic", "compressed-tensors: FP8, scales by row"
+            ),
+        ),
     ),
     KnownPair(
         "qwen3.5-9b",
@@ -198,6 +224,7 @@ _ALL = (
         "a hybrid with experts; the drafter slides",
         source="bstnxbt/dflash-mlx#46: the file of 2026-06",
         unverified=("drafter.max_position_embeddings",),
+        forms=(TargetForm("qwen3.5-35b-a3b-fp8", "Qwen/Qwen3.5-35B-A3B-FP8", "FP8 in blocks of 128 x 128"),),
     ),
     KnownPair(
         "qwen3.5-122b-a10b",
@@ -237,6 +264,7 @@ _ALL = (
             "drafter.max_position_embeddings",
             "drafter.rms_norm_eps",
         ),
+        forms=(TargetForm("qwen3.6-27b-fp8", "Qwen/Qwen3.6-27B-FP8", "FP8 in blocks of 128 x 128"),),
     ),
     KnownPair(
         "qwen3.6-35b-a3b",
@@ -246,6 +274,9 @@ _ALL = (
         16,
         "a hybrid with experts; the drafter slides",
         source="tests of jundot/omlx for its #2317; penta2himajin/qwisp#109: taps",
+        forms=(
+            TargetForm("qwen3.6-35b-a3b-nvfp4", "nvidia/Qwen3.6-35B-A3B-NVFP4", "Model Optimizer: NVFP4"),
+        ),
     ),
     KnownPair(
         "qwen3.8-27b",
@@ -255,6 +286,20 @@ _ALL = (
         8,
         "a hybrid; a DFlash2 drafter that slides",
         source="the whole file of revision 50307d4, in tests of several ports; sgl-project/sglang#37475: taps",
+        forms=(
+            TargetForm("qwen3.8-27b-fp8", "Qwen/Qwen3.8-27B-FP8", "FP8 in blocks of 128 x 128", 5_400_000),
+            TargetForm(
+                "qwen3.8-27b-nvfp4", "nvidia/Qwen3.8-27B-NVFP4", "Model Optimizer: layers in NVFP4 and FP8"
+            ),
+            TargetForm(
+                "qwen3.8-27b-nvfp4-unsloth",
+                "unsloth/Qwen3.8-27B-NVFP4",
+                "compressed-tensors: layers in NVFP4 and FP8",
+                refused={"tensorrt-llm": "several groups of layers (NVIDIA/TensorRT-LLM#17725, open)"},
+            ),
+            TargetForm("", "unsloth/Qwen3.8-27B-GGUF", "GGUF", refused=_GGUF),
+            TargetForm("", "ggml-org/Qwen3.8-27B-GGUF", "GGUF", refused=_GGUF),
+        ),
     ),
 )
 # A wheel leaves out tiny-gpt-oss, which serves the tests of a checkout.
@@ -273,16 +318,26 @@ def known_configs(name: str) -> tuple[Path, Path]:
         raise CheckpointError(
             f"{name}: no pair has this name{did_you_mean(name, [p.name for p in PAIRS])}; known pairs: {NAMES}"
         )
+    if pair not in PAIRS:
+        base = next(known for known in PAIRS if known.drafter_repo == pair.drafter_repo)
+        raise CheckpointError(
+            f"{name}: the configuration of {pair.target_repo} does not come with the package; give {base.name}, or the "
+            "checkpoint's directory"
+        )
     target = (SHIPPED if pair.target_repo is None else _KNOWN_CONFIGS) / pair.name / "target"
     return target, (SHIPPED if pair.drafter_repo is None else _KNOWN_CONFIGS) / pair.name / "drafter"
 
 
 def known_pair(name: str) -> KnownPair | None:
-    """The pair with this name, or with a repository of this name. Case and a suffix @revision are ignored."""
+    """The pair with this name, or with a repository of this name. Case and a suffix @revision are ignored.
+
+    For another form of a target, it is a pair of that form.
+    """
     name = name.partition("@")[0].lower()
-    own = {names.lower(): pair for pair in reversed(PAIRS) for names in _names(pair)}
-    return own.get(name)
-
-
-def _names(pair: KnownPair) -> list[str]:
-    return [name for name in (pair.name, pair.target_repo, pair.drafter_repo) if name is not None]
+    for pair in PAIRS:
+        if name in {own.lower() for own in (pair.name, pair.target_repo, pair.drafter_repo) if own}:
+            return pair
+        for form in pair.forms:
+            if form.name and name in (form.name, form.repository.lower()):
+                return replace(pair, name=form.name, target_repo=form.repository, forms=(form,))
+    return None

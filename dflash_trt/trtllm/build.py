@@ -66,7 +66,7 @@ def configuration_job(
     return ConfigurationJob(
         manifest={
             "dialect": ENGINE,
-            "precision": {"target": quantization.scheme or "bfloat16", "drafter": "bfloat16"},
+            "precision": {"target": quantization.name, "drafter": "bfloat16"},
             "target_layer_ids": sorted(drafter.target_layer_ids),
             "cache_bytes_per_token": {
                 "target": configuration.memory.kv_bytes_per_token,

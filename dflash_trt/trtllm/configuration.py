@@ -1,20 +1,21 @@
-"""`llm_args.yaml` for a pair: every choice is computed with its reason, or refused.
+"""`llm_args.yaml` for a pair: every setting with its reason, or a refusal.
 
 docs/tensorrt_llm.md has the rules and their sources. Nothing here imports tensorrt_llm.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dflash_trt.errors import BuildError, UsageError
+from dflash_trt.errors import UsageError
 from dflash_trt.models.inventory import Inventory
 from dflash_trt.planning.gpus import Gpu, find_gpu
-from dflash_trt.planning.memory import MemoryEstimate, Settings, arena_bytes, estimate_memory, gib
-from dflash_trt.trtllm.memory import POOL
+from dflash_trt.planning.memory import MemoryEstimate, Settings, estimate_memory, gib
+from dflash_trt.trtllm.drafter import DFLASH2
 from dflash_trt.trtllm.options import TensorRTLLMOptions
-from dflash_trt.trtllm.quantization import TargetQuantization
+from dflash_trt.trtllm.quantization import TargetQuantization, check_gpu
 from dflash_trt.trtllm.releases import Release, find_release
 
 ENGINE = "tensorrt-llm"
@@ -26,11 +27,15 @@ _LARGEST_DEFAULT_BATCH = 64
 
 @dataclass(frozen=True)
 class Choice:
-    """One setting and its reason."""
+    """One setting and its reason. name: the field of llm_args that it is written to, sections with dots.
+
+    written: False for what is only shown.
+    """
 
     name: str
     value: Any
     reason: str
+    written: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,88 +74,26 @@ def configure(
         **memory_settings(inventory, options, quantization),
     )
     gpus_per_node, nodes = _nodes(options, gpu)
-    attention = _drafter_attention(options, gpu)
-    moe = _moe_backend(inventory, options, gpu, release, quantization)
-    draft_len = block_size - 1
     memory, batch = _batch(inventory, settings, options)
-    tokens = max(max_seq_len, batch.value * block_size)
-    drafts = _schedule(options, draft_len)
-    schedule = drafts.value
-    sizes = _graph_sizes(batch.value, schedule)
-    drafter_bytes = arena_bytes(
-        inventory.drafter,
-        max_batch_size=batch.value,
-        max_seq_len=max_seq_len,
-        draft_len=draft_len,
-        tensor_parallel=options.tensor_parallel,
-        page=1 if settings.arena else POOL.page,
-    )
-    choices = [
+    schedule = _schedule(options, block_size - 1)
+    reuse = _block_reuse(inventory, options, release)
+    choices = (
         Choice("tensor_parallel_size", options.tensor_parallel, "as asked (--tp)"),
-        Choice("nodes", nodes, f"{gpus_per_node} GPUs a node"),
-        Choice("max_draft_len", draft_len, f"block of {block_size}, including the anchor as its first token"),
-        attention,
-        Choice(
-            "max_seq_len",
-            max_seq_len,
-            "prompt and output together; always set, because the drafter's context buffer grows with it",
-        ),
+        Choice("pipeline_parallel_size", 1, "speculative decoding runs on one stage only"),
+        Choice("gpus_per_node", gpus_per_node, f"of {nodes} node(s)"),
         batch,
-        Choice(
-            "max_num_tokens",
-            tokens,
-            "a whole prompt in one pass (chunked prefill is hardly tested with DFlash), and "
-            f"{block_size} tokens of every sequence",
-        ),
-        Choice("drafter_context_bytes", drafter_bytes, _arena_reason(settings)),
-        Choice("free_gpu_memory_fraction", memory.kv_fraction, _fraction_reason(settings)),
-        Choice(
-            "enable_block_reuse",
-            False,
-            "reused prompt tokens give the drafter no hidden states (NVIDIA/TensorRT-LLM#16005)",
-        ),
-        Choice(
-            "cuda_graph_batch_sizes",
-            sizes,
-            "batches are padded to the next size; one graph per size is captured",
-        ),
-    ]
-    args: dict[str, Any] = {
-        "tensor_parallel_size": options.tensor_parallel,
-        "pipeline_parallel_size": 1,
-        "gpus_per_node": gpus_per_node,
-        "max_batch_size": batch.value,
-        "max_num_tokens": tokens,
-        "max_seq_len": max_seq_len,
-        "enable_chunked_prefill": False,
-        "trust_remote_code": False,
-        "stream_interval": 1,
-        "kv_cache_config": {
-            "enable_block_reuse": False,
-            "free_gpu_memory_fraction": memory.kv_fraction,
-            "dtype": quantization.kv_cache or "auto",
-        },
-        "cuda_graph_config": {"enable_padding": True, "batch_sizes": sizes},
-        "speculative_config": {
-            "decoding_type": "DFlash",
-            "max_draft_len": draft_len,
-            "speculative_model": DRAFTER,
-            "mask_token_id": inventory.drafter.mask_token_id,
-            "target_layer_ids": sorted(inventory.drafter.target_layer_ids),
-            "attention_backend": attention.value,
-        },
-    }
-    if moe is not None:
-        choices.append(moe)
-        choices.append(Choice("moe_expert_parallel_size", options.expert_parallel, "as asked (--ep)"))
-        args["moe_expert_parallel_size"] = options.expert_parallel
-        args["moe_config"] = {"backend": moe.value}
-    choices.append(drafts)
-    if schedule:
-        args["speculative_config"]["draft_len_schedule"] = schedule
-    choices += _warnings(inventory, gpu, schedule)
+        *_sizes(settings, batch.value, schedule),
+        *_target(inventory, quantization),
+        *_experts(inventory, options, gpu, release, quantization),
+        *_cache(inventory, quantization, memory, settings, reuse),
+        *_drafting(inventory, block_size - 1, schedule),
+        _drafter_attention(inventory, options, gpu),
+        Choice("drafter_context_bytes", memory.drafter_bytes, _drafter_context(settings), written=False),
+        *_warnings(inventory, gpu, schedule),
+    )
+    args = _nested(choice for choice in choices if choice.written)
     release.check(args)
-    return Configuration(release, gpu, args, tuple(choices), memory, nodes, gpus_per_node)
+    return Configuration(release, gpu, args, choices, memory, nodes, gpus_per_node)
 
 
 def memory_settings(
@@ -158,29 +101,31 @@ def memory_settings(
 ) -> dict[str, Any]:
     """Fields of a memory plan's `Settings`. Raises BuildError for what TensorRT-LLM cannot run."""
     release, gpu = find_release(options.version), find_gpu(options.gpu)
-    check_quantization(inventory, gpu, quantization)
+    if inventory.drafter.architecture == DFLASH2 and not release.dflash2:
+        raise UsageError(
+            f"--trtllm-version is {release.version}, of which it is not known whether it has DFlash2 "
+            "(NVIDIA/TensorRT-LLM#18155); leave it out"
+        )
+    check_gpu(inventory.target, quantization, gpu)
     _check_parallel(inventory, options, gpu)
     return {
         "tensor_parallel": options.tensor_parallel,
         "cache": quantization.kv_cache,
-        "drafter_attention": _drafter_attention(options, gpu).value,
+        "drafter_attention": _drafter_attention(inventory, options, gpu).value,
         "draft_pool": release.draft_pool_beside_arena,
     }
 
 
-def check_quantization(inventory: Inventory, gpu: Gpu, quantization: TargetQuantization) -> None:
-    """Check that TensorRT-LLM loads a target in this form on this GPU (its hardware and quantization matrix)."""
-    scheme, model = quantization.scheme, inventory.target
-    if model.architecture == "GptOssForCausalLM" and scheme in ("fp8", "nvfp4"):
-        raise BuildError(
-            f"{model.path.parent}: gpt-oss in {scheme.upper()}, but TensorRT-LLM's matrix has gpt-oss in MXFP4 only; "
-            "give OpenAI's checkpoint as it is"
-        )
-    if scheme == "nvfp4" and gpu.sm < 100:
-        raise BuildError(
-            f"{model.path.parent}: the target is in NVFP4, which TensorRT-LLM runs on SM100 and newer, and "
-            f"{gpu.product} is SM{gpu.sm}; give a checkpoint in FP8 or BF16"
-        )
+def _nested(choices: Iterable[Choice]) -> dict[str, Any]:
+    """Sections for the parts of names."""
+    args: dict[str, Any] = {}
+    for choice in choices:
+        *sections, field = choice.name.split(".")
+        place = args
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[field] = choice.value
+    return args
 
 
 def _nodes(options: TensorRTLLMOptions, gpu: Gpu) -> tuple[int, int]:
@@ -220,67 +165,65 @@ def _check_parallel(inventory: Inventory, options: TensorRTLLMOptions, gpu: Gpu)
         )
 
 
-def _drafter_attention(options: TensorRTLLMOptions, gpu: Gpu) -> Choice:
-    if gpu.sm in (100, 103):
+def _drafter_attention(inventory: Inventory, options: TensorRTLLMOptions, gpu: Gpu) -> Choice:
+    name = "speculative_config.attention_backend"
+    flash = "needs the flash-attn package"
+    dflash2 = inventory.drafter.architecture == DFLASH2
+    if dflash2:
+        best = "VANILLA"
+        reason = f"DFlash2: TRTLLM refuses windows that look both ways (NVIDIA/TensorRT-LLM#19159); {flash}"
+    elif gpu.sm in (100, 103):
         best, reason = "TRTLLM", f"SM{gpu.sm}: context in pages of the KV pool, with generated kernels"
     elif gpu.sm == 90:
         best, reason = "FA4", "SM90: FlashAttention 4 over a dense buffer"
     else:
-        best = "VANILLA"
-        reason = f"SM{gpu.sm}: TRTLLM is for SM100 and SM103, FA4 for SM90; needs the flash-attn package"
+        best, reason = "VANILLA", f"SM{gpu.sm}: TRTLLM is for SM100 and SM103, FA4 for SM90; {flash}"
     asked = options.drafter_attention
     if asked is None or asked == best:
-        return Choice("attention_backend", best, reason)
+        return Choice(name, best, reason)
     if asked not in DRAFTER_BACKENDS:
         raise UsageError(f"--drafter-attention is {asked!r}, expected one of: {', '.join(DRAFTER_BACKENDS)}")
-    if asked != "VANILLA":
+    if asked != "VANILLA" and (gpu.sm != 90 if asked == "FA4" else dflash2 or gpu.sm not in (100, 103)):
         raise UsageError(
             f"--drafter-attention is {asked}, but {gpu.product} is SM{gpu.sm}: TRTLLM runs on SM100 and SM103 only, "
-            "FA4 on SM90 only; leave it out"
+            "and not with DFlash2 (NVIDIA/TensorRT-LLM#19159), FA4 on SM90 only; leave it out"
         )
-    return Choice("attention_backend", asked, "as asked (--drafter-attention); needs the flash-attn package")
+    needs = flash if asked == "VANILLA" else "with DFlash2's windows it was not seen"
+    return Choice(name, asked, f"as asked (--drafter-attention); {needs}")
 
 
-def _moe_backend(
+def _experts(
     inventory: Inventory,
     options: TensorRTLLMOptions,
     gpu: Gpu,
     release: Release,
     quantization: TargetQuantization,
-) -> Choice | None:
+) -> Iterator[Choice]:
     if inventory.target.moe is None:
         if options.moe_backend is not None:
             raise UsageError(f"--moe-backend: {inventory.target.path} has no experts; leave it out")
-        return None
-    blackwell = gpu.sm in (100, 103)
-    if quantization.scheme == "mxfp4":
-        if blackwell:
-            best, reason = "TRTLLM", "MXFP4 experts on SM100 and SM103 (gpt-oss deployment guide)"
-        elif gpu.sm == 90:
-            best, reason = (
-                release.hopper_mxfp4_moe_backend,
-                "MXFP4 experts on SM90; TRITON until 1.3, deprecated since",
-            )
-        else:
-            best, reason = (
-                "CUTLASS",
-                f"MXFP4 experts on SM{gpu.sm}: reported to run by users, not in NVIDIA's guide",
-            )
-    elif quantization.scheme == "nvfp4" and blackwell:
+        return
+    yield Choice("moe_expert_parallel_size", options.expert_parallel, "as asked (--ep)")
+    formats, blackwell = quantization.formats, gpu.sm in (100, 103)
+    best, reason = "CUTLASS", "experts that are not MXFP4"
+    if "mxfp4" in formats and blackwell:
+        best, reason = "TRTLLM", "MXFP4 experts on SM100 and SM103 (gpt-oss deployment guide)"
+    elif "mxfp4" in formats and gpu.sm == 90:
+        best = release.hopper_mxfp4_moe_backend
+        reason = "MXFP4 experts on SM90; TRITON until 1.3, deprecated since"
+    elif "mxfp4" in formats:
+        reason = f"MXFP4 experts on SM{gpu.sm}: reported to run by users, not in NVIDIA's guide"
+    elif "nvfp4" in formats and blackwell:
         best, reason = "TRTLLM", "NVFP4 experts on SM100 and SM103"
-    else:
-        best, reason = "CUTLASS", "experts that are not MXFP4"
     asked = options.moe_backend
-    if asked is None or asked == best:
-        return Choice("moe_backend", best, reason)
-    if asked == "TRTLLM" and not blackwell:
-        raise UsageError(
-            f"--moe-backend is TRTLLM, which runs on SM100 and SM103, but {gpu.product} is SM{gpu.sm}; "
-            f"use {best}, or leave it out"
-        )
-    if asked == "TRTLLM" and quantization.scheme is None:
-        raise UsageError(f"--moe-backend is TRTLLM, which supports quantized experts, not BF16; use {best}")
-    return Choice("moe_backend", asked, "as asked (--moe-backend)")
+    if asked is not None and asked != best:
+        best, reason = asked, "as asked (--moe-backend)"
+        if asked == "TRTLLM" and not (blackwell and formats):
+            raise UsageError(
+                f"--moe-backend is TRTLLM, which runs quantized experts on SM100 and SM103, but {gpu.product} is "
+                f"SM{gpu.sm}, and the target is in {quantization.name}; leave it out"
+            )
+    yield Choice("moe_config.backend", best, reason)
 
 
 def _batch(
@@ -290,30 +233,24 @@ def _batch(
     single = estimate_memory(inventory, settings)
     if single.largest_batch < 1:
         raise single.refuse()
-    asked = options.max_batch_size
-    if asked is None:
+    batch, reason = options.max_batch_size, "as asked (--max-batch-size)"
+    if batch is None:
         batch = min(_LARGEST_DEFAULT_BATCH, 1 << (single.largest_batch.bit_length() - 1))
         reason = (
             f"at most {single.largest_batch} sequences of {settings.max_seq_len} tokens fit; by default a power of "
             f"two, at most {_LARGEST_DEFAULT_BATCH}"
         )
-        return estimate_memory(inventory, replace(settings, max_batch_size=batch)), Choice(
-            "max_batch_size", batch, reason
-        )
-    if asked < 1:
-        raise UsageError(f"--max-batch-size is {asked}, expected 1 or more")
-    found = estimate_memory(inventory, replace(settings, max_batch_size=asked))
-    if not found.fits:
-        raise found.refuse()
-    return found, Choice("max_batch_size", asked, "as asked (--max-batch-size)")
+    if batch < 1:
+        raise UsageError(f"--max-batch-size is {batch}, expected 1 or more")
+    memory = estimate_memory(inventory, replace(settings, max_batch_size=batch))
+    if not memory.fits:
+        raise memory.refuse()
+    return memory, Choice("max_batch_size", batch, reason)
 
 
-def _schedule(options: TensorRTLLMOptions, draft_len: int) -> Choice:
-    """The drafts by active requests, as asked; by default always the whole block."""
-    name = "draft_len_schedule"
-    if options.draft_len_schedule is None:
-        return Choice(name, {}, "always the whole block (--draft-len-schedule says otherwise)")
-    schedule = dict(sorted(options.draft_len_schedule.items()))
+def _schedule(options: TensorRTLLMOptions, draft_len: int) -> dict[int, int]:
+    """The drafts by active requests, as asked; empty: always the whole block."""
+    schedule = dict(sorted((options.draft_len_schedule or {}).items()))
     for batch, length in schedule.items():
         if batch < 1 or not 0 <= length <= draft_len:
             raise UsageError(
@@ -325,49 +262,162 @@ def _schedule(options: TensorRTLLMOptions, draft_len: int) -> Choice:
             f"--draft-len-schedule begins with {first}:{schedule[first]}, but TensorRT-LLM wants the smallest batch "
             f"to draft max_draft_len tokens: {first}:{draft_len}"
         )
-    return Choice(name, schedule, "as asked (--draft-len-schedule)")
+    return schedule
 
 
-def _graph_sizes(batch: int, schedule: dict[int, int]) -> list[int]:
-    sizes = {1, 2, 4, *range(8, batch + 1, 8), batch, *schedule}
-    return sorted(size for size in sizes if size <= batch)
-
-
-def _arena_reason(settings: Settings) -> str:
-    if settings.arena:
-        return (
-            "2 * (batch + 1) * layers * (context + block) * kv heads per GPU * head size * 2 bytes, per GPU"
+def _block_reuse(inventory: Inventory, options: TensorRTLLMOptions, release: Release) -> int:
+    """The tokens at the end of a prompt that are computed where its beginning is reused; 0 if nothing is reused."""
+    tail = options.block_reuse
+    if tail is None:
+        return 0
+    if "context_recompute_tail" not in release.fields("DFlashDecodingConfig"):
+        raise UsageError(
+            f"--block-reuse is {tail}, but TensorRT-LLM {release.version} has no context_recompute_tail: reused tokens "
+            "would give the drafter nothing (NVIDIA/TensorRT-LLM#16005); leave it out"
         )
-    return "per GPU, if the drafter gets no pages of the KV pool; normally it gets pages, and this is 0"
-
-
-def _fraction_reason(settings: Settings) -> str:
-    if settings.arena:
-        return "leaves room for the drafter's buffer, whether buffer or pool is allocated first"
-    return "TensorRT-LLM's default: the drafter's context is inside the pool"
-
-
-def _warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> list[Choice]:
-    """Known problems, each with its report."""
-    found = []
-    gpt_oss = inventory.target.architecture == "GptOssForCausalLM"
-    if gpt_oss:
-        found.append(
-            "gpt-oss with speculative decoding was reported to lose tool calls and to loop, with EAGLE3 "
-            "(NVIDIA/TensorRT-LLM#16377, #8615)"
-        )
-    if gpt_oss and gpu.sm >= 120:
-        found.append(f"gpt-oss-20b was reported not to start on SM{gpu.sm} (NVIDIA/TensorRT-LLM#13156)")
     if inventory.target.delta_layers:
-        found.append(
+        raise UsageError(
+            f"--block-reuse is {tail}, but {inventory.target.path} has layers with a state, which is kept at few "
+            "positions only; leave it out"
+        )
+    return tail
+
+
+def _sizes(settings: Settings, batch: int, schedule: dict[int, int]) -> Iterator[Choice]:
+    length, block = settings.max_seq_len, settings.block_size
+    yield Choice(
+        "max_seq_len",
+        length,
+        "prompt and output together; always set, because the drafter's context buffer grows with it",
+    )
+    yield Choice(
+        "max_num_tokens",
+        max(length, batch * block),
+        f"a whole prompt in one pass, and {block} tokens of every sequence",
+    )
+    yield Choice("stream_interval", 1, "every token is passed on when it is there")
+    sizes = {1, 2, 4, *range(8, batch + 1, 8), batch, *schedule}
+    yield Choice("cuda_graph_config.enable_padding", True, "batches are padded to the next size")
+    yield Choice(
+        "cuda_graph_config.batch_sizes",
+        sorted(size for size in sizes if size <= batch),
+        "one graph per size is captured",
+    )
+
+
+def _target(inventory: Inventory, quantization: TargetQuantization) -> Iterator[Choice]:
+    yield Choice("trust_remote_code", False, "code of a checkpoint is never run")
+    yield Choice(
+        "attn_backend",
+        "TRTLLM",
+        "of the target; with heads of 256 FlashInfer would be chosen, which verifies no blocks "
+        "(NVIDIA/TensorRT-LLM#19466)",
+    )
+    if inventory.target.architecture.endswith("ForConditionalGeneration"):
+        yield Choice("disable_mm_encoder", True, "text only: the vision tower is not loaded")
+    if quantization.formats:
+        yield Choice("format", quantization.name, "of the target, passed on as stored", written=False)
+
+
+def _cache(
+    inventory: Inventory,
+    quantization: TargetQuantization,
+    memory: MemoryEstimate,
+    settings: Settings,
+    reuse: int,
+) -> Iterator[Choice]:
+    dtype = quantization.kv_cache or "auto"
+    yield Choice("kv_cache_config.dtype", dtype, "as the checkpoint says; auto: the model's dtype")
+    room = "leaves room for the drafter's buffer, whether buffer or pool is allocated first"
+    if not settings.arena:
+        room = "TensorRT-LLM's default: the drafter's context is inside the pool"
+    yield Choice("kv_cache_config.free_gpu_memory_fraction", memory.kv_fraction, room)
+    yield from _reused(inventory, reuse)
+    if inventory.target.delta_layers:
+        yield Choice(
+            "kv_cache_config.mamba_ssm_cache_dtype",
+            "float32",
+            "states as the target was trained with; rounding them, as NVIDIA's files for throughput do, changes tokens",
+        )
+
+
+def _reused(inventory: Inventory, tail: int) -> Iterator[Choice]:
+    reuse, chunked = "kv_cache_config.enable_block_reuse", "enable_chunked_prefill"
+    if not tail:
+        yield Choice(
+            reuse, False, "reused prompt tokens give the drafter no hidden states (NVIDIA/TensorRT-LLM#16005)"
+        )
+        yield Choice(chunked, False, "hardly tested with DFlash, and a whole prompt fits in one pass")
+        return
+    yield Choice(reuse, True, "as asked (--block-reuse)")
+    yield Choice(chunked, True, "reuse needs it: the end of a prompt is computed as a chunk")
+    if any(layer.window is not None for layer in inventory.target.attention_layers):
+        yield Choice(
+            "kv_cache_config.use_kv_cache_manager_v2",
+            True,
+            "the target has windows, and with them version 1 ignores context_recompute_tail",
+        )
+    yield Choice(
+        "speculative_config.context_recompute_tail",
+        tail,
+        "tokens of a reused prompt that the drafter sees; fewer drafts are accepted until a sliding drafter has its "
+        "window again, or where a layer attends to the whole context",
+    )
+
+
+def _drafting(inventory: Inventory, draft_len: int, schedule: dict[int, int]) -> Iterator[Choice]:
+    def choice(name: str, value: Any, reason: str, *, written: bool = True) -> Choice:
+        return Choice(f"speculative_config.{name}", value, reason, written)
+
+    drafter = inventory.drafter
+    yield choice("decoding_type", "DFlash", "DFlash2 too: the drafter's config.json tells them apart")
+    yield choice("speculative_model", DRAFTER, "in the bundle")
+    yield choice("max_draft_len", draft_len, f"block of {draft_len + 1}, without the anchor")
+    yield choice(
+        "mask_token_id",
+        drafter.mask_token_id,
+        "always written: where TensorRT-LLM finds none, it takes vocab_size",
+    )
+    yield choice(
+        "target_layer_ids",
+        sorted(drafter.target_layer_ids),
+        "always written, ascending, as TensorRT-LLM joins the taps",
+    )
+    asked = "as asked (--draft-len-schedule)" if schedule else "none: always the whole block"
+    yield choice("draft_len_schedule", schedule, asked, written=bool(schedule))
+
+
+def _drafter_context(settings: Settings) -> str:
+    if settings.arena:
+        return "per GPU: 2 * (batch + 1) * layers * (context + block) * kv heads * head size * 2 bytes"
+    return "per GPU, in pages of the KV pool"
+
+
+def _warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Iterator[Choice]:
+    """Known problems, each with its report."""
+    gpt_oss = inventory.target.architecture == "GptOssForCausalLM"
+    known = (
+        (
+            gpt_oss,
+            "gpt-oss with speculative decoding was reported to lose tool calls and to loop, with EAGLE3 "
+            "(NVIDIA/TensorRT-LLM#16377, #8615)",
+        ),
+        (
+            gpt_oss and gpu.sm >= 120,
+            f"gpt-oss-20b was reported not to start on SM{gpu.sm} (NVIDIA/TensorRT-LLM#13156)",
+        ),
+        (
+            bool(inventory.target.delta_layers),
             "the memory plan counts one state for each request, with its pending rows; how many TensorRT-LLM keeps for "
-            "the drafts of a round was not seen"
-        )
-    if 0 in schedule.values():
-        found.append(
-            "without drafting the drafter stores no context, so later drafts of those requests are worse"
-        )
-    return [Choice("warning", "", text) for text in found]
+            "the drafts of a round was not seen",
+        ),
+        (
+            0 in schedule.values(),
+            "without drafting the drafter stores no context, so later drafts of those requests are worse",
+        ),
+    )
+    for number, text in enumerate((text for applies, text in known if applies), 1):
+        yield Choice(f"warning {number}", "", text, written=False)
 
 
 def describe(configuration: Configuration) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class Driver:
         yield self.step(lengths)
 
     def forget(self) -> None:
-        """No effect: bundles have TensorRT-LLM's block reuse off."""
+        """No effect: TensorRT-LLM has no call to drop what it keeps for reuse (--block-reuse; by default nothing)."""
 
     def clear(self) -> None:
         """Drop every request."""

@@ -15,7 +15,7 @@ from dflash_trt.engines.base import (
     RunSettings,
     Weights,
 )
-from dflash_trt.errors import BuildError, CheckpointError, UsageError
+from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.trtllm.memory import MEMORY
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from dflash_trt.trtllm.build import ConfigurationJob
     from dflash_trt.trtllm.driver import Driver
 
-# Architectures with Gated DeltaNet that TensorRT-LLM's own tests of DFlash have: Qwen3.5-4B, Qwen3.5-35B-A3B and
-# Qwen3.6-35B-A3B (NVIDIA/TensorRT-LLM#15132, #16914, #18553).
+# Architectures with Gated DeltaNet that DFlash was run with: Qwen3.5-4B, Qwen3.5-35B-A3B and Qwen3.6-35B-A3B in
+# TensorRT-LLM's own tests (NVIDIA/TensorRT-LLM#15132, #16914, #18553), Qwen3.8-27B with DFlash2 by a user (#18085).
 HYBRIDS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
 
@@ -60,15 +60,11 @@ class TensorRTLLMEntry(Engine):
             )
 
     def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:
-        from dflash_trt.trtllm.quantization import check_drafter, target_quantization
+        from dflash_trt.trtllm.drafter import check_drafter
+        from dflash_trt.trtllm.quantization import target_quantization
 
-        if drafter.architecture != "DFlashDraftModel":
-            raise CheckpointError(
-                f"{drafter.path}: the architecture is {drafter.architecture}, but TensorRT-LLM gets DFlashDraftModel "
-                "only; build with another engine"
-            )
         target_quantization(target)
-        check_drafter(drafter.path.parent)
+        check_drafter(drafter)
 
     def job(
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
@@ -98,9 +94,7 @@ class TensorRTLLMEntry(Engine):
             name, value = choice["name"], choice["value"]
             if isinstance(value, dict):  # as its option takes it
                 value = ",".join(f"{key}:{each}" for key, each in value.items()) or "none"
-            number = sum(key.startswith(name) for key in choices)
-            text = choice["reason"] if value == "" else f"{value}: {choice['reason']}"
-            choices[f"{name} {number + 1}" if number else name] = text
+            choices[name] = choice["reason"] if value == "" else f"{value}: {choice['reason']}"
         return {
             "runs_on": f"{world} x {found['gpu']}, {found['nodes']} node(s), TensorRT-LLM {found['version']}",
             "memory_per_gpu": found["arithmetic"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ import yaml
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
 from dflash_trt.logs import warn_once
-from dflash_trt.trtllm.attention import usable_backend
+from dflash_trt.trtllm.attention import choose, literals
 
 _log = logging.getLogger(__name__)
 
@@ -43,29 +42,18 @@ def disagreements(module: Any, llm_args: Mapping[str, Any]) -> Iterator[str]:
     if not hasattr(api, "DFlashDecodingConfig"):
         yield "it has no DFlashDecodingConfig"
         return
-    yield from _unknown(api.TorchLlmArgs, llm_args, "")
-    for section, name in _SECTIONS.items():
-        if llm_args.get(section) is not None:
-            yield from _unknown(getattr(api, name), llm_args[section], f"{section}.")
-
-
-def _unknown(kind: Any, values: Mapping[str, Any], place: str) -> Iterator[str]:
-    for key, value in values.items():
-        if key not in kind.model_fields:
-            yield f"{place}{key} is not a field of its {kind.__name__}"
-            continue
-        allowed = _literals(kind.model_fields[key].annotation)
-        if isinstance(value, str) and allowed and value not in allowed:
-            yield f"{place}{key} is {value!r}, it takes {', '.join(map(str, sorted(allowed)))}"
-
-
-def _literals(annotation: Any) -> set[Any]:
-    """The values of a Literal, alone or in a union of literals and None. Empty for any other annotation."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return set(typing.get_args(annotation))
-    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
-    found = [_literals(part) for part in parts]
-    return set().union(*found) if found and all(found) else set()
+    for section, name in {"": "TorchLlmArgs", **_SECTIONS}.items():
+        fields = getattr(api, name).model_fields
+        for key, value in ((llm_args.get(section) or {}) if section else llm_args).items():
+            place = f"{section}.{key}".lstrip(".")
+            if key not in fields:
+                yield f"{place} is not a field of its {name}"
+            elif (
+                isinstance(value, str)
+                and value not in (allowed := literals(fields[key].annotation))
+                and allowed
+            ):
+                yield f"{place} is {value!r}, it takes {', '.join(map(str, sorted(allowed)))}"
 
 
 def read_llm_args(bundle: Bundle) -> dict[str, Any]:
@@ -89,8 +77,18 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
     version = bundle.manifest["tensorrt_llm"]["version"]
     module = import_tensorrt_llm(version)
     args = read_llm_args(bundle)
-    found = list(disagreements(module, args))
-    if found:
+    drafting = args["speculative_config"]
+    if (asked := drafting.get("attention_backend")) and hasattr(module.llmapi, "DFlashDecodingConfig"):
+        try:
+            drafting["attention_backend"], lacks = choose(asked, module.llmapi.DFlashDecodingConfig)
+        except ValueError as error:
+            raise DFlashError(f"{bundle.path}: {error}") from None
+        if lacks:
+            backend = drafting["attention_backend"]
+            warn_once(
+                _log, f"{bundle.path}: the drafter runs with {backend} instead of {asked}: {'; '.join(lacks)}"
+            )
+    if found := list(disagreements(module, args)):
         raise DFlashError(
             f"{bundle.path / 'llm_args.yaml'}: made for TensorRT-LLM {version}, but {module.__version__} is "
             f"installed: {'; '.join(found)}. Install {version}, or build the bundle again with --trtllm-version"
@@ -100,10 +98,7 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
             _log,
             f"{bundle.path}: made for TensorRT-LLM {version}, {module.__version__} is installed; it knows every field",
         )
-    drafter = args["speculative_config"]
-    if "attention_backend" in drafter:
-        drafter["attention_backend"] = usable_backend(drafter["attention_backend"], bundle.path)
-    args["speculative_config"]["speculative_model"] = str((bundle.path / "drafter").resolve())
+    drafting["speculative_model"] = str((bundle.path / "drafter").resolve())
     for section, name in _SECTIONS.items():
         if args.get(section) is not None:
             args[section] = getattr(module.llmapi, name)(**args[section])

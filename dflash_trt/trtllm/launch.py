@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from dflash_trt.trtllm import attention
 from dflash_trt.trtllm.configuration import TARGET, Configuration
 
 _TEMPLATES = Path(__file__).with_name("scripts")
@@ -39,6 +40,7 @@ def launch_files(configuration: Configuration) -> dict[str, str]:
         "CONTAINER": c.release.container,
         "VERSION": c.release.version,
     }
+    files["launch/attention.py"] = Path(attention.__file__).read_text()
     for template in sorted(_TEMPLATES.iterdir()):
         text = template.read_text()
         for key, value in values.items():

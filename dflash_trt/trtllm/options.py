@@ -58,6 +58,16 @@ class TensorRTLLMOptions(EngineOptions):
             "--drafter-attention", metavar="BACKEND", help="VANILLA, TRTLLM or FA4 (default: by GPU)"
         ),
     )
+    block_reuse: int | None = field(
+        default=None,
+        metadata=option(
+            "--block-reuse",
+            least=1,
+            metavar="TOKENS",
+            help="reuse the KV cache of equal beginnings of prompts, but compute at least the last TOKENS, as the "
+            "drafter's context (default: compute the whole prompt)",
+        ),
+    )
     moe_backend: str | None = field(
         default=None,
         metadata=option("--moe-backend", metavar="BACKEND", help="of the target's experts (default: by GPU)"),

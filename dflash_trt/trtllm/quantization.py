@@ -1,58 +1,144 @@
-"""The quantization of a pair's checkpoints, as far as TensorRT-LLM supports it."""
+"""The formats of quantized targets that TensorRT-LLM reads, and the GPUs that run them.
+
+Its PyTorch runtime reads Model Optimizer's files, and from config.json FP8 in blocks, compressed-tensors with one group
+of layers, and gpt-oss's MXFP4; it raises NotImplementedError for other methods (tensorrt_llm/llmapi/llm_utils.py,
+tensorrt_llm/models/quant_config_utils.py, NVIDIA/TensorRT-LLM#14468).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from dflash_trt.checkpoint.quantization import read_quantization
+from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.quantization import QUANT_CONFIG, read_quantization
+from dflash_trt.checkpoint.recognized import METHODS
 from dflash_trt.checkpoint.schema import TargetConfig
-from dflash_trt.errors import CheckpointError
+from dflash_trt.errors import BuildError, CheckpointError, show
+from dflash_trt.files.reading import read_object
+from dflash_trt.planning.gpus import Gpu
 
-# Model Optimizer's names in hf_quant_config.json.
-ALGORITHMS = ("FP8", "NVFP4")
+# Format -> compute capabilities: the hardware matrix of NVIDIA's page on quantization; for rows and blocks of FP8 also
+# the pull requests NVIDIA/TensorRT-LLM#5615 and #9174. Where mxfp4 runs follows from the backend of the experts.
+RUNS_ON: Mapping[str, tuple[int, ...]] = {
+    "fp8": (89, 90, 100, 103, 120, 121),
+    "fp8-rows": (89, 90, 120),
+    "fp8-blocks": (90, 100, 103, 120),
+    "nvfp4": (100, 103, 120, 121),
+    "int4-awq": (80, 86, 89, 90, 100, 103),
+}
+# Names of Model Optimizer's algorithms -> formats. Those that may be mixed in one checkpoint come first.
+_MIXED = {"FP8": "fp8", "NVFP4": "nvfp4"}
+_ALGORITHMS = {**_MIXED, "FP8_PER_CHANNEL_PER_TOKEN": "fp8-rows", "W4A16_AWQ": "int4-awq"}
+# compressed-tensors: bits, type, strategy of weights, strategy of inputs -> format; and the group sizes that are read.
+_GROUPS: Mapping[tuple[Any, ...], str] = {
+    (8, "float", "channel", "token"): "fp8-rows",
+    (8, "float", "block", "group"): "fp8-blocks",
+    (4, "float", "tensor_group", "tensor_group"): "nvfp4",
+}
+_SIZES: Mapping[str, tuple[int | None, ...]] = {"fp8-blocks": (128,), "nvfp4": (16,)}
+_BLOCK = [128, 128]
+_READ = "it reads Model Optimizer's FP8, NVFP4 and W4A16_AWQ, FP8 in blocks, and FP8 and NVFP4 of compressed-tensors"
 
 
 @dataclass(frozen=True, slots=True)
 class TargetQuantization:
-    """`scheme`: of the linear layers, "fp8" or "nvfp4", of the experts "mxfp4", or None. `kv_cache`: "fp8" or None."""
+    """formats: of the linear layers and experts, empty if nothing is quantized. kv_cache: "fp8" or None."""
 
-    scheme: str | None = None
+    formats: frozenset[str] = frozenset()
     kv_cache: str | None = None
+
+    @property
+    def name(self) -> str:
+        return "+".join(sorted(self.formats)) or "bfloat16"
 
 
 def target_quantization(config: TargetConfig) -> TargetQuantization:
-    """The quantization of a target: Model Optimizer's unified FP8 or NVFP4, or gpt-oss's MXFP4.
+    """The quantization of a target, as TensorRT-LLM reads it from the same files.
 
-    Raises CheckpointError for an unsupported format.
+    Raises CheckpointError for a format that it does not read, naming the file and the format.
     """
     if config.moe is not None and config.moe.quantization is not None:
-        return TargetQuantization("mxfp4")
-    found = read_quantization(config.path.parent)
-    if found.layers or (found.default is not None and found.default.name not in ALGORITHMS):
-        name = "MIXED_PRECISION" if found.layers else found.default and found.default.name
-        raise CheckpointError(
-            f"{found.path}: quant_algo is {name}, supported for TensorRT-LLM are {', '.join(ALGORITHMS)}, the same for "
-            "all linear layers"
+        return TargetQuantization(frozenset({config.moe.quantization}))
+    directory = config.path.parent
+    section = read_object(config.path).get("quantization_config")
+    if (directory / QUANT_CONFIG).is_file() or not isinstance(section, dict):
+        return _model_optimizer(directory)
+    fields = Fields(config.path, section, "quantization_config.")
+    method = fields.get("quant_method") or ("compressed-tensors" if "config_groups" in section else None)
+    if method == "modelopt":
+        return _model_optimizer(directory)
+    if method == "fp8" and fields.get("weight_block_size") == _BLOCK:
+        return TargetQuantization(frozenset({"fp8-blocks"}))
+    if method == "compressed-tensors":
+        return _compressed_tensors(fields)
+    if method == "fp8" and fields.get("weight_block_size") is not None:
+        raise fields.error(
+            "weight_block_size", f"is {show(fields.get('weight_block_size'))}, TensorRT-LLM reads {_BLOCK}"
         )
-    if found.blocks is not None:
-        raise CheckpointError(
-            f"{found.path}: the checkpoint is {found.name}, which the memory plan for TensorRT-LLM does not know; give "
-            "the checkpoint in BF16, or one of NVIDIA's in FP8 or NVFP4"
-        )
-    scheme = found.default.scheme if found.default is not None else None
-    return TargetQuantization(scheme, "fp8" if found.kv_cache else None)
+    name = METHODS.get(method, "this quantization") if isinstance(method, str) else "this quantization"
+    raise fields.error("quant_method", f"is {show(method)}: TensorRT-LLM does not read {name}; {_READ}")
 
 
-def check_drafter(directory: Path) -> None:
-    """Check that the drafter is not quantized. TensorRT-LLM's DFlash uses its `fc`, key and value projections
-    unchanged.
-
-    Raises CheckpointError if it is quantized.
-    """
+def _model_optimizer(directory: Path) -> TargetQuantization:
     found = read_quantization(directory)
-    if found.default is not None or found.layers:
+    names = {algorithm.name for algorithm in found.algorithms}
+    mixed = found.default is None
+    known = _MIXED if mixed else _ALGORITHMS
+    if unknown := sorted(names - set(known)):
         raise CheckpointError(
-            f"{found.path}: the drafter is quantized, but TensorRT-LLM uses its fc, key and value projections as plain "
-            "matrices; give the drafter in BF16"
+            f"{found.path}: quant_algo is {'MIXED_PRECISION with ' * mixed}{', '.join(unknown)}, TensorRT-LLM bundles "
+            f"are made for {', '.join(known)}"
         )
+    return TargetQuantization(frozenset(known[name] for name in names), "fp8" if found.kv_cache else None)
+
+
+def _compressed_tensors(fields: Fields) -> TargetQuantization:
+    groups = fields.section("config_groups")
+    names = [] if groups is None else list(groups.values)
+    if groups is None or len(names) != 1:
+        raise fields.error(
+            "config_groups",
+            f"has {len(names)} groups ({', '.join(map(show, names)) or 'none'}): the releases known here read one "
+            "(several: NVIDIA/TensorRT-LLM#17725, open when it was looked up); give the target as Model Optimizer "
+            "exports it, where layers may differ",
+        )
+    group = groups.section(names[0])
+    assert group is not None
+    weights, inputs = group.section("weights"), group.section("input_activations")
+    if weights is None:
+        raise group.error("weights", "is missing, expected an object")
+    strategy = None if inputs is None else inputs.get("strategy")
+    scheme = (weights.get("num_bits"), weights.get("type") or "int", weights.get("strategy"), strategy)
+    name = _GROUPS.get(scheme)
+    sized = inputs if name == "fp8-blocks" else weights
+    if name is None or sized is None or sized.get("group_size") not in _SIZES.get(name, (None, -1)):
+        said = fields.get("format") or "compressed-tensors"
+        raise group.error(
+            "weights",
+            f"are {show(scheme[0])} bits of {scheme[1]} by {scheme[2]}, with inputs by {strategy or 'none'} ({said}): "
+            f"TensorRT-LLM does not read them; {_READ}",
+        )
+    cache = fields.section("kv_cache_scheme")
+    if cache is not None and (cache.get("num_bits"), cache.get("type")) != (8, "float"):
+        raise fields.error("kv_cache_scheme", f"is {show(cache.values)}, TensorRT-LLM reads 8 bits of float")
+    return TargetQuantization(frozenset({name}), None if cache is None else "fp8")
+
+
+def check_gpu(config: TargetConfig, quantization: TargetQuantization, gpu: Gpu) -> None:
+    """Check that this GPU runs a target in this format. Raises BuildError naming both."""
+    for name in sorted(quantization.formats - {"mxfp4"}):
+        if config.architecture == "GptOssForCausalLM":
+            raise BuildError(
+                f"{config.path.parent}: gpt-oss in {name}, but TensorRT-LLM's matrix has gpt-oss in MXFP4 only; "
+                "give OpenAI's checkpoint as it is"
+            )
+        if gpu.sm not in RUNS_ON[name]:
+            others = ", ".join(sorted(other for other in RUNS_ON if gpu.sm in RUNS_ON[other])) or "none"
+            raise BuildError(
+                f"{config.path.parent}: the target is in {name}, which TensorRT-LLM runs on "
+                f"SM{', SM'.join(map(str, RUNS_ON[name]))}, and {gpu.product} is SM{gpu.sm}; give a checkpoint in "
+                f"BF16, or in a format for SM{gpu.sm}: {others}"
+            )

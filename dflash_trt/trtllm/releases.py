@@ -18,8 +18,7 @@ from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.extras import install
 
 _SCHEMAS = Path(__file__).with_name("schemas")
-_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?(?:\.post\d+)?")
-_FIRST = (1, 3, 0, 12)  # DFlash was merged in April 2026 (NVIDIA/TensorRT-LLM#12794), after rc11
+_FIRST = "1.3.0rc12"  # DFlash was merged in April 2026 (NVIDIA/TensorRT-LLM#12794), after rc11
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,9 @@ class Release:
     """One release. `llm_args` and `disaggregated` are JSON Schemas; `sources` names the source of each class.
 
     hopper_mxfp4_moe_backend: the backend of gpt-oss experts on SM90.
-    draft_pool_beside_arena: whether pages are reserved for a drafter that keeps its context in its own arena (fixed
-    by
+    draft_pool_beside_arena: whether pages are reserved for a drafter that keeps its context in its own arena (fixed by
         NVIDIA/TensorRT-LLM#19410).
+    dflash2: whether it is known to have DFlash2.
     """
 
     version: str
@@ -37,6 +36,7 @@ class Release:
     sources: Mapping[str, str]
     hopper_mxfp4_moe_backend: str
     draft_pool_beside_arena: bool
+    dflash2: bool
     llm_args: Mapping[str, Any]
     disaggregated: Mapping[str, Any]
 
@@ -76,29 +76,20 @@ def known_releases() -> list[str]:
 def find_release(version: str | None = None) -> Release:
     """A known release, by default the newest.
 
-    Raises BuildError if the version is malformed, too old for DFlash, or unknown.
+    Raises BuildError if its fields are not known here.
     """
     known = known_releases()
     version = version or known[-1]
     if version not in known:
-        order = _order(version)
-        choice = f"choose one of: {', '.join(known)}"
-        if order < _FIRST:
-            raise UsageError(
-                f"--trtllm-version is {version}, but DFlash came with the release candidates of 1.3 (1.2.1 and older "
-                f"have no DFlashDecodingConfig); {choice}"
-            )
         raise UsageError(
             f"--trtllm-version is {version}, whose configuration fields are not known here, and TensorRT-LLM refuses "
-            f"fields it does not know; {choice}"
+            f"fields it does not know (DFlash came with {_FIRST}); choose one of: {', '.join(known)}"
         )
     values = json.loads((_SCHEMAS / f"{version}.json").read_text())
     return Release(**values)
 
 
-def _order(version: str) -> tuple[int, ...]:
-    match = _VERSION.fullmatch(version)
-    if match is None:
-        raise UsageError(f"--trtllm-version is {version!r}, expected one such as 1.4.0rc1")
-    major, minor, patch, candidate = match.groups()
-    return int(major), int(minor), int(patch), 10_000 if candidate is None else int(candidate)
+def _order(version: str) -> list[int]:
+    """1.4.0rc1 comes before 1.4.0rc10, and both before 1.4.0."""
+    numbers = [int(number) for number in re.findall(r"\d+", version)]
+    return numbers if "rc" in version else [*numbers, 10_000]

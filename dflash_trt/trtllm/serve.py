@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import NoReturn
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
+from dflash_trt.trtllm.attention import usable
 from dflash_trt.trtllm.installed import read_llm_args
 from dflash_trt.trtllm.releases import find_release
 
@@ -35,10 +37,13 @@ def serve(bundle: Bundle, *, host: str, port: int) -> NoReturn:
             f"{release.container} {' '.join(_command('0.0.0.0', 8000))}"
         )
     os.chdir(bundle.path)
-    command = _command(host, port)
+    try:
+        command = _command(host, port, usable(Path("llm_args.yaml")))
+    except ValueError as error:
+        raise DFlashError(f"{path}: {error}") from None
     os.execvp(command[0], command)
 
 
-def _command(host: str, port: int) -> list[str]:
+def _command(host: str, port: int, file: Path = Path("llm_args.yaml")) -> list[str]:
     """trtllm-serve, as launch/serve.sh starts it by hand, in the bundle's directory."""
-    return ["trtllm-serve", "./target", "--host", host, "--port", str(port), "--config", "llm_args.yaml"]
+    return ["trtllm-serve", "./target", "--host", host, "--port", str(port), "--config", str(file)]

@@ -16,11 +16,14 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from dflash_trt.building import sources
 from dflash_trt.building.sources import Source, resolve, resolve_pair
-from dflash_trt.checkpoint.catalogue import PAIRS
+from dflash_trt.checkpoint.catalogue import PAIRS, KnownPair, known_configs, known_pair
 from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
+from dflash_trt.checkpoint.published import ENGINES, find_drafter
+from dflash_trt.engines import registry
 from dflash_trt.errors import CheckpointError, PairError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.families import FAMILIES
+from dflash_trt.trtllm.entry import HYBRIDS
 from tests.checkpoint.test_config import DRAFTER, TARGET, write
 
 PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -132,6 +135,33 @@ def test_a_directory_wins(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPat
     assert resolve_pair("target", "drafter") == (Source(Path("target")), Source(Path("drafter")))
     with pytest.raises(CheckpointError, match="no drafter is known for it; give one with --drafter"):
         resolve_pair("target")
+
+
+def test_other_forms_of_a_target_have_its_drafter() -> None:
+    for name in ("qwen3.8-27b-fp8", "Qwen/Qwen3.8-27B-FP8", "qwen/qwen3.8-27b-fp8@main"):
+        pair = known_pair(name)
+        assert pair is not None
+        assert (pair.name, pair.target_repo) == ("qwen3.8-27b-fp8", "Qwen/Qwen3.8-27B-FP8")
+        assert pair.drafter_repo == "z-lab/Qwen3.8-27B-DFlash2"
+    with pytest.raises(
+        CheckpointError, match=r"Qwen3.8-27B-FP8 does not come with the package; give qwen3.8-27b,"
+    ):
+        known_configs("qwen3.8-27b-fp8")
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.drafter_repo], ids=lambda pair: pair.name)
+def test_the_list_says_which_engines_take_a_pair(pair: KnownPair) -> None:
+    """As TensorRT-LLM's part of a build decides from the configurations."""
+    assert pair.drafter_repo is not None
+    drafter = find_drafter(pair.drafter_repo)
+    assert drafter is not None
+    assert not any(drafter.engines[name] for name in ENGINES if name != "tensorrt-llm")
+    assert set(ENGINES) == set(registry.NAMES)
+    folders = known_configs(pair.name)
+    target = read_target_config(folders[0])
+    registry.find("tensorrt-llm").check_pair(target, read_drafter_config(folders[1]))
+    hybrid = bool(target.delta_layers) and target.architecture not in HYBRIDS
+    assert bool(drafter.engines["tensorrt-llm"]) == hybrid
 
 
 def test_shipped_pairs_come_from_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -256,16 +257,41 @@ def test_inspect(
     assert "neither manifest.json nor config.json" in neither.err
 
 
-def test_pairs_lists_the_shipped_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = Output(capsys, "pairs", "--json").json
-    assert "tiny" in [pair["name"] for pair in listed["pairs"]]
-    assert "tiny" in Output(capsys, "pairs").out
+def test_pairs_lists_every_pair_and_published_drafter_in_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown, listed = Output(capsys, "pairs").out, Output(capsys, "pairs", "--json").json
+    assert max(map(len, shown.splitlines())) <= 80
+    names = {line.split()[0] for line in shown.splitlines() if line}
     drafters = {drafter["repository"]: drafter for drafter in listed["drafters"]}
-    known = {pair["drafter_repo"] for pair in listed["pairs"] if pair["drafter_repo"]}
-    assert known <= set(drafters)
+    assert {pair["name"] for pair in listed["pairs"]} | set(drafters) <= names
+    assert {pair["drafter_repo"] for pair in listed["pairs"] if pair["drafter_repo"]} <= set(drafters)
     assert drafters["z-lab/Qwen3-4B-DFlash-b16"]["pair"] == "qwen3-4b"
     assert drafters["incoai/Qwen3.8-27B-DFlash2"]["licence"] == "Apache-2.0"
+    assert not drafters["z-lab/gemma-4-31B-it-DFlash"]["read"]
     assert {drafter["publisher"] for drafter in drafters.values()} >= {"z-lab", "deepseek-ai", "RedHatAI"}
+
+
+def test_pairs_shows_all_of_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def rows(name: str) -> dict[str, str]:
+        lines = Output(capsys, "pairs", name).out.splitlines()
+        assert max(map(len, lines)) <= 80
+        return dict(re.split(r"  +", line, maxsplit=1) for line in lines if not line.startswith(" "))
+
+    pair = rows("qwen3.8-27b")
+    assert (pair["kind"], pair["licence"], pair["tensorrt-llm"]) == ("DFlash2", "Apache-2.0", "yes")
+    assert pair["as qwen3.8-27b-fp8"].startswith("Qwen/Qwen3.8-27B-FP8: FP8 in blocks")
+    form = rows("qwen3.8-27b-nvfp4-unsloth")
+    assert form["target"] == "unsloth/Qwen3.8-27B-NVFP4"
+    assert form["tensorrt-llm"].startswith("no: several groups")
+    assert rows("incoai/glm-5.3-flash-DFlash2")["onnxruntime"] == "no: the target's family is not read"
+    assert rows("qwen3.5-9b")["nobody confirms"].startswith("drafter.dflash_config.mask_token_id")
+    wrong = Output(capsys, "pairs", "qwen3.8-28b")
+    assert wrong.code == 1
+    assert "did you mean 'qwen3.8-27b'" in wrong.err
 
 
 def test_doctor_is_honest(capsys: pytest.CaptureFixture[str]) -> None:

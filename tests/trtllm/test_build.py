@@ -26,9 +26,10 @@ from dflash_trt.reports.inspection import inspect
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_qwen3_moe
+from tests.doubles.kind_checkpoints import make_dflash2
 
 H200 = TensorRTLLMOptions(gpu="h200")
-REFUSED = ("qwen3-coder-next", "qwen3.8-27b")  # the target's architecture; a DFlash2 drafter
+REFUSED = ("qwen3-coder-next",)  # the target's architecture
 # Hybrids of the same architectures as qwen3.5-4b and qwen3.5-397b-a17b.
 ALIKE = (
     "qwen3.5-9b",
@@ -72,22 +73,26 @@ def test_every_known_pair_builds_without_weights(name: str, tmp_path: Path) -> N
     assert list(config.target_layer_ids) == bundle.manifest["target_layer_ids"]
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "said"),
-    [
-        (
-            "qwen3-coder-next",
-            BuildError,
-            "Qwen3NextForCausalLM, but TensorRT-LLM's DFlash is known with Qwen3_5",
-        ),
-        ("qwen3.8-27b", CheckpointError, "DFlash2DraftModel, but TensorRT-LLM gets DFlashDraftModel only"),
-    ],
-)
-def test_other_hybrids_are_refused_by_name(
-    name: str, error: type[Exception], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=said):
-        build(name, None, tmp_path / "b", engine="tensorrt-llm", weights="none", options=H200)
+def test_other_hybrids_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        BuildError, match="Qwen3NextForCausalLM, but TensorRT-LLM's DFlash is known with Qwen3_5"
+    ):
+        build("qwen3-coder-next", None, tmp_path / "b", engine="tensorrt-llm", weights="none", options=H200)
+
+
+def test_a_dflash2_drafter_keeps_its_kind(pair: Path, tmp_path: Path) -> None:
+    shutil.copytree(pair / "target", tmp_path / "target")
+    drafter = make_dflash2(tmp_path / "drafter", tmp_path / "target")
+    bundle = build_pair(tmp_path, tmp_path / "b")
+    weights = "model.safetensors"
+    stored = {name: t.to(torch.bfloat16) for name, t in load_file(drafter / weights).items()}
+    written = load_file(bundle.path / "drafter" / weights)
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in stored.items())
+    before, after = (read_drafter_config(path) for path in (drafter, bundle.path / "drafter"))
+    assert (after.architecture, after.own, after.layers) == ("DFlash2DraftModel", before.own, before.layers)
+    args = yaml.safe_load((bundle.path / "llm_args.yaml").read_text())
+    assert args["speculative_config"]["attention_backend"] == "VANILLA"
 
 
 def test_weights_are_taken_as_they_are(pair: Path, built: Bundle) -> None:
@@ -282,8 +287,8 @@ def test_a_changed_yaml_is_noticed(pair: Path, tmp_path: Path) -> None:
 def test_inspect_explains_the_choices(built: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
     found = inspect(built.path)
     assert found["runs_on"] == "1 x h200, 1 node(s), TensorRT-LLM 1.4.0rc1"
-    assert found["choices"]["attention_backend"].startswith("FA4: SM90")
-    assert found["choices"]["max_draft_len"] == "7: block of 8, including the anchor as its first token"
+    assert found["choices"]["speculative_config.attention_backend"].startswith("FA4: SM90")
+    assert found["choices"]["speculative_config.max_draft_len"].startswith("7: block of 8")
     assert main(["inspect", str(built.path)]) == 0
     assert "free_gpu_memory_fraction" in capsys.readouterr().out
 
@@ -298,7 +303,7 @@ def test_the_command_builds(pair: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert args["tensor_parallel_size"] == 2
     said = capsys.readouterr().out
     assert "max_batch_size 16: as asked" in said
-    assert "draft_len_schedule 4:7,16:2: as asked" in said
+    assert "speculative_config.draft_len_schedule 4:7,16:2: as asked" in said
     with pytest.raises(SystemExit) as ended:
         main([*base, str(tmp_path / "c"), "--engine", "tensorrt-llm", "--gpu", "v100"])
     assert ended.value.code == 2

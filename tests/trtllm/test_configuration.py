@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from itertools import product
 from pathlib import Path
@@ -11,30 +12,36 @@ import jsonschema
 import pytest
 import yaml
 
-from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
+from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.errors import BuildError, CheckpointError
 from dflash_trt.models.configs import read_drafter_config, read_target_config
 from dflash_trt.models.inventory import Inventory, take_inventory
 from dflash_trt.planning.gpus import gpus
 from dflash_trt.planning.memory import GIB, arena_bytes
 from dflash_trt.trtllm.configuration import Configuration, configure
+from dflash_trt.trtllm.drafter import DFLASH2, check_drafter
 from dflash_trt.trtllm.launch import launch_files
 from dflash_trt.trtllm.memory import POOL
 from dflash_trt.trtllm.options import TensorRTLLMOptions
-from dflash_trt.trtllm.quantization import TargetQuantization, check_drafter, target_quantization
+from dflash_trt.trtllm.quantization import TargetQuantization, target_quantization
 from dflash_trt.trtllm.releases import Release, find_release, known_releases
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
+from tests.doubles.kind_checkpoints import make_dflare, make_dflash2, make_jetspec
 
 Pair = tuple[Inventory, TargetQuantization]
 PARALLEL = ((1, 1), (2, 1), (2, 2), (4, 1), (8, 1), (8, 4), (8, 8), (16, 8))
 
 
+# One of every architecture and kind: the others differ from these in sizes.
+PAIRS = (
+    *("tiny", "llama-3.1-8b", "qwen3-8b", "qwen3-coder-30b-a3b", "gpt-oss-20b", "gpt-oss-120b"),
+    *("qwen3.6-27b", "qwen3.6-35b-a3b", "qwen3.8-27b"),
+)
+
+
 @pytest.fixture(scope="module")
 def pairs() -> dict[str, Pair]:
-    found = {}
-    for pair in PAIRS:
-        found[pair.name] = read_pair(*known_configs(pair.name))
-    return found
+    return {name: read_pair(*known_configs(name)) for name in PAIRS}
 
 
 def read_pair(target_dir: Path, drafter_dir: Path) -> Pair:
@@ -95,10 +102,13 @@ def test_every_yaml_is_valid_for_every_pair_and_parallelism(
                 for c in (target, drafter)
             )
             spread = ep > 1 and (target.moe is None or device.sm >= 120)
-            assert heads or spread or "does not fit" in refusal, f"{name} on {tp} x {gpu}: {refusal}"
+            unknown = drafter.architecture == DFLASH2 and not release.dflash2
+            assert heads or spread or unknown or "does not fit" in refusal, (
+                f"{name} on {tp} x {gpu}: {refusal}"
+            )
             continue
         valid += 1
-        for file, document in yaml_documents(found).items():
+        for file, document in yaml_documents(found).items() if tp == 1 else ():
             if file == "triton/model.yaml":
                 assert document.pop("triton_config")["decoupled"]
                 assert document.pop("model") == "./target"
@@ -107,7 +117,7 @@ def test_every_yaml_is_valid_for_every_pair_and_parallelism(
             errors = [e.message for e in jsonschema.Draft202012Validator(schema).iter_errors(document)]
             assert errors == [], f"{name} on {tp} x {gpu}: {file}"
         check_rules(found, pair[0], tp, ep)
-    assert valid >= 20
+    assert valid >= 15
 
 
 def attempt(pair: Pair, gpu: str, options: dict[str, Any]) -> tuple[Configuration | None, str]:
@@ -126,7 +136,12 @@ def check_rules(found: Configuration, inventory: Inventory, tp: int, ep: int) ->
     assert args["max_num_tokens"] >= args["max_batch_size"] * (speculative["max_draft_len"] + 1)
     assert args["max_num_tokens"] >= args["max_seq_len"]
     backend = speculative["attention_backend"]
-    assert backend == {90: "FA4", 100: "TRTLLM", 103: "TRTLLM"}.get(found.gpu.sm, "VANILLA")
+    by_gpu = {} if drafter.architecture == DFLASH2 else {90: "FA4", 100: "TRTLLM", 103: "TRTLLM"}
+    assert backend == by_gpu.get(found.gpu.sm, "VANILLA")
+    assert args["attn_backend"] == "TRTLLM"
+    assert speculative["mask_token_id"] == drafter.mask_token_id
+    hybrid = bool(inventory.target.delta_layers)
+    assert ("disable_mm_encoder" in args) == ("mamba_ssm_cache_dtype" in args["kv_cache_config"]) == hybrid
     assert args["pipeline_parallel_size"] == 1
     assert args["tensor_parallel_size"] == tp == found.nodes * found.gpus_per_node
     assert ("moe_config" in args) == (inventory.target.moe is not None)
@@ -150,8 +165,20 @@ def check_rules(found: Configuration, inventory: Inventory, tp: int, ep: int) ->
     pool = fraction * (free - memory.activation_bytes - (memory.drafter_bytes if backend != "TRTLLM" else 0))
     assert memory.kv_bytes <= pool
     assert not args["kv_cache_config"]["enable_block_reuse"]
+    assert not args["enable_chunked_prefill"]
     for choice in found.choices:
         assert choice.reason, choice.name
+    written = [choice.name for choice in found.choices if choice.written]
+    assert sorted(written) == sorted(set(written)) == sorted(fields_of(args))
+
+
+def fields_of(args: dict[str, Any], prefix: str = "") -> list[str]:
+    """The names of all settings, sections with dots. A schedule is one setting."""
+    names = []
+    for key, value in args.items():
+        section = isinstance(value, dict) and key != "draft_len_schedule"
+        names += fields_of(value, f"{prefix}{key}.") if section else [f"{prefix}{key}"]
+    return names
 
 
 def test_the_issued_example(pairs: dict[str, Pair]) -> None:
@@ -166,6 +193,34 @@ def test_the_issued_example(pairs: dict[str, Pair]) -> None:
         "attention_backend": "TRTLLM",
     }
     assert found.llm_args["moe_config"] == {"backend": "TRTLLM"}
+
+
+def test_qwen3_8_with_dflash2(pairs: dict[str, Pair]) -> None:
+    """A hybrid with a vision tower, and a drafter whose windows look both ways: on every GPU flash-attn."""
+    for gpu in ("b200", "h200"):
+        found = configured(pairs["qwen3.8-27b"], gpu, length=32_768, max_batch_size=4)
+        args = found.llm_args
+        assert args["disable_mm_encoder"] is True
+        assert args["max_seq_len"] == 32_768
+        assert args["kv_cache_config"]["mamba_ssm_cache_dtype"] == "float32"
+        speculative = args["speculative_config"]
+        assert (speculative["max_draft_len"], speculative["mask_token_id"]) == (7, 248_070)
+        assert speculative["target_layer_ids"] == [5, 19, 33, 47, 61]
+        assert speculative["attention_backend"] == "VANILLA"
+        why = {choice.name: choice.reason for choice in found.choices}
+        assert "flash-attn" in why["speculative_config.attention_backend"]
+        assert "no hidden states" in why["kv_cache_config.enable_block_reuse"]
+    args = configured(pairs["qwen3.8-27b"], "h200", drafter_attention="FA4").llm_args
+    assert args["speculative_config"]["attention_backend"] == "FA4"
+
+
+def test_blocks_are_reused_where_the_cache_manager_keeps_it_sound(pairs: dict[str, Pair]) -> None:
+    for name, version2 in (("qwen3-8b", None), ("gpt-oss-20b", True)):
+        args = configured(pairs[name], block_reuse=256).llm_args
+        assert args["kv_cache_config"]["enable_block_reuse"] is True
+        assert args["enable_chunked_prefill"] is True
+        assert args["speculative_config"]["context_recompute_tail"] == 256
+        assert args["kv_cache_config"].get("use_kv_cache_manager_v2") is version2
 
 
 def test_moe_backends_by_gpu_and_release(pairs: dict[str, Pair], tmp_path: Path) -> None:
@@ -206,7 +261,7 @@ def test_without_limits_the_batch_is_a_power_of_two_that_fits_and_every_draft_is
     assert f"at most {found.memory.largest_batch} sequences of" in why["max_batch_size"]
     assert batch == 64 or batch <= found.memory.largest_batch < 2 * batch
     assert "draft_len_schedule" not in found.llm_args["speculative_config"]
-    assert "always the whole block" in why["draft_len_schedule"]
+    assert "always the whole block" in why["speculative_config.draft_len_schedule"]
 
 
 def test_prefill_and_decode_apart(pairs: dict[str, Pair]) -> None:
@@ -241,8 +296,12 @@ def test_quantized_targets_are_planned_as_such(pairs: dict[str, Pair], tmp_path:
         ("qwen3-8b", "b200", {"drafter_attention": "FA4"}, "B200 .* is SM100: .* FA4 on SM90 only"),
         ("qwen3-8b", "h200", {"drafter_attention": "TRTLLM"}, "TRTLLM runs on SM100 and SM103 only"),
         ("qwen3-8b", "h200", {"drafter_attention": "fast"}, "expected one of: VANILLA, TRTLLM, FA4"),
-        ("gpt-oss-20b", "h200", {"moe_backend": "TRTLLM"}, "runs on SM100 and SM103, but H200"),
-        ("qwen3-coder-30b-a3b", "b200", {"moe_backend": "TRTLLM"}, "supports quantized experts, not BF16"),
+        ("qwen3.8-27b", "b200", {"drafter_attention": "TRTLLM"}, "not with DFlash2"),
+        ("qwen3.8-27b", "b200", {"version": "1.3.0rc27"}, "1.3.0rc27, of which it is not known whether it has DFlash2"),
+        ("qwen3.8-27b", "b200", {"block_reuse": 2048}, "--block-reuse is 2048, but .* has layers with a state"),
+        ("qwen3-8b", "b200", {"block_reuse": 64, "version": "1.3.0rc27"}, "1.3.0rc27 has no context_recompute_tail"),
+        ("gpt-oss-20b", "h200", {"moe_backend": "TRTLLM"}, "on SM100 and SM103, but H200"),
+        ("qwen3-coder-30b-a3b", "b200", {"moe_backend": "TRTLLM"}, "the target is in bfloat16"),
         ("gpt-oss-20b", "b200", {"moe_backend": "FAST"}, r"moe_config.backend: 'FAST' is not one of"),
         ("qwen3-8b", "b200", {"moe_backend": "CUTLASS"}, "has no experts"),
         ("qwen3-8b", "b200", {"tensor_parallel": 2, "expert_parallel": 2}, "has no experts"),
@@ -255,9 +314,9 @@ def test_quantized_targets_are_planned_as_such(pairs: dict[str, Pair], tmp_path:
         ("gpt-oss-20b", "b200", {"draft_len_schedule": {4: 3}}, r"begins with 4:3, .*: 4:7"),
         ("gpt-oss-20b", "b200", {"draft_len_schedule": {4: 8}}, r"has 4:8, expected a batch of 1 or more and 0\.\.7"),
         ("gpt-oss-20b", "v100", {}, "--gpu is 'v100' .*known GPUs"),
-        ("gpt-oss-20b", "b200", {"version": "1.2.1"}, "1.2.1 and older have no DFlashDecodingConfig"),
+        ("gpt-oss-20b", "b200", {"version": "1.2.1"}, r"is 1.2.1, .*\(DFlash came with 1.3.0rc12"),
         ("gpt-oss-20b", "b200", {"version": "1.5.0"}, "whose configuration fields are not known here"),
-        ("gpt-oss-20b", "b200", {"version": "newest"}, "expected one such as 1.4.0rc1"),
+        ("gpt-oss-20b", "b200", {"version": "newest"}, "is newest, whose configuration fields are not known"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(
@@ -267,16 +326,29 @@ def test_what_cannot_be_is_refused(
         configured(pairs[name], gpu, **options)
 
 
-def test_quantized_targets_that_tensorrt_llm_cannot_load(pairs: dict[str, Pair], tmp_path: Path) -> None:
-    nvfp4 = quantized_pair(tmp_path, "qwen3-8b", "NVFP4")
-    with pytest.raises(BuildError, match="NVFP4, which TensorRT-LLM runs on SM100 and newer, and H200"):
-        configured(nvfp4, "h200")
-    for gpu in ("b200", "rtx-5090", "dgx-spark"):
-        configured(nvfp4, gpu)
-    gpt_oss, _ = pairs["gpt-oss-20b"]
-    for scheme in ("fp8", "nvfp4"):
-        with pytest.raises(BuildError, match="gpt-oss in MXFP4 only"):
-            configured((gpt_oss, TargetQuantization(scheme)), "b200")
+@pytest.mark.parametrize(
+    ("name", "runs", "refused"),
+    [
+        ("nvfp4", ("b200", "rtx-5090", "dgx-spark"), ("h200", "l40s")),
+        ("fp8", ("l40s", "h200", "b200", "rtx-5090"), ("a100",)),
+        ("fp8-blocks", ("h200", "b200", "rtx-pro-6000"), ("l40s", "dgx-spark")),
+        ("fp8-rows", ("l40s", "h200"), ("b200",)),
+        ("int4-awq", ("a100", "h200"), ("rtx-5090",)),
+    ],
+)
+def test_formats_by_gpu(
+    pairs: dict[str, Pair], name: str, runs: tuple[str, ...], refused: tuple[str, ...]
+) -> None:
+    inventory, _ = pairs["tiny"]
+    quantization = TargetQuantization(frozenset({name}))
+    for gpu in runs:
+        choices = configured((inventory, quantization), gpu, length=512).choices
+        assert next(choice.value for choice in choices if choice.name == "format") == name
+    for gpu in refused:
+        with pytest.raises(BuildError, match=f"the target is in {name}, which TensorRT-LLM runs on SM.*give"):
+            configured((inventory, quantization), gpu, length=512)
+    with pytest.raises(BuildError, match=f"gpt-oss in {name}, .* MXFP4 only"):
+        configured((pairs["gpt-oss-20b"][0], quantization), "b200")
 
 
 def test_fields_differ_between_releases() -> None:
@@ -315,26 +387,120 @@ def test_every_release_names_its_sources() -> None:
         release: Release = find_release(version)
         assert release.version == version
         assert release.container.endswith(f":{version}")
-        assert release.sources.keys() == {*release.llm_args["$defs"], "TorchLlmArgs"}
+        assert release.sources.keys() == {*release.llm_args["$defs"], "TorchLlmArgs", "dflash2"}
         for name in ("DFlashDecodingConfig", "TorchLlmArgs"):
             assert f"/{version}/" in release.sources[name]
 
 
-def test_model_optimizers_checkpoints_are_recognised(tmp_path: Path) -> None:
-    assert quantized_pair(tmp_path, "qwen3-8b", "FP8")[1] == TargetQuantization("fp8")
-    assert quantized_pair(tmp_path, "qwen3-8b", "NVFP4", "FP8")[1] == TargetQuantization("nvfp4", "fp8")
-    assert quantized_pair(tmp_path, "qwen3-8b", None, "FP8")[1] == TargetQuantization(None, "fp8")
-    assert read_pair(*known_configs("qwen3-8b"))[1] == TargetQuantization()
-    assert read_pair(*known_configs("gpt-oss-20b"))[1] == TargetQuantization("mxfp4")
+def found_in(tmp_path: Path, section: dict[str, Any] | None = None, **own_file: Any) -> TargetQuantization:
+    """The quantization of Qwen3-8B with this `quantization_config`, or with a file of Model Optimizer."""
+    target = tmp_path / "target"
+    shutil.copytree(known_configs("qwen3-8b")[0], target)
+    config = read_target_config(target)
+    if own_file:
+        write_json(target / "hf_quant_config.json", {"producer": {}, "quantization": own_file})
+    if section is not None:
+        values = json.loads(config.path.read_text())
+        write_json(config.path, values | {"quantization_config": section})
+    return target_quantization(config)
 
 
-def test_other_quantizations_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"quant_algo is W4A16_AWQ, supported for TensorRT-LLM are FP8, NVFP4"
-    ):
-        quantized_pair(tmp_path, "qwen3-8b", "W4A16_AWQ")
-    drafter = make_drafter(tmp_path / "drafter", make_target(tmp_path / "target"))
-    check_drafter(drafter)
+def compressed(bits: int, kind: str, weights: str, inputs: str | None, **changes: Any) -> dict[str, Any]:
+    """A section of compressed-tensors with one group."""
+    size = {"tensor_group": 16, "group": 128}
+    group: dict[str, Any] = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": bits, "type": kind, "strategy": weights, "group_size": size.get(weights)},
+        "input_activations": inputs
+        and {"num_bits": bits, "strategy": inputs, "group_size": size.get(inputs)},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    } | changes
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (BLOCKS, "fp8-blocks"),
+        (compressed(8, "float", "channel", "token"), "fp8-rows"),
+        (compressed(8, "float", "block", "group"), "fp8-blocks"),
+        (compressed(4, "float", "tensor_group", "tensor_group"), "nvfp4"),
+        (compressed(4, "float", "tensor_group", "tensor_group", kv_cache_scheme=CACHE), "nvfp4, fp8"),
+    ],
+)
+def test_formats_of_config_json_are_named(section: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    found = found_in(tmp_path, section)
+    assert ", ".join([*found.formats, *([found.kv_cache] if found.kv_cache else [])]) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "name", "cache"),
+    [
+        ({"quant_algo": "FP8"}, "fp8", None),
+        ({"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, "nvfp4", "fp8"),
+        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "bfloat16", "fp8"),
+        ({"quant_algo": "W4A16_AWQ", "group_size": 128}, "int4-awq", None),
+        (
+            {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    "a": {"quant_algo": "FP8"},
+                    "b": {"quant_algo": "NVFP4", "group_size": 16},
+                },
+            },
+            "fp8+nvfp4",
+            None,
+        ),
+    ],
+)
+def test_model_optimizers_formats_are_named(
+    own: dict[str, Any], name: str, cache: str | None, tmp_path: Path
+) -> None:
+    found = found_in(tmp_path, **own)
+    assert (found.name, found.kv_cache) == (name, cache)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "TensorRT-LLM does not read AWQ"),
+        ({"quant_method": "gptq", "bits": 4}, "does not read GPTQ"),
+        ({"quant_method": "auto-round"}, "quant_method is .auto-round."),
+        ({"quant_method": 3}, "quant_method is 3"),
+        (BLOCKS | {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),
+        (compressed(4, "int", "group", None), "are 4 bits of int by group, with inputs by none"),
+        (compressed(8, "int", "channel", "token"), "are 8 bits of int by channel"),
+        (compressed(8, "float", "tensor", "tensor"), "are 8 bits of float by tensor"),
+        (compressed(4, "float", "tensor_group", None), "by tensor_group, with inputs by none"),
+        (compressed(8, "float", "channel", "token", kv_cache_scheme={"num_bits": 4}), "kv_cache_scheme is"),
+        (
+            compressed(8, "float", "channel", "token", config_groups={"fp8": {}, "nvfp4": {}}),
+            "config_groups has 2 groups .*#17725",
+        ),
+    ],
+)
+def test_formats_that_are_not_read_are_refused_by_name(
+    section: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        found_in(tmp_path, section)
+
+
+def test_drafters_that_tensorrt_llm_computes_otherwise_are_refused(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    check_drafter(read_drafter_config(make_dflash2(tmp_path / "dflash2", target)))
+    with pytest.raises(CheckpointError, match="rows of a block see earlier rows only"):
+        check_drafter(read_drafter_config(make_jetspec(tmp_path / "jetspec", target)))
+    with pytest.raises(CheckpointError, match="the architecture is QwenDFlareDraftModel"):
+        check_drafter(read_drafter_config(make_dflare(tmp_path / "dflare", target)))
+    drafter = make_drafter(tmp_path / "drafter", target)
     write_json(drafter / "hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}})
     with pytest.raises(CheckpointError, match="the drafter is quantized"):
-        check_drafter(drafter)
+        check_drafter(read_drafter_config(drafter))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from dflash_trt.errors import DFlashError
 from dflash_trt.trtllm.installed import read_llm_args
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 
+SERVER = ["env", "HOST=127.0.0.1", "PORT=8000", "bash", "launch/serve.sh"]
 TWO_NODES = TensorRTLLMOptions(gpu="h200", tensor_parallel=2, gpus_per_node=1)
 
 
@@ -29,6 +31,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 def build_tiny(out: Path, options: TensorRTLLMOptions | None, engine: str = "tensorrt-llm") -> Bundle:
     return build("tiny", None, out, engine=engine, options=options, force=True)
+
+
+# The one field of the installed class that the scripts ask for.
+CLASS = """
+from types import SimpleNamespace
+from typing import Literal
+
+class DFlashDecodingConfig:
+    model_fields = {"attention_backend": SimpleNamespace(annotation=Literal["VANILLA", "TRTLLM", "FA4"])}
+"""
 
 
 class Launch:
@@ -43,6 +55,20 @@ class Launch:
             program = self.bin / name
             program.write_text(f'#!/bin/sh\npwd >"{self.log}"\nprintf "%s\\n" {name} "$@" >>"{self.log}"\n')
             program.chmod(0o755)
+        os.symlink(sys.executable, self.bin / "python3")
+        self.modules = work / "modules"
+        self.modules.mkdir()
+        (self.modules / "tensorrt_llm").mkdir()
+        (self.modules / "tensorrt_llm" / "__init__.py").write_text(
+            'print("[TensorRT-LLM] a line of its own")\n'
+        )
+        (self.modules / "tensorrt_llm" / "llmapi.py").write_text(CLASS)
+        for package in ("flash_attn", "flashinfer"):
+            self.install(package)
+
+    def install(self, package: str, module: str = "__init__") -> None:
+        (self.modules / package).mkdir(exist_ok=True)
+        (self.modules / package / f"{module}.py").touch()
 
     def __call__(self, script: str, *arguments: str, **variables: str) -> tuple[str, list[str]]:
         """Directory and arguments of the program that the script started, from another directory."""
@@ -51,7 +77,7 @@ class Launch:
             [str(self.bundle / "launch" / script), *arguments],
             check=True,
             cwd=self.bin,
-            env={"PATH": path, **variables},
+            env={"PATH": path, "PYTHONPATH": str(self.modules), **variables},
             capture_output=True,
             text=True,
         )
@@ -67,6 +93,7 @@ def test_scripts_start_what_they_should(tmp_path: Path) -> None:
     bundle = build_tiny(tmp_path / "bundle", TWO_NODES).path
     launch = Launch(bundle, tmp_path)
 
+    launch.install("flash_attn", "cute")
     directory, words = launch("serve.sh", "--reasoning_parser", "qwen3", PORT="9000")
     assert directory == str(bundle)
     assert words[:2] == ["trtllm-serve", "./target"]
@@ -74,20 +101,21 @@ def test_scripts_start_what_they_should(tmp_path: Path) -> None:
     assert (bundle / option(words, "--config")).is_file()
     assert words[-2:] == ["--reasoning_parser", "qwen3"]
 
-    directory, words = launch("mpi.sh", HOSTS="a:1,b:1")
+    directory, words = launch("mpi.sh", "--seed", "1", HOSTS="a:1,b:1")
     assert words[0] == "mpirun"
     assert (option(words, "-n"), option(words, "-H"), option(words, "--wdir")) == (
         "2",
         "a:1,b:1",
         str(bundle),
     )
-    assert words[words.index("trtllm-llmapi-launch") + 1 :][:2] == ["trtllm-serve", "./target"]
+    assert words[words.index("trtllm-llmapi-launch") + 1 :] == [*SERVER, "--seed", "1"]
     with pytest.raises(subprocess.CalledProcessError) as raised:
         launch("mpi.sh")
     assert "name the nodes" in raised.value.stderr
 
     _, words = launch("slurm.sbatch", SLURM_SUBMIT_DIR=str(bundle))
     assert words[0] == "srun"
+    assert words[words.index("trtllm-llmapi-launch") + 1 :] == SERVER
     assert {"--mpi=pmix", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= set(words)
     assert f"--container-mounts={bundle}:/bundle:ro" in words
     assert "--container-image=nvcr.io/nvidia/tensorrt-llm/release:1.4.0rc1" in words
@@ -110,8 +138,45 @@ def test_scripts_start_what_they_should(tmp_path: Path) -> None:
         launch("disaggregated.sh", "both")
 
 
+def attention_backend(file: Path) -> str:
+    return str(yaml.safe_load(file.read_text())["speculative_config"]["attention_backend"])
+
+
+def test_every_script_checks_the_packages_of_the_drafters_attention(built: Bundle, tmp_path: Path) -> None:
+    launch = Launch(built.path, tmp_path)
+    scripts: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
+        ("serve.sh", {}, ()),
+        ("disaggregated.sh", {}, ("generation",)),
+        ("triton.sh", {"LLMAPI_REPOSITORY": "/models"}, ()),
+    )
+    program = launch.bin / "tritonserver"
+    program.write_text(program.read_text() + f'printf -- "--config\\n$LLM_CONFIG_PATH\\n" >>"{launch.log}"\n')
+    for script, variables, arguments in scripts:
+        _, words = launch(script, *arguments, **variables)  # flash_attn.cute is missing
+        copy = Path(option(words, "--config"))
+        assert copy.is_absolute()
+        assert not copy.is_relative_to(built.path)
+        assert attention_backend(copy) == "VANILLA"
+    launch.install("flash_attn", "cute")
+    _, words = launch("serve.sh")
+    assert option(words, "--config") == "llm_args.yaml"
+    assert attention_backend(built.path / "llm_args.yaml") == "FA4"
+    (launch.modules / "tensorrt_llm" / "llmapi.py").write_text(CLASS.replace(', "FA4"', ""))
+    _, words = launch("serve.sh")
+    assert attention_backend(Path(option(words, "--config"))) == "VANILLA"
+    shutil.rmtree(launch.modules / "flash_attn")
+    for script, variables, arguments in scripts:
+        with pytest.raises(subprocess.CalledProcessError) as raised:
+            launch(script, *arguments, **variables)
+        assert "attention_backend is FA4" in raised.value.stderr
+        assert "pip install flash-attn" in raised.value.stderr
+    _, words = launch("disaggregated.sh", "context")  # no drafting there
+    assert option(words, "--config") == "disaggregated/context.yaml"
+
+
 def test_triton_gets_the_path_of_its_configuration(built: Bundle, tmp_path: Path) -> None:
     launch = Launch(built.path, tmp_path)
+    launch.install("flash_attn", "cute")
     program = launch.bin / "tritonserver"
     program.write_text(program.read_text() + f'echo "$LLM_CONFIG_PATH" >>"{launch.log}"\n')
     directory, words = launch("triton.sh", LLMAPI_REPOSITORY="/models/llmapi")
@@ -170,7 +235,8 @@ def test_no_placeholder_is_left(built: Bundle) -> None:
     texts: Mapping[str, str] = {
         str(path.relative_to(built.path)): path.read_text() for path in (built.path / "launch").iterdir()
     }
-    assert len(texts) == 6
+    assert len(texts) == 7
     for name, text in texts.items():
         assert re.findall(r"@[A-Z_]+@", text) == [], name
-        assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0, name
+        if name.endswith("sh"):
+            assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0, name

@@ -16,5 +16,4 @@ case $role in
     router) exec trtllm-serve disaggregated -c disaggregated/router.yaml "$@" ;;
     *) echo "disaggregated.sh: $role is no role; expected context, generation or router" >&2 && exit 2 ;;
 esac
-exec trtllm-serve ./target --host "${HOST:-127.0.0.1}" --port "${PORT:-$port}" \
-    --config "disaggregated/$role.yaml" "$@"
+CONFIG=disaggregated/$role.yaml PORT=${PORT:-$port} exec bash launch/serve.sh "$@"

@@ -4,5 +4,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec mpirun -n @WORLD@ -H "${HOSTS:?name the nodes: HOSTS=node0:@GPUS_PER_NODE@,...}" --wdir "$PWD" \
-    trtllm-llmapi-launch trtllm-serve ./target \
-    --host "${HOST:-127.0.0.1}" --port "${PORT:-8000}" --config llm_args.yaml "$@"
+    trtllm-llmapi-launch env HOST="${HOST:-127.0.0.1}" PORT="${PORT:-8000}" bash launch/serve.sh "$@"

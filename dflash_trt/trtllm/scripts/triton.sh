@@ -4,7 +4,8 @@
 # triton/model.yaml from here. (dflash-trt deploy writes a repository of our own model, with more inputs.)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export LLM_CONFIG_PATH=$PWD/triton/model.yaml
+LLM_CONFIG_PATH=$(python3 launch/attention.py "$PWD/triton/model.yaml" | tail -n 1)
+export LLM_CONFIG_PATH
 exec tritonserver \
     --model-repository "${LLMAPI_REPOSITORY:?name the directory triton_backend/all_models/llmapi of TensorRT-LLM @VERSION@}" \
     --http-address "${HOST:-127.0.0.1}" --grpc-address "${HOST:-127.0.0.1}" \
