@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch._dynamo  # which factory functions import, and which reads the real torch.cuda
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,25 +25,41 @@ from torch.utils._pytree import tree_flatten, tree_map
 Work = Callable[[], None]
 aten = torch.ops.aten
 GPU = torch.device("cuda")
-new, new_strided = torch.empty, torch.empty_strided  # tests may take these from the project
+ALIGNMENT = 256  # of memory on the device
+new = torch.empty  # tests may take this from the project
+
+
+class Room(NamedTuple):
+    """Memory from an address on: `size` bytes, until `freed`."""
+
+    size: int
+    freed: Callable[[], bool]
 
 
 class _Memory:
     """The storages of one kind of memory."""
 
     def __init__(self) -> None:
-        self._held: dict[
-            int, StorageWeakRef
-        ] = {}  # a storage's address is not reused while a reference to it is held
+        # A reference to each storage, and its first and last address. While a reference to it is held, a storage's
+        # address is not reused.
+        self._held: dict[int, tuple[StorageWeakRef, int, int]] = {}
 
     def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._held[storage._cdata] = StorageWeakRef(storage)
+        storage, begin = tensor.untyped_storage(), tensor.data_ptr()
+        end = begin + tensor.numel() * tensor.element_size()
+        self._held[storage._cdata] = StorageWeakRef(storage), begin, end
         if len(self._held) > 4096:
-            self._held = {key: each for key, each in self._held.items() if not each.expired()}
+            self._held = {key: each for key, each in self._held.items() if not each[0].expired()}
 
     def __contains__(self, tensor: object) -> bool:
         return isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self._held
+
+    def room(self, address: int) -> Room | None:
+        """The memory from an address on; None if it is no memory of this kind."""
+        for reference, begin, end in self._held.values():
+            if begin <= address < end and not reference.expired():
+                return Room(end - address, reference.expired)
+        return None
 
 
 class Stream:
@@ -221,7 +238,7 @@ def _staged(value: Any) -> Any:
 def _garbage(shape: torch.Tensor) -> torch.Tensor:
     """New memory of the device, as large as a tensor. Its former user left numbers in it."""
     running, Cuda.running = Cuda.running, True
-    made = new_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+    made = _aligned(shape)
     if made.dtype.is_floating_point:
         made.fill_(torch.nan)
     elif made.dtype is torch.bool:
@@ -231,6 +248,15 @@ def _garbage(shape: torch.Tensor) -> torch.Tensor:
     Cuda.running = running
     Cuda.device_memory.add(made)
     return made
+
+
+def _aligned(shape: torch.Tensor) -> torch.Tensor:
+    """Memory as torch's allocator has it on a GPU: aligned to 256 bytes, and here to no more."""
+    last = sum((size - 1) * stride for size, stride in zip(shape.shape, shape.stride(), strict=True))
+    count = (last + 1) * shape.element_size() if shape.numel() else 0
+    memory = new(count + 2 * ALIGNMENT, dtype=torch.uint8)
+    first = (ALIGNMENT - memory.data_ptr()) % (2 * ALIGNMENT)
+    return memory[first : first + count].view(shape.dtype).as_strided(shape.shape, shape.stride())
 
 
 def _made_on_device(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:

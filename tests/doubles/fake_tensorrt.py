@@ -1,8 +1,8 @@
 """A stand-in for the TensorRT module. It accepts exactly the documented calls that the project makes.
 
 A plan is the graph itself, and executing it runs ONNX Runtime on the bound addresses. Memory, shapes, profiles,
-aliases and stream capture follow their rules, and a call that violates them fails. This shows that the engine uses
-the API correctly. It cannot show TensorRT's own computations.
+aliases and stream capture follow the rules of tensorrt_rules.py, and a call that violates them fails. This shows that
+the engine uses the API as documented. It cannot show TensorRT's own computations.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import ctypes
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
 import onnx.inliner
 import onnxruntime as ort
 
-from tests.doubles.cuda_double import Cuda
+from tests.doubles.cuda_double import ALIGNMENT, Cuda, Room
+from tests.doubles.tensorrt_rules import RULES, refused, undefined
 from tests.doubles.trt_bodies import executable
 
 __version__ = "11.4.0"
@@ -189,8 +190,12 @@ class Profile:
 
     def set_shape(self, name: str, *shapes: tuple[int, ...]) -> None:
         low, usual, high = shapes
-        assert all(0 < a <= b <= c for a, b, c in zip(low, usual, high, strict=True)), (name, shapes)
+        if not all(0 <= a <= b <= c for a, b, c in zip(low, usual, high, strict=True)):
+            raise ValueError(f"{name}: {RULES['profile order'].sentence}")
         self.shapes[name] = list(shapes)
+
+    def __bool__(self) -> bool:
+        return bool(self.shapes)
 
 
 class Config:
@@ -199,6 +204,8 @@ class Config:
         self.progress_monitor: Any = None
 
     def add_optimization_profile(self, profile: Profile) -> int:
+        if not profile:
+            return -1
         self.profiles.append(profile)
         return len(self.profiles) - 1
 
@@ -220,15 +227,26 @@ class Builder:
         monitor = config.progress_monitor
         monitor.phase_start("Building", "", 3)
         for profile in config.profiles:
-            assert set(profile.shapes) == {i.name for i in network.model.graph.input}
+            for value in network.model.graph.input:
+                fixed = Tensor(value).shape
+                shapes = profile.shapes.get(value.name)
+                if shapes is None and -1 in fixed:
+                    return refused(self.logger, ILogger.ERROR, "profile whole", f"no shapes of {value.name}")
+                for shape in shapes or ():
+                    if len(shape) != len(fixed) or any(
+                        n not in (-1, m) for n, m in zip(fixed, shape, strict=True)
+                    ):
+                        what = f"{value.name} {list(fixed)} has {list(shape)} in a profile"
+                        return refused(self.logger, ILogger.ERROR, "profile fixed", what)
         header = json.dumps([profile.shapes for profile in config.profiles]).encode()
         plan = MAGIC + len(header).to_bytes(8, "little") + header
         plan += executable(network.model).SerializeToString()
         for at in range(0, len(plan), 1 << 16):
             piece = plan[at : at + (1 << 16)]
             if writer.write(piece) != len(piece):
-                self.logger.log(ILogger.ERROR, "the writer took less than it was given")
-                return False
+                return refused(
+                    self.logger, ILogger.ERROR, "written", "the writer took less than it was given"
+                )
         if not monitor.step_complete("Building", 0):
             return False
         monitor.phase_finish("Building")
@@ -247,13 +265,14 @@ class Runtime:
             )
             return None
         size = int.from_bytes(plan[8:16], "little")
-        return Engine(json.loads(plan[16 : 16 + size]), plan[16 + size :])
+        return Engine(json.loads(plan[16 : 16 + size]), plan[16 + size :], self._logger)
 
 
 class Engine:
     device_memory_size_v2 = 4096
 
-    def __init__(self, profiles: list[dict[str, Any]], model: bytes) -> None:
+    def __init__(self, profiles: list[dict[str, Any]], model: bytes, logger: Any) -> None:
+        self._logger = logger
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 3
         self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -269,7 +288,7 @@ class Engine:
     def _shapes_of_queries(self) -> dict[str, tuple[int, int]]:
         """Heads and their size of the outputs whose shapes the graph does not name."""
         names = [name for name in self._outputs if name.startswith("query.")]
-        feeds = {n: np.zeros(self._profiles[1][n][0], self._types[n]) for n in self._inputs}
+        feeds = {n: np.zeros(self._profiles[-1][n][0], self._types[n]) for n in self._inputs}
         found = self._session.run(names, feeds) if names else []
         return {name: (array.shape[1], array.shape[3]) for name, array in zip(names, found, strict=True)}
 
@@ -297,43 +316,70 @@ class Engine:
 
 
 class Context:
+    # The stream of the last pass with a piece of scratch memory, by its address.
+    _users: ClassVar[dict[int, int]] = {}
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._profile: int | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
-        self._memory = 0
+        self._rooms: dict[str, Room] = {}
+        self._memory, self._profile_stream = 0, 0
         self._prepared: dict[str, tuple[int, ...]] = {}  # of the last pass that was not captured
 
     def set_optimization_profile_async(self, index: int, stream: int) -> bool:
-        self._profile = index
+        if not 0 <= index < len(self._engine._profiles):
+            return self._refused("profile index", f"profile {index}")
+        self._profile, self._profile_stream = index, stream
         return True
 
     def set_device_memory(self, memory: int, size: int) -> None:
-        assert size >= self._engine.device_memory_size_v2
+        if memory % ALIGNMENT:
+            raise undefined("memory aligned", f"memory at {memory:#x}")
+        if size < self._engine.device_memory_size_v2:
+            raise undefined("memory size", f"{size} bytes of memory")
         self._memory = memory
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        assert self._profile is not None, "shapes are set once a profile is chosen"
+        if self._profile is None:
+            raise undefined("profile first", f"the shape of {name}")
+        if name not in self._engine._inputs:
+            return self._refused("shape name", f"the shape of {name}")
         low, _, high = self._engine.get_tensor_profile_shape(name, self._profile)
         if len(shape) != len(low) or not all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True)):
-            return False
+            return self._refused("shape fixed", f"{name} {list(shape)}")
         self._shapes[name] = tuple(shape)
         return True
 
     def infer_shapes(self) -> list[str]:
-        return [name for name in self._engine._inputs if name not in self._shapes]
+        """As the Python package does, -1 is an exception."""
+        unknown = [name for name in self._engine._inputs if name not in self._shapes]
+        if not unknown and (wrong := self._contradiction()):
+            self._refused("shapes valid", wrong)
+            raise RuntimeError(wrong)
+        return unknown
+
+    def _sizes(self) -> dict[str, set[int]]:
+        """The lengths that the inputs give to each named dimension."""
+        sizes: dict[str, set[int]] = {}
+        for known, tensor in self._engine._inputs.items():
+            for d, n in zip(tensor.dims, self._shapes[known], strict=True):
+                assert isinstance(d, str) or d == n
+                sizes.setdefault(str(d), set()).add(n)
+        return sizes
+
+    def _contradiction(self) -> str | None:
+        found = [f"{d} is {sorted(n)}" for d, n in self._sizes().items() if len(n) > 1]
+        return ", ".join(found) or None
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         if name in self._shapes:
             return self._shapes[name]
-        sizes: dict[str, int] = {}
-        for known, tensor in self._engine._inputs.items():
-            for d, n in zip(tensor.dims, self._shapes[known], strict=True):
-                assert isinstance(d, str) or d == n
-                assert sizes.setdefault(str(d), n) == n, (
-                    f"{known} has {d} = {n}, another input {sizes[str(d)]}"
-                )
+        if any(known not in self._shapes for known in self._engine._inputs):
+            return self._engine.get_tensor_shape(name)
+        assert not self._contradiction()
+        sizes = {d: next(iter(n)) for d, n in self._sizes().items()}
         if name in self._engine._unread:
             heads, size = self._engine._unread[name]
             return sizes["B"], heads, sizes.get("K", sizes["S"]), size
@@ -341,40 +387,74 @@ class Context:
         return tuple(d if isinstance(d, int) else sizes[d] for d in self._engine._outputs[name].dims)
 
     def set_tensor_address(self, name: str, address: int) -> bool:
-        assert name in self._engine._names
-        self._addresses[name] = address
+        if name not in self._engine._names:
+            return self._refused("address name", f"the address of {name}")
+        if address % ALIGNMENT:
+            return self._refused("address aligned", f"{name} at {address:#x}: data must be aligned")
+        room = Cuda.device_memory.room(address)
+        if room is None:
+            return self._refused("address of the device", f"{name} at {address:#x}")
+        self._addresses[name], self._rooms[name] = address, room
         return True
 
     def execute_async_v3(self, stream: int) -> bool:
         assert self._memory, "a context of this strategy has no memory of its own"
-        assert not self.infer_shapes()
-        assert set(self._addresses) == set(self._engine._names)
+        if stream == Cuda.default.cuda_stream:
+            raise undefined("stream", "a pass on the default stream")
+        if self._profile_stream != stream:
+            raise undefined("profile stream", f"a pass on stream {stream}")
+        last = Context._users.setdefault(self._memory, stream)
+        if last != stream and Cuda.streams[last].queue:
+            raise undefined("memory in parallel", f"streams {last} and {stream} use the same memory")
+        Context._users[self._memory] = stream
+        if unknown := self.infer_shapes():
+            return self._refused("shapes known", ", ".join(unknown))
+        if unbound := [name for name in self._engine._names if name not in self._addresses]:
+            return self._refused("address known", ", ".join(unbound))
         shapes = {name: self.get_tensor_shape(name) for name in self._engine._names}
-        run = _Run(self._engine, shapes, dict(self._addresses))
+        run = _Run(self._engine, shapes, dict(self._addresses), dict(self._rooms))
         if Cuda.capturing is None:
             self._prepared = shapes
             Cuda.counts["passes"] += 1
         elif self._prepared != shapes:
-            return False  # what a pass of new shapes prepares cannot be captured
+            return self._refused("capture", "a capture of shapes that no pass has prepared")
         Cuda.enqueue(run, Cuda.streams[stream])  # shapes and addresses are fixed from here on
         return True
 
+    def _refused(self, rule: str, what: str) -> bool:
+        return refused(self._engine._logger, ILogger.ERROR, rule, what)
+
 
 class _Run:
-    def __init__(self, engine: Engine, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
-        self.engine, self.shapes, self.addresses = engine, shapes, addresses
+    def __init__(
+        self,
+        engine: Engine,
+        shapes: dict[str, tuple[int, ...]],
+        addresses: dict[str, int],
+        rooms: dict[str, Room],
+    ) -> None:
+        self.engine, self.shapes, self.addresses, self.rooms = engine, shapes, addresses, rooms
+        for name in shapes:
+            if self._bytes(name) > rooms[name].size:
+                raise undefined(
+                    "address of the device", f"{name} {list(shapes[name])} has {rooms[name].size} bytes"
+                )
         for name in engine._inputs:
             out = name.replace("_cache.", "_cache_out.")
-            if out != name:
-                assert addresses[out] == addresses[name], f"{out} must be bound to the memory of {name}"
+            if out != name and addresses[out] != addresses[name]:
+                raise undefined("cache in place", f"{out} is not bound to the memory of {name}")
             if name.partition(".")[0].endswith("_state"):
                 kind, dot, layer = name.partition(".")
                 assert addresses[f"{kind}_out{dot}{layer}"] != addresses[name], f"{name} is read and written"
 
+    def _bytes(self, name: str) -> int:
+        return int(np.prod(self.shapes[name])) * int(np.dtype(self.engine._types[name]).itemsize)
+
     def memory(self, name: str) -> np.ndarray:
-        dtype, shape = np.dtype(self.engine._types[name]), self.shapes[name]
-        size = int(np.prod(shape)) * dtype.itemsize
-        return np.frombuffer((ctypes.c_char * size).from_address(self.addresses[name]), dtype).reshape(shape)
+        if self.rooms[name].freed():
+            raise undefined("memory there", f"the memory of {name} was released")
+        room = (ctypes.c_char * self._bytes(name)).from_address(self.addresses[name])
+        return np.frombuffer(room, self.engine._types[name]).reshape(self.shapes[name])
 
     def __call__(self) -> None:
         feeds = {name: self.memory(name).copy() for name in self.engine._inputs}

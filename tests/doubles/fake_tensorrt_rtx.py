@@ -63,8 +63,8 @@ class Config(full.Config):
     def set_flag(self, flag: str) -> None:
         assert flag == BuilderFlag.REQUIRE_USER_ALLOCATION
 
-    def set_compute_capability(self, capability: str, index: int) -> None:
-        assert index < self.num_compute_capabilities
+    def set_compute_capability(self, capability: str, index: int) -> bool:
+        return 0 <= index < self.num_compute_capabilities
 
 
 class Builder(full.Builder):

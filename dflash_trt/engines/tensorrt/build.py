@@ -14,6 +14,7 @@ from dflash_trt.engines.base import BuildSettings
 from dflash_trt.engines.graph_job import GraphJob, export, graph_digests, graph_fields, graph_files
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.plans import FOLDER, Plans
+from dflash_trt.engines.tensorrt.profiles import aligned_rows
 
 
 @dataclass(kw_only=True)
@@ -43,7 +44,7 @@ def plan_job(engine: str, pair: CheckpointPair, settings: BuildSettings, progres
         formats=_formats(pair),
         expert_formats={"mxfp4"} if moe is not None and moe.quantization else (),
     )
-    models = export(pair, plans.dialects, capacity, settings.tree_width, progress)
+    models = export(pair, plans.dialects, aligned_rows(capacity), settings.tree_width, progress)
     return PlanJob(
         manifest=graph_fields(pair, plans.dialects, models) | {"tensorrt": plans.describe()},
         files=graph_files(pair),

@@ -70,9 +70,15 @@ def build_plan(
         config.max_aux_streams = 0
         if flavour.ahead:
             config.num_compute_capabilities = 1
-            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability}"), 0)
+            if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability}"), 0):
+                raise BuildError(
+                    f"{flavour.label} refused compute capability {capability}: {_builder_error(logger, flavour)}"
+                )
         for profile in profiles:
-            _add_profile(builder, config, network, profile)
+            if _add_profile(builder, config, network, profile) < 0:
+                raise BuildError(
+                    f"{graph.name}: profile {profile.name} was refused: {_builder_error(logger, flavour)}"
+                )
         monitor = _monitor(trt, step, progress)
         config.progress_monitor = monitor
         progress(step, 0, 1)
@@ -125,7 +131,8 @@ def _keep_queries(trt: Any, network: Any) -> None:
             network.mark_output(query)
 
 
-def _add_profile(builder: Any, config: Any, network: Any, profile: Profile) -> None:
+def _add_profile(builder: Any, config: Any, network: Any, profile: Profile) -> int:
+    """The index of the profile in the plan, or -1 where TensorRT refuses it."""
     added = builder.create_optimization_profile()
     for i in range(network.num_inputs):
         tensor = network.get_input(i)
@@ -134,7 +141,7 @@ def _add_profile(builder: Any, config: Any, network: Any, profile: Profile) -> N
             for axis, length in enumerate(tensor.shape)
         ]
         added.set_shape(tensor.name, *profile.shapes(shape))
-    config.add_optimization_profile(added)
+    return int(config.add_optimization_profile(added))
 
 
 def _parser_error(parser: Any, flavour: Flavour) -> str:

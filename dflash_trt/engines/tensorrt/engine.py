@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from dflash_trt.engines.tensorrt.caches import RowCaches
-from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, QUERY
+from dflash_trt.engines.tensorrt.profiles import ALIGNMENT, DECODE, PREFILL, QUERY
 from dflash_trt.engines.tensorrt.runtime_config import KernelCache, captures_by_itself, contexts
-from dflash_trt.engines.tensorrt.states import DeviceHybridCaches
+from dflash_trt.engines.tensorrt.states import POSITION, DeviceHybridCaches
 from dflash_trt.errors import BundleError
 
 Array = np.ndarray[Any, Any]
@@ -48,6 +48,9 @@ class TensorRTEngine:
     once; cache bindings change with the slot. Passes of the
     DECODE profile from slot 0 on are captured as CUDA graphs, one per set of shapes. TensorRT-RTX captures them itself
     (runtime_config.py).
+
+    A call that TensorRT refuses raises RuntimeError with its last messages: it would compute with the former shapes or
+    addresses otherwise.
 
     kernels: where TensorRT-RTX keeps the kernels that it compiles.
     """
@@ -86,10 +89,13 @@ class TensorRTEngine:
         self._unread = [name for name in outputs if name.startswith(QUERY)]
         self._contexts = contexts(trt, self._engine, kernels)
         for profile, context in enumerate(self._contexts):
-            context.set_optimization_profile_async(profile, stream.cuda_stream)
+            if context is None:
+                raise BundleError(f"{plan}: TensorRT could not create a context{self._said()}")
+            done = context.set_optimization_profile_async(profile, stream.cuda_stream)
+            self._check(done, f"refused profile {profile}")
         self._caches = {name: self._cache(name, slots) for name in inputs if "_cache." in name}
         self.caches: RowCaches | DeviceHybridCaches = RowCaches(self._caches, stream)
-        self._state_shapes = {name: tuple(self._engine.get_tensor_shape(name))[1:] for name in states}
+        self._state_shapes = {name: self._slot_shape(name, slots) for name in states}
         if states:
             kinds = {name: (shape, self.dtypes[name]) for name, shape in self._state_shapes.items()}
             self.caches = DeviceHybridCaches(self.caches, kinds, slots, stream, device)
@@ -104,7 +110,7 @@ class TensorRTEngine:
             self._allocate(profile)
         for name, memory in self._shared.items():
             for context in self._contexts:
-                context.set_tensor_address(name, memory.data_ptr())
+                self._set_address(context, name, memory)
 
     @property
     def memory_size(self) -> int:
@@ -120,7 +126,7 @@ class TensorRTEngine:
     def bind(self, profile: int, name: str, buffer: Tensor) -> None:
         """Use other memory, which must be large enough, for an input."""
         self._buffers[profile, name] = buffer.view(-1)
-        self._contexts[profile].set_tensor_address(name, buffer.data_ptr())
+        self._set_address(self._contexts[profile], name, buffer)
 
     def buffer(self, profile: int, name: str, *shape: int) -> Tensor:
         """The memory of an input or an output as a tensor of this shape."""
@@ -165,6 +171,7 @@ class TensorRTEngine:
         key = (profile, *[(name, tuple(array.shape)) for name, array in feeds.items()])
         outputs = self._views.get(key)
         if outputs is None:
+            self._infer(context)
             shapes = {name: tuple(context.get_tensor_shape(name)) for name in self.outputs}
             outputs = self._views[key] = {n: self.buffer(profile, n, *shape) for n, shape in shapes.items()}
         with torch.cuda.stream(self.stream):
@@ -196,8 +203,15 @@ class TensorRTEngine:
         self._engine = self._runtime = self._memory = None
 
     def _enqueue(self, context: Any) -> None:
-        if not context.execute_async_v3(self.stream.cuda_stream):
-            raise RuntimeError(f"{self.plan}: TensorRT could not enqueue a pass{self._said()}")
+        self._check(context.execute_async_v3(self.stream.cuda_stream), "could not enqueue a pass")
+
+    def _set_address(self, context: Any, name: str, memory: Tensor) -> None:
+        address = memory.data_ptr()
+        self._check(context.set_tensor_address(name, address), f"refused the address {address:#x} for {name}")
+
+    def _check(self, done: bool, otherwise: str) -> None:
+        if not done:
+            raise RuntimeError(f"{self.plan}: TensorRT {otherwise}{self._said()}")
 
     def _said(self) -> str:
         """TensorRT's last errors, for the end of an error."""
@@ -248,8 +262,19 @@ class TensorRTEngine:
             raise BundleError(
                 f"{self.plan}: {out} updates {alias!r} in place, expected {name}; build the bundle again"
             )
-        _, heads, capacity, size = self._engine.get_tensor_shape(name)
-        return torch.zeros((slots, heads, capacity, size), dtype=self.dtypes[name], device=self.device)
+        shape = self._slot_shape(name, slots)
+        return torch.zeros((slots, *shape), dtype=self.dtypes[name], device=self.device)
+
+    def _slot_shape(self, name: str, slots: int) -> tuple[int, ...]:
+        """The shape of a cache or a state for one slot. The next slot must begin at an aligned address."""
+        shape = tuple(self._engine.get_tensor_shape(name))[1:]
+        size = torch.Size(shape).numel() * self.dtypes[name].itemsize
+        if slots > 1 and size % ALIGNMENT and name != POSITION:
+            raise BundleError(
+                f"{self.plan}: {name} {list(shape)} has {size} bytes for each slot, but TensorRT wants every slot at a "
+                f"multiple of {ALIGNMENT} bytes; build the bundle again, or open it with max_batch_size 1"
+            )
+        return shape
 
     def _bind_caches(self, profile: int, first_slot: int, batch: int) -> None:
         context = self._contexts[profile]
@@ -259,21 +284,23 @@ class TensorRTEngine:
             self._set_shape(context, profile, name, (batch, *shape))
         if self._slot.get(profile) == first_slot:
             return
+        self._slot.pop(profile, None)  # until all are bound
         for name, cache in self._caches.items():
-            address = cache[first_slot].data_ptr()
-            context.set_tensor_address(name, address)
-            context.set_tensor_address(_output(name), address)
+            for bound in (name, _output(name)):
+                self._set_address(context, bound, cache[first_slot])
         if isinstance(self.caches, DeviceHybridCaches):
             for name, (now, new) in self.caches.bound(first_slot).items():
-                context.set_tensor_address(name, now.data_ptr())
-                context.set_tensor_address(_output(name), new.data_ptr())
+                self._set_address(context, name, now)
+                self._set_address(context, _output(name), new)
         self._slot[profile] = first_slot
 
     def _set_shape(self, context: Any, profile: int, name: str, shape: tuple[int, ...]) -> None:
         if self._shapes.get((profile, name)) == shape:
             return
         if not context.set_input_shape(name, shape):
-            raise ValueError(f"{self.plan}: {name} {list(shape)} is outside of profile {profile}")
+            raise ValueError(
+                f"{self.plan}: {name} {list(shape)} is outside of profile {profile}{self._said()}"
+            )
         self._shapes[profile, name] = shape
 
     def _allocate(self, profile: int) -> None:
@@ -281,18 +308,24 @@ class TensorRTEngine:
         context = self._contexts[profile]
         for name in [*self.inputs, *self._caches, *self._state_shapes]:
             largest = tuple(self._engine.get_tensor_profile_shape(name, profile)[2])
-            context.set_input_shape(name, largest)
-            self._shapes[profile, name] = largest
+            self._set_shape(context, profile, name, largest)
             if name in self.inputs:
                 self._new_buffer(profile, name, largest)
-        if missing := context.infer_shapes():
-            raise BundleError(f"{self.plan}: no shapes for {', '.join(missing)}; build the bundle again")
+        self._infer(context)
         for name in self.outputs:
             self._new_buffer(profile, name, tuple(context.get_tensor_shape(name)))
         for name in self._unread:  # profiles take turns and share it
             size = torch.Size(context.get_tensor_shape(name)).numel()
             if name not in self._shared or self._shared[name].numel() < size:
                 self._shared[name] = torch.empty(size, dtype=self.dtypes[name], device=self.device)
+
+    def _infer(self, context: Any) -> None:
+        try:
+            missing = context.infer_shapes()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.plan}: TensorRT refused the shapes: {error}{self._said()}") from error
+        if missing:
+            raise BundleError(f"{self.plan}: no shapes for {', '.join(missing)}; build the bundle again")
 
     def _new_buffer(self, profile: int, name: str, shape: tuple[int, ...]) -> None:
         buffer = torch.zeros(torch.Size(shape).numel(), dtype=self.dtypes[name], device=self.device)

@@ -9,6 +9,8 @@ from typing import Any
 from dflash_trt.errors import UsageError
 
 PREFILL, DECODE = 0, 1
+# TensorRT wants addresses that are multiples of so many bytes.
+ALIGNMENT = 256
 # The beginning of the names of a plan's outputs that nothing reads (builder.py).
 QUERY = "query."
 
@@ -35,6 +37,15 @@ class Limits:
                 f"--prefill-chunk is {self.prefill_chunk}, but the cache has {self.capacity} rows, and a pass can fill "
                 f"{most} of them: lower it, or build with a larger --max-seq-len"
             )
+
+
+def aligned_rows(rows: int) -> int:
+    """At least so many cache rows, such that every slot begins at an aligned address.
+
+    A head's row has at least 16 bytes, eight numbers of 16 bits, and rows have a multiple of that.
+    """
+    unit = ALIGNMENT // 16
+    return -(-rows // unit) * unit
 
 
 def prefill_lengths(most: int) -> list[int]:

@@ -13,13 +13,10 @@ import numpy as np
 import torch
 
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
-from dflash_trt.engines.tensorrt.profiles import DECODE
+from dflash_trt.engines.tensorrt.profiles import ALIGNMENT, DECODE
 from dflash_trt.engines.tensorrt.round_steps import RoundSteps
 
 Array = np.ndarray[Any, Any]
-
-# TensorRT wants addresses of this alignment.
-_ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class RoundMemory:
         offsets, end = dict[str, int](), 0
         for name, (count, dtype) in sizes.items():
             offsets[name] = end
-            end += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            end += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         pinned = target.device.type == "cuda"
         self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(end, dtype=torch.uint8, device=target.device)

@@ -44,7 +44,10 @@ class KernelCache:
         if self._cache is None:
             self._cache = config.create_runtime_cache()
             self._load()
-        config.set_runtime_cache(self._cache)
+        if not config.set_runtime_cache(self._cache):
+            warn_once(
+                _log, f"{self.file}: TensorRT-RTX refused the cache; it compiles its kernels in each process"
+            )
 
     def save(self) -> None:
         """Write the file if kernels were added. Another process may write it at the same time."""

@@ -4,8 +4,8 @@ As in the embedded engine, a slot's states belong to `position`, and the rows fr
 new states beside the old ones, because TensorRT must not write what it still reads. They are copied over them after
 the pass, on its stream. The host counts the positions too, so that it need not wait to know them.
 
-TensorRT wants aligned addresses. The numbers of a slot's layer fill whole units in published models, but a position
-does not. So positions are copied to a place of their own before a pass.
+TensorRT wants aligned addresses. The states of published models fill whole units, which the engine checks, but a
+position does not, so positions are copied to a place of their own before a pass.
 """
 
 from __future__ import annotations

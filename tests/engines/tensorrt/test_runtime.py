@@ -24,7 +24,7 @@ from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.engines.tensorrt import plans, warm_up
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE
-from dflash_trt.errors import BatchError, BundleError, NonFiniteError
+from dflash_trt.errors import BatchError, BundleError, EngineError, NonFiniteError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.serving.deploy import container_command
 from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
@@ -432,3 +432,61 @@ def test_structured_outputs_and_prompt_logprobs_are_those_of_onnxruntime(
             [[token for token, _ in top] for top in c[3].prompt_top_logprobs or []] for c in (ours, theirs)
         ]
         assert tops[0] == tops[1]
+
+
+def test_slots_begin_at_aligned_addresses(bundles: tuple[Bundle, Bundle]) -> None:
+    """Whatever --max-seq-len is. A plan of former versions, whose capacity is not a multiple, is refused."""
+    assert bundles[1].capacity % 16  # the sum of prompt and output, and of what passes write beyond it
+    with LLM(bundles[1].path) as llm:
+        for engine in (llm._runtime.pair.target, llm._runtime.pair.drafter.engine):
+            for rows in engine.caches.arrays.values():
+                assert rows.is_contiguous()
+                assert rows.shape[2] == -(-bundles[1].capacity // 16) * 16
+                assert {rows[slot].data_ptr() % 256 for slot in range(rows.shape[0])} == {0}
+
+
+def test_a_capacity_that_misaligns_slots_is_refused(
+    tmp_path: Path, here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(tmp_path / "target", favourites=6)
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
+    monkeypatch.setattr("dflash_trt.engines.tensorrt.build.aligned_rows", lambda rows: rows)
+    settings: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 64, "precision": FLOAT32}
+    bundle = build(str(target), str(drafter), tmp_path / "bundle", **settings)
+    with pytest.raises(BundleError, match=r"k_cache\.0 .* multiple of 256 bytes; build the bundle again"):
+        LLM(bundle.path)
+    LLM(bundle.path, max_batch_size=1).close()
+
+
+@pytest.mark.parametrize("call", ["set_tensor_address", "set_optimization_profile_async", "execute_async_v3"])
+def test_a_call_that_tensorrt_refuses_raises_with_its_words(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Otherwise the pass would compute with the addresses of another slot."""
+
+    def refusing(self: Any, *args: Any) -> bool:
+        self._engine._logger.log(fake_tensorrt.ILogger.ERROR, "the GPU said no")
+        return False
+
+    monkeypatch.setattr(fake_tensorrt.Context, call, refusing)
+    with (
+        pytest.raises(
+            (RuntimeError, EngineError), match=r"\.plan: TensorRT .*Its last messages: the GPU said no"
+        ),
+        LLM(bundles[1].path) as llm,
+    ):
+        llm.generate(prompts()[0], SamplingParams(max_tokens=1))
+
+
+def test_shapes_that_cannot_be_inferred_raise_with_its_words(
+    bundles: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: Any) -> list[str]:
+        self._engine._logger.log(fake_tensorrt.ILogger.ERROR, "a negative dimension")
+        raise RuntimeError("shape inference failed")
+
+    monkeypatch.setattr(fake_tensorrt.Context, "infer_shapes", failing)
+    with pytest.raises(
+        RuntimeError, match=r"refused the shapes: shape inference failed.*: a negative dimension"
+    ):
+        LLM(bundles[1].path)
