@@ -155,9 +155,13 @@ def _print(found: MemoryEstimate) -> None:
         (
             "KV cache",
             gib(found.kv_bytes),
-            f"{batch} x {length} tokens, {found.kv_bytes_per_token} bytes each",
+            f"{batch} x {length} tokens, {_rows(found.kv_bytes_per_token, found.kv_window_bytes)}",
         ),
-        ("drafter context", gib(found.drafter_bytes), f"{found.drafter_bytes_per_token} bytes a token"),
+        (
+            "drafter context",
+            gib(found.drafter_bytes),
+            _rows(found.drafter_bytes_per_token, found.drafter_window_bytes),
+        ),
         ("total", gib(found.total_bytes), f"of {gib(found.memory_bytes)}, {_left(found.left_bytes)}"),
     ]
     if found.kv_fraction is not None:
@@ -199,6 +203,12 @@ def _chart(found: MemoryEstimate) -> str:
         title=f"Memory for {batch}, {found.engine}",
         unit="GiB on each GPU" if found.tensor_parallel > 1 else "GiB",
     )
+
+
+def _rows(per_token: int, windows: int) -> str:
+    """What a sequence's rows take."""
+    of_all = [f"{per_token} bytes a token"] if per_token or not windows else []
+    return " and ".join([*of_all, *([f"{windows} a sequence for windows"] if windows else [])])
 
 
 def _left(count: int) -> str:

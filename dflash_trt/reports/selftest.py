@@ -338,10 +338,13 @@ class Selftest:
         return _verify(self.pair, [self.tokens[: length or self.block]] * count, self.length)
 
     def _rows(self, slot: int, start: int, stop: int) -> list[Array]:
-        """Rows of the target's caches, once the passes that write them have ended."""
-        kept = self.pair.target.caches.keep(slot, start, stop)
+        """Rows of the target's caches, once the passes that write them have ended. Of layers with a window, those that
+        the row after the prompt sees.
+        """
+        kept = self.pair.target.caches.keep(slot, start, stop, self.length)
         self.pair.arrays.wait()
-        return [np.asarray(rows.float().cpu() if hasattr(rows, "cpu") else rows) for rows in kept.data]
+        found = [rows for copy in kept.data for rows in copy.rows]
+        return [np.asarray(rows.float().cpu() if hasattr(rows, "cpu") else rows) for rows in found]
 
     def _drafted(self, pair: Pair) -> list[Array]:
         _prefill(pair, self.prompt, 0, 0, draft=True)
