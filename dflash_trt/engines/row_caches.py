@@ -140,6 +140,14 @@ class RowCaches(Generic[P]):
             size += (stop - first) * each.pool.row_bytes
         return Snapshot(start, stop, range(least, stop + 1), copies, size)
 
+    def read(self, slot: int, start: int, stop: int) -> dict[str, Any]:
+        """Copies of the rows of positions start .. stop-1, by cache: those that the row after them sees."""
+        found: dict[str, Any] = {}
+        for each in self.kinds:
+            base, first = each.bases[slot], max(start, each.kind.first(stop))
+            found |= zip(each.pool.arrays, each.pool.take(slot, first - base, stop - base), strict=True)
+        return found
+
     def lacks(self, kept: Snapshot, shortest: int) -> bool:
         return any(
             copy.first > min(max(kept.start, each.kind.first(shortest)), kept.stop)

@@ -27,7 +27,7 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.errors import DFlashError
 from dflash_trt.llm import LLM
 from dflash_trt.reports.environment import describe
-from dflash_trt.reports.localize import Localizer, write_archive
+from dflash_trt.reports.localize import Localizer, cache_rows, write_archive
 from dflash_trt.reports.verification import chains, verify
 
 Array = np.ndarray[Any, Any]
@@ -338,13 +338,8 @@ class Selftest:
         return _verify(self.pair, [self.tokens[: length or self.block]] * count, self.length)
 
     def _rows(self, slot: int, start: int, stop: int) -> list[Array]:
-        """Rows of the target's caches, once the passes that write them have ended. Of layers with a window, those that
-        the row after the prompt sees.
-        """
-        kept = self.pair.target.caches.keep(slot, start, stop, self.length)
-        self.pair.arrays.wait()
-        found = [rows for copy in kept.data for rows in copy.rows]
-        return [np.asarray(rows.float().cpu() if hasattr(rows, "cpu") else rows) for rows in found]
+        """Rows of the target's caches, once the passes that write them have ended."""
+        return [rows for _, rows in cache_rows(self.pair, "target", slot, start, stop)]
 
     def _drafted(self, pair: Pair) -> list[Array]:
         _prefill(pair, self.prompt, 0, 0, draft=True)
