@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-batch-size", type=at_least(1), default=8, metavar="N", help="default: 8")
     parser.add_argument("--block-size", type=at_least(2), metavar="K", help="default: as trained")
+    parser.add_argument("--drafter-window", type=at_least(1), metavar="N", help="as for `build`")
     parser.add_argument("--precision", metavar="ROLE=VALUE,...", help="as for `build`")
     engine_options.add_plan_arguments(parser)
     parser.add_argument(
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     """The pair's tensors and the setting to plan for."""
-    from dflash_trt.building.limits import choose_block_size, choose_max_seq_len
+    from dflash_trt.building.limits import choose_block_size, choose_max_seq_len, narrow_drafter
     from dflash_trt.building.sources import find_sources
     from dflash_trt.checkpoint.compatibility import check_pair
     from dflash_trt.checkpoint.quantization import Quantization
@@ -122,6 +123,7 @@ def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     drafter = read_drafter_config(sources[1].directory, target)
     engine.check_pair(target, drafter)
     check_pair(target, drafter)
+    drafter = narrow_drafter(args.drafter_window, drafter)
     inventory = take_inventory(target, drafter)
     stored = [Quantization(source.directory) for source in sources]
     quantized = stored[0].algorithm(HEAD) or stored[1].algorithms

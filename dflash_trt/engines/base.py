@@ -213,7 +213,13 @@ class Engine(ABC):
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         """The lines of `inspect` for a bundle of this engine, beside those of every bundle."""
-        return {"cache_rows": bundle.capacity}
+        windows = {
+            f"{role} rows in a window of {kind.window}": kind.rows
+            for role in ("target", "drafter")
+            for kind in bundle.cache_kinds(role)
+            if kind.window is not None
+        }
+        return {"cache_rows": bundle.capacity, **windows}
 
     @abstractmethod
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:

@@ -17,10 +17,12 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.length.trees import TreeLengths
 from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.request import Request
+from dflash_trt.errors import UsageError
 from dflash_trt.runtime import Runtime
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
+from tests.doubles.kind_checkpoints import make_eagle3
 from tests.doubles.schedules import AnyLengths
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -190,3 +192,38 @@ def test_kept_prefixes_hold_windows_only_at_their_cuts(tmp_path: Path) -> None:
         for other in (300, 512, 513):
             again = llm.generate([*prompt[:other], 1, 2], SamplingParams(max_tokens=1))
             assert again.statistics.num_cached_tokens == (other if other > 300 else 0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_drafter_may_see_less_than_it_was_trained_for(tmp_path: Path, causal: bool) -> None:
+    """The tokens stay those of plain decoding, and the drafter's memory ends with its window."""
+    target = make_target(tmp_path / "target", favourites=6, head_dim=128, layers=2)
+    drafter = make_drafter(
+        tmp_path / "drafter", target, block_size=BLOCK, taps=(0, 1), is_causal=causal, head_dim=128
+    )
+    sources = str(target), str(drafter)
+    whole = build(*sources, tmp_path / "whole", max_seq_len=MOST)
+    narrow = build(*sources, tmp_path / "narrow", max_seq_len=MOST, drafter_window=12)
+    assert [kind.window for kind in whole.cache_kinds("drafter")] == [None]
+    (kind,) = narrow.cache_kinds("drafter")
+    assert (kind.window, kind.stride, narrow.manifest["key"] != whole.manifest["key"]) == (12, 128, True)
+    prompt = np.random.default_rng(1).integers(0, VOCAB, 300).tolist()
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    answers = []
+    for bundle in (whole, narrow):
+        with LLM(bundle.path, max_batch_size=1, threads=1) as llm:
+            answers.append(llm.generate(prompt, params, block_length=BLOCK))
+            assert answers[-1].statistics.num_accepted_tokens > 0
+            rows = llm._runtime.pair.drafter.caches.kinds[0].pool._rows[0]
+            assert (rows > 300) == (bundle is whole)
+    assert answers[0].token_ids == answers[1].token_ids
+    for window in (BLOCK - 1, 4096):
+        with pytest.raises(UsageError, match=rf"--drafter-window is {window}, expected {BLOCK}\.\.4095"):
+            build(*sources, tmp_path / "refused", drafter_window=window)
+
+
+def test_heads_that_draft_one_after_another_have_no_window(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    make_eagle3(tmp_path / "drafter", target)
+    with pytest.raises(UsageError, match="drafts one token after another"):
+        build(str(target), str(tmp_path / "drafter"), tmp_path / "refused", drafter_window=64)
