@@ -6,7 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from dflash_trt.building.limits import choose_block_size, choose_max_seq_len, choose_tree_width
+from dflash_trt.building.limits import (
+    choose_block_size,
+    choose_max_seq_len,
+    choose_tree_width,
+    narrow_drafter,
+)
 from dflash_trt.building.sources import find_sources
 from dflash_trt.bundle import manifest as bundle
 from dflash_trt.bundle.contents import bring, key_of, read_inputs
@@ -16,6 +21,7 @@ from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
 from dflash_trt.checkpoint.draft_vocabulary import FILE, read_draft_vocabulary
 from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.pair import CheckpointPair, Side, Source
+from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import BuildJob, BuildSettings, Engine, EngineOptions, Weights
@@ -41,6 +47,7 @@ def build(
     weights: Weights = "copy",
     precision: Precision | None = None,
     draft_vocabulary: str | Path | None = None,
+    drafter_window: int | None = None,
     options: EngineOptions | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -59,6 +66,7 @@ def build(
     number format, and the build quantizes the weights of linear layers to it. Such a checkpoint must not be quantized.
     `draft_vocabulary` is a file of the tokens that may be drafted (docs/drafters.md), or "all". By default it is the
     file that the drafter brings, if any.
+    `drafter_window`: how many tokens the drafter's layers see, less than they were trained for (docs/drafters.md).
     `options` are the engine's own: `TensorRTOptions` (dflash_trt/engines/tensorrt/options.py) for "tensorrt" and
     "tensorrt-rtx", `TensorRTLLMOptions` (dflash_trt/trtllm/options.py) for "tensorrt-llm", which needs them.
     Work happens in a sibling directory that is renamed at the end, so an interrupted build never looks finished;
@@ -80,6 +88,7 @@ def build(
 
     progress("read checkpoints", 0, 1)
     pair = _read_pair(find_sources(target, drafter, weights), entry, weights)
+    pair = replace(pair, drafter=_narrow(pair.drafter, drafter_window, entry))
     settings = BuildSettings(
         block_size=choose_block_size(block_size, pair.drafter.config),
         tree_width=_tree_width(tree_width, pair, precision, entry),
@@ -127,6 +136,15 @@ def _check_options(engine: Engine, options: EngineOptions | None) -> None:
         raise UsageError(
             f"--engine is {engine.name}, and options are {type(options).__name__}, which are for: {', '.join(names)}"
         )
+
+
+def _narrow(drafter: Side[DrafterConfig], window: int | None, engine: Engine) -> Side[DrafterConfig]:
+    if window is not None and engine.window_stride(drafter.config.head_dim) is None:
+        raise UsageError(
+            f"--drafter-window is {window}, but --engine {engine.name} reads the drafter's config.json itself: "
+            "leave it out"
+        )
+    return replace(drafter, config=narrow_drafter(window, drafter.config))
 
 
 def _read_pair(sources: tuple[Source, Source], engine: Engine, weights: Weights) -> CheckpointPair:

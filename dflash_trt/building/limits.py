@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.errors import UsageError
 
@@ -53,3 +55,24 @@ def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: Drafter
             f"{target.max_position_embeddings} in the target and {drafter.max_position_embeddings} in the drafter"
         )
     return asked
+
+
+def narrow_drafter(asked: int | None, drafter: DrafterConfig) -> DrafterConfig:
+    """The drafter with layers that see at most `asked` tokens. No token of an answer depends on it, only acceptance.
+
+    Raises UsageError for a window that is no narrower than the trained ones, or smaller than a block.
+    """
+    if asked is None:
+        return drafter
+    if not drafter.masks:
+        raise UsageError(
+            f"--drafter-window is {asked}, but {drafter.path} drafts one token after another: leave it out"
+        )
+    most = max(layer.window or drafter.max_position_embeddings for layer in drafter.layers)
+    if not drafter.block_size <= asked < most:
+        raise UsageError(
+            f"--drafter-window is {asked}, expected {drafter.block_size}..{most - 1}: at least a block, and less than "
+            f"the drafter was trained for ({drafter.path})"
+        )
+    layers = tuple(replace(layer, window=min(asked, layer.window or asked)) for layer in drafter.layers)
+    return replace(drafter, layers=layers)

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import onnx
 
+from dflash_trt.bundle.cache_kinds import CacheKind, read_kind
 from dflash_trt.errors import BundleError, CheckpointError, show
 from dflash_trt.files.disk import clone, copy, own_file, write_object
 from dflash_trt.files.reading import read_object
@@ -111,6 +112,10 @@ class Bundle:
     def capacity(self) -> int:
         """Cache rows per sequence."""
         return cache_rows(int(self.manifest["max_seq_len"]), int(self.manifest["block_size"]))
+
+    def cache_kinds(self, role: str) -> tuple[CacheKind, ...]:
+        """The kinds of caches of "target" or "drafter". Bundles of earlier versions keep all rows of every layer."""
+        return tuple(read_kind(kind) for kind in self.manifest.get("caches", {}).get(role, ()))
 
 
 def cache_rows(max_seq_len: int, block_size: int) -> int:

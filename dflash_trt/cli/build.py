@@ -92,6 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "drafter's draft_vocabulary.json, else all)",
     )
     parser.add_argument(
+        "--drafter-window",
+        type=at_least(1),
+        metavar="N",
+        help="most tokens that the drafter's layers see, for less memory at long context (default: as trained)",
+    )
+    parser.add_argument(
         "--max-batch-size",
         type=at_least(1),
         metavar="N",
@@ -133,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
             weights=args.weights,
             precision=parse_precision(args.precision),
             draft_vocabulary=args.draft_vocabulary,
+            drafter_window=args.drafter_window,
             options=engine_options.from_arguments(args),
             force=args.force,
             progress=progress,

@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-batch-size", type=at_least(1), default=8, metavar="N", help="default: 8")
     parser.add_argument("--block-size", type=at_least(2), metavar="K", help="default: as trained")
+    parser.add_argument("--drafter-window", type=at_least(1), metavar="N", help="as for `build`")
     parser.add_argument("--precision", metavar="ROLE=VALUE,...", help="as for `build`")
     engine_options.add_plan_arguments(parser)
     parser.add_argument(
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     """The pair's tensors and the setting to plan for."""
-    from dflash_trt.building.limits import choose_block_size, choose_max_seq_len
+    from dflash_trt.building.limits import choose_block_size, choose_max_seq_len, narrow_drafter
     from dflash_trt.building.sources import find_sources
     from dflash_trt.checkpoint.compatibility import check_pair
     from dflash_trt.checkpoint.quantization import Quantization
@@ -123,6 +124,7 @@ def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     drafter = read_drafter_config(sources[1].directory, target)
     engine.check_pair(target, drafter)
     check_pair(target, drafter)
+    drafter = narrow_drafter(args.drafter_window, drafter)
     inventory = take_inventory(target, drafter)
     stored = [Quantization(source.directory) for source in sources]
     quantized = stored[0].algorithm(HEAD) or stored[1].algorithms
@@ -156,9 +158,13 @@ def _print(estimate: MemoryEstimate) -> None:
         (
             "KV cache",
             gib(estimate.kv_bytes),
-            f"{batch} x {length} tokens, {estimate.kv_bytes_per_token} bytes each",
+            f"{batch} x {length} tokens, {_rows(estimate.kv_bytes_per_token, estimate.kv_window_bytes)}",
         ),
-        ("drafter context", gib(estimate.drafter_bytes), f"{estimate.drafter_bytes_per_token} bytes a token"),
+        (
+            "drafter context",
+            gib(estimate.drafter_bytes),
+            _rows(estimate.drafter_bytes_per_token, estimate.drafter_window_bytes),
+        ),
         (
             "total",
             gib(estimate.total_bytes),
@@ -204,6 +210,12 @@ def _chart(estimate: MemoryEstimate) -> str:
         title=f"Memory for {batch}, {estimate.engine}",
         unit="GiB on each GPU" if estimate.tensor_parallel > 1 else "GiB",
     )
+
+
+def _rows(per_token: int, windows: int) -> str:
+    """What a sequence's rows take."""
+    of_all = [f"{per_token} bytes a token"] if per_token or not windows else []
+    return " and ".join([*of_all, *([f"{windows} a sequence for windows"] if windows else [])])
 
 
 def _left(count: int) -> str:

@@ -1,7 +1,9 @@
 """The caches of an engine by slot, and kept copies of them.
 
 A slot's length is the number of tokens that its caches have read. Attention keeps one row per token, so its rows can
-be cut to any shorter length. A recurrent layer keeps a state that belongs to one length and cannot be cut.
+be cut to any shorter length, but layers with a window drop the rows behind it (dflash_trt/bundle/cache_kinds.py), and
+can be cut only as far as the window before the cut is still there. A recurrent layer keeps a state that belongs to one
+length and cannot be cut.
 """
 
 from __future__ import annotations
@@ -41,8 +43,14 @@ class Caches(Protocol):
     def copy(self, source: int, target: int, length: int) -> None:
         """Give a slot the first `length` positions of another one."""
 
-    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
-        """Copy positions start .. stop-1 out of a slot. Raises MemoryError if there is no memory."""
+    def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
+        """Copy positions start .. stop-1 out of a slot, to restore lengths from `shortest` on.
+
+        Layers with a window leave out the rows that no such length needs. Raises MemoryError if there is no memory.
+        """
+
+    def lacks(self, kept: Snapshot, shortest: int) -> bool:
+        """Whether a copy lacks content of its positions that lengths from `shortest` on need."""
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         """Give a slot the first `length` positions of adjacent copies from position 0 on."""

@@ -158,13 +158,28 @@ class Pair:
         """The most bytes of a copy of this many tokens; with `draft`, including the drafter's."""
         return sum(caches.kept_bytes(length) for caches in self._caches(draft))
 
-    def keep(self, slot: int, start: int, stop: int, *, draft: bool) -> Snapshot:
-        """Copy positions start .. stop-1 out of a slot. Raises MemoryError if there is no memory."""
-        copies = [caches.keep(slot, start, stop) for caches in self._caches(draft)]
-        lengths = copies[0].lengths
-        if any(each.lengths != lengths for each in copies):
-            lengths = [n for n in lengths if all(n in each.lengths for each in copies)]
-        return Snapshot(start, stop, lengths, copies, sum(each.size for each in copies))
+    def keep(self, slot: int, start: int, stop: int, shortest: int, *, draft: bool) -> Snapshot:
+        """Copy positions start .. stop-1 out of a slot, to restore lengths from `shortest` on.
+
+        Raises MemoryError if there is no memory.
+        """
+        return _joined([caches.keep(slot, start, stop, shortest) for caches in self._caches(draft)])
+
+    def renew(self, slot: int, kept: Snapshot, shortest: int, *, draft: bool) -> Snapshot:
+        """A copy with what it lacks for lengths from `shortest` on. Raises MemoryError if there is no memory."""
+        copies = zip(self._caches(draft), kept.data, strict=True)
+        return _joined(
+            [
+                caches.keep(slot, kept.start, kept.stop, shortest) if caches.lacks(each, shortest) else each
+                for caches, each in copies
+            ]
+        )
+
+    def lacks(self, kept: Snapshot, shortest: int, *, draft: bool) -> bool:
+        """Whether a copy lacks content of its positions that lengths from `shortest` on need."""
+        return any(
+            caches.lacks(each, shortest) for caches, each in zip(self._caches(draft), kept.data, strict=True)
+        )
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int, *, draft: bool) -> None:
         """Give a slot the first `length` tokens of adjacent copies from position 0 on.
@@ -207,3 +222,12 @@ class Pair:
 
     def _caches(self, draft: bool) -> list[Caches]:
         return [self.target.caches, self.drafter.caches] if draft else [self.target.caches]
+
+
+def _joined(copies: Sequence[Snapshot]) -> Snapshot:
+    """The copies of both models' caches, or of the target's alone, as one."""
+    lengths = copies[0].lengths
+    if any(each.lengths != lengths for each in copies):
+        lengths = [n for n in lengths if all(n in each.lengths for each in copies)]
+    size = sum(each.size for each in copies)
+    return Snapshot(copies[0].start, copies[0].stop, lengths, copies, size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dflash_trt.decoding.caches import Snapshot, longest
@@ -118,13 +117,14 @@ class Prefixes:
             return
         tree = (salt, draft)
         children, path = self._trees.get(tree, {}), []
+        shortest = (len(tokens) - 1) // self.page * self.page + 1  # the slot gets lengths of the last page
         for start in range(0, len(tokens), self.page):
             part = tuple(tokens[start : start + self.page])
             page = children.get(part)
             if page is None:
-                page = self._copy(slot, start, part, children, path, tree)
-            elif start + len(part) == len(tokens):  # its slot could not be cut there
-                self._renew(slot, page, path, draft=draft)
+                page = self._copy(slot, start, part, shortest, children, path, tree)
+            elif self.pair.lacks(page.kept, shortest, draft=draft):
+                page = self._renew(slot, page, shortest, path, draft=draft)
             if page is None:
                 self.counts.refused_tokens += len(tokens) - start
                 self.counts.refused_bytes += self.pair.kept_bytes(len(tokens) - start, draft=draft)
@@ -155,6 +155,7 @@ class Prefixes:
         slot: int,
         start: int,
         part: tuple[int, ...],
+        shortest: int,
         siblings: Children,
         path: Sequence[Page],
         tree: Tree,
@@ -163,7 +164,7 @@ class Prefixes:
         if not self._make_room(self.pair.kept_bytes(len(part), draft=draft), path):
             return None
         try:
-            kept = self.pair.keep(slot, start, start + len(part), draft=draft)
+            kept = self.pair.keep(slot, start, start + len(part), shortest, draft=draft)
         except MemoryError:
             return None
         for shorter in [page for page in siblings.values() if page.tokens == part[: len(page.tokens)]]:
@@ -180,15 +181,20 @@ class Prefixes:
         self.counts.kept_bytes += kept.size
         return page
 
-    def _renew(self, slot: int, page: Page, path: Sequence[Page], *, draft: bool) -> None:
-        """Copy a page again, from a slot that can be cut to its end."""
+    def _renew(
+        self, slot: int, page: Page, shortest: int, path: Sequence[Page], *, draft: bool
+    ) -> Page | None:
+        """Copy a page again, with more of its content. None if there is no room."""
         most = self.pair.kept_bytes(len(page.tokens), draft=draft)
         if not self._make_room(most - page.kept.size, [*path, page]):
-            return
-        with suppress(MemoryError):
-            kept = self.pair.keep(slot, page.start, page.start + len(page.tokens), draft=draft)
-            self.counts.bytes += kept.size - page.kept.size
-            page.kept = kept
+            return None
+        try:
+            kept = self.pair.renew(slot, page.kept, shortest, draft=draft)
+        except MemoryError:
+            return None
+        self.counts.bytes += kept.size - page.kept.size
+        page.kept = kept
+        return page
 
     def _make_room(self, size: int, path: Sequence[Page]) -> bool:
         """Drop the oldest pages until `size` bytes fit, except those of `path`."""

@@ -97,12 +97,12 @@ class Slots:
         self._keep(ended, contents)
 
     def keep_boundary(self, request: Request) -> None:
-        """Keep a copy of a prompt's beginning, if its slot could not be cut back to this length later."""
+        """Keep a copy of a prompt's beginning, if its slot cannot be cut to every length after the whole prompt."""
         if self.prefixes is None:
             return
-        contents = self.contents(request)
-        if contents.target[0] > 1:
-            self._keep(request, contents)
+        later = self.pair.lengths(request.slot, len(request.prompt), draft=request.draft)
+        if any(lengths and lengths[0] > 1 for lengths in later):
+            self._keep(request, self.contents(request))
 
     def _keep(self, request: Request, contents: Contents) -> None:
         both = contents.longest(request.committed, draft=True)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # "copy": the bundle's own files. "link": hard links to the checkpoints' files. "none": graphs only.
 Weights = Literal["copy", "link", "none"]
 GIB = 1 << 30
+PREFILL_CHUNK = 512  # most tokens of a prompt in one pass, by default
 # Tags of nvcr.io/nvidia/tritonserver. Containers before 26.07 have defects that clients can use (docs/serving.md,
 # "Security"), and are not named.
 TRITON_IMAGE, TRITON_TRTLLM_IMAGE = "26.07-py3", "26.07-trtllm-python-py3"
@@ -212,7 +213,13 @@ class Engine(ABC):
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         """The lines of `inspect` for a bundle of this engine, beside those of every bundle."""
-        return {"cache_rows": bundle.capacity}
+        windows = {
+            f"{role} rows in a window of {kind.window}": kind.rows
+            for role in ("target", "drafter")
+            for kind in bundle.cache_kinds(role)
+            if kind.window is not None
+        }
+        return {"cache_rows": bundle.capacity, **windows}
 
     @abstractmethod
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
@@ -232,6 +239,10 @@ class Engine(ABC):
         Raises BuildError for a pair that it cannot run so.
         """
         return {}
+
+    def window_stride(self, head_dim: int) -> int | None:
+        """How many rows layers with a window drop at once (`Dialect.window_stride`). None: they keep all rows."""
+        return None
 
     def container(self, manifest: Mapping[str, Any]) -> Container:
         """The container that serves a bundle of this engine. Raises DFlashError where none is known."""

@@ -12,14 +12,17 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_trt.bundle import manifest as bundle
+from dflash_trt.bundle.cache_kinds import CacheKind, most_written, rows_by_window
 from dflash_trt.bundle.contents import describe_file
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.pair import CheckpointPair, tokenizer_files
+from dflash_trt.checkpoint.schema import DecoderConfig, LayerAttention
 from dflash_trt.engines.base import BuildJob
 from dflash_trt.files.disk import own_file
 from dflash_trt.graph.dialect import Dialect
-from dflash_trt.models.decoder import cache_bytes_per_token
+from dflash_trt.models.decoder import cache_row_bytes
 from dflash_trt.models.drafters import build_drafter
+from dflash_trt.models.passes import Capacity
 from dflash_trt.models.target import build_target
 
 _HEAD_FOLDER = "weights/head"  # for the drafter's own copy of the LM head
@@ -44,11 +47,15 @@ class GraphJob(BuildJob):
 
 
 def export(
-    pair: CheckpointPair, dialects: Mapping[str, Dialect], capacity: int | str, width: int, progress: Progress
+    pair: CheckpointPair,
+    dialects: Mapping[str, Dialect],
+    capacities: Mapping[str, Capacity],
+    width: int,
+    progress: Progress,
 ) -> dict[str, ir.Model]:
     """Both graphs. Weights are not read; their shapes and dtypes are checked against the configurations.
 
-    capacity: cache rows per sequence, or the name of an axis that is fixed at run time.
+    capacities: cache rows per sequence, by role, or the name of an axis that is fixed at run time.
     width: the candidates of the drafter for each place. With more than one, the target takes trees.
     """
     progress("export target", 0, 1)
@@ -58,7 +65,7 @@ def export(
         pair.drafter.config.target_layer_ids,
         dialects["target"],
         folder=pair.target.folder,
-        capacity=capacity,
+        capacity=capacities["target"],
         trees=width > 1,
     )
     progress("export target", 1, 1)
@@ -71,7 +78,7 @@ def export(
         dialects["drafter"],
         folder=pair.drafter.folder,
         target_folder=pair.target.folder,
-        capacity=capacity,
+        capacity=capacities["drafter"],
         features_dtype=dialects["target"].dtype,
         width=width,
         head=None if pair.head is None else (pair.head, _HEAD_FOLDER),
@@ -80,10 +87,32 @@ def export(
     return {"target": target, "drafter": drafter}
 
 
+def cache_rows_by_window(
+    pair: CheckpointPair, dialects: Mapping[str, Dialect], *, max_seq_len: int, block_size: int, chunk: int
+) -> dict[str, dict[int | None, int]]:
+    """Cache rows of a sequence by role, and by the window of a layer (None: no window).
+
+    chunk: the most tokens of a prompt in one pass.
+    """
+    capacity = bundle.cache_rows(max_seq_len, block_size)
+    return {
+        role: rows_by_window(
+            {None, *(layer.window for layer in side.config.attention_layers)},
+            dialects[role].window_stride(side.config.head_dim),
+            capacity,
+            most_written(role, chunk, block_size),
+        )
+        for role, side in (("target", pair.target), ("drafter", pair.drafter))
+    }
+
+
 def graph_fields(
-    pair: CheckpointPair, dialects: Mapping[str, Dialect], models: Mapping[str, ir.Model]
+    pair: CheckpointPair,
+    dialects: Mapping[str, Dialect],
+    models: Mapping[str, ir.Model],
+    rows: Mapping[str, Mapping[int | None, int]],
 ) -> dict[str, Any]:
-    """The manifest's fields of a bundle with graphs."""
+    """The manifest's fields of a bundle with graphs. `rows`: of `cache_rows_by_window`."""
     return {
         "dialect": dialects["target"].name,
         "precision": {role: dialect.dtype.name.lower() for role, dialect in dialects.items()},
@@ -93,9 +122,36 @@ def graph_fields(
             "head": pair.head and pair.head.quantization.name,
         },
         "draft_vocab_size": len(pair.draft_tokens) if pair.draft_tokens else pair.target.config.vocab_size,
-        "cache_bytes_per_token": {name: cache_bytes_per_token(model) for name, model in models.items()},
+        "caches": {
+            role: [
+                kind.describe()
+                for kind in _cache_kinds(side.config, dialects[role], models[role], rows[role])
+            ]
+            for role, side in (("target", pair.target), ("drafter", pair.drafter))
+        },
         "versions": {name: version(name) for name in ("dflash-trt", "onnx-ir")},
     }
+
+
+def _cache_kinds(
+    config: DecoderConfig, dialect: Dialect, model: ir.Model, rows: Mapping[int | None, int]
+) -> list[CacheKind]:
+    """The kinds of caches of a model's graph."""
+    by_layer = cache_row_bytes(model)
+    layers: dict[int | None, list[int]] = {}
+    for i, layer in enumerate(config.layers):
+        if isinstance(layer, LayerAttention):
+            layers.setdefault(layer.window, []).append(i)
+    return [
+        CacheKind(
+            window=window,
+            stride=1 if window is None else dialect.window_stride(config.head_dim),
+            rows=rows[window],
+            row_bytes=sum(by_layer[i] for i in indices),
+            layers=tuple(indices),
+        )
+        for window, indices in layers.items()
+    ]
 
 
 def graph_files(pair: CheckpointPair) -> dict[str, Path]:

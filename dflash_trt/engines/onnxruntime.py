@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
-from dflash_trt.engines.onnxruntime_caches import CachePool
+from dflash_trt.bundle.cache_kinds import CacheKind
+from dflash_trt.engines.onnxruntime_caches import HostRows
 from dflash_trt.engines.onnxruntime_states import HybridCaches
 from dflash_trt.errors import BundleError
 from dflash_trt.hardware import cores
@@ -41,18 +42,29 @@ class OnnxRuntimeEngine:
     A cache is an input `k_cache.i` [B, C, width] and an output `k_cache_out.i`. A pass over n sequences works on the
     slots `first_slot .. first_slot + n - 1`, as a view of the pool with as many rows C as the pass needs. Inputs and
     outputs of a cache are bound to the same memory. So are those of a state, an input `NAME_state.i` [B, ...].
+    The engine itself gives a pass its inputs `base.W`, the positions of the first rows in layers with a window W.
     """
 
     def __init__(
-        self, path: Path, *, slots: int, capacity: int, threads: int | None = None, deferred: bool = False
+        self,
+        path: Path,
+        *,
+        slots: int,
+        capacity: int,
+        kinds: Sequence[CacheKind] = (),
+        threads: int | None = None,
+        deferred: bool = False,
     ) -> None:
-        """`deferred`: the graph and its weights are loaded with the first pass. Until then all slots are empty."""
+        """`capacity`: positions of a slot. `kinds`: of the caches. Without them, every layer keeps all rows.
+
+        `deferred`: the graph and its weights are loaded with the first pass. Until then all slots are empty.
+        """
         self._path, self._threads = path, threads
         self._session: Any = None
         self._inputs: dict[str, Any] = {}
         self._outputs: dict[str, Any] = {}
-        self._rows = CachePool({}, slots, capacity)
-        self.caches: CachePool | HybridCaches = self._rows
+        self._rows = HostRows(kinds, slots, capacity)
+        self.caches: HostRows | HybridCaches = self._rows
         self._memory: dict[str, Array] = {}
         self._bound: dict[tuple[Any, ...], _Bound] = {}
         if not deferred:
@@ -86,6 +98,7 @@ class OnnxRuntimeEngine:
         }
         if states:
             self.caches = HybridCaches(self._rows, states)
+        self._base_inputs = [name for name in self._inputs if name.startswith("base.")]
         self._written = [
             n for n, i in self._inputs.items() if n not in _NO_ROWS and i.shape[1:2] in (["S"], ["K"])
         ]
@@ -99,25 +112,27 @@ class OnnxRuntimeEngine:
         """Run one pass. The outputs are views that the next pass overwrites."""
         if self._session is None:
             self._load()
-        place = self._place(feeds, first_slot)
-        key = (place, first_slot, *[a.shape for a in feeds.values()])
+        places = self._places(feeds, first_slot)
+        known, batch = self._rows.bases(feeds["start"].tolist()), len(feeds["start"])
+        feeds = {**feeds, **{name: np.array(known.get(name, [0] * batch)) for name in self._base_inputs}}
+        key = (places, first_slot, *[a.shape for a in feeds.values()])
         bound = self._bound.get(key)
         if bound is None:
-            bound = self._bind(feeds, place, first_slot)
+            bound = self._bind(feeds, places, first_slot)
             self._bound[key] = bound
         for name, array in feeds.items():
             bound.inputs[name][...] = array
         self._session.run_with_iobinding(bound.binding)
         return bound.outputs
 
-    def _place(self, feeds: Mapping[str, Array], first_slot: int) -> tuple[int, int]:
-        """Where the pass finds its slots, see `CachePool.place`. It writes one row more where there are sinks."""
-        if not self._rows.arrays:
-            return 0, 0
+    def _places(self, feeds: Mapping[str, Array], first_slot: int) -> tuple[tuple[int, int], ...]:
+        """Where the pass finds its slots, see `HostRows.prepare`. It writes one row more where there are sinks."""
         count = sum([feeds[name].shape[1] for name in self._written if name in feeds]) + 1
-        return self._rows.place(first_slot, [start + count for start in feeds["start"].tolist()])
+        return self._rows.prepare(first_slot, feeds["start"].tolist(), count)
 
-    def _bind(self, feeds: Mapping[str, Array], place: tuple[int, int], first_slot: int) -> _Bound:
+    def _bind(
+        self, feeds: Mapping[str, Array], places: tuple[tuple[int, int], ...], first_slot: int
+    ) -> _Bound:
         if len(self._bound) >= _MAX_BINDINGS:
             self._bound.clear()
         if set(feeds) != (takes := set(self._inputs) - set(self.caches.arrays)):
@@ -142,9 +157,8 @@ class OnnxRuntimeEngine:
             binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        begin, rows = place
         batch = sizes.get("B", 1)
-        views = dict(self._rows.views(begin, batch, rows))
+        views = dict(self._rows.views(places, batch))
         if isinstance(self.caches, HybridCaches):
             views |= dict(self.caches.views(first_slot, batch))
         for name, view in views.items():

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.caches import Snapshot
+from dflash_trt.bundle.cache_kinds import CacheKind
+from dflash_trt.engines.row_caches import RowCaches, by_kind, whole
 from dflash_trt.errors import DFlashError
 
 Array = np.ndarray[Any, Any]
@@ -23,7 +24,9 @@ STEP = 128
 
 
 class CachePool:
-    """Rows of every slot in every cache. A pass sees the slots it works on as one array [slots, rows, width].
+    """Rows of every slot in caches of one kind. A pass sees the slots it works on as one array [slots, rows, width].
+
+    `RowPool` in row_caches.py documents the other methods.
 
     Slot i begins at row i * capacity, and has the memory of the rows that were written. A pass over one slot sees as
     many rows of it as it needs, where they lie. A pass over several needs them at equal distances without gaps: its
@@ -88,36 +91,30 @@ class CachePool:
         return [memory[begin + start : begin + stop] for memory in self.arrays.values()]
 
     def write(self, rows: Sequence[Array], slot: int, start: int) -> None:
-        """The rows [n, width], one array for each cache, become those of a slot from `start` on."""
         stop = start + (len(rows[0]) if rows else 0)
         self.place(slot, [stop])
         for mine, given in zip(self.read(slot, start, stop), rows, strict=True):
             mine[...] = given
 
-    def lengths(self, slot: int, length: int) -> Sequence[int]:
-        return range(1, length + 1)
+    def copy(self, source: int, target: int, count: int) -> None:
+        count = min(count, self._rows[source])
+        self.place(target, [count])  # may move the source too
+        self.write(self.read(source, 0, count), target, 0)
 
-    def kept_bytes(self, length: int) -> int:
-        return length * self.row_bytes
+    def take(self, slot: int, first: int, stop: int) -> list[Array]:
+        return [rows.copy() for rows in self.read(slot, first, stop)]
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        length = min(length, self._rows[source])
-        self.place(target, [length])  # may move the source too
-        self.write(self.read(source, 0, length), target, 0)
-
-    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
-        copies = [rows.copy() for rows in self.read(slot, start, stop)]
-        return Snapshot(start, stop, range(start + 1, stop + 1), copies, self.kept_bytes(stop - start))
-
-    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
-        for each in kept:
-            self.write([copy[: length - each.start] for copy in each.data], slot, each.start)
+    def drop(self, slot: int, count: int, left: int) -> None:
+        left = max(0, min(left, self._rows[slot] - count))
+        for rows in self.read(slot, 0, count + left) if left else ():
+            rows[:left] = rows[count:]
+        self._rows[slot] = left
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         for rows in self.read(slot, start, start + nodes[-1] + 1):
             rows[: len(nodes)] = rows[list(nodes)]  # the right side is a copy
 
-    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
+    def clear(self, slot: int, first: int, last: int | None) -> None:
         stop = self._rows[slot] if last is None else min(last, self._rows[slot])
         for rows in self.read(slot, first, max(first, stop)):
             np.copyto(rows, 0, where=rows != 0)  # memory that was never written stays untouched
@@ -174,6 +171,49 @@ class CachePool:
         flat[first * width : start] = 0
         flat[stop : last * width] = 0
         backing.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+class HostRows(RowCaches[CachePool]):
+    """Rows of every slot, and where a pass finds them."""
+
+    def __init__(self, kinds: Sequence[CacheKind], slots: int, capacity: int) -> None:
+        """`capacity`: the address space of a slot in rows. Only rows that are written take memory.
+
+        Without `kinds`, every layer keeps all rows.
+        """
+        pools = [(kind, CachePool({}, slots, capacity)) for kind in kinds or (whole(capacity),)]
+        super().__init__(pools, slots)
+
+    def allocate(self, caches: Mapping[str, tuple[int, Any]]) -> None:
+        """Begin with these caches, full of zeros: width and dtype of a row, by name, which ends with the layer."""
+        parts = by_kind([each.kind for each in self.kinds], caches)
+        for each, names in zip(self.kinds, parts, strict=True):
+            each.pool.allocate({name: caches[name] for name in names})
+
+    def prepare(self, first: int, starts: Sequence[int], count: int) -> tuple[tuple[int, int], ...]:
+        """Let a pass write `count` rows into each slot from `first` on, at positions from its start on.
+
+        Returns the place of each kind, see `CachePool.place`.
+        """
+        if first + len(starts) > self.slots:
+            raise ValueError(f"slots {first}..{first + len(starts) - 1} of {self.slots}")
+        self.advance(first, starts)
+        places = []
+        for each in self.kinds:
+            bases = each.bases[first : first + len(starts)]
+            ends = [start - base + count for start, base in zip(starts, bases, strict=True)]
+            places.append(each.pool.place(first, ends) if each.pool.arrays else (0, 0))
+        return tuple(places)
+
+    def views(self, places: Sequence[tuple[int, int]], slots: int) -> Iterator[tuple[str, Array]]:
+        """Views of each cache for a pass, [slots, rows, width], at the places that `prepare` gave."""
+        for each, (begin, rows) in zip(self.kinds, places, strict=True):
+            yield from each.pool.views(begin, slots, rows)
+
+    def close(self) -> None:
+        """Free all memory."""
+        for each in self.kinds:
+            each.pool.close()
 
 
 def _no_memory(slots: int, capacity: int, size: int) -> DFlashError:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dflash_trt.engines.base import (
+    PREFILL_CHUNK,
     Availability,
     BuildSettings,
     Container,
@@ -81,13 +82,28 @@ class OnnxRuntimeEntry(Engine):
     def job(
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress
     ) -> GraphJob:
-        from dflash_trt.engines.graph_job import GraphJob, export, graph_digests, graph_fields, graph_files
+        from dflash_trt.engines.graph_job import (
+            GraphJob,
+            cache_rows_by_window,
+            export,
+            graph_digests,
+            graph_fields,
+            graph_files,
+        )
         from dflash_trt.graph.onnxruntime import OnnxRuntime
 
         dialects: dict[str, Dialect] = {"target": OnnxRuntime(), "drafter": OnnxRuntime()}
-        models = export(pair, dialects, "C", settings.tree_width, progress)
+        models = export(pair, dialects, {"target": "C", "drafter": "C"}, settings.tree_width, progress)
+        rows = cache_rows_by_window(
+            pair,
+            dialects,
+            max_seq_len=settings.max_seq_len,
+            block_size=settings.block_size,
+            chunk=PREFILL_CHUNK,
+        )
         return GraphJob(
-            manifest=graph_fields(pair, dialects, models) | {"integer_bits": _integer_bits(models["target"])},
+            manifest=graph_fields(pair, dialects, models, rows)
+            | {"integer_bits": _integer_bits(models["target"])},
             files=graph_files(pair),
             digests=graph_digests(models),
             link=settings.weights == "link",
@@ -107,6 +123,7 @@ class OnnxRuntimeEntry(Engine):
                 bundle.listed(f"{role}.onnx"),
                 slots=slots,
                 capacity=bundle.capacity,
+                kinds=bundle.cache_kinds(role),
                 threads=settings.threads,
                 deferred=role == "drafter",  # until a draft is asked for
             )
@@ -134,6 +151,11 @@ class OnnxRuntimeEntry(Engine):
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
         ready = not missing
         return Availability(ready, ready, "on the CPU" if ready else f"install {', '.join(missing)}")
+
+    def window_stride(self, head_dim: int) -> int:
+        from dflash_trt.graph.onnxruntime import OnnxRuntime
+
+        return OnnxRuntime.window_stride(head_dim)
 
     def container(self, manifest: Mapping[str, Any]) -> Container:
         return Container(gpus=False)

@@ -1,7 +1,7 @@
 """The memory of recurrent layers in the embedded engine: one state of fixed size for each slot.
 
 A slot's states belong to `position`. The rows from there on are pending: docs/graphs.md says how a pass replays them.
-So a slot can be cut to `position`, and to each length after it up to its own. Rows of attention lie in a `CachePool`.
+So a slot can be cut to `position`, and to each length after it up to its own. Rows of attention lie in `HostRows`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.caches import Snapshot
-from dflash_trt.engines.onnxruntime_caches import CachePool
+from dflash_trt.engines.onnxruntime_caches import HostRows
 from dflash_trt.errors import DFlashError
 
 Array = np.ndarray[Any, Any]
@@ -32,7 +32,7 @@ class _Copy:
 class HybridCaches:
     """Rows and states of every slot. `Caches` in decoding/caches.py documents the methods."""
 
-    def __init__(self, rows: CachePool, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> None:
+    def __init__(self, rows: HostRows, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> None:
         """`shapes`: shape and dtype of each state of a sequence, by name."""
         self.rows = rows
         size = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
@@ -60,7 +60,7 @@ class HybridCaches:
         return int(self.states[POSITION][slot])
 
     def lengths(self, slot: int, length: int) -> Sequence[int]:
-        return range(max(1, self.position(slot)), length + 1)
+        return range(max(self.rows.shortest(length), self.position(slot)), length + 1)
 
     def kept_bytes(self, length: int) -> int:
         return self.rows.kept_bytes(length) + self.state_bytes
@@ -70,14 +70,20 @@ class HybridCaches:
         for memory in self.states.values():
             memory[target] = memory[source]
 
-    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
+    def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
         position = self.position(slot)
-        rows, reach = self.rows.keep(slot, start, stop), position + self.most_pending
+        rows, reach = self.rows.keep(slot, start, stop, shortest), position + self.most_pending
         if not position <= stop <= reach:
             return Snapshot(start, stop, (), _Copy(rows, None), rows.size)
         states = {name: memory[slot].copy() for name, memory in self.states.items()}
-        lengths = range(max(start + 1, position), stop + 1)
+        lengths = range(max(rows.lengths[0], position), stop + 1) if rows.lengths else ()
         return Snapshot(start, stop, lengths, _Copy(rows, states), rows.size + self.state_bytes)
+
+    def lacks(self, kept: Snapshot, shortest: int) -> bool:
+        """States are with the last copy of a prefix only."""
+        if kept.start < shortest <= kept.stop and kept.stop not in kept.lengths:
+            return True
+        return self.rows.lacks(kept.data.rows, shortest)
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         self.rows.restore(slot, [each.data.rows for each in kept], length)

@@ -76,6 +76,14 @@ class Dialect(ABC):
             return [["B", kv_heads, capacity, size] for size in sizes]
         return [["B", capacity, kv_heads * size] for size in sizes]
 
+    @staticmethod
+    @abstractmethod
+    def window_stride(head_dim: int) -> int:
+        """How many rows move down at once in layers with a window.
+
+        A multiple of the rows that attention adds up at a time, so that a sum has the same parts wherever rows lie.
+        """
+
     def keep(self, g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
         """A cache [..., C, n] with rows [..., S, n] written from slot `start` [B] on."""
         return g.op("TensorScatter", cache, rows, start, name="keep", axis=-2, mode="linear")

@@ -3,8 +3,8 @@
 A graph calls these operators; which engine it is for is decided by the dialect whose bodies are attached. A body is
 also the operator's executable specification. Shapes: B sequences, S rows that ask, T rows that are written, H query
 heads, N key/value heads, d head size, C cache capacity, R rows that get logits, V vocabulary, E experts. Integers are
-int64. Slot j of a cache row holds position j. Rows are [B,S,H*d] on ONNX Runtime and [B,H,S,d] on the other engines,
-and caches [B,C,N*d] and [B,N,C,d].
+int64. Slot j is row j of a sequence's cache, at the position base + j (models/attention.py). Rows are [B,S,H*d] on ONNX
+Runtime and [B,H,S,d] on the other engines, and caches [B,C,N*d] and [B,N,C,d].
 
 AttentionMask(first [B,S], last [B,S], capacity [1]) -> mask, origin [1] (, few [1])
     Row i sees the cache slots first[i] .. last[i]. The mask starts at slot `origin`. On ONNX Runtime it is float32
@@ -79,6 +79,10 @@ class OnnxRuntime(Dialect):
     by_head = False
     joins_floats = True
     joins_quantized = True
+
+    @staticmethod
+    def window_stride(head_dim: int) -> int:
+        return max(STEP, _block(head_dim))
 
     def attention_mask(self, kind: AttentionKind) -> ir.Function:
         g = GraphBuilder(_name(mask_name("AttentionMask", kind), kind))

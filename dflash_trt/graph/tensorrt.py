@@ -30,6 +30,9 @@ from dflash_trt.graph.quantized import tensorrt_linear
 from dflash_trt.graph.quantized_experts import Projection, Stack, tensorrt_experts
 from dflash_trt.graph.tensorrt_experts import mxfp4_experts, router_shares, shared
 
+# Attention's kernels take up to so many keys at a time.
+STRIDE = 128
+
 
 class TensorRT(Dialect):
     """`trt_operators`: whether the parser has `trt::TRT_Attention` and `trt::TRT_KVCacheUpdate`, as from TensorRT 11
@@ -55,6 +58,10 @@ class TensorRT(Dialect):
         """Keys and values must have the same size."""
         size = head_dim + SINK_PADDING if sinks else head_dim
         return size, size
+
+    @staticmethod
+    def window_stride(head_dim: int) -> int:
+        return STRIDE
 
     def keep(self, g: GraphBuilder, cache: ir.Value, rows: ir.Value, start: ir.Value) -> ir.Value:
         if not self.fused:

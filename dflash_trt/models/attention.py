@@ -6,49 +6,74 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from dflash_trt.bundle.cache_kinds import base_input
 from dflash_trt.checkpoint.schema import LayerAttention
+from dflash_trt.graph.builder import INT64
 from dflash_trt.graph.dialect import AttentionKind
 from dflash_trt.models.module import Module
-from dflash_trt.models.passes import Pass, PassRows, Tree
+from dflash_trt.models.passes import Pass, PassRows, Tree, rows_of
 
 
-class Attention:
-    """The attention layers of one pass: slots written, masks by kind of layer, a key and a value cache per layer."""
+class _Rows:
+    """The cache rows of the layers with one window, and the pass in them. Row j is at position base + j.
 
-    def __init__(self, shared: Pass, layers: Sequence[int]) -> None:
-        self.g, self.dialect, self.config = shared.g, shared.dialect, shared.config
-        self.start, self.lengths, self.sinks = shared.start, shared.lengths, shared.config.attention_sinks
-        self.queries, self.written, self.tree = shared.queries, shared.written, shared.tree
-        g, dialect, config, capacity = self.g, self.dialect, self.config, shared.capacity
-        self._shapes = dialect.cache_shapes(
-            config.num_key_value_heads, config.head_dim, capacity, sinks=self.sinks
+    caches: key and value cache of each layer, of these `shapes`; int64 [1] `capacity`: their rows.
+    start, lengths: int64 [B], the first row written, and the rows in use.
+    positions: int64 [B,S], the queries' rows.
+    """
+
+    def __init__(self, shared: Pass, window: int | None, layers: Sequence[int]) -> None:
+        g, config = shared.g, shared.config
+        self.start, self.lengths, self.positions = shared.start, shared.lengths, shared.queries.positions
+        if window is not None:
+            base = g.input(base_input(window), INT64, ["B"])
+            self.start = g.op("Sub", self.start, base, name=f"start_in_{window}")
+            self.lengths = g.op("Sub", self.lengths, base, name=f"lengths_in_{window}")
+            self.positions = g.op("Sub", self.positions, g.unsqueeze(base, 1), name=f"rows_in_{window}")
+        self.shapes = shared.dialect.cache_shapes(
+            config.num_key_value_heads,
+            config.head_dim,
+            rows_of(shared.capacity, window),
+            sinks=config.attention_sinks,
         )
-        self._caches = {
+        self.caches = {
             i: [
                 g.input(f"{side}_cache.{i}", g.dtype, shape)
-                for side, shape in zip("kv", self._shapes, strict=True)
+                for side, shape in zip("kv", self.shapes, strict=True)
             ]
             for i in layers
         }
+        self.capacity = g.dim(self.caches[layers[0]][0], len(self.shapes[0]) - 2, name="capacity")
+
+
+class Attention:
+    """The attention layers of one pass: rows written, masks by kind of layer, a key and a value cache per layer."""
+
+    def __init__(self, shared: Pass, layers: Sequence[int]) -> None:
+        self.g, self.dialect, self.config = shared.g, shared.dialect, shared.config
+        self.sinks = shared.config.attention_sinks
+        self.queries, self.written, self.tree = shared.queries, shared.written, shared.tree
         self._layers = {
-            i: layer for i, layer in enumerate(config.layers) if isinstance(layer, LayerAttention)
+            i: layer for i, layer in enumerate(self.config.layers) if isinstance(layer, LayerAttention)
         }
-        self._capacity = g.dim(self._caches[layers[0]][0], len(self._shapes[0]) - 2, name="capacity")
+        windows = dict.fromkeys(self._layers[i].window for i in layers)
+        self._rows = {
+            window: _Rows(shared, window, [i for i in layers if self._layers[i].window == window])
+            for window in windows
+        }
         self.updated: dict[int, list[ir.Value]] = {}  # the caches of a layer that was called
         self._masks: dict[tuple[LayerAttention, int | None], tuple[ir.Value, ...]] = {}
 
     def _mask(self, i: int) -> tuple[ir.Value, ...]:
-        """The mask of a layer, or of its kind.
-
-        Slot j holds position j, so a row sees a range of slots: first .. last.
-        """
+        """The mask of a layer, or of its kind. A query sees a range of cache rows: first .. last."""
         kind, apart = self._layers[i], self.dialect.masks_by_layer
         if (kind, i if apart else None) not in self._masks:
-            g, position = self.g, self.queries.positions
+            g, rows = self.g, self._rows[kind.window]
+            position = rows.positions
             if kind.causal:
                 last = position
             else:
-                final = g.op("Sub", g.unsqueeze(self.lengths, 1), g.constant(1), name="final_slot")
+                final = g.op("Sub", g.unsqueeze(rows.lengths, 1), g.constant(1), name="final_slot")
                 if kind.window is None:
                     last = g.op("Expand", final, g.shape(self.queries.batch, self.queries.count), name="last")
                 else:  # a window that is not causal reaches equally far in both directions
@@ -63,13 +88,13 @@ class Attention:
             slots = [first, last]
             if self.sinks:
                 body = self.dialect.sink_attention_mask(self._kind(kind))
-                slots.append(self.lengths)
+                slots.append(rows.lengths)
             else:
                 body = self.dialect.attention_mask(self._kind(kind))
             if self.tree is not None:
-                slots += [self.start, self._seen(self.tree, kind.window)]
+                slots += [rows.start, self._seen(self.tree, kind.window)]
             layer = {"layer": i} if apart else {}
-            mask = g.call(body, *slots, self._capacity, outputs=len(body.outputs), name=name, **layer)
+            mask = g.call(body, *slots, rows.capacity, outputs=len(body.outputs), name=name, **layer)
             self._masks[kind, i if apart else None] = mask
         return self._masks[kind, i if apart else None]
 
@@ -147,22 +172,23 @@ class Attention:
         k = self._arranged(m, self.written, k, n_kv, norms[1])
         v = self._arranged(m, self.written, v, n_kv, None)
         kind, by_head = self._kind(self._layers[i]), self.dialect.by_head
+        rows = self._rows[self._layers[i].window]
         body = self.dialect.sink_attention(kind) if self.sinks else self.dialect.cached_attention(kind)
         y, *updated = g.call(
             body,
             self.queries.rotate(q, None if by_head else n_q),
             self.written.rotate(k, None if by_head else n_kv),
             v,
-            *self._caches[i],
-            self.start,
+            *rows.caches[i],
+            rows.start,
             *self._mask(i),
-            self.lengths,
+            rows.lengths,
             *([m.weight("sinks", n_q)] if self.sinks else []),
             outputs=3,
             name="cached",
         )
         self.updated[i] = updated
-        for side, cache, shape in zip("kv", updated, self._shapes, strict=True):
+        for side, cache, shape in zip("kv", updated, rows.shapes, strict=True):
             g.output(cache, f"{side}_cache_out.{i}", g.dtype, shape)
         if by_head:
             y = g.op("Transpose", y, name="by_row", perm=[0, 2, 1, 3])

@@ -47,11 +47,12 @@ def embed(m: Module, tokens: ir.Value, vocab: int, hidden: int, name: str = "emb
     return g.to_dtype(rows, m.dtype_of(f"{name}.weight"), name=f"{name}/cast")
 
 
-def cache_bytes_per_token(model: ir.Model) -> int:
-    """Bytes of one token in all caches of a graph."""
-    total = 0
+def cache_row_bytes(model: ir.Model) -> dict[int, int]:
+    """Bytes of one row in the caches of each layer of a graph."""
+    found: dict[int, int] = {}
     for value in model.graph.inputs:
         if value.name and "_cache." in value.name and value.shape is not None and value.dtype is not None:
+            layer = int(value.name.rpartition(".")[2])
             of_a_row = [int(str(n)) for n in (*value.shape[1:-2], value.shape[-1])]
-            total += math.prod(of_a_row) * round(value.dtype.itemsize)
-    return total
+            found[layer] = found.get(layer, 0) + math.prod(of_a_row) * round(value.dtype.itemsize)
+    return found

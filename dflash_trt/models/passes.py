@@ -6,6 +6,7 @@ inputs and outputs of the graph. A cache may hold one row per token, or a state 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,17 @@ from dflash_trt.checkpoint.schema import DecoderConfig
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.module import Module
+
+# Rows of a sequence's caches, by the window of a layer (None: no window); one number for all; or the name of an axis
+# whose size the engine chooses in every pass. Each window then has an axis of its own.
+Capacity = int | str | Mapping[int | None, int]
+
+
+def rows_of(capacity: Capacity, window: int | None) -> int | str:
+    """Rows of the caches of layers with this window, or the name of their axis."""
+    if isinstance(capacity, str):
+        return capacity if window is None else f"{capacity}{window}"
+    return capacity if isinstance(capacity, int) else capacity[window]
 
 
 class Mixer(Protocol):
@@ -84,9 +96,10 @@ class Tree:
 
 @dataclass(frozen=True)
 class Pass:
-    """The common values of all layers in one pass. int64 [B]: `start` is the first slot written, `lengths` the slots
-    in use.
+    """The common values of all layers in one pass. int64 [B]: `start` is the first position written, `lengths` the
+    number of positions in use.
 
+    capacity: rows of the caches, see `rows_of`.
     certain: how many of the pass's first rows nobody takes back, int64 [B]; None if no layer keeps a state.
     tree: the rows that queries see among those of this pass; None if these are all before them.
     """
@@ -94,7 +107,7 @@ class Pass:
     g: GraphBuilder
     dialect: Dialect
     config: DecoderConfig
-    capacity: int | str
+    capacity: Capacity
     start: ir.Value
     queries: PassRows
     written: PassRows

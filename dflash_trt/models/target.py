@@ -24,7 +24,7 @@ from dflash_trt.models.decoder import embed
 from dflash_trt.models.families import FAMILIES
 from dflash_trt.models.mixers import mixers
 from dflash_trt.models.module import Module
-from dflash_trt.models.passes import Pass, PassRows, Tree, ints, positions_from
+from dflash_trt.models.passes import Capacity, Pass, PassRows, Tree, ints, positions_from
 
 
 def build_target(
@@ -34,7 +34,7 @@ def build_target(
     dialect: Dialect,
     *,
     folder: str,
-    capacity: int | str = "C",
+    capacity: Capacity = "C",
     trees: bool = False,
 ) -> ir.Model:
     """The target as an ONNX model. Its weights stay in the safetensors files of `folder`.

@@ -6,13 +6,15 @@ engine has allowances of its own (`MemoryTraits`). Activations may also be estim
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeGuard
 
+from dflash_trt.bundle.cache_kinds import most_written, rows_by_window
 from dflash_trt.checkpoint.schema import DrafterConfig, MoEConfig
 from dflash_trt.engines import registry
-from dflash_trt.engines.base import GIB, MemoryTraits
+from dflash_trt.engines.base import GIB, PREFILL_CHUNK, MemoryTraits
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.formats import FORMATS, INT4, SCHEMES
 from dflash_trt.formats.base import BLOCK
@@ -23,7 +25,6 @@ from dflash_trt.models.delta_net import state_bytes
 from dflash_trt.models.inventory import NUMBER_BYTES, Inventory, weight_bytes
 from dflash_trt.planning.gpus import Gpu
 
-PREFILL_CHUNK = 512
 # Formats that TensorRT's operators multiply as they are. Experts in the others are widened first (docs/tensorrt.md).
 MULTIPLIED = frozenset({"fp8", "nvfp4", "int4"})
 
@@ -70,6 +71,8 @@ class Settings:
 class MemoryEstimate:
     """Bytes on one GPU. `kv_bytes` and `drafter_bytes` are for `max_batch_size` sequences of `max_seq_len` tokens.
 
+    kv_bytes_per_token, drafter_bytes_per_token: of layers that keep a row for every token.
+    kv_window_bytes, drafter_window_bytes: a sequence's rows in layers with a window, once it is longer than these keep.
     state_bytes_per_sequence: of layers with Gated DeltaNet, with the rows that wait to be replayed, as often as the
         engine holds them. `kv_bytes` holds them.
     kv_fraction: for TensorRT-LLM, the share of free memory for its KV pool.
@@ -94,7 +97,9 @@ class MemoryEstimate:
     runtime_bytes: int
     activation_bytes: int
     kv_bytes_per_token: int
+    kv_window_bytes: int
     drafter_bytes_per_token: int
+    drafter_window_bytes: int
     state_bytes_per_sequence: int
     kv_bytes: int
     drafter_bytes: int
@@ -193,8 +198,10 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
         weight_bytes=held,
         runtime_bytes=layout.runtime,
         activation_bytes=layout.activations(s.max_batch_size, s.max_seq_len),
-        kv_bytes_per_token=layout.kv_per_token,
-        drafter_bytes_per_token=layout.drafter_per_token,
+        kv_bytes_per_token=layout.per_token("target"),
+        kv_window_bytes=layout.window_bytes("target", s.max_seq_len),
+        drafter_bytes_per_token=layout.per_token("drafter"),
+        drafter_window_bytes=layout.window_bytes("drafter", s.max_seq_len),
         state_bytes_per_sequence=layout.state,
         kv_bytes=layout.kv(s.max_batch_size, s.max_seq_len),
         drafter_bytes=layout.drafter(s.max_batch_size, s.max_seq_len),
@@ -225,8 +232,8 @@ class _Layout:
         self.traits = settings.traits
         self.pages = self.traits.pool
         cache = settings.cache or settings.compute("target")
-        self.kv_per_token = self._per_token("target", NUMBER_BYTES[cache])
-        self.drafter_per_token = self._per_token("drafter", NUMBER_BYTES[settings.compute("drafter")])
+        elements = {"target": NUMBER_BYTES[cache], "drafter": NUMBER_BYTES[settings.compute("drafter")]}
+        self.row_bytes = {side: self._row_bytes(side, element) for side, element in elements.items()}
         self.state = state_bytes(inventory.target, NUMBER_BYTES[settings.compute("target")])
         self.state = self.traits.states * self.state // settings.tensor_parallel
         self.runtime = self.traits.runtime_bytes
@@ -235,10 +242,38 @@ class _Layout:
         moe = inventory.target.moe
         self.experts = 0 if moe is None else self._experts(moe, packed=packed_experts)
 
-    def _per_token(self, side: str, element: float) -> int:
+    def _row_bytes(self, side: str, element: float) -> dict[int | None, int]:
+        """Bytes of a row in all layers with one window. Where the engine keeps all rows, layers have none."""
         c = self.inventory.config(side)
         heads = max(1, c.num_key_value_heads // self.s.tensor_parallel)
-        return round(2 * len(c.attention_layers) * heads * c.head_dim * element)
+        apart = self._stride(side) is not None
+        layers = Counter(layer.window if apart else None for layer in c.attention_layers)
+        return {window: round(2 * count * heads * c.head_dim * element) for window, count in layers.items()}
+
+    def _stride(self, side: str) -> int | None:
+        return registry.find(self.s.engine).window_stride(self.inventory.config(side).head_dim)
+
+    def per_token(self, side: str) -> int:
+        """Bytes of a token in the layers that keep all rows."""
+        return self.row_bytes[side].get(None, 0)
+
+    def window_bytes(self, side: str, length: int) -> int:
+        """Bytes of a sequence in the layers that keep the rows of a window."""
+        rows = self._rows(side, length)
+        return sum(rows[window] * size for window, size in self.row_bytes[side].items() if window is not None)
+
+    def _rows(self, side: str, length: int) -> dict[int | None, int]:
+        """Cache rows of a sequence by the window of a layer."""
+        stride, capacity = self._stride(side), self.rows(length)
+        if stride is None:
+            return {None: capacity}
+        written = most_written(side, min(length, PREFILL_CHUNK), self.s.block_size)
+        return rows_by_window(self.row_bytes[side], stride, capacity, written)
+
+    def sequence_bytes(self, side: str, length: int) -> int:
+        """Bytes of a sequence's rows in all layers of a model."""
+        rows = self._rows(side, length)
+        return sum(rows[window] * size for window, size in self.row_bytes[side].items())
 
     def _queries(self, side: str) -> float:
         """Bytes of a row's queries in all layers of a model."""
@@ -264,15 +299,14 @@ class _Layout:
         return -(-(length + block) // self.pages.page) * self.pages.page
 
     def kv(self, batch: int, length: int) -> int:
-        per_token = self.kv_per_token
-        states = batch * self.state
+        of_one = self.sequence_bytes("target", length) + self.state
         if self.s.draft_pool and self.s.arena:
-            per_token += self.drafter_per_token
-        return batch * self.rows(length) * per_token + states
+            of_one += self.sequence_bytes("drafter", length)
+        return batch * of_one
 
     def drafter(self, batch: int, length: int) -> int:
         if not self.s.arena:
-            return batch * self.rows(length) * self.drafter_per_token
+            return batch * self.sequence_bytes("drafter", length)
         return arena_bytes(
             self.inventory.drafter,
             max_batch_size=batch,
@@ -302,10 +336,14 @@ class _Layout:
         """
         if not self.fixed_scratch:
             return 0
-        verified, slots = batch * self.s.block_size, 0 if self.own_attention else self.rows(length)
-        drafter = verified * (2 * 4 * self.inventory.target.vocab_size + 8 * slots)
+        verified = batch * self.s.block_size
+        seen = {
+            side: 0 if self.own_attention else max(self._rows(side, length).values())
+            for side in ("target", "drafter")
+        }
+        drafter = verified * (2 * 4 * self.inventory.target.vocab_size + 8 * seen["drafter"])
         chunk = max(verified, min(length, PREFILL_CHUNK))
-        target = self._working(chunk) + 4 * chunk * slots + self.experts
+        target = self._working(chunk) + 4 * chunk * seen["target"] + self.experts
         largest = max(drafter, target) + self.fixed_scratch
         return largest + self._attention_parts(batch, chunk) if self.own_attention else largest
 

@@ -82,13 +82,17 @@ class Localizer:
 
 
 def cache_rows(pair: Pair, model: str, slot: int, start: int, stop: int) -> Iterator[tuple[str, Array]]:
-    """Name and rows of each cache of `target` or `drafter`, layer by layer: positions start .. stop-1 of a slot."""
+    """Name and rows of each cache of `target` or `drafter`, layer by layer: positions start .. stop-1 of a slot.
+
+    Layers with a window have those that the row after them sees.
+    """
     caches: Any = (pair.target if model == "target" else pair.drafter.engine).caches
-    kept = caches.keep(slot, start, stop).data
+    rows = getattr(caches, "rows", caches).read(
+        slot, start, stop
+    )  # those beside states, where there are states
     pair.arrays.wait()
-    rows = dict(zip(caches.arrays, map(_on_host, kept), strict=True))
     for name in sorted(rows, key=lambda each: (int(each.rpartition(".")[2]), each)):
-        yield name, rows[name]
+        yield name, _on_host(rows[name])
 
 
 def write_archive(

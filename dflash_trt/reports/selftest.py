@@ -27,7 +27,7 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.errors import DFlashError
 from dflash_trt.llm import LLM
 from dflash_trt.reports.environment import describe
-from dflash_trt.reports.localize import Localizer, write_archive
+from dflash_trt.reports.localize import Localizer, cache_rows, write_archive
 from dflash_trt.reports.verification import chains, verify
 
 Array = np.ndarray[Any, Any]
@@ -339,9 +339,7 @@ class Selftest:
 
     def _rows(self, slot: int, start: int, stop: int) -> list[Array]:
         """Rows of the target's caches, once the passes that write them have ended."""
-        kept = self.pair.target.caches.keep(slot, start, stop)
-        self.pair.arrays.wait()
-        return [np.asarray(rows.float().cpu() if hasattr(rows, "cpu") else rows) for rows in kept.data]
+        return [rows for _, rows in cache_rows(self.pair, "target", slot, start, stop)]
 
     def _drafted(self, pair: Pair) -> list[Array]:
         _prefill(pair, self.prompt, 0, 0, draft=True)

@@ -279,7 +279,7 @@ def test_a_conversation_survives_others_that_begin_like_it() -> None:
 def test_rows_for_which_the_machine_has_no_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, base = Pool(1, 4), prompt(30)
 
-    def full(slot: int, start: int, stop: int) -> None:
+    def full(slot: int, start: int, stop: int, shortest: int) -> None:
         raise MemoryError
 
     monkeypatch.setattr(pool.drafter, "keep", full)

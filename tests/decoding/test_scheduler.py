@@ -317,7 +317,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def runtime(bundle: Path, batch: int, chunk: int, spare: int) -> Runtime:
     found = Bundle.open(bundle)
-    per_slot = sum(found.manifest["cache_bytes_per_token"].values()) * found.capacity
+    kinds = [kind for role in ("target", "drafter") for kind in found.cache_kinds(role)]
+    per_slot = sum(kind.row_bytes for kind in kinds) * found.capacity
     return Runtime(
         bundle,
         max_batch_size=batch,

@@ -18,7 +18,7 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.sampler import sample
 from dflash_trt.engines.onnxruntime_caches import CachePool
-from dflash_trt.engines.tensorrt.caches import RowCaches
+from dflash_trt.engines.tensorrt.caches import DevicePool
 from tests.doubles.fake_engines import TABLE, VOCAB, FakeTarget, Pool, StateTarget, expected, request, rows_of
 from tests.doubles.schedules import AnyLengths, finish, prompt
 
@@ -100,7 +100,7 @@ def test_accepted_nodes_move_to_their_places_in_every_cache(drafts: set[int], st
         name: torch.tensor(rng.standard_normal((2, heads, 24, 3))) for name, heads in (("k", 2), ("v", 1))
     }
     before = {name: rows.clone() for name, rows in device.items()}
-    RowCaches(device, stream=None).compact(1, start, nodes)
+    DevicePool(device, stream=None).compact(1, start, nodes)
     for name, rows in device.items():
         assert torch.equal(rows[1, :, : len(kept)], before[name][1, :, kept])
         assert torch.equal(rows[0], before[name][0])

@@ -105,7 +105,10 @@ class FakeEngine:
         self.cache[slot, first:last] = POISON
         self.nan[slot, first:last] = False
 
-    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
+    def lacks(self, kept: Snapshot, shortest: int) -> bool:
+        return False
+
+    def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
         assert POISON not in self.cache[slot, start:stop]
         assert not self.nan[slot, start:stop].any()
         return Snapshot(
@@ -228,7 +231,10 @@ class StateTarget(FakeTarget):
     def copy(self, source: int, target: int, length: int) -> None:
         self.put(target, self.at(source, length))
 
-    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
+    def lacks(self, kept: Snapshot, shortest: int) -> bool:
+        return kept.start < shortest <= kept.stop and not kept.lengths
+
+    def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
         known = self.state[slot][0]
         if known <= stop <= known + len(self.last[slot]):
             return Snapshot(start, stop, (stop,), self.at(slot, stop), 4 * ROW_BYTES)

@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 
 class HeadMajorEngine:
-    """`run` is that of `OnnxRuntimeEngine`; the graph's capacity is a number."""
+    """`run` is that of `OnnxRuntimeEngine`; the graph's capacity is a number. Layers with a window keep all rows."""
 
     def __init__(self, path: Path, *, slots: int) -> None:
         options = ort.SessionOptions()
@@ -21,10 +21,13 @@ class HeadMajorEngine:
             for i in self.session.get_inputs()
             if "_cache." in i.name
         }
+        self.bases = [i.name for i in self.session.get_inputs() if i.name.startswith("base.")]
 
     def run(self, feeds: Mapping[str, np.ndarray], *, first_slot: int = 0) -> dict[str, np.ndarray]:
         used = slice(first_slot, first_slot + len(feeds["start"]))
-        found = self.session.run(None, {**feeds, **{name: c[used] for name, c in self.caches.items()}})
+        bases = {name: np.zeros(len(feeds["start"]), np.int64) for name in self.bases}
+        caches = {name: cache[used] for name, cache in self.caches.items()}
+        found = self.session.run(None, {**feeds, **bases, **caches})
         out = dict(zip((o.name for o in self.session.get_outputs()), found, strict=True))
         for name, cache in self.caches.items():
             cache[used] = out.pop(name.replace("_cache.", "_cache_out."))

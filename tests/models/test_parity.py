@@ -190,7 +190,8 @@ def probe(bundle: Bundle) -> tuple[ort.InferenceSession, dict[str, np.ndarray]]:
     shapes = {i.name: (1, bundle.capacity, i.shape[2]) for i in session.get_inputs() if "_cache." in i.name}
     caches = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
     fill(caches)
-    return session, caches
+    bases = {i.name: ints(0) for i in session.get_inputs() if i.name.startswith("base.")}
+    return session, caches | bases
 
 
 def test_sequences_of_a_batch_do_not_meet(case: Case) -> None:

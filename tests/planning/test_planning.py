@@ -57,22 +57,39 @@ def test_weights_are_the_published_sizes(inventories: dict[str, Inventory], name
     assert drafter == PUBLISHED_DRAFTERS.get(name, drafter)
 
 
-def test_plans_agree_with_what_a_bundle_reports(tmp_path: Path) -> None:
-    bundle = build("tiny", None, tmp_path / "tiny", max_seq_len=256)
-    target, drafter = known_configs("tiny")
+@pytest.mark.parametrize(("name", "length"), [("tiny", 256), ("tiny-gpt-oss", 900)])
+def test_plans_agree_with_what_a_bundle_reports(name: str, length: int, tmp_path: Path) -> None:
+    bundle = build(name, None, tmp_path / name, max_seq_len=length)
+    target, drafter = known_configs(name)
     inventory = take_inventory(read_target_config(target), read_drafter_config(drafter))
-    s = settings(engine="onnxruntime", max_seq_len=256, max_batch_size=3, block_size=8)
+    block = bundle.manifest["block_size"]
+    s = settings(engine="onnxruntime", max_seq_len=length, max_batch_size=3, block_size=block)
     found = estimate_memory(inventory, s)
-    cached = bundle.manifest["cache_bytes_per_token"]
-    assert found.kv_bytes_per_token == cached["target"]
-    assert found.drafter_bytes_per_token == cached["drafter"]
-    assert found.kv_bytes == 3 * bundle.capacity * cached["target"]
-    assert found.drafter_bytes == 3 * bundle.capacity * cached["drafter"]
+    for side, of_all in (("target", found.kv_bytes), ("drafter", found.drafter_bytes)):
+        kinds = bundle.cache_kinds(side)
+        sinks = 8 * (name == "tiny-gpt-oss" and side == "target")  # of a head of 32, in the keys
+        held = sum(kind.rows * kind.row_bytes for kind in kinds)
+        assert of_all == pytest.approx(3 * held * 64 / (64 + sinks), rel=1e-9)
+    whole = [kind for kind in bundle.cache_kinds("drafter") if kind.window is None]
+    assert found.drafter_bytes_per_token == sum(kind.row_bytes for kind in whole)
     for side in ("target", "drafter"):
         stored = bundle.manifest[side]["weight_bytes"]
         assert {role: sum(n.values()) for role, n in inventory.weights(side).items()} == {
             role: sum(n.values()) for role, n in stored.items()
         }
+
+
+def test_layers_with_a_window_take_its_rows(inventories: dict[str, Inventory]) -> None:
+    """gpt-oss-120b: 18 of 36 layers see 128 tokens. Their rows do not grow with the context, those of others do."""
+    inventory = inventories["gpt-oss-120b"]
+    short, long = (
+        estimate_memory(inventory, settings(max_seq_len=n, max_batch_size=1)) for n in (8192, 131_072)
+    )
+    row = 2 * 18 * 8 * 64 * 2
+    block = inventory.drafter.block_size
+    for found, length in ((short, 8192), (long, 131_072)):
+        assert found.kv_window_bytes == row * (127 + 127 + 512 + 1)
+        assert found.kv_bytes == row * (length + 2 * block + 1) + found.kv_window_bytes
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
@@ -177,13 +194,13 @@ def test_tensorrt_llms_own_configurations_fit(
 
 
 def test_kv_cache_per_token_by_hand(inventories: dict[str, Inventory]) -> None:
-    """gpt-oss-120b: 36 layers of K and V, 8 heads of 64, BF16. Its drafter has 8 layers. FP8 halves it."""
+    """gpt-oss-120b: 18 of 36 layers without a window, 8 heads of 64, BF16. Its drafter has 8 layers. FP8 halves it."""
     found = estimate_memory(inventories["gpt-oss-120b"], settings())
-    assert found.kv_bytes_per_token == 2 * 36 * 8 * 64 * 2
+    assert found.kv_bytes_per_token == 2 * 18 * 8 * 64 * 2
     assert found.drafter_bytes_per_token == 2 * 8 * 8 * 64 * 2
     assert (
         estimate_memory(inventories["gpt-oss-120b"], settings(cache="fp8")).kv_bytes_per_token
-        == 36 * 8 * 64 * 2
+        == 18 * 8 * 64 * 2
     )
     spread = settings(engine="tensorrt-llm", tensor_parallel=4)
     assert estimate_memory(inventories["gpt-oss-120b"], spread).kv_bytes_per_token == 2 * 36 * 2 * 64 * 2

@@ -11,7 +11,14 @@ from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.engines.base import BuildSettings
-from dflash_trt.engines.graph_job import GraphJob, export, graph_digests, graph_fields, graph_files
+from dflash_trt.engines.graph_job import (
+    GraphJob,
+    cache_rows_by_window,
+    export,
+    graph_digests,
+    graph_fields,
+    graph_files,
+)
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.plans import FOLDER, Plans
 from dflash_trt.engines.tensorrt.profiles import aligned_rows
@@ -44,9 +51,20 @@ def plan_job(engine: str, pair: CheckpointPair, settings: BuildSettings, progres
         formats=_formats(pair),
         expert_formats={"mxfp4"} if moe is not None and moe.quantization else (),
     )
-    models = export(pair, plans.dialects, aligned_rows(capacity), settings.tree_width, progress)
+    by_window = cache_rows_by_window(
+        pair,
+        plans.dialects,
+        max_seq_len=settings.max_seq_len,
+        block_size=settings.block_size,
+        chunk=plans.limits.prefill_chunk,
+    )
+    rows = {
+        role: {window: aligned_rows(count) for window, count in counts.items()}
+        for role, counts in by_window.items()
+    }
+    models = export(pair, plans.dialects, rows, settings.tree_width, progress)
     return PlanJob(
-        manifest=graph_fields(pair, plans.dialects, models) | {"tensorrt": plans.describe()},
+        manifest=graph_fields(pair, plans.dialects, models, rows) | {"tensorrt": plans.describe()},
         files=graph_files(pair),
         digests=graph_digests(models),
         link=True,  # plans contain the weights, so no copies are made for them

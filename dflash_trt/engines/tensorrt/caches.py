@@ -1,4 +1,4 @@
-"""Caches of rows on a GPU, for attention: one row per token."""
+"""Caches of rows on a GPU, for attention."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from dflash_trt.decoding.caches import Snapshot
+from dflash_trt.bundle.cache_kinds import CacheKind
+from dflash_trt.engines.row_caches import RowCaches, by_kind, whole
 from dflash_trt.engines.tensorrt.round_steps import kernels_run
 
 Tensor = torch.Tensor
 
 
-class RowCaches:
-    """Tensors [slots, heads, capacity, size]. Row j of a slot belongs to position j.
+class DevicePool:
+    """Tensors [slots, heads, rows, size] of one kind of caches. `RowPool` in row_caches.py documents the methods.
 
-    A slot can be cut to any length without work, because later rows are overwritten. The stream orders copies on the
-    device, so they need no wait.
+    The stream orders copies on the device, so they need no wait.
     """
 
     def __init__(self, arrays: Mapping[str, Tensor], stream: Any) -> None:
@@ -26,31 +26,28 @@ class RowCaches:
         self._kernel: Any = None
         self.row_bytes = sum(rows.shape[1] * rows.shape[3] * rows.element_size() for rows in arrays.values())
 
-    def lengths(self, slot: int, length: int) -> Sequence[int]:
-        return range(1, length + 1)
-
-    def kept_bytes(self, length: int) -> int:
-        return length * self.row_bytes
-
-    def copy(self, source: int, target: int, length: int) -> None:
+    def copy(self, source: int, target: int, count: int) -> None:
         with torch.cuda.stream(self._stream):
             for rows in self.arrays.values():
-                rows[target, :, :length].copy_(rows[source, :, :length])
+                rows[target, :, :count].copy_(rows[source, :, :count])
 
-    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
+    def take(self, slot: int, first: int, stop: int) -> list[Tensor]:
         try:
             with torch.cuda.stream(self._stream):
-                copies = [rows[slot, :, start:stop].clone() for rows in self.arrays.values()]
+                return [rows[slot, :, first:stop].clone() for rows in self.arrays.values()]
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
-        return Snapshot(start, stop, range(start + 1, stop + 1), copies, self.kept_bytes(stop - start))
 
-    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
+    def write(self, rows: Sequence[Tensor], slot: int, first: int) -> None:
         with torch.cuda.stream(self._stream):
-            for each in kept:
-                stop = min(each.stop, length)
-                for rows, copy in zip(self.arrays.values(), each.data, strict=True):
-                    rows[slot, :, each.start : stop].copy_(copy[:, : stop - each.start])
+            for mine, given in zip(self.arrays.values(), rows, strict=True):
+                mine[slot, :, first : first + given.shape[1]].copy_(given)
+
+    def drop(self, slot: int, count: int, left: int) -> None:
+        with torch.cuda.stream(self._stream):
+            for rows in self.arrays.values():
+                kept = rows[slot, :, count : count + left]
+                rows[slot, :, :left].copy_(kept if left <= count else kept.clone())
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         """One kernel for all layers if Triton is installed to compile it, else copies for each."""
@@ -66,7 +63,22 @@ class RowCaches:
                 written = rows[slot, :, start:]
                 written[:, : len(nodes)] = written[:, list(nodes)]  # the right side is a copy
 
-    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
+    def clear(self, slot: int, first: int, last: int | None) -> None:
         with torch.cuda.stream(self._stream):
             for rows in self.arrays.values():
                 rows[slot, :, first:last].zero_()
+
+
+class DeviceRows(RowCaches[DevicePool]):
+    """The rows of every slot on a GPU. Without `kinds`, every layer keeps all rows."""
+
+    def __init__(
+        self, arrays: Mapping[str, Tensor], stream: Any, slots: int, kinds: Sequence[CacheKind] = ()
+    ) -> None:
+        kinds = kinds or (whole(0),)
+        parts = by_kind(kinds, arrays)
+        pools = [
+            (kind, DevicePool({name: arrays[name] for name in names}, stream))
+            for kind, names in zip(kinds, parts, strict=True)
+        ]
+        super().__init__(pools, slots)

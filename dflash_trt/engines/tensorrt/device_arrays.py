@@ -173,7 +173,8 @@ class DeviceArrays:
         feeds = {**feeds, name: self._filled(engine, name, feeds[name], filled)}
         if "depths" in feeds:
             feeds |= self._chain_rows(1, filled)
-        outputs = engine.run(PREFILL, feeds, first_slot=slot)
+        engine.rows.advance(slot, [start])
+        outputs = engine.run(PREFILL, feeds | _bases(engine, [start]), first_slot=slot)
         if engine is not self._target:
             return outputs
         if isinstance(engine.caches, DeviceHybridCaches):
@@ -195,6 +196,9 @@ class DeviceArrays:
 
     def decode(self, engine: TensorRTEngine, feeds: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         tensors = {n: each.tensor if isinstance(each, DeviceArray) else each for n, each in feeds.items()}
+        starts = feeds["start"].tolist()
+        engine.rows.advance(0, starts)
+        tensors |= _bases(engine, starts)
         with torch.cuda.stream(self._stream):
             if engine is self._drafter:
                 tensors = self._round.drafter_feeds(tensors)
@@ -344,6 +348,11 @@ class DeviceArrays:
         )
 
 
+def _bases(engine: TensorRTEngine, starts: Sequence[int]) -> dict[str, Array]:
+    """The plan's inputs for the bases of a pass that begins at these positions."""
+    return {name: np.array(bases) for name, bases in engine.rows.bases(starts).items()}
+
+
 def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progress) -> Pair:
     """The bundle's plans for the GPU of this process, with `slots` cache slots, ready for the shapes that will come.
 
@@ -385,6 +394,7 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
                 stream=stream,
                 device=device,
                 kernels=kernels,
+                kinds=bundle.cache_kinds(role),
             )
             for role in ("target", "drafter")
         )

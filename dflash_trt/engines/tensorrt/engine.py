@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_trt.engines.tensorrt.caches import RowCaches
+from dflash_trt.bundle.cache_kinds import CacheKind
+from dflash_trt.engines.tensorrt.caches import DeviceRows
 from dflash_trt.engines.tensorrt.profiles import ALIGNMENT, DECODE, PREFILL, QUERY
 from dflash_trt.engines.tensorrt.runtime_config import KernelCache, captures_by_itself, contexts
 from dflash_trt.engines.tensorrt.states import POSITION, DeviceHybridCaches
@@ -24,7 +25,7 @@ from dflash_trt.errors import BundleError
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
-# The dynamic dimensions of the inputs, as the manifest's profiles name them.
+# The dynamic dimensions of the inputs, as the manifest's profiles name them. Those not listed, bases, have B.
 _DIMENSIONS = {
     "tokens": "BS",
     "start": "B",
@@ -53,6 +54,7 @@ class TensorRTEngine:
     addresses otherwise.
 
     kernels: where TensorRT-RTX keeps the kernels that it compiles.
+    kinds: of the caches. Without them, every layer keeps all rows.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class TensorRTEngine:
         device: torch.device,
         kernels: KernelCache | None = None,
         graphs: bool = True,
+        kinds: Sequence[CacheKind] = (),
     ) -> None:
         self.plan, self.stream, self.device, self.graphs = plan, stream, device, graphs
         self._kernels, self._captures = kernels, not captures_by_itself(trt)
@@ -94,11 +97,12 @@ class TensorRTEngine:
             done = context.set_optimization_profile_async(profile, stream.cuda_stream)
             self._check(done, f"refused profile {profile}")
         self._caches = {name: self._cache(name, slots) for name in inputs if "_cache." in name}
-        self.caches: RowCaches | DeviceHybridCaches = RowCaches(self._caches, stream)
+        self.rows = DeviceRows(self._caches, stream, slots, kinds)
+        self.caches: DeviceRows | DeviceHybridCaches = self.rows
         self._state_shapes = {name: self._slot_shape(name, slots) for name in states}
         if states:
-            kinds = {name: (shape, self.dtypes[name]) for name, shape in self._state_shapes.items()}
-            self.caches = DeviceHybridCaches(self.caches, kinds, slots, stream, device)
+            shapes = {name: (shape, self.dtypes[name]) for name, shape in self._state_shapes.items()}
+            self.caches = DeviceHybridCaches(self.rows, shapes, slots, stream, device)
         self._buffers: dict[tuple[int, str], Tensor] = {}
         self._shapes: dict[tuple[int, str], tuple[int, ...]] = {}
         self._views: dict[tuple[Any, ...], dict[str, Tensor]] = {}
@@ -145,7 +149,7 @@ class TensorRTEngine:
         for profile, expected in enumerate(ranges):
             for name in self.inputs:
                 shapes = self._engine.get_tensor_profile_shape(name, profile)
-                for axis, length in enumerate(_DIMENSIONS[name]):
+                for axis, length in enumerate(_DIMENSIONS.get(name, "B")):
                     lengths = [int(shape[axis]) for shape in shapes]
                     if lengths != list(expected.get(length, lengths)):
                         found.append(
@@ -199,7 +203,7 @@ class TensorRTEngine:
         self._buffers.clear()
         self._caches.clear()
         self._shared.clear()
-        self.caches = RowCaches({}, self.stream)
+        self.caches = self.rows = DeviceRows({}, self.stream, 0)
         self._engine = self._runtime = self._memory = None
 
     def _enqueue(self, context: Any) -> None:

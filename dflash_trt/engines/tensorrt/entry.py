@@ -119,6 +119,11 @@ class TensorRTEntry(Engine):
             return str(error)
         return None
 
+    def window_stride(self, head_dim: int) -> int:
+        from dflash_trt.graph.tensorrt import TensorRT
+
+        return TensorRT.window_stride(head_dim)
+
     def container(self, manifest: Mapping[str, Any]) -> Container:
         """A plan runs only with the version that built it, and on torch. Both are wheels."""
         version = manifest["tensorrt"]["version"]

@@ -16,6 +16,7 @@ from dflash_plugins.version import VERSION as PLUGIN_VERSION
 
 from dflash_trt.bundle.contents import describe_file
 from dflash_trt.bundle.workspace import Progress
+from dflash_trt.engines.base import PREFILL_CHUNK
 from dflash_trt.engines.tensorrt.builder import build_plan, has_operator, weight_bytes
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
@@ -24,7 +25,6 @@ from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.hardware import compute_capabilities
 
-DEFAULT_PREFILL_CHUNK = 512
 DTYPES = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
 FOLDER = "plans"
 
@@ -53,7 +53,7 @@ class Plans:
         )
         chunk = options.prefill_chunk
         if chunk is None:
-            chunk = max(1, min(DEFAULT_PREFILL_CHUNK, capacity - block_size - 1))
+            chunk = max(1, min(PREFILL_CHUNK, capacity - block_size - 1))
         self.limits = Limits(options.max_batch_size, chunk, block_size, capacity)
         dtypes = {role: DTYPES[precision.compute(role, "bf16")] for role in ("target", "drafter")}
         usable = (

@@ -44,6 +44,11 @@ class RoundMemory:
             "n_features": (slots, torch.int64),
             "target_start": (slots, torch.int64),
             "places": (slots, torch.int64),
+            **{
+                f"{role}_{name}": (slots, torch.int64)
+                for role, engine in (("target", target), ("drafter", drafter))
+                for name in engine.rows.bases([])
+            },
             "block": (slots * block_size, torch.int64),
             # From here on, results.
             "tokens": (slots * block_size, torch.int64),
@@ -70,13 +75,16 @@ class RoundMemory:
 
         self._there, self._here = parts(self._device), parts(self._host)
         self._numbers = {name: part.numpy() for name, part in self._here.items()}
-        self._stream, self._width, self._target = target.stream, tree_width, target
+        self._stream, self._width, self._target, self._drafter = target.stream, tree_width, target, drafter
         self.steps = RoundSteps(target.device, slots=slots, block_size=block_size)
         drafter.bind(DECODE, "start", self._there["drafter_start"])
         drafter.bind(DECODE, "n_features", self._there["n_features"])
         drafter.bind(DECODE, "block", self._there["block"])
         drafter.bind(DECODE, "draft_logprobs", self._there["logprobs"])
         target.bind(DECODE, "start", self._there["target_start"])
+        for role, engine in (("target", target), ("drafter", drafter)):
+            for name in engine.rows.bases([]):
+                engine.bind(DECODE, name, self._there[f"{role}_{name}"])
         for name in ("tokens", "accepted", "next_token"):
             target.bind(DECODE, name, self._there[name])
         self._nodes = torch.arange(block_size, device=target.device)
@@ -112,21 +120,20 @@ class RoundMemory:
         start, count = feeds["start"], feeds["n_features"]
         if isinstance(feeds["block"], np.ndarray):  # not of a round
             return dict(feeds)
-        n = len(start)
-        self._numbers["target_start"][:n] = start + count
-        return {
-            **feeds,
-            "start": self._filled("drafter_start", start),
-            "n_features": self._filled("n_features", count, send=True),
-        }
+        self._begin("target", self._target, start + count)
+        own = self._begin("drafter", self._drafter, start)
+        own["n_features"] = self._filled("n_features", count)
+        self._send()
+        return {**feeds, **own}
 
     def target_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         found, start, tokens = dict(feeds), feeds["start"], feeds["tokens"]
         if not isinstance(tokens, np.ndarray):  # of a round
-            n, known = len(start), self._numbers["target_start"]
-            if not self._sent or not np.array_equal(known[:n], start):
-                self._filled("target_start", start, send=True)
-            found["start"] = self._there["target_start"][:n]
+            known = self._numbers["target_start"][: len(start)]
+            sent = self._sent and np.array_equal(known, start)
+            found |= self._begin("target", self._target, start)
+            if not sent:
+                self._send()
             if tokens.data_ptr() == self._there["block"].data_ptr():  # nothing was drafted
                 found["tokens"] = self.tokens(tokens, None)
             elif not tokens.is_contiguous():
@@ -176,10 +183,17 @@ class RoundMemory:
             logprobs=logprobs,
         )
 
-    def _filled(self, name: str, numbers: Array, *, send: bool = False) -> torch.Tensor:
+    def _begin(self, role: str, engine: TensorRTEngine, start: Array) -> dict[str, torch.Tensor]:
+        """The inputs about where a pass begins, in this memory."""
+        numbers: dict[str, Any] = {"start": start, **engine.rows.bases(start.tolist())}
+        return {name: self._filled(f"{role}_{name}", values) for name, values in numbers.items()}
+
+    def _filled(self, name: str, numbers: Array | Sequence[int]) -> torch.Tensor:
         self._numbers[name][: len(numbers)] = numbers
-        if send:
-            end = self._first_result
-            self._device[:end].copy_(self._host[:end], non_blocking=True)
-            self._sent = True
         return self._there[name][: len(numbers)]
+
+    def _send(self) -> None:
+        """Copy the inputs of this round to the device."""
+        end = self._first_result
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+        self._sent = True

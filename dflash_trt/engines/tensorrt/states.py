@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from dflash_trt.decoding.caches import Snapshot
-from dflash_trt.engines.tensorrt.caches import RowCaches
+from dflash_trt.engines.tensorrt.caches import DeviceRows
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
@@ -50,7 +50,7 @@ class DeviceHybridCaches:
 
     def __init__(
         self,
-        rows: RowCaches,
+        rows: DeviceRows,
         states: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         slots: int,
         stream: Any,
@@ -114,7 +114,7 @@ class DeviceHybridCaches:
         return int(self._positions[slot])
 
     def lengths(self, slot: int, length: int) -> Sequence[int]:
-        return range(max(1, self.position(slot)), length + 1)
+        return range(max(self.rows.shortest(length), self.position(slot)), length + 1)
 
     def kept_bytes(self, length: int) -> int:
         return self.rows.kept_bytes(length) + self.state_bytes
@@ -127,8 +127,8 @@ class DeviceHybridCaches:
             self._on_device[target : target + 1].copy_(self._on_device[source : source + 1])
         self._positions[target] = self._positions[source]
 
-    def keep(self, slot: int, start: int, stop: int) -> Snapshot:
-        position, rows = self.position(slot), self.rows.keep(slot, start, stop)
+    def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
+        position, rows = self.position(slot), self.rows.keep(slot, start, stop, shortest)
         if not position <= stop <= position + self.most_pending:
             return Snapshot(start, stop, (), _DeviceCopy(rows, None, position), rows.size)
         try:
@@ -136,10 +136,16 @@ class DeviceHybridCaches:
                 states = [pool.now[:, slot].clone() for pool in self._pools]
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
-        lengths = range(max(start + 1, position), stop + 1)
+        lengths = range(max(rows.lengths[0], position), stop + 1) if rows.lengths else ()
         return Snapshot(
             start, stop, lengths, _DeviceCopy(rows, states, position), rows.size + self.state_bytes
         )
+
+    def lacks(self, kept: Snapshot, shortest: int) -> bool:
+        """States are with the last copy of a prefix only."""
+        if kept.start < shortest <= kept.stop and kept.stop not in kept.lengths:
+            return True
+        return self.rows.lacks(kept.data.rows, shortest)
 
     def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
         self.rows.restore(slot, [each.data.rows for each in kept], length)

@@ -32,7 +32,7 @@ from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
 from dflash_trt.models.drafters.vocabulary import OF_TRAINING, DraftVocabulary
 from dflash_trt.models.mixers import mixers
 from dflash_trt.models.module import Module
-from dflash_trt.models.passes import Pass, PassRows, ints, positions_from
+from dflash_trt.models.passes import Pass, PassRows, ints, positions_from, rows_of
 from dflash_trt.models.reading import LAYERS, check_quantization, decoder, must_equal, refuse
 from dflash_trt.models.target import lm_head
 
@@ -225,7 +225,7 @@ class _HeadPass:
     @property
     def _cache_shape(self) -> list[int | str]:
         heads = [1] if self.parts.dialect.by_head else []  # such a cache has heads, this one a single head
-        return ["B", *heads, self.parts.capacity, self.config.hidden_size]
+        return ["B", *heads, rows_of(self.parts.capacity, None), self.config.hidden_size]
 
     def _rows(self) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Embeddings and fused states of the rows, [B*(S+1), D], and the updated cache of fused states."""

@@ -18,13 +18,14 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.graph.builder import GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.module import Module
+from dflash_trt.models.passes import Capacity
 
 
 @dataclass(frozen=True)
 class DrafterParts:
     """What a drafter's graph is made from. The target's checkpoint is there because the two share embedding and head.
 
-    folder, target_folder: where the weights lie in the bundle. capacity: cache rows, or the name of their axis.
+    folder, target_folder: where the weights lie in the bundle. capacity: cache rows (`Capacity`).
     features_dtype: that of the target's features, by default the dialect's. width: the candidates for each place.
     head: the drafter's own copy of the target's head, and its folder.
     """
@@ -36,7 +37,7 @@ class DrafterParts:
     dialect: Dialect
     folder: str
     target_folder: str
-    capacity: int | str = "C"
+    capacity: Capacity = "C"
     features_dtype: ir.DataType | None = None
     width: int = 1
     head: tuple[Checkpoint | Outline, str] | None = None

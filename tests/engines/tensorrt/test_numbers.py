@@ -203,6 +203,8 @@ def drafts(run: ort.InferenceSession, features: np.ndarray, block: list[int]) ->
     for i in run.get_inputs():
         if "_cache." in i.name:
             feeds[i.name] = np.zeros((1, *i.shape[1:]), features.dtype)
+        if i.name.startswith("base."):
+            feeds[i.name] = ints(0)
     return dict(zip((o.name for o in run.get_outputs()), run.run(None, feeds), strict=True))
 
 

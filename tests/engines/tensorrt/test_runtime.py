@@ -149,7 +149,7 @@ def test_a_full_gpu_keeps_no_rows(bundles: tuple[Bundle, Bundle], monkeypatch: p
 
         monkeypatch.setattr(Cuda, "stream", full)
         with pytest.raises(MemoryError, match="CUDA out of memory"):
-            engine.caches.keep(0, 0, 4)
+            engine.caches.keep(0, 0, 4, 1)
         monkeypatch.undo()
 
 

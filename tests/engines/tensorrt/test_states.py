@@ -88,7 +88,7 @@ def test_states_move_and_are_cleared_by_slot(bundles: tuple[Bundle, Bundle]) -> 
         assert list(caches.lengths(1, 20)) == [19, 20]
         assert all(each.abs().max() > 0 for each in made.values())
         caches.copy(1, 0, 20)
-        kept = caches.keep(1, 0, 20)
+        kept = caches.keep(1, 0, 20, 1)
         assert list(kept.lengths) == [19, 20]
         assert kept.size == caches.kept_bytes(20)
         caches.clear(1, 19)
@@ -102,5 +102,5 @@ def test_states_move_and_are_cleared_by_slot(bundles: tuple[Bundle, Bundle]) -> 
         for slot in (0, 2):
             assert caches.position(slot) == 19
             assert all(torch.equal(made[name], each) for name, each in state(slot).items())
-        assert caches.keep(2, 0, 12).lengths == ()  # the state has read more
+        assert caches.keep(2, 0, 12, 1).lengths == ()  # the state has read more
         assert POSITION not in caches.arrays

@@ -43,7 +43,9 @@ def test_trees_give_the_tokens_of_onnxruntime(
         expected = [c.token_ids for c in reference.generate(prompts(), asked, speculate=False)]
     with LLM(wide[1].path, max_batch_size=3) as llm:
         pair: Any = llm._runtime.pair
-        pair.arrays.samples, pair.target.caches.kernels = False, kernel
+        pair.arrays.samples = False
+        for each in pair.target.rows.kinds:
+            each.pool.kernels = kernel
         compact = pair.target.caches.compact
         pair.target.caches.compact = lambda slot, start, nodes: (
             moved.append(nodes) or compact(slot, start, nodes)
@@ -53,7 +55,7 @@ def test_trees_give_the_tokens_of_onnxruntime(
             assert [c.token_ids for c in found] == expected
             assert (sum(c.statistics.num_trees for c in found) > 0) == (nodes > 0)
         assert moved
-        assert (pair.target.caches._kernel is not None) == kernel
+        assert all((each.pool._kernel is not None) == kernel for each in pair.target.rows.kinds)
 
 
 def test_trees_are_as_large_as_the_plans_allow(wide: tuple[Bundle, Bundle]) -> None:
