@@ -416,7 +416,7 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*base, "--gpu", "h100", "--max-seq-len", "131072"]) == 1
     out = capsys.readouterr().out
     assert "does not fit on h100" in out
-    assert "largest batch at 131072 tokens: 1\n" in out
+    assert "largest batch at 131072 tokens: 2\n" in out
     ada = ["plan", "--target", "gpt-oss-20b", "--gpu", "rtx-4090", "--engine"]
     assert main([*ada, "tensorrt"]) == 0  # the plugins' kernels are compiled for it
     assert "is refused" not in capsys.readouterr().out

@@ -323,10 +323,11 @@ def test_nothing_is_allocated_in_a_round(
 def test_a_shape_outside_of_the_profile_is_refused(bundles: tuple[Bundle, Bundle]) -> None:
     with LLM(bundles[1].path) as llm:
         target, block = llm._runtime.pair.target, np.zeros((1, BLOCK + 1), np.int64)
-        feeds = {name: np.zeros(1, np.int64) for name in target.inputs} | {"tokens": block, "rows": block}
+        feeds = {"tokens": block, "start": np.zeros(1, np.int64), "rows": block}
+        feeds |= {name: np.zeros(1, np.int64) for name in target.rows.bases([])}
         with pytest.raises(ValueError, match=rf"(tokens|rows) \[1, {BLOCK + 1}\] is outside of profile 1"):
             target.run(DECODE, feeds)
-        with pytest.raises(ValueError, match=r"needs .*'tokens'\], not .*'parents'"):
+        with pytest.raises(ValueError, match=r"needs \[.*'rows', 'start', 'tokens'\], not .*'parents'"):
             target.run(DECODE, feeds | {"parents": block})
 
 
