@@ -12,7 +12,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, cast
 
@@ -43,25 +43,44 @@ class Counts:
     restarts: int = 0
 
 
-@dataclass(eq=False)
-class _Connection:
-    """One engine process, and the requests that it works on."""
+class _Connection(asyncio.Protocol):
+    """One engine process, what it says, and the requests that it works on."""
 
-    process: asyncio.subprocess.Process
     transport: asyncio.Transport
-    lines: _EngineLines
-    longest_line: int
-    born: float
-    pending: dict[int, asyncio.Queue[Update]] = field(default_factory=dict)
-    in_flight: int = 0  # choices of the pending requests
-    asked: dict[int, asyncio.Future[Update]] = field(default_factory=dict)  # questions that are no requests
+    longest_line = 0
 
-    _arrived: deque[Any] = field(default_factory=deque)
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        loop = asyncio.get_running_loop()
+        self.process, self.born = process, monotonic()  # born: when it was ready
+        self.first: asyncio.Future[Ready] = (
+            loop.create_future()
+        )  # what it says first; {} if it ends before that
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.pending: dict[int, asyncio.Queue[Update]] = {}
+        self.in_flight = 0  # choices of the pending requests
+        self.asked: dict[int, asyncio.Future[Update]] = {}  # questions that are no requests
+        self._lines, self._arrived = wire.Lines(), deque[Any]()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        for said in self._lines.push(data):
+            if not isinstance(said, dict):
+                self._deliver(said)
+            elif not self.first.done():
+                self.first.set_result(cast(Ready, said))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.first.done():
+            self.first.set_result({})
+        if not self.ended.done():
+            self.ended.set_result(None)
 
     def tell(self, message: dict[str, Any]) -> None:
         self.transport.write(wire.line(message))
 
-    def deliver(self, updates: list[Any]) -> None:
+    def _deliver(self, updates: list[Any]) -> None:
         """Give the updates to the requests, one per turn of the loop.
 
         A round may have one for each of many streams. New requests are read between the turns.
@@ -226,10 +245,10 @@ class EngineProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # otherwise Ctrl-C in a terminal reaches it
             )
-        lines = _EngineLines()
+        connection = _Connection(process)
         try:
-            transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: lines, sock=ours)
-            first = await lines.first
+            await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
+            first = await connection.first
             if "ready" not in first:
                 raise DFlashError(first.get("fatal") or f"while loading, {_how(await process.wait())}")
             if first["key"] != self._key:
@@ -241,8 +260,7 @@ class EngineProcess:
                 process.kill()
             await process.wait()
             raise
-        connection = _Connection(process, transport, lines, first["longest_line"], monotonic())
-        lines.deliver = connection.deliver
+        connection.longest_line, connection.born = first["longest_line"], monotonic()
         return connection
 
     async def _keep_running(self, connection: _Connection) -> None:
@@ -271,7 +289,7 @@ class EngineProcess:
     async def _until_end(self, connection: _Connection) -> None:
         """Wait for the end of the engine. One that answers nothing is killed."""
         unanswered = 0
-        while not (await asyncio.wait([connection.lines.ended], timeout=_ASK_SECONDS))[0]:
+        while not (await asyncio.wait([connection.ended], timeout=_ASK_SECONDS))[0]:
             try:
                 await self.metrics()
                 unanswered = 0
@@ -281,30 +299,6 @@ class EngineProcess:
                 self._say(f"the engine has not answered {_UNANSWERED} times; it is killed")
                 with contextlib.suppress(ProcessLookupError):
                     connection.process.kill()
-
-
-class _EngineLines(asyncio.Protocol):
-    """The engine's answers: first one object, then lists of [id, update]."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.first: asyncio.Future[Ready] = loop.create_future()
-        self.ended: asyncio.Future[None] = loop.create_future()
-        self.deliver: Callable[[list[Any]], None] = lambda updates: None
-        self._lines = wire.Lines()
-
-    def data_received(self, data: bytes) -> None:
-        for said in self._lines.push(data):
-            if not isinstance(said, dict):
-                self.deliver(said)
-            elif not self.first.done():
-                self.first.set_result(cast(Ready, said))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.first.done():
-            self.first.set_result({})
-        if not self.ended.done():
-            self.ended.set_result(None)
 
 
 async def _end(process: asyncio.subprocess.Process) -> int:
