@@ -12,7 +12,6 @@ import socket
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any, cast
 
@@ -33,14 +32,6 @@ class EngineDownError(DFlashError):
 
 class QueueFullError(DFlashError):
     """As many requests are in flight as the server takes."""
-
-
-@dataclass
-class Counts:
-    """Deaths and restarts of the engine since the server started."""
-
-    deaths: int = 0
-    restarts: int = 0
 
 
 class _Connection(asyncio.Protocol):
@@ -128,7 +119,7 @@ class EngineProcess:
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
         self._closed: asyncio.Task[None] | None = None
-        self.counts = Counts()
+        self.deaths = self.restarts = 0  # of the engine since the server started
         self.draining = False  # whether the server is stopping, and takes requests for a while yet
         self.replaced = False  # whether another bundle has taken the place of this one
 
@@ -269,7 +260,7 @@ class EngineProcess:
         while True:
             await self._until_end(connection)
             self._connection = None
-            self.counts.deaths += 1
+            self.deaths += 1
             connection.transport.close()
             how = _how(await _end(connection.process))
             refused = len(connection.pending)
@@ -283,7 +274,7 @@ class EngineProcess:
                 except (DFlashError, OSError) as error:
                     self._say(f"the engine cannot be started: {error}")
                     pause = wire.next_pause(pause)
-            self.counts.restarts += 1
+            self.restarts += 1
             self._say("the engine serves again")
 
     async def _until_end(self, connection: _Connection) -> None:
