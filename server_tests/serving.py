@@ -21,22 +21,11 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-TYPES = {
-    "text_input": "BYTES", "input_ids": "INT32", "max_tokens": "INT32", "temperature": "FP32", "top_k": "INT32",
-    "top_p": "FP32", "min_p": "FP32", "repetition_penalty": "FP32", "presence_penalty": "FP32",
-    "frequency_penalty": "FP32", "seed": "UINT64", "stop_words": "BYTES", "bad_words": "BYTES", "end_id": "INT32",
-    "pad_id": "INT32", "beam_width": "INT32", "ignore_eos": "BOOL", "stream": "BOOL", "exclude_input_in_output": "BOOL",
-    "return_log_probs": "BOOL", "return_num_input_tokens": "BOOL", "return_num_output_tokens": "BOOL",
-    "return_perf_metrics": "BOOL", "speculate": "BOOL", "block_length": "INT32", "tree_nodes": "INT32",
-    "messages": "BYTES",
-    "chat_template_kwargs": "BYTES", "min_tokens": "INT32", "min_length": "INT32", "num_return_sequences": "INT32",
-    "embedding_bias_words": "BYTES", "embedding_bias_weights": "FP32", "guided_decoding_guide_type": "BYTES",
-    "guided_decoding_guide": "BYTES", "num_top_log_probs": "INT32", "priority": "INT32", "length_penalty": "FP32",
-    "early_stopping": "BOOL", "beam_search_diversity_rate": "FP32", "decoder_text_input": "BYTES",
-    "return_context_logits": "BOOL", "return_generation_logits": "BOOL", "prompt_embedding_table": "FP16",
-    "prompt_table_extra_id": "UINT64", "prompt_vocab_size": "INT32", "lora_task_id": "UINT64", "lora_weights": "FP16",
-    "lora_config": "INT32",
-}  # fmt: skip
+from dflash_trt.serving.deploy import request_fields
+from dflash_trt.serving.processes import descendants
+
+# The inputs of the model with the data types that clients name.
+TYPES = {name: kind.replace("STRING", "BYTES") for name, kind in request_fields().items() if kind}
 NUMPY = {
     "BYTES": object, "INT32": np.int32, "FP32": np.float32, "FP16": np.float16, "UINT64": np.uint64, "BOOL": bool
 }  # fmt: skip
@@ -88,8 +77,6 @@ class Serving:
 
     def processes(self, what: str) -> list[int]:
         """The server's processes whose command line contains `what`: tritonserver, stub, worker."""
-        from dflash_trt.serving.processes import descendants
-
         tree = descendants(self.process.pid)
         return [pid for pid, (_, state, arguments) in tree.items() if what in arguments and state != "Z"]
 
@@ -197,6 +184,10 @@ class Client:
     ) -> list[dict[str, Any]]:
         """All answers to one request."""
         self.ask(tensors(**fields), model=model, timeout=timeout)
+        return self.rest()
+
+    def rest(self) -> list[dict[str, Any]]:
+        """The answers to the one request that was asked, until its last."""
         answers, last = [], False
         while not last:
             _, outputs, last = self.wait()

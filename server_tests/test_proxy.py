@@ -92,8 +92,6 @@ def test_bodies_are_bounded_and_read_before_the_server_sees_them(tmp_path: Path)
         for body, headers, status, message in wrong:
             got, answer = await front.post(body, **headers)
             assert (got, message in answer["error"]) == (status, True), (body[:60], answer)
-        wide = b'{"a": [' + b"[]," * 2000 + b"1]}"
-        assert "more than 1000 lists" in (await front.post(wide))[1]["error"]
         chunked = b"POST " + GENERATE.encode() + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         said = await front.raw(chunked + (b"1000\r\n" + b"a" * 4096 + b"\r\n") * 100)
         assert re_status(said) in (0, 413)  # 0: the connection was reset during sending

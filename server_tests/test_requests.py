@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -226,11 +227,7 @@ def test_a_bad_request_is_refused_by_its_field_and_disturbs_no_neighbour(served:
                 # Triton itself refuses an empty list, and takes a list for a batch if the model has a scalar.
                 if not any(isinstance(v, list) and (not v or n not in LISTS) for n, v in fields.items()):
                     assert re.search(message, answer["error"]), answer
-        answers, last = [], False
-        while not last:
-            _, outputs, last = neighbour.wait()
-            answers.append(outputs)
-    assert ids_of(answers) == expected.token_ids
+        assert ids_of(neighbour.rest()) == expected.token_ids
 
 
 def test_wrong_types_shapes_and_bodies(served: Served) -> None:
@@ -303,13 +300,11 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_request_is_answered_or_refused(served: Served, fields: dict[str, Any]) -> None:
     with Client(served.server.grpc) as client:
-        client.ask(tensors(**fields))
-        last, said = False, ""
-        while not last:
-            try:
-                _, _, last = client.wait()
-            except grpcclient.InferenceServerException as error:
-                last, said = True, str(error.message())
+        said = ""
+        try:
+            client.all(**fields)
+        except grpcclient.InferenceServerException as error:
+            said = str(error.message())
     full = "requests are in flight, which is the limit" in said  # by the sequences of one request
     assert not said or full or any(name in said for name in TYPES), said
     assert served.server.ready()
@@ -324,12 +319,8 @@ def test_raw_bytes_of_any_length_do_no_harm(served: Served, name: str, raw: byte
     few = [] if name == "max_tokens" else tensors(max_tokens=2)
     with Client(served.server.grpc) as client:
         client.ask([*prompt, *few, tensor])
-        last = False
-        while not last:
-            try:
-                _, _, last = client.wait()
-            except grpcclient.InferenceServerException:
-                last = True
+        with suppress(grpcclient.InferenceServerException):
+            client.rest()
     assert served.server.ready()
 
 

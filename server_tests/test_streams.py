@@ -14,7 +14,7 @@ from server_tests.serving import Client, Serving, fetch, ids_of, tensors, text_o
 PROMPT = "def add(a, b):"
 
 
-@pytest.fixture(scope="module", params=[0, 50, 3_600_000])
+@pytest.fixture(scope="module", params=[0, 3_600_000])
 def server(
     request: pytest.FixtureRequest, bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[int, Serving]]:
@@ -39,7 +39,7 @@ def test_the_whole_of_a_stream(server: tuple[int, Serving], bundles: dict[str, P
     counts = [int(answer["num_output_tokens"][0, 0]) for answer in answers]
     assert counts == [answer["output_ids"].shape[1] for answer in answers]
     assert len(counts) > 1
-    if interval > 50:  # the first token, and all others
+    if interval:  # the first token, and all others
         assert counts == [1, 399]
     config = fetch(f"http://127.0.0.1:{serving.http_port}/v2/models/dflash/config")[1]
     assert f'"stream_interval_ms":{{"string_value":"{interval}"}}' in config

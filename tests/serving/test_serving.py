@@ -214,6 +214,15 @@ def test_sigterm_cancels_what_is_in_flight_and_takes_nothing_more(bundle: Path) 
     assert engine.end() == 0
 
 
+async def started(worker: Worker) -> tuple[asyncio.Task[int], asyncio.StreamReader, asyncio.StreamWriter]:
+    """A worker that has said that it is ready, and the server's end of its socket."""
+    ours, theirs = socket.socketpair()
+    serving = asyncio.create_task(worker.serve(theirs))
+    reader, writer = await asyncio.open_connection(sock=ours)
+    await reader.readline()
+    return serving, reader, writer
+
+
 def test_a_failed_engine_refuses_its_requests_and_ends_the_process(bundle: Path) -> None:
     async def run() -> None:
         llm = AsyncLLM(bundle, threads=1)
@@ -222,13 +231,10 @@ def test_a_failed_engine_refuses_its_requests_and_ends_the_process(bundle: Path)
             raise RuntimeError("out of order")
 
         llm._runtime.pair.verify = broken  # type: ignore[method-assign]
-        ours, theirs = socket.socketpair()
-        serving = asyncio.create_task(Worker(llm).serve(theirs))
-        reader, writer = await asyncio.open_connection(sock=ours)
+        serving, reader, writer = await started(Worker(llm))
         for key in (1, 2):
             writer.write(request(key, prompt(5), max_tokens=20))
         failed: dict[int, wire.Error] = {}
-        await reader.readline()
         while len(failed) < 2:
             failed |= {k: u["error"] for k, u in json.loads(await reader.readline()) if "error" in u}
         assert all(
@@ -262,10 +268,7 @@ def test_every_request_is_answered_whatever_happens_to_it(bundle: Path) -> None:
         llm._runtime.request = panicking  # type: ignore[method-assign]
         llm._runtime.pair.prefill = not_finite  # type: ignore[method-assign]
         worker._echo = lambda ids: object() if ids[0] == 3 else echo(ids)  # type: ignore[assignment, method-assign]
-        ours, theirs = socket.socketpair()
-        serving = asyncio.create_task(worker.serve(theirs))
-        reader, writer = await asyncio.open_connection(sock=ours)
-        await reader.readline()
+        serving, reader, writer = await started(worker)
         for key in range(1, 7):
             ids = [key, *prompt(4)] if key < 4 else prompt(5)
             params = {"max_tokens": 20}

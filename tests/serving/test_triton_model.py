@@ -88,69 +88,59 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return module
 
 
-def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(model: Any, tmp_path: Path) -> None:
+def receiving(
+    model: Any, place: Path, requests: int, *, closing: bool
+) -> tuple[Any, socket.socket, threading.Thread]:
+    """A model with pending requests whose thread reads answers; the engine's end of its socket, and the thread."""
     triton, (ours, theirs) = model.TritonPythonModel(), socket.socketpair()
-    senders = [Sender() for _ in range(3)]
-    triton.pending = {i: model.PendingRequest(sender) for i, sender in enumerate(senders)}
-    triton.lock, triton.socket, triton.answers, triton.closing = threading.Lock(), ours, received(ours), True
-    triton.counts = model.Counts(tmp_path / "engine-ended")
+    triton.name, triton.lock, triton.socket, triton.answers = "dflash", threading.Lock(), ours, received(ours)
+    triton.closing, triton.metrics, triton.counts = (
+        closing,
+        model.Metrics({}),
+        model.Counts(place / "engine-ended"),
+    )
+    triton.engine = SimpleNamespace(wait=lambda: -9)
+    triton.pending = {i: model.PendingRequest(Sender()) for i in range(requests)}
     thread = threading.Thread(target=triton.receive)
     thread.start()
-    good, told = {"text": "a", "token_ids": [1]}, theirs.makefile("rb")
-    wrong = {"text": "a", "token_ids": None}
+    return triton, theirs, thread
+
+
+def test_an_answer_that_cannot_be_passed_on_ends_its_request_alone(model: Any, tmp_path: Path) -> None:
+    triton, theirs, thread = receiving(model, tmp_path, 3, closing=True)
+    senders = [pending._sender for pending in triton.pending.values()]
+    good, wrong = {"text": "a", "token_ids": [1]}, {"text": "a", "token_ids": None}
+    told = theirs.makefile("rb")
     theirs.sendall(json.dumps([[0, good], [1, wrong], [2, good]]).encode() + b"\n")
     assert json.loads(told.readline()) == {"cancel": 1}
-    theirs.sendall(
-        json.dumps([[2, good | {"finish_reason": None}], [0, good | {"finish_reason": "stop"}]]).encode()
-    )
-    theirs.sendall(b"\n")
+    ends = [[2, good | {"finish_reason": None}], [0, good | {"finish_reason": "stop"}]]
+    theirs.sendall(json.dumps(ends).encode() + b"\n")
     assert json.loads(told.readline()) == {"cancel": 2}
     theirs.shutdown(socket.SHUT_WR)
     thread.join(60)
     assert not thread.is_alive()
     assert triton.pending == {}
-    assert [[final for _, final in sender.sent] for sender in senders] == [
-        [False, True],
-        [True],
-        [False, True],
-    ]
+    finals = [[final for _, final in sender.sent] for sender in senders]
+    assert finals == [[False, True], [True], [False, True]]
     assert senders[1].sent[0][0].startswith("TypeError: ")
     assert senders[2].sent[1][0].startswith("AttributeError: ")
 
 
 def test_refusals_and_deaths_are_counted_also_over_a_reload(model: Any, tmp_path: Path) -> None:
     for life in range(2):
-        triton, (ours, theirs) = model.TritonPythonModel(), socket.socketpair()
-        triton.name, triton.lock, triton.socket, triton.answers = (
-            "dflash",
-            threading.Lock(),
-            ours,
-            received(ours),
-        )
-        triton.closing, triton.metrics, triton.counts = (
-            False,
-            model.Metrics({}),
-            model.Counts(tmp_path / "engine-ended"),
-        )
-        triton.engine = SimpleNamespace(wait=lambda: -9)
-        triton.pending = {i: model.PendingRequest(Sender()) for i in range(5)}
-        thread = threading.Thread(target=triton.receive)
-        thread.start()
+        _, theirs, thread = receiving(model, tmp_path, 5, closing=False)
         codes: list[Code] = ["BUSY", "INVALID_ARG", "CANCELLED"]
         answers: list[Any] = [[i, refusal(code, "why")] for i, code in enumerate(codes)]
         theirs.sendall(json.dumps([*answers, ["metrics", []]]).encode() + b"\n")
         theirs.close()  # the engine dies with two requests in flight
         thread.join(60)
+        counts = dict.fromkeys(("cancelled", "invalid_request", "queue_full"), life + 1)
+        counts |= {"engine_down": 2 * (life + 1), "error": 0}
         assert Family.values == {
             ("engine_up", ""): 0,
             ("engine_deaths_total", ""): life + 1,
             ("engine_restarts_total", ""): life,
-            **{
-                ("requests_refused_total", reason): life + 1
-                for reason in ("cancelled", "invalid_request", "queue_full")
-            },
-            ("requests_refused_total", "engine_down"): 2 * (life + 1),
-            ("requests_refused_total", "error"): 0,
+            **{("requests_refused_total", reason): count for reason, count in counts.items()},
         }
 
 

@@ -12,7 +12,6 @@ import socket
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, cast
 
@@ -35,33 +34,44 @@ class QueueFullError(DFlashError):
     """As many requests are in flight as the server takes."""
 
 
-@dataclass
-class Counts:
-    """Deaths and restarts of the engine since the server started."""
+class _Connection(asyncio.Protocol):
+    """One engine process, what it says, and the requests that it works on."""
 
-    deaths: int = 0
-    restarts: int = 0
-
-
-@dataclass(eq=False)
-class _Connection:
-    """One engine process, and the requests that it works on."""
-
-    process: asyncio.subprocess.Process
     transport: asyncio.Transport
-    lines: _EngineLines
-    longest_line: int
-    born: float
-    pending: dict[int, asyncio.Queue[Update]] = field(default_factory=dict)
-    in_flight: int = 0  # choices of the pending requests
-    asked: dict[int, asyncio.Future[Update]] = field(default_factory=dict)  # questions that are no requests
+    longest_line = 0
 
-    _arrived: deque[Any] = field(default_factory=deque)
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        loop = asyncio.get_running_loop()
+        self.process, self.born = process, monotonic()  # born: when it was ready
+        self.first: asyncio.Future[Ready] = (
+            loop.create_future()
+        )  # what it says first; {} if it ends before that
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.pending: dict[int, asyncio.Queue[Update]] = {}
+        self.in_flight = 0  # choices of the pending requests
+        self.asked: dict[int, asyncio.Future[Update]] = {}  # questions that are no requests
+        self._lines, self._arrived = wire.Lines(), deque[Any]()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        for said in self._lines.push(data):
+            if not isinstance(said, dict):
+                self._deliver(said)
+            elif not self.first.done():
+                self.first.set_result(cast(Ready, said))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.first.done():
+            self.first.set_result({})
+        if not self.ended.done():
+            self.ended.set_result(None)
 
     def tell(self, message: dict[str, Any]) -> None:
         self.transport.write(wire.line(message))
 
-    def deliver(self, updates: list[Any]) -> None:
+    def _deliver(self, updates: list[Any]) -> None:
         """Give the updates to the requests, one per turn of the loop.
 
         A round may have one for each of many streams. New requests are read between the turns.
@@ -109,7 +119,7 @@ class EngineProcess:
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
         self._closed: asyncio.Task[None] | None = None
-        self.counts = Counts()
+        self.deaths = self.restarts = 0  # of the engine since the server started
         self.draining = False  # whether the server is stopping, and takes requests for a while yet
         self.replaced = False  # whether another bundle has taken the place of this one
 
@@ -226,10 +236,10 @@ class EngineProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # otherwise Ctrl-C in a terminal reaches it
             )
-        lines = _EngineLines()
+        connection = _Connection(process)
         try:
-            transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: lines, sock=ours)
-            first = await lines.first
+            await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
+            first = await connection.first
             if "ready" not in first:
                 raise DFlashError(first.get("fatal") or f"while loading, {_how(await process.wait())}")
             if first["key"] != self._key:
@@ -241,8 +251,7 @@ class EngineProcess:
                 process.kill()
             await process.wait()
             raise
-        connection = _Connection(process, transport, lines, first["longest_line"], monotonic())
-        lines.deliver = connection.deliver
+        connection.longest_line, connection.born = first["longest_line"], monotonic()
         return connection
 
     async def _keep_running(self, connection: _Connection) -> None:
@@ -251,7 +260,7 @@ class EngineProcess:
         while True:
             await self._until_end(connection)
             self._connection = None
-            self.counts.deaths += 1
+            self.deaths += 1
             connection.transport.close()
             how = _how(await _end(connection.process))
             refused = len(connection.pending)
@@ -265,13 +274,13 @@ class EngineProcess:
                 except (DFlashError, OSError) as error:
                     self._say(f"the engine cannot be started: {error}")
                     pause = wire.next_pause(pause)
-            self.counts.restarts += 1
+            self.restarts += 1
             self._say("the engine serves again")
 
     async def _until_end(self, connection: _Connection) -> None:
         """Wait for the end of the engine. One that answers nothing is killed."""
         unanswered = 0
-        while not (await asyncio.wait([connection.lines.ended], timeout=_ASK_SECONDS))[0]:
+        while not (await asyncio.wait([connection.ended], timeout=_ASK_SECONDS))[0]:
             try:
                 await self.metrics()
                 unanswered = 0
@@ -281,30 +290,6 @@ class EngineProcess:
                 self._say(f"the engine has not answered {_UNANSWERED} times; it is killed")
                 with contextlib.suppress(ProcessLookupError):
                     connection.process.kill()
-
-
-class _EngineLines(asyncio.Protocol):
-    """The engine's answers: first one object, then lists of [id, update]."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.first: asyncio.Future[Ready] = loop.create_future()
-        self.ended: asyncio.Future[None] = loop.create_future()
-        self.deliver: Callable[[list[Any]], None] = lambda updates: None
-        self._lines = wire.Lines()
-
-    def data_received(self, data: bytes) -> None:
-        for said in self._lines.push(data):
-            if not isinstance(said, dict):
-                self.deliver(said)
-            elif not self.first.done():
-                self.first.set_result(cast(Ready, said))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.first.done():
-            self.first.set_result({})
-        if not self.ended.done():
-            self.ended.set_result(None)
 
 
 async def _end(process: asyncio.subprocess.Process) -> int:

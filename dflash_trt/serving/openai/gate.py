@@ -14,20 +14,17 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from contextvars import ContextVar
 from time import perf_counter
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from dflash_trt.errors import shorten
 from dflash_trt.serving.openai import tracing
 from dflash_trt.serving.openai.errors import ApiError
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOG = logging.getLogger("dflash_trt.requests")
 # Facts about the current request, for its line in the log.
@@ -50,7 +47,7 @@ class Gate:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         *,
         keys: list[str],
         most: int,
@@ -111,7 +108,7 @@ def _is_known(host: str, names: Collection[str]) -> bool:
 class _Visit:
     """One request."""
 
-    def __init__(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         self._app, self._scope, self._receive, self._send = app, scope, receive, send
         self._headers = dict(scope["headers"])
         given = self._headers.get(b"x-request-id", b"").decode("latin-1")
@@ -201,7 +198,7 @@ class _Visit:
         """Run the routes. A client that leaves cancels them."""
         given = False
 
-        async def receive() -> MutableMapping[str, Any]:
+        async def receive() -> Message:
             nonlocal given
             if not given:
                 given = True
@@ -227,7 +224,7 @@ class _Visit:
             self._left.set()
             self._task.cancel()
 
-    async def _answered(self, message: MutableMapping[str, Any]) -> None:
+    async def _answered(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._started, self._status = True, message["status"]
             message["headers"] = [*message.get("headers", []), (b"x-request-id", self.id.encode("latin-1"))]

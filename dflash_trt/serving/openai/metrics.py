@@ -30,11 +30,10 @@ class ServerMetrics:
             engine, up = await self._engine.metrics(), 1
         except EngineDownError:
             engine, up = "", 0
-        counts = self._engine.counts
         lines = [
             *_family("engine_up", "gauge", "whether the engine answers", {"": up}),
-            *_family("engine_deaths_total", "counter", "engine processes that died", {"": counts.deaths}),
-            *_family("engine_restarts_total", "counter", "engine processes started again", {"": counts.restarts}),
+            *_family("engine_deaths_total", "counter", "engine processes that died", {"": self._engine.deaths}),
+            *_family("engine_restarts_total", "counter", "engine processes started again", {"": self._engine.restarts}),
             *_family(
                 "http_responses_total", "counter", "answers, by status",
                 {f'{{status="{status}"}}': count for status, count in sorted(self._answers.items())},

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -19,6 +20,14 @@ from tests.serving.openai.conftest import Server
 QUESTION = [{"role": "user", "content": "What should I eat in Borvik?"}]
 
 
+def ask(server: Server, **fields: Any) -> Any:
+    return server.openai.chat.completions.create(**{"model": "tiny", "messages": QUESTION, **fields})
+
+
+def complete(server: Server, **fields: Any) -> Any:
+    return server.openai.completions.create(**{"model": "tiny", "prompt": "x = [", **fields})
+
+
 def test_the_clients_models_are_the_one_served(server: Server) -> None:
     (model,) = server.openai.models.list()
     assert model.id == "tiny"
@@ -29,7 +38,7 @@ def test_the_clients_models_are_the_one_served(server: Server) -> None:
 
 def test_a_chat_is_that_of_the_python_interface(server: Server, llm: LLM) -> None:
     expected = llm.chat(QUESTION, SamplingParams(max_tokens=100))
-    made = server.openai.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=100)
+    made = ask(server, max_tokens=100)
     (choice,) = made.choices
     assert choice.message.content == expected.text
     assert (choice.message.role, choice.finish_reason) == ("assistant", expected.finish_reason)
@@ -49,25 +58,15 @@ def test_content_may_come_in_parts_and_defaults_are_greedy_as_the_checkpoint_say
         }
     ]
     whole, by_parts = (
-        server.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=40)
-        .choices[0]
-        .message.content
+        ask(server, messages=messages, max_tokens=40).choices[0].message.content
         for messages in (QUESTION, parts)
     )
     assert by_parts == whole
 
 
 def test_a_stream_has_the_same_text_in_many_chunks_and_the_usage_at_its_end(server: Server) -> None:
-    whole = server.openai.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=60)
-    chunks = list(
-        server.openai.chat.completions.create(
-            model="tiny",
-            messages=QUESTION,
-            max_tokens=60,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
+    whole = ask(server, max_tokens=60)
+    chunks = list(ask(server, max_tokens=60, stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(texts) == whole.choices[0].message.content
@@ -84,25 +83,21 @@ def test_completions_take_texts_and_token_ids_several_at_a_time(server: Server, 
     expected = [each.text for each in llm.generate(texts, params)]
     ids = [llm.tokenizer.encode(text) for text in texts]
     for prompt in (texts, ids):
-        made = server.openai.completions.create(model="tiny", prompt=prompt, max_tokens=12)
+        made = complete(server, prompt=prompt, max_tokens=12)
         assert [choice.text for choice in made.choices] == expected
         assert [choice.index for choice in made.choices] == [0, 1]
-    echoed = server.openai.completions.create(model="tiny", prompt=texts[0], max_tokens=12, echo=True)
+    echoed = complete(server, prompt=texts[0], max_tokens=12, echo=True)
     assert echoed.choices[0].text == texts[0] + expected[0]
-    nothing = server.openai.completions.create(model="tiny", prompt=texts[0], max_tokens=0, echo=True)
+    nothing = complete(server, prompt=texts[0], max_tokens=0, echo=True)
     assert (nothing.choices[0].text, nothing.usage.completion_tokens) == (texts[0], 0)
 
 
 def test_samples_of_one_prompt_have_the_seeds_behind_the_first(server: Server, llm: LLM) -> None:
     params = [SamplingParams(max_tokens=16, temperature=1.0, seed=seed) for seed in (2**64 - 1, 0, 1)]
     expected = [llm.generate("x = [", each).text for each in params]
-    made = server.openai.completions.create(
-        model="tiny", prompt="x = [", n=3, seed=2**64 - 1, temperature=1.0, max_tokens=16
-    )
+    made = complete(server, n=3, seed=2**64 - 1, temperature=1.0, max_tokens=16)
     assert [choice.text for choice in made.choices] == expected
-    chunks = server.openai.completions.create(
-        model="tiny", prompt="x = [", n=3, seed=2**64 - 1, temperature=1.0, max_tokens=16, stream=True
-    )
+    chunks = complete(server, n=3, seed=2**64 - 1, temperature=1.0, max_tokens=16, stream=True)
     texts = ["", "", ""]
     for chunk in chunks:
         texts[chunk.choices[0].index] += chunk.choices[0].text
@@ -115,34 +110,28 @@ def test_sampling_fields_reach_the_engine(server: Server, llm: LLM) -> None:
     more = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "ignore_eos": True, "bad_words": ["the"]}
     expected = llm.chat(QUESTION, SamplingParams(max_tokens=40, **fields, **more)).text
     for extra in ({}, {"speculate": False}, {"block_length": 3}, {"tree_nodes": 0, "timeout": 60}):
-        made = server.openai.chat.completions.create(
-            model="tiny", messages=QUESTION, max_completion_tokens=40, **fields, extra_body=more | extra
-        )
+        made = ask(server, max_completion_tokens=40, **fields, extra_body=more | extra)
         assert made.choices[0].message.content == expected
 
 
 def test_stop_ends_the_text_before_it_and_is_the_reason(server: Server) -> None:
-    whole = server.openai.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=60)
+    whole = ask(server, max_tokens=60)
     text = whole.choices[0].message.content
-    made = server.openai.chat.completions.create(
-        model="tiny", messages=QUESTION, max_tokens=60, stop=[text[10:14]]
-    )
+    made = ask(server, max_tokens=60, stop=[text[10:14]])
     assert made.choices[0].message.content == text[: text.index(text[10:14])]
     assert made.choices[0].finish_reason == "stop"
-    short = server.openai.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=3)
+    short = ask(server, max_tokens=3)
     assert short.choices[0].finish_reason == "length"
 
 
 def test_log_probabilities_are_those_of_the_python_interface(server: Server, llm: LLM) -> None:
     expected = llm.chat(QUESTION, SamplingParams(max_tokens=10, logprobs=True))
-    made = server.openai.chat.completions.create(
-        model="tiny", messages=QUESTION, max_tokens=10, logprobs=True
-    )
+    made = ask(server, max_tokens=10, logprobs=True)
     content = made.choices[0].logprobs.content
     assert [each.logprob for each in content] == pytest.approx(expected.logprobs)
     assert "".join(each.token for each in content) == expected.text
     assert bytes(b for each in content for b in each.bytes) == expected.text.encode()
-    done = server.openai.completions.create(model="tiny", prompt="x = [", max_tokens=8, logprobs=0)
+    done = complete(server, max_tokens=8, logprobs=0)
     legacy = done.choices[0].logprobs
     assert "".join(legacy.tokens) == done.choices[0].text
     text = done.choices[0].text
@@ -153,9 +142,7 @@ def test_log_probabilities_are_those_of_the_python_interface(server: Server, llm
 def test_top_and_prompt_log_probabilities_are_those_of_the_python_interface(server: Server, llm: LLM) -> None:
     params = SamplingParams(max_tokens=5, logprobs=True, top_logprobs=3, prompt_logprobs=True)
     expected = llm.generate("def add(a, b):", params)
-    made = server.openai.completions.create(
-        model="tiny", prompt="def add(a, b):", max_tokens=5, logprobs=3, echo=True, temperature=0
-    )
+    made = complete(server, prompt="def add(a, b):", max_tokens=5, logprobs=3, echo=True, temperature=0)
     logprobs = made.choices[0].logprobs
     assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
     assert logprobs.token_logprobs[1:] == pytest.approx([*expected.prompt_logprobs[1:], *expected.logprobs])
@@ -164,9 +151,7 @@ def test_top_and_prompt_log_probabilities_are_those_of_the_python_interface(serv
     assert logprobs.top_logprobs[len(expected.prompt_token_ids)][best] == pytest.approx(
         expected.top_logprobs[0][0][1]
     )
-    chat = server.openai.chat.completions.create(
-        model="tiny", messages=QUESTION, max_tokens=2, logprobs=True, top_logprobs=2
-    )
+    chat = ask(server, max_tokens=2, logprobs=True, top_logprobs=2)
     top = chat.choices[0].logprobs.content[0].top_logprobs
     assert len(top) == 2
     assert top[0].logprob == chat.choices[0].logprobs.content[0].logprob
@@ -175,9 +160,7 @@ def test_top_and_prompt_log_probabilities_are_those_of_the_python_interface(serv
 def test_bias_least_length_and_priority_reach_the_engine(server: Server, llm: LLM) -> None:
     params = SamplingParams(max_tokens=12, logit_bias={100: 100.0}, min_tokens=12, stop_token_ids=[101])
     more = {"min_tokens": 12, "stop_token_ids": [101], "priority": -3}
-    made = server.openai.completions.create(
-        model="tiny", prompt="x = [", max_tokens=12, logit_bias={"100": 100.0}, extra_body=more
-    )
+    made = complete(server, max_tokens=12, logit_bias={"100": 100.0}, extra_body=more)
     assert made.choices[0].text == llm.generate("x = [", params).text
     assert made.usage.completion_tokens == 12
 
@@ -237,7 +220,7 @@ def test_the_answer_of_a_tool_can_be_given_back(server: Server) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
     ]
-    made = server.openai.chat.completions.create(model="tiny", messages=messages, max_tokens=20)
+    made = ask(server, messages=messages, max_tokens=20)
     assert made.choices[0].message.content
 
 
@@ -260,21 +243,17 @@ def test_a_json_schema_shapes_the_answer(server: Server, llm: LLM) -> None:
     }
     form = {"type": "json_schema", "json_schema": {"name": "trip", "schema": schema, "strict": True}}
     for more in ({}, {"speculate": False}):
-        made = server.openai.chat.completions.create(
-            model="tiny", messages=QUESTION, response_format=form, max_tokens=100, extra_body=more
-        )
+        made = ask(server, response_format=form, max_tokens=100, extra_body=more)
         trip = json.loads(made.choices[0].message.content)
         assert set(trip) == {"town", "days"}
         assert trip["town"] in ("Borvik", "Hestin")
     params = SamplingParams(max_tokens=60, structured_outputs=StructuredOutputs(json_object=True))
-    made = server.openai.chat.completions.create(
-        model="tiny", messages=QUESTION, response_format={"type": "json_object"}, max_tokens=60
-    )
+    made = ask(server, response_format={"type": "json_object"}, max_tokens=60)
     assert made.choices[0].message.content == llm.chat(QUESTION, params).text
 
 
 def test_a_response_has_the_text_of_a_chat_whole_and_in_events(server: Server) -> None:
-    whole = server.openai.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=100)
+    whole = ask(server, max_tokens=100)
     text = whole.choices[0].message.content
     made = server.openai.responses.create(model="tiny", input=QUESTION[0]["content"], max_output_tokens=100)
     assert (made.output_text, made.status) == (text, "completed")
@@ -330,9 +309,7 @@ def test_the_example_prints_the_answer_and_the_drafts(server: Server) -> None:
     said = subprocess.run(
         [*command, question, "--max-tokens=24", f"--url={server.url}/v1"], capture_output=True, text=True
     )
-    answer = server.openai.chat.completions.create(
-        model="tiny", temperature=0, max_tokens=24, messages=[{"role": "user", "content": question}]
-    )
+    answer = ask(server, temperature=0, max_tokens=24, messages=[{"role": "user", "content": question}])
     text, _, figures = said.stdout.rpartition("\n[")
     assert (said.returncode, text) == (0, answer.choices[0].message.content), said.stderr
     assert answer.usage is not None

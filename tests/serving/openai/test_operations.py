@@ -71,7 +71,7 @@ def test_an_engine_that_hangs_is_replaced_and_its_requests_get_their_deadline(
             os.kill(hanging, signal.SIGSTOP)
             assert (await last(engine, timeout=0.1))["error"]["code"] == "DEADLINE"
             without = asyncio.create_task(last(engine))
-            await until(lambda: engine.counts.restarts == 1)
+            await until(lambda: engine.restarts == 1)
             assert (await without) == refusal("UNAVAILABLE", "the engine ended (SIGKILL)")
             assert engine.pid != hanging
             assert (await last(engine))["finish_reason"] == "length"
