@@ -35,14 +35,14 @@ def open_bundle(bundle: str | Path, check: Check) -> Bundle:
         return Bundle.open(bundle, check)
     place = cache_folder() / "bundles" / pair.name
     note, inputs = place.parent / f".{pair.name}.inputs", _inputs(pair)
-    if found := _cached(place, note, inputs, check):  # also in a cache that cannot be written
-        return found
+    if cached := _cached(place, note, inputs, check):  # also in a cache that cannot be written
+        return cached
     with ExitStack() as held:
         with cached_in(place.parent):
             place.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(FileLock(place.parent / f".{pair.name}.first-use"))
-        if found := _cached(place, note, inputs, check):  # another process has built it meanwhile
-            return found
+        if cached := _cached(place, note, inputs, check):  # another process has built it meanwhile
+            return cached
         print(f"building {pair.name} into {place} (once)", file=sys.stderr)
         with progress_display() as progress:
             built = build(pair.name, None, place, force=True, progress=progress)
@@ -55,10 +55,10 @@ def open_bundle(bundle: str | Path, check: Check) -> Bundle:
 def _cached(place: Path, note: Path, inputs: str, check: Check) -> Bundle | None:
     """The bundle in the cache, if it is whole and was built from these inputs."""
     with suppress(BundleError):
-        found = Bundle.open(place, check)
-        if note.is_file() and note.read_text() == f"{found.manifest['key']} {inputs}":
+        bundle = Bundle.open(place, check)
+        if note.is_file() and note.read_text() == f"{bundle.manifest['key']} {inputs}":
             _log.info("%s is in the cache: %s", place.name, place)
-            return found
+            return bundle
     return None
 
 
@@ -71,7 +71,7 @@ def check_path(path: Path) -> None:
         return
     pair = known_pair(str(path))
     if pair is None:
-        beside = [str(found.parent) for found in path.parent.glob(f"*/{MANIFEST}")]
+        beside = [str(each.parent) for each in path.parent.glob(f"*/{MANIFEST}")]
         near = did_you_mean(str(path), [*beside, *(each.name for each in PAIRS)])
         raise BundleError(
             f"{path}: no such directory{near}; `dflash-trt build --out {path}` makes a bundle there"

@@ -156,12 +156,12 @@ def _cache_kinds(
 
 def graph_files(pair: CheckpointPair) -> dict[str, Path]:
     """Weights, tokenizer and configs: name in the bundle -> current path."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for role, side in (("target", pair.target), ("drafter", pair.drafter)):
-        found |= {f"{side.folder}/{file.name}": file for file in side.checkpoint.files}
-        found[f"configs/{role}.json"] = own_file(side.source.directory, side.config.path)
-    found |= {f"{_HEAD_FOLDER}/{file.name}": file for file in (pair.head.files if pair.head else ())}
-    return found | tokenizer_files(pair.target)
+        files |= {f"{side.folder}/{file.name}": file for file in side.checkpoint.files}
+        files[f"configs/{role}.json"] = own_file(side.source.directory, side.config.path)
+    files |= {f"{_HEAD_FOLDER}/{file.name}": file for file in (pair.head.files if pair.head else ())}
+    return files | tokenizer_files(pair.target)
 
 
 def graph_digests(models: Mapping[str, ir.Model]) -> dict[str, str]:

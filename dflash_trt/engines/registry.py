@@ -50,8 +50,8 @@ def engines() -> list[Engine]:
 
 def names_by_options() -> dict[type[EngineOptions], list[str]]:
     """The kinds of options that engines have of their own, and the names of the engines that take them."""
-    found: dict[type[EngineOptions], list[str]] = {}
+    names: dict[type[EngineOptions], list[str]] = {}
     for engine in engines():
         if engine.options is not None:
-            found.setdefault(engine.options, []).append(engine.name)
-    return found
+            names.setdefault(engine.options, []).append(engine.name)
+    return names

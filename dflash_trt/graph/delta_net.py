@@ -135,6 +135,17 @@ class DeltaInputs:
         g.output(pending, "pending_gates_out", FLOAT, self._pending)
 
 
+def _counted_rows(g: GraphBuilder, a: DeltaInputs) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """bool [B,P+S]: rows before the uncertain ones, those of them that enter the new state, and the uncertain ones."""
+    row = g.op("Sub", g.arange(g.dim(a.q, 1, name="all")), a.replayed, name="row")  # from 0 on in this pass
+    certain = g.op("Less", row, g.unsqueeze(a.at.certain, 1), name="is_certain")
+    pending = g.op("Add", row, a.replayed, name="pending_row")
+    kept = g.op("Less", pending, g.unsqueeze(a.at.replayed, 1), name="is_kept")
+    new = g.op("GreaterOrEqual", row, g.constant([0]), name="is_new")
+    entering = g.op("Or", g.op("And", certain, new, name="new_certain"), kept, name="entering")
+    return certain, entering, g.op("Not", certain, name="uncertain")
+
+
 def onnxruntime_delta(kind: DeltaKind) -> ir.Function:
     """Two calls of ONNX Runtime's operator: one up to the new state, one from there over the uncertain rows.
 
@@ -146,13 +157,7 @@ def onnxruntime_delta(kind: DeltaKind) -> ir.Function:
     at, zero = a.at, g.constant([0])
     most = g.op("ReduceMax", at.certain, name="most", keepdims=1)
     least = g.op("ReduceMin", at.certain, name="least", keepdims=1)
-    row = g.op("Sub", g.arange(g.dim(a.q, 1, name="all")), a.replayed, name="row")  # from 0 on in this pass
-    certain = g.op("Less", row, g.unsqueeze(at.certain, 1), name="is_certain")
-    pending = g.op("Add", row, a.replayed, name="pending_row")
-    kept = g.op("Less", pending, g.unsqueeze(at.replayed, 1), name="is_kept")
-    new = g.op("GreaterOrEqual", row, zero, name="is_new")
-    entering = g.op("Or", g.op("And", certain, new, name="new_certain"), kept, name="entering")
-    uncertain = g.op("Not", certain, name="uncertain")
+    certain, entering, uncertain = _counted_rows(g, a)
 
     def cut(x: ir.Value, first: ir.Value, end: ir.Value) -> ir.Value:
         return g.slice(x, first, end, axis=1, name="part")

@@ -49,10 +49,10 @@ def embed(m: Module, tokens: ir.Value, vocab: int, hidden: int, name: str = "emb
 
 def cache_row_bytes(model: ir.Model) -> dict[int, int]:
     """Bytes of one row in the caches of each layer of a graph."""
-    found: dict[int, int] = {}
+    by_layer: dict[int, int] = {}
     for value in model.graph.inputs:
         if value.name and "_cache." in value.name and value.shape is not None and value.dtype is not None:
             layer = int(value.name.rpartition(".")[2])
             of_a_row = [int(str(n)) for n in (*value.shape[1:-2], value.shape[-1])]
-            found[layer] = found.get(layer, 0) + math.prod(of_a_row) * round(value.dtype.itemsize)
-    return found
+            by_layer[layer] = by_layer.get(layer, 0) + math.prod(of_a_row) * round(value.dtype.itemsize)
+    return by_layer

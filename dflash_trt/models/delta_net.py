@@ -200,5 +200,5 @@ def state_bytes(config: DecoderConfig, element: int, *, pending: bool = True) ->
 
 
 def _kinds(shared: Pass, layers: Sequence[int]) -> dict[int, LayerDeltaNet]:
-    found = {i: shared.config.layers[i] for i in layers}
-    return {i: layer for i, layer in found.items() if isinstance(layer, LayerDeltaNet)}
+    configs = {i: shared.config.layers[i] for i in layers}
+    return {i: layer for i, layer in configs.items() if isinstance(layer, LayerDeltaNet)}

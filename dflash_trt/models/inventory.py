@@ -15,11 +15,11 @@ from dflash_trt.checkpoint.quantization import Quantization, read_quantization
 from dflash_trt.checkpoint.roles import parameters_of, role_of
 from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
-from dflash_trt.errors import CheckpointError
 from dflash_trt.formats import FORMATS, MXFP4
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.models.drafters import build_drafter
+from dflash_trt.models.module import cache_scales
 from dflash_trt.models.target import build_target
 
 # Bytes per number in floating point, or in an FP8 cache.
@@ -107,11 +107,11 @@ class Inventory:
     @cached_property
     def _kinds(self) -> dict[str, dict[_Kind, _Size]]:
         """The tensors of each side, summed by all properties that a plan needs."""
-        found: dict[str, dict[_Kind, _Size]] = {}
+        by_side: dict[str, dict[_Kind, _Size]] = {}
         for side, tensors in self.tensors.items():
             default = read_quantization(self.config(side).path.parent).default
             scheme = None if default is None else default.scheme
-            sizes = found.setdefault(side, {})
+            sizes = by_side.setdefault(side, {})
             for tensor in tensors:
                 role = role_of(tensor.name)
                 matrix, spread = _is_matrix(tensor), _spread(role, tensor.name)
@@ -121,7 +121,7 @@ class Inventory:
                 )
                 before = sizes.get(kind, _Size(0, 0, 0))
                 sizes[kind] = _Size(*(one + other for one, other in zip(before, more, strict=True)))
-        return found
+        return by_side
 
     @cached_property
     def draft_rows(self) -> int:
@@ -200,7 +200,7 @@ def _as_stored(
     skipped: tuple[str, ...] = (),
 ) -> tuple[TensorInfo, ...]:
     """The checkpoint's tensors in place of those of a model in floating point."""
-    found: dict[str, TensorInfo] = {}
+    stored: dict[str, TensorInfo] = {}
     for tensor in plain.tensors.values():
         layer = tensor.name.removesuffix(".weight")
         linear = None
@@ -211,16 +211,9 @@ def _as_stored(
         ):
             linear = stored_linear(checkpoint, layer, tensor.shape[1], tensor.shape[0])
         if linear is not None:
-            found |= {info.name: info for info in linear.tensors}
+            stored |= {info.name: info for info in linear.tensors}
         else:
             dtypes = FLOAT_DTYPES if tensor.dtype in FLOAT_DTYPES else (tensor.dtype,)
-            found[tensor.name] = checkpoint.expect(tensor.name, tensor.shape, dtypes)
-    caches = (".k_scale", ".v_scale")
-    left = sorted(set(checkpoint.tensors) - set(found) - set(ignored))
-    left = [name for name in left if not name.startswith(skipped)]
-    if unknown := [name for name in left if not name.endswith(caches)]:
-        raise CheckpointError(
-            f"{checkpoint.directory}: {len(unknown)} tensors are not part of the architecture that config.json "
-            f"describes: {', '.join(unknown[:4])}"
-        )
-    return (*found.values(), *(checkpoint.tensors[name] for name in left))
+            stored[tensor.name] = checkpoint.expect(tensor.name, tensor.shape, dtypes)
+    left = cache_scales(checkpoint, {*stored, *ignored}, skipped)
+    return (*stored.values(), *(checkpoint.tensors[name] for name in left))

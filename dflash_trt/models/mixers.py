@@ -20,5 +20,5 @@ def mixers(shared: Pass) -> list[Mixer]:
     """The mixer of each layer. Layers of one kind share a mixer."""
     layers = shared.config.layers
     kinds = {kind: [i for i, layer in enumerate(layers) if type(layer) is kind] for kind in map(type, layers)}
-    found = {kind: MIXERS[kind](shared, indices) for kind, indices in kinds.items()}
-    return [found[type(layer)] for layer in layers]
+    by_kind = {kind: MIXERS[kind](shared, indices) for kind, indices in kinds.items()}
+    return [by_kind[type(layer)] for layer in layers]

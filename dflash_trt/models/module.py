@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import copy
 from typing import Any
 
@@ -120,17 +120,17 @@ class Module:
                 plain.append(name)
             elif self.dialect.joins_quantized and not bias:
                 stored[name] = layer
-        found: dict[str, ir.Value] = {}
+        products: dict[str, ir.Value] = {}
         for names, layer in joined(stored):
             if len(names) > 1:
                 self.used.update(info.name for name in names for info in stored[name].tensors)
                 y = self._quantized(x, "-".join(names), layer, None)
-                found |= self._split(y, {name: outputs[name] for name in names})
+                products |= self._split(y, {name: outputs[name] for name in names})
         if self.dialect.joins_floats and len(plain) > 1:
             y = self._joined(x, {name: outputs[name] for name in plain}, inputs, bias=bias)
-            found |= self._split(y, {name: outputs[name] for name in plain})
+            products |= self._split(y, {name: outputs[name] for name in plain})
         return [
-            found[name] if name in found else self.linear(x, name, inputs, n, bias=bias)
+            products[name] if name in products else self.linear(x, name, inputs, n, bias=bias)
             for name, n in outputs.items()
         ]
 
@@ -175,16 +175,23 @@ class Module:
         """Raise CheckpointError if a tensor is unused: then the checkpoint does not match its config.
 
         skipped: prefixes of tensors that may stay unused.
-
-        The scales of an FP8 cache may stay unused. Caches are in the compute dtype, because TensorRT's KVCacheUpdate
-        needs it.
         """
-        left = sorted(set(self.checkpoint.tensors) - self.used - set(ignored))
-        left = [name for name in left if not name.startswith(skipped)]
-        if self.checkpoint.quantization.kv_cache:
-            left = [name for name in left if not name.endswith((".k_scale", ".v_scale"))]
-        if left:
-            raise CheckpointError(
-                f"{self.checkpoint.directory}: {len(left)} tensors are not part of the architecture that config.json "
-                f"describes: {', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
-            )
+        cache_scales(self.checkpoint, self.used | set(ignored), skipped)
+
+
+def cache_scales(
+    checkpoint: Checkpoint | Outline, used: Collection[str], skipped: tuple[str, ...] = ()
+) -> list[str]:
+    """The scales of an FP8 cache, the only tensors that may stay unused beside those with the prefixes `skipped`.
+
+    Caches are in the compute dtype, because TensorRT's KVCacheUpdate needs it. Raises CheckpointError for any other.
+    """
+    left = sorted(set(checkpoint.tensors) - set(used))
+    left = [name for name in left if not name.startswith(skipped)]
+    ending = (".k_scale", ".v_scale") if checkpoint.quantization.kv_cache else ()
+    if unknown := [name for name in left if not name.endswith(ending)]:
+        raise CheckpointError(
+            f"{checkpoint.directory}: {len(unknown)} tensors are not part of the architecture that config.json "
+            f"describes: {', '.join(unknown[:4])}{', ...' if len(unknown) > 4 else ''}"
+        )
+    return left

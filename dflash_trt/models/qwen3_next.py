@@ -67,15 +67,15 @@ def read_hybrid(
         architecture=top.strings("architectures", most=LAYERS)[0],
     )
     count = common["num_hidden_layers"]
-    found = target(text, common, [None] * count, _moe(text, count, stacked) if sparse else None)
-    if found.rotary_dim % 2 or not found.rotary_dim:
+    config = target(text, common, [None] * count, _moe(text, count, stacked) if sparse else None)
+    if config.rotary_dim % 2 or not config.rotary_dim:
         raise text.error(
             "head_dim",
-            f"is {found.head_dim}, of which {found.rotary_dim} are rotated: RoPE needs an even number",
+            f"is {config.head_dim}, of which {config.rotary_dim} are rotated: RoPE needs an even number",
         )
     place = top if top.get("tie_word_embeddings") is not None else text
     return replace(
-        found,
+        config,
         layers=_layers(text, count, fused=fused),
         tie_word_embeddings=place.boolean("tie_word_embeddings", default=False),
         attention_gate=True,

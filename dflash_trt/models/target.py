@@ -48,12 +48,11 @@ def build_target(
     hidden, vocab = config.hidden_size, config.vocab_size
     tokens, start, rows = ints(g, "tokens", "B", "S"), ints(g, "start", "B"), ints(g, "rows", "B", "R")
     batch, count = g.dim(tokens, 0, name="batch"), g.dim(tokens, 1, name="count")
-    tree = None
-    if trees:
-        tree = Tree(ints(g, "depths", "B", "S"), g.input("visible", BOOL, ["B", "S", "S"]))
-        positions = g.op("Add", g.unsqueeze(start, 1), tree.depths, name="positions")
-    else:
+    tree = Tree(ints(g, "depths", "B", "S"), g.input("visible", BOOL, ["B", "S", "S"])) if trees else None
+    if tree is None:
         positions = positions_from(g, start, count)
+    else:
+        positions = g.op("Add", g.unsqueeze(start, 1), tree.depths, name="positions")
     this_pass = PassRows(g, batch, count, positions, config)
     lengths = g.op("Add", start, count, name="lengths")
     # No token before the first row with logits depends on them, so no such row is taken back.
@@ -71,15 +70,13 @@ def build_target(
             x = family.layer(m.at(f"layers.{i}"), by_layer[i], config, i, x)
         tapped[i] = x
 
-    (features,) = g.call(
-        dialect.hidden_state_tap(len(taps)), *(tapped[i] for i in taps), name="features_flat"
-    )
+    states = (tapped[i] for i in taps)
+    (features,) = g.call(dialect.hidden_state_tap(len(taps)), *states, name="features_flat")
     features = g.op("Reshape", features, this_pass.shape(len(taps) * hidden), name="features")
     by_row = g.op("Reshape", x, this_pass.shape(hidden), name="by_row")
     chosen = g.op("GatherND", by_row, g.unsqueeze(rows, 2), name="rows_with_logits", batch_dims=1)
     chosen = g.op("Reshape", chosen, g.constant([-1, hidden]), name="flat_rows")
-    logits = lm_head(m.rms_norm(chosen, "norm", hidden, config.rms_norm_eps), root, config)
-    logits = g.to_float(logits)
+    logits = g.to_float(lm_head(m.rms_norm(chosen, "norm", hidden, config.rms_norm_eps), root, config))
     logits = g.op("Reshape", logits, g.shape(batch, g.dim(rows, 1), vocab), name="logits")
     acceptance = dialect.block_acceptance()
     accepted, next_token = g.call(acceptance, tokens, rows, logits, outputs=2, name="acceptance")

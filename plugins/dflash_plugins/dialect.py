@@ -64,8 +64,8 @@ class TensorRTPlugins(TensorRT):
     ) -> tuple[Storage, ir.Value, ir.Value | None]:
         """The blocks and scales as signed bytes: TensorRT widens unsigned bytes at a plugin's input to four bytes."""
         int8 = ir.DataType.INT8
-        found = [g.reinterpret(v, int8, [int(str(n)) for n in v.shape or ()]) for v in (blocks, scales)]
-        return "mxfp4", found[0], found[1]
+        signed = [g.reinterpret(v, int8, [int(str(n)) for n in v.shape or ()]) for v in (blocks, scales)]
+        return "mxfp4", signed[0], signed[1]
 
     def moe(
         self, storage: Storage, weight_dtype: ir.DataType, *, biased: bool, widened_bytes: int

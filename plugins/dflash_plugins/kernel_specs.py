@@ -58,6 +58,14 @@ class Tile:
 TILES = (Tile(64, 128, 16, 4, 4), Tile(128, 128, 16, 8, 3), Tile(64, 128, 16, 4, 5), Tile(128, 128, 64, 8, 2))
 
 
+def _optional(types: Types, constants: dict[str, Any], present: bool, **arguments: str) -> None:
+    """Add arguments that a kernel may go without. Then they are a constant, None."""
+    if present:
+        types.update(arguments)
+    else:
+        constants.update(dict.fromkeys(arguments))
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
@@ -118,14 +126,9 @@ def accept_block(*, block_size: int | None = None, mask_token: int = 0, tree: bo
     types: Types = dict.fromkeys(("tokens", "rows", "sampled", "accepted", "next_token"), "*i64")
     types |= {"tokens_per_sequence": "i32", "nodes_per_sequence": "i32"}
     constants: dict[str, Any] = {"MASK": mask_token, "BLOCK": block_size or 1, "SLOTS": ACCEPT_NODES}
-    optional = {"parents": tree} | dict.fromkeys(
-        ("start", "path", "block", "positions"), block_size is not None
-    )
-    for name, present in optional.items():
-        if present:
-            types[name] = "*i64"
-        else:
-            constants[name] = None
+    _optional(types, constants, tree, parents="*i64")
+    of_next_block = dict.fromkeys(("start", "path", "block", "positions"), "*i64")
+    _optional(types, constants, block_size is not None, **of_next_block)
     return Use("acceptance", "accept_block", types, constants, num_warps=1)
 
 
@@ -145,10 +148,7 @@ def fill_tokens(most: int, *, drafted: bool) -> Use:
     types: Types = dict.fromkeys(("block", "tokens", "rows"), "*i64")
     types |= dict.fromkeys(("nodes", "width"), "i32")
     constants: dict[str, Any] = {"SLOTS": power_of_two(most)}
-    if drafted:
-        types["drafts"] = "*i64"
-    else:
-        constants["drafts"] = None
+    _optional(types, constants, drafted, drafts="*i64")
     return Use("rounds", "fill_tokens", types, constants, num_warps=1)
 
 
@@ -156,22 +156,16 @@ def end_round(vocab: int, features: int, dtype: str, *, committing: bool) -> Use
     """The kernel after the target's pass. With `committing`, it copies features of this type."""
     types: Types = {"logits": "*fp32", "features": f"*{dtype}", "waiting": f"*{dtype}"}
     types |= dict.fromkeys(("nodes", "room"), "i32") | dict.fromkeys(("counters", "finite"), "*i32")
-    sizes = {"VOCAB": vocab, "FEATURES": features, "TILES": vocabulary_tiles(vocab), "TILE": TILE_TOKENS}
-    constants: dict[str, Any] = dict(sizes)
-    if committing:
-        types["places"] = "*i64"
-    else:
-        constants["places"] = None
+    constants: dict[str, Any] = {"VOCAB": vocab, "FEATURES": features}
+    constants |= {"TILES": vocabulary_tiles(vocab), "TILE": TILE_TOKENS}
+    _optional(types, constants, committing, places="*i64")
     return Use("rounds", "end_round", types, constants)
 
 
 def gather_taps(taps: int, hidden: int, source: str, target: str, *, ragged: bool = False) -> Use:
     types: Types = {"taps": (f"*{source}",) * taps, "rows_per_sequence": "i32", "features": f"*{target}"}
     constants: dict[str, Any] = {"D": hidden, "SLOTS": power_of_two(hidden)}
-    if ragged:
-        types["valid"] = "*i64"
-    else:
-        constants["valid"] = None
+    _optional(types, constants, ragged, valid="*i64")
     return Use("taps", "gather_taps", types, constants)
 
 
@@ -229,10 +223,7 @@ def _product(
         types |= {"shares": "*fp32", "outputs": "*fp32"}
     cut = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "TOKENS": tile.tokens}
     constants = constants | {"D": hidden, "INNER": inner} | cut
-    if biased:
-        types["bias"] = f"*{dtype}"
-    else:
-        constants["bias"] = None
+    _optional(types, constants, biased, bias=f"*{dtype}")
     return Use("moe", name, types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
 
 
@@ -289,11 +280,7 @@ def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: Attention
     types |= dict.fromkeys(("partial", "largest", "total"), "*fp32")
     constants = {"KV_HEADS": kv_heads, "GROUP": group, "LEAST": ATTENTION_PART} | _head(head_dim)
     constants |= {"ROWS": tile.rows, "SLOTS": tile.slots}
-    for name, kind in (("start", "*i64"), ("visible", "*i32")):
-        if tree:
-            types[name] = kind
-        else:
-            constants[name] = None
+    _optional(types, constants, tree, start="*i64", visible="*i32")
     return Use("attention", "attend", types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
 
 
@@ -301,10 +288,7 @@ def merge(heads: int, head_dim: int, dtype: str, *, sinks: bool) -> Use:
     types: Types = dict.fromkeys(("partial", "largest", "total"), "*fp32")
     types |= dict.fromkeys(("rows", "count", "splits"), "i32") | dict.fromkeys(("like", "y"), f"*{dtype}")
     constants = {"HEADS": heads, "SPLITS": ATTENTION_SPLITS} | _head(head_dim)
-    if sinks:
-        types["sinks"] = f"*{dtype}"
-    else:
-        constants["sinks"] = None
+    _optional(types, constants, sinks, sinks=f"*{dtype}")
     return Use("attention", "merge", types, constants, fp_fusion=True)
 
 

@@ -75,10 +75,10 @@ class Sizes:
 
     def type(self, i: int) -> str:
         """The type of an input. Raises BuildError for a type that no kernel supports."""
-        found = self.inputs[i].dtype.name
-        if found not in TYPES:
-            raise BuildError(f"{self.name}: input {i} is {found}, expected one of: {', '.join(TYPES)}")
-        return TYPES[found]
+        name = self.inputs[i].dtype.name
+        if name not in TYPES:
+            raise BuildError(f"{self.name}: input {i} is {name}, expected one of: {', '.join(TYPES)}")
+        return TYPES[name]
 
 
 @dataclass(frozen=True)
@@ -183,13 +183,10 @@ PLUGINS = (
     Plugin(
         "SampleTiles",
         _SAMPLING,
-        outputs=lambda s, a: [
-            ((s[0][0] * s[0][1], _tiles(s) * uses.TILE_GROUPS), "FLOAT"),
-            ((s[0][0] * s[0][1], _tiles(s) * uses.TILE_GROUPS), "FLOAT"),
-            ((s[0][0] * s[0][1], _tiles(s)), "FLOAT"),
-            ((s[0][0] * s[0][1], _tiles(s)), "FLOAT"),
-            ((s[0][0] * s[0][1], _tiles(s)), "INT64"),
-        ],
+        outputs=lambda s, a: (
+            [((s[0][0] * s[0][1], _tiles(s) * uses.TILE_GROUPS), "FLOAT")] * 2
+            + [((s[0][0] * s[0][1], _tiles(s)), kind) for kind in ("FLOAT", "FLOAT", "INT64")]
+        ),
         use=lambda z, a, t: uses.sample_tiles(z.fixed(0, 2)),
         grid=lambda s, a, t: (_tiles(s), s[0][0] * s[0][1]),
         integers=lambda s, a: (s[0][1],),
@@ -243,15 +240,8 @@ PLUGINS = (
         attributes={"k": int, "alpha": float, "beta": float, "limit": float},
         outputs=lambda s, a: [((s[1][0], s[3][1] // 2), 0)],
         use=lambda z, a, t: uses.gate_up(
-            z.fixed(0, 1),
-            z.fixed(3, 1) // 2,
-            a["k"],
-            a["alpha"],
-            a["beta"],
-            a["limit"],
-            z.type(0),
-            True,
-            t,
+            *(z.fixed(0, 1), z.fixed(3, 1) // 2, a["k"], a["alpha"], a["beta"], a["limit"]),
+            *(z.type(0), True, t),
         ),
         grid=lambda s, a, t: (s.ceil_div(s[3][1], 2 * t.block_n), s.minimum(s[3][0], s[1][0])),
         tiles=uses.TILES,
@@ -299,81 +289,86 @@ def register(trt: Any, capability: int) -> None:
             )
         return
     for plugin in PLUGINS:
-        _register(trt, plugin, capability)
+        _Registration(trt, plugin, capability).register()
     _registered_for.append(capability)
 
 
-def _register(trt: Any, plugin: Plugin, capability: int) -> None:
-    trtp = trt.plugin
-    name = f"{NAMESPACE}::{versioned(plugin.name)}"
-    count = len(plugin.inputs)
-    schema = {**dict.fromkeys(plugin.inputs, trtp.TensorDesc), **plugin.attributes}
+class _Registration:
+    """The functions of one plugin that TensorRT calls during a build."""
 
-    def symbols(inputs: Sequence[Any]) -> Symbols:
-        return Symbols([t.shape_expr for t in inputs], trtp.cdiv, trtp.min)
+    def __init__(self, trt: Any, plugin: Plugin, capability: int) -> None:
+        self.trt, self.plugin, self.capability = trt, plugin, capability
+        self.name, self.count = f"{NAMESPACE}::{versioned(plugin.name)}", len(plugin.inputs)
 
-    def describe(*inputs: Any, **attributes: Any) -> Any:
+    def register(self) -> None:
+        trtp, plugin = self.trt.plugin, self.plugin
+        schema = {**dict.fromkeys(plugin.inputs, trtp.TensorDesc), **plugin.attributes}
+        outputs = len(plugin.outputs(_ONES, dict.fromkeys(plugin.attributes, 1)))
+        several = GenericAlias(tuple, (trtp.TensorDesc,) * outputs)
+        trtp.register(self.name)(_signed(self.describe, schema, several))
+        schema |= {"outputs": several}
+        if plugin.tiles:
+            combinations = GenericAlias(list, (trtp.AutoTuneCombination,))
+            trtp.autotune(self.name)(_signed(self.tune, schema, combinations))
+        result = GenericAlias(tuple, (str, str, trtp.KernelLaunchParams, trtp.SymIntExprs))
+        trtp.aot_impl(self.name)(_signed(self.implement, schema | {"tactic": int}, result))
+
+    def describe(self, *inputs: Any, **attributes: Any) -> Any:
         """Shapes and types of the outputs."""
         made = []
-        for shape, kind in plugin.outputs(symbols(inputs), attributes):
-            dtype = inputs[kind].dtype if isinstance(kind, int) else getattr(trt.DataType, kind)
-            made.append(trtp.from_shape_expr(shape, dtype))
+        for shape, kind in self.plugin.outputs(self._symbols(inputs), attributes):
+            dtype = inputs[kind].dtype if isinstance(kind, int) else getattr(self.trt.DataType, kind)
+            made.append(self.trt.plugin.from_shape_expr(shape, dtype))
         return tuple(made)
 
-    def compiled_for(inputs: Sequence[Any], attributes: Mapping[str, Any], tile: Any) -> Compiled:
-        from dflash_plugins.compiler import compile_kernel
-
-        sizes = Sizes(name, inputs)
-        sizes.check(plugin.most)
-        return compile_kernel(plugin.use(sizes, attributes, tile), capability)
-
-    def tune(*arguments: Any) -> Any:
+    def tune(self, *arguments: Any) -> Any:
         """The tile sizes that TensorRT can launch and should time."""
-        inputs, values, outputs = arguments[:count], arguments[count:-1], arguments[-1]
-        attributes = dict(zip(plugin.attributes, values, strict=True))
+        inputs, values, outputs = arguments[: self.count], arguments[self.count : -1], arguments[-1]
+        attributes = dict(zip(self.plugin.attributes, values, strict=True))
         types = ", ".join(_type_name(t.dtype) for t in (*inputs, *outputs))
-        compiled = [compiled_for(inputs, attributes, tile) for tile in plugin.tiles]
+        compiled = [self._compiled(inputs, attributes, tile) for tile in self.plugin.tiles]
         tactics = [
             i for i, each in enumerate(compiled, 1) if each.stores and each.shared_bytes <= SHARED_BYTES
         ]
         if not tactics:
             raise BuildError(
-                f"{plugin.name}: no tile shape takes {SHARED_BYTES} bytes of shared memory or less; "
+                f"{self.plugin.name}: no tile shape takes {SHARED_BYTES} bytes of shared memory or less; "
                 "build with --plugins none"
             )
-        return [trtp.AutoTuneCombination(types, "LINEAR", tactics)]
+        return [self.trt.plugin.AutoTuneCombination(types, "LINEAR", tactics)]
 
-    def implement(*arguments: Any) -> Any:
+    def implement(self, *arguments: Any) -> Any:
         """The compiled kernel and its launch."""
-        inputs, values, tactic = arguments[:count], arguments[count:-2], arguments[-1]
+        trtp, plugin = self.trt.plugin, self.plugin
+        inputs, values, tactic = arguments[: self.count], arguments[self.count : -2], arguments[-1]
         attributes = dict(zip(plugin.attributes, values, strict=True))
         # Tactics count from 1; 0 is TensorRT's own default.
         tile = plugin.tiles[max(tactic, 1) - 1] if plugin.tiles else None
-        compiled = compiled_for(inputs, attributes, tile)
+        compiled = self._compiled(inputs, attributes, tile)
         if not compiled.stores:
             raise BuildError(
                 f"{plugin.name}: Triton compiles it to a kernel that writes nothing; install another version"
             )
-        s = symbols(inputs)
+        symbols = self._symbols(inputs)
         launch = trtp.KernelLaunchParams()
-        for axis, size in zip("xyz", plugin.grid(s, attributes, tile), strict=False):
+        for axis, size in zip("xyz", plugin.grid(symbols, attributes, tile), strict=False):
             setattr(launch, f"grid_{axis}", size)
         launch.block_x, launch.shared_mem = compiled.threads, compiled.shared_bytes
-        integers = plugin.integers(s, attributes)
+        integers = plugin.integers(symbols, attributes)
         extra = trtp.SymIntExprs(len(integers))
         for i, value in enumerate(integers):
             extra[i] = trtp.SymInt32(value)
         return compiled.name, compiled.ptx, launch, extra
 
-    outputs = len(plugin.outputs(_ONES, dict.fromkeys(plugin.attributes, 1)))
-    several = GenericAlias(tuple, (trtp.TensorDesc,) * outputs)
-    trtp.register(name)(_signed(describe, schema, several))
-    tail = {"outputs": several}
-    if plugin.tiles:
-        combinations = GenericAlias(list, (trtp.AutoTuneCombination,))
-        trtp.autotune(name)(_signed(tune, schema | tail, combinations))
-    result = GenericAlias(tuple, (str, str, trtp.KernelLaunchParams, trtp.SymIntExprs))
-    trtp.aot_impl(name)(_signed(implement, schema | tail | {"tactic": int}, result))
+    def _symbols(self, inputs: Sequence[Any]) -> Symbols:
+        return Symbols([t.shape_expr for t in inputs], self.trt.plugin.cdiv, self.trt.plugin.min)
+
+    def _compiled(self, inputs: Sequence[Any], attributes: Attributes, tile: Any) -> Compiled:
+        from dflash_plugins.compiler import compile_kernel
+
+        sizes = Sizes(self.name, inputs)
+        sizes.check(self.plugin.most)
+        return compile_kernel(self.plugin.use(sizes, attributes, tile), self.capability)
 
 
 def _type_name(dtype: Any) -> str:

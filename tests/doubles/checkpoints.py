@@ -233,31 +233,45 @@ def make_drafter(
         }
     write_json(directory / "config.json", config)
 
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(taps) * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    for i in range(layers):
-        attention = {"q": (heads, "q_proj"), "k": (kv_heads, "k_proj"), "v": (kv_heads, "v_proj")}
-        for count, name in attention.values():
-            shapes[f"layers.{i}.self_attn.{name}.weight"] = (count * head_dim, hidden)
-            if attention_bias:
-                shapes[f"layers.{i}.self_attn.{name}.bias"] = (count * head_dim,)
-        shapes[f"layers.{i}.self_attn.o_proj.weight"] = (hidden, heads * head_dim)
-        if attention_bias:
-            shapes[f"layers.{i}.self_attn.o_proj.bias"] = (hidden,)
-        shapes[f"layers.{i}.self_attn.q_norm.weight"] = (head_dim,)
-        shapes[f"layers.{i}.self_attn.k_norm.weight"] = (head_dim,)
-        shapes[f"layers.{i}.input_layernorm.weight"] = (hidden,)
-        shapes[f"layers.{i}.post_attention_layernorm.weight"] = (hidden,)
-        shapes[f"layers.{i}.mlp.gate_proj.weight"] = (intermediate, hidden)
-        shapes[f"layers.{i}.mlp.up_proj.weight"] = (intermediate, hidden)
-        shapes[f"layers.{i}.mlp.down_proj.weight"] = (hidden, intermediate)
+    shapes = dflash_shapes(config, len(taps))
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: draw(name, shape, generator).to(DTYPES[dtype]) for name, shape in sorted(shapes.items())}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def dflash_shapes(config: dict[str, Any], taps: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a DFlash drafter with this config.json."""
+    hidden = config["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, taps * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for i in range(config["num_hidden_layers"]):
+        shapes |= layer_shapes(f"layers.{i}", config, hidden)
+        shapes |= {f"layers.{i}.self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
+    return shapes
+
+
+def layer_shapes(layer: str, config: dict[str, Any], inputs: int) -> dict[str, tuple[int, ...]]:
+    """The norms, attention and MLP of a decoder layer. `inputs`: the width of its rows."""
+    hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    matrices = {
+        "self_attn.q_proj": (q, inputs),
+        "self_attn.k_proj": (kv, inputs),
+        "self_attn.v_proj": (kv, inputs),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {f"{layer}.{name}.weight": shape for name, shape in matrices.items()}
+    if config.get("attention_bias"):
+        shapes |= {f"{layer}.{n}.bias": (m[0],) for n, m in matrices.items() if n.startswith("self_attn")}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return shapes | {f"{layer}.{name}.weight": (hidden,) for name in norms}
 
 
 def draw(name: str, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import numpy as np
 import onnx
 import onnx.inliner
-import onnxruntime as ort
 
 from tests.doubles.cuda_double import ALIGNMENT, Cuda, Room
+from tests.doubles.sessions import session
 from tests.doubles.tensorrt_rules import RULES, refused, undefined
 from tests.doubles.trt_bodies import executable
 
@@ -273,9 +273,7 @@ class Engine:
 
     def __init__(self, profiles: list[dict[str, Any]], model: bytes, logger: Any) -> None:
         self._logger = logger
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = 1, 3
-        self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self._session = session(model)
         graph = onnx.load_from_string(model).graph
         self._profiles = profiles
         self._inputs = {i.name: Tensor(i) for i in graph.input}

@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
+
+from tests.doubles.sessions import session
 
 
 class HeadMajorEngine:
     """`run` is that of `OnnxRuntimeEngine`; the graph's capacity is a number. Layers with a window keep all rows."""
 
     def __init__(self, path: Path, *, slots: int) -> None:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = 1, 3
-        self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self.session = session(path)
         self.caches = {
             i.name: np.zeros((slots, *i.shape[1:]), np.float16 if "16" in i.type else np.float32)
             for i in self.session.get_inputs()

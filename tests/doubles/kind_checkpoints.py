@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.doubles.checkpoints import MASK, draw, write_json
+from tests.doubles.checkpoints import MASK, dflash_shapes, draw, layer_shapes, write_json
 
 HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4, 2, 16, 96
 
@@ -96,15 +96,8 @@ def make_eagle3(
         "fc.weight": (hidden, 3 * hidden),
         "norm.weight": (hidden,),
         "lm_head.weight": (size, hidden),
-        **{f"{layout}.{name}.weight": (hidden,) for name in ("input_layernorm", "hidden_norm")},
-        f"{layout}.post_attention_layernorm.weight": (hidden,),
-        f"{layout}.self_attn.q_proj.weight": (heads * HEAD_DIM, 2 * hidden),
-        f"{layout}.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, 2 * hidden),
-        f"{layout}.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, 2 * hidden),
-        f"{layout}.self_attn.o_proj.weight": (hidden, heads * HEAD_DIM),
-        f"{layout}.mlp.gate_proj.weight": (INTERMEDIATE, hidden),
-        f"{layout}.mlp.up_proj.weight": (INTERMEDIATE, hidden),
-        f"{layout}.mlp.down_proj.weight": (hidden, INTERMEDIATE),
+        f"{layout}.hidden_norm.weight": (hidden,),
+        **layer_shapes(layout, {"head_dim": HEAD_DIM, **config}, 2 * hidden),
     }
     if fc_norm:
         shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(3)}
@@ -114,31 +107,6 @@ def make_eagle3(
     if embedding:
         others["embed_tokens.weight"] = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     return _write(directory, config, shapes, seed, **others)
-
-
-def dflash_shapes(hidden: int, taps: int, layers: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of a DFlash drafter."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, taps * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    for i in range(layers):
-        layer = f"layers.{i}"
-        shapes |= {
-            f"{layer}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, hidden),
-            f"{layer}.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, hidden),
-            f"{layer}.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, hidden),
-            f"{layer}.self_attn.o_proj.weight": (hidden, HEADS * HEAD_DIM),
-            f"{layer}.self_attn.q_norm.weight": (HEAD_DIM,),
-            f"{layer}.self_attn.k_norm.weight": (HEAD_DIM,),
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.mlp.gate_proj.weight": (INTERMEDIATE, hidden),
-            f"{layer}.mlp.up_proj.weight": (INTERMEDIATE, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, INTERMEDIATE),
-        }
-    return shapes
 
 
 def dflash_fields(target: Path, architecture: str, layers: int) -> dict[str, Any]:
@@ -203,7 +171,7 @@ def make_dflash2(
             **({} if multiplier is None else {"output_multiplier": multiplier}),
         },
     }
-    shapes = dflash_shapes(hidden, 2, layers)
+    shapes = dflash_shapes(config, 2)
     for i in range(layers):
         for name in ("attention_conv", "mlp_conv"):
             shapes[f"layers.{i}.{name}.base_kernel"] = (2, 2, hidden)
@@ -237,7 +205,7 @@ def make_dspark(
         "enable_confidence_head": confidence,
         "confidence_head_with_markov": confidence and rank > 0,
     }
-    shapes = dflash_shapes(hidden, 2, 2)
+    shapes = dflash_shapes(config, 2)
     shapes |= {"embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
     if rank:
         shapes |= {f"markov_head.markov_w{i}.weight": (vocab, rank) for i in (1, 2)}
@@ -258,7 +226,7 @@ def make_dflare(directory: Path, target: Path, *, seed: int = 8) -> Path:
     config = dflash_fields(target, "QwenDFlareDraftModel", 2)
     hidden = config["hidden_size"]
     config["dflash_config"] = {"block_size": 8, "mask_token_id": MASK, "target_layer_ids": [1, 2, 4]}
-    shapes = dflash_shapes(hidden, 3, 2)
+    shapes = dflash_shapes(config, 3)
     del shapes["fc.weight"]
     shapes["layer_fusion_weights"] = (2, 3)
     for i in range(2):
@@ -271,6 +239,4 @@ def make_jetspec(directory: Path, target: Path, *, seed: int = 9) -> Path:
     """A JetSpec head: DFlash's tensors, and a causal block."""
     config = dflash_fields(target, "DFlashDraftModel", 2)
     dflash = {"block_size": 8, "mask_token_id": MASK, "target_layer_ids": [1, 4], "causal_head": True}
-    return _write(
-        directory, {**config, "dflash_config": dflash}, dflash_shapes(config["hidden_size"], 2, 2), seed
-    )
+    return _write(directory, {**config, "dflash_config": dflash}, dflash_shapes(config, 2), seed)

@@ -17,11 +17,6 @@ from dflash_trt.engines import registry
 from dflash_trt.errors import BuildError, BundleError
 
 
-def test_every_engine_is_found_by_its_name() -> None:
-    for name in registry.NAMES:
-        assert registry.find(name).name == name
-
-
 def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(
         BuildError, match=r"--engine is 'onnx', .*onnxruntime, tensorrt-rtx, tensorrt, tensorrt-llm"

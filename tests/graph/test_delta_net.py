@@ -11,6 +11,7 @@ from dflash_trt.checkpoint.schema import PENDING_ROWS
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind, causal_conv, onnxruntime_delta
 from dflash_trt.graph.delta_net_chunks import chunked_delta
+from tests.doubles import sessions
 
 KIND = DeltaKind(key_heads=2, value_heads=6, key_dim=16, value_dim=24, kernel=4)
 CHANNELS = 2 * KIND.key_heads * KIND.key_dim + KIND.value_heads * KIND.value_dim
@@ -23,11 +24,7 @@ def session(body: ir.Function) -> ort.InferenceSession:
     outputs = g.call(body, *inputs, outputs=len(body.outputs), name="it")
     for value, made in zip(body.outputs, outputs, strict=True):
         g.output(made, value.name or "", value.dtype or FLOAT, list(value.shape or ()))
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    return ort.InferenceSession(
-        ir.to_proto(g.model()).SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    return sessions.session(g.model())
 
 
 def places(batch: int, count: int, certain: int) -> dict[str, np.ndarray]:

@@ -4,7 +4,6 @@ pass.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +26,7 @@ from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.models.configs import read_target_config
 from dflash_trt.models.target import build_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_qwen3_moe
+from tests.doubles.sessions import executed, session
 
 Array = np.ndarray[Any, Any]
 
@@ -118,19 +118,6 @@ def _widened(weight: Array, scales: Array | None) -> Array:
     return (halves.reshape(*weight.shape[:-1], 32) * factors[..., None]).reshape(*weight.shape[:2], -1)
 
 
-def session(
-    model: ir.Model, profile: Path | None = None, optimized: Path | None = None
-) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    if profile is not None:
-        options.enable_profiling, options.profile_file_prefix = True, str(profile)
-    if optimized is not None:
-        options.optimized_model_filepath = str(optimized)
-    proto = ir.to_proto(model).SerializeToString()
-    return ort.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
-
-
 def routes(rows: int, distinct: int, k: int, rng: np.random.Generator) -> Array:
     """Router logits with which `rows` rows choose exactly `distinct` experts, k each. No two logits are equal."""
     assert k <= distinct <= rows * k
@@ -178,7 +165,9 @@ def test_a_pass_reads_the_experts_that_some_row_chose(storage: str, tmp_path: Pa
         rows = max(1, -(-distinct // k))
         x = rng.normal(0, 2, (rows, HIDDEN)).astype(np.float32)
         feeds = {"x": x, "router": routes(rows, distinct, k, rng)}
-        run = layer.session(resident=False, k=k, profile=tmp_path / "profile")
+        run = layer.session(
+            resident=False, k=k, enable_profiling=True, profile_file_prefix=str(tmp_path / "p")
+        )
         (y,) = run.run(None, feeds)
         assert_close(y, layer.reference(x, feeds["router"], k))
         np.testing.assert_allclose(whole.run(None, feeds)[0], y, atol=1e-5)
@@ -189,12 +178,6 @@ def test_a_pass_reads_the_experts_that_some_row_chose(storage: str, tmp_path: Pa
         }
         assert len(gathered) == sum(t is not None for t in layer.tensors.values())
         assert sum(gathered.values()) == distinct * per_expert
-
-
-def executed(run: ort.InferenceSession) -> list[dict[str, Any]]:
-    """The profile's events of executed nodes. Ends the profile."""
-    events = json.loads(Path(run.end_profiling()).read_text())
-    return [event for event in events if event["cat"] == "Node" and event["name"].endswith("_kernel_time")]
 
 
 @LOAD
@@ -277,7 +260,8 @@ def test_extreme_scales(resident: bool) -> None:
 def test_experts_that_stay_are_widened_once(storage: str, tmp_path: Path) -> None:
     """At load time. A pass then only chooses rows and runs the operator, and the stored weights are gone."""
     layer = Layer(storage)
-    run = layer.session(resident=True, profile=tmp_path / "profile", optimized=tmp_path / "optimized.onnx")
+    profile = {"enable_profiling": True, "profile_file_prefix": str(tmp_path / "profile")}
+    run = layer.session(resident=True, **profile, optimized_model_filepath=str(tmp_path / "optimized.onnx"))
     run.run(
         None, {"x": np.ones((1, HIDDEN), np.float32), "router": routes(1, 3, 3, np.random.default_rng(6))}
     )
@@ -307,9 +291,7 @@ def test_the_target_s_graph_folds(
     config = read_target_config(directory)
     model = build_target(config, Checkpoint(directory), (1, 2), OnnxRuntime(), folder="target")
     ir.save(model, tmp_path / "target.onnx")
-    options = ort.SessionOptions()
-    options.log_severity_level, options.optimized_model_filepath = 3, str(tmp_path / "optimized.onnx")
-    ort.InferenceSession(tmp_path / "target.onnx", options, providers=["CPUExecutionProvider"])
+    session(tmp_path / "target.onnx", optimized_model_filepath=str(tmp_path / "optimized.onnx"))
     graph = onnx.load(tmp_path / "optimized.onnx").graph
     stored = {i.name: i.data_type for i in graph.initializer}
     producers = {output: node for node in graph.node for output in node.output}

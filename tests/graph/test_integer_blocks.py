@@ -21,6 +21,7 @@ from dflash_trt.formats.numbers import unpack_pairs
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.quantization.repack import has_blocks, in_blocks, int4_by_row
+from tests.doubles import sessions
 from tests.doubles.quantized_checkpoints import INT4_GROUP, encoded, write_quant_config, write_safetensors
 
 IN, OUT = 192, 80
@@ -52,9 +53,7 @@ def session(checkpoint: Checkpoint, *, biased: bool = False, threads: int = 1) -
     g.output(y, "y", FLOAT, ["rows", OUT])
     path = checkpoint.directory / "model.onnx"
     ir.save(g.model(), path)
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 3, threads
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return sessions.session(path, intra_op_num_threads=threads)
 
 
 def numbers(checkpoint: Checkpoint) -> np.ndarray:

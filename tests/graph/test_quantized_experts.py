@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from dflash_trt.bundle.workspace import silent
@@ -26,6 +23,7 @@ from dflash_trt.graph.quantized_experts import Projection, Stack
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.quantization.repack import int4_by_row
 from tests.doubles.quantized_checkpoints import encoded, rounded, write_quant_config, write_safetensors
+from tests.doubles.sessions import executed, session
 from tests.doubles.trt_bodies import executable
 
 Array = np.ndarray[Any, Any]
@@ -93,14 +91,6 @@ def model(checkpoint: Checkpoint, dialect: Dialect, *, widened_bytes: int = 0) -
     return g.model()
 
 
-def session(directory: Path, **options: Any) -> ort.InferenceSession:
-    settings = ort.SessionOptions()
-    settings.log_severity_level = 3
-    for name, value in options.items():
-        setattr(settings, name, value)
-    return ort.InferenceSession(str(directory / "model.onnx"), settings, providers=["CPUExecutionProvider"])
-
-
 def reference(checkpoint: Checkpoint, x: Array, router: Array) -> Array:
     """Row by row, expert by expert."""
     y = np.zeros((len(x), HIDDEN))
@@ -144,7 +134,7 @@ def test_onnxruntime_against_numpy(tmp_path: Path, name: str, resident: bool) ->
         ),
         tmp_path / "model.onnx",
     )
-    run = session(tmp_path, optimized_model_filepath=str(tmp_path / "optimized.onnx"))
+    run = session(tmp_path / "model.onnx", optimized_model_filepath=str(tmp_path / "optimized.onnx"))
     for rows in (1, 3, 20):
         given = feeds(rows)
         expected = reference(checkpoint, **given)
@@ -160,23 +150,19 @@ def test_onnxruntime_against_numpy(tmp_path: Path, name: str, resident: bool) ->
     assert ("GatherElements" in everywhere) == (not resident)
 
 
-def executed(directory: Path, run: ort.InferenceSession) -> Iterator[dict[str, Any]]:
-    for event in json.loads(Path(run.end_profiling()).read_text()):
-        if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
-            yield event
-
-
 def test_a_pass_widens_the_experts_that_some_row_chose(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, "NVFP4")
     ir.save(model(checkpoint, OnnxRuntime(), widened_bytes=1 << 40), tmp_path / "model.onnx")
     for rows in (1, 2, 9):
-        run = session(tmp_path, enable_profiling=True, profile_file_prefix=str(tmp_path / "profile"))
+        run = session(
+            tmp_path / "model.onnx", enable_profiling=True, profile_file_prefix=str(tmp_path / "profile")
+        )
         given = feeds(rows)
         run.run(None, given)
         chosen = np.unique(np.argsort(-given["router"], axis=1)[:, :K])
         widened = [
             int(event["args"]["output_size"])
-            for event in executed(tmp_path, run)
+            for event in executed(run)
             if "/widened_by_block" in event["name"]
         ]
         assert sum(widened) == len(chosen) * 3 * 4 * HIDDEN * INNER
@@ -184,7 +170,7 @@ def test_a_pass_widens_the_experts_that_some_row_chose(tmp_path: Path) -> None:
 
 def test_what_a_row_gets_does_not_depend_on_the_others(tmp_path: Path) -> None:
     ir.save(model(write(tmp_path, "NVFP4"), OnnxRuntime()), tmp_path / "model.onnx")
-    run, given = session(tmp_path), feeds(12)
+    run, given = session(tmp_path / "model.onnx"), feeds(12)
     given["x"][1::2] *= 100
     (y,) = run.run(None, given)
     for row in range(12):
@@ -213,7 +199,7 @@ def test_what_tensorrt_gets_against_numpy(
     onnx.save(executable(document), tmp_path / "model.onnx")
     given = feeds(9)
     expected = reference(checkpoint, **given)
-    (y,) = session(tmp_path).run(None, given)
+    (y,) = session(tmp_path / "model.onnx").run(None, given)
     error = np.linalg.norm(y - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert np.median(error) < 1e-5
     assert error.max() < 0.05

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from dflash_trt.checkpoint.linears import stored_linear, widen
@@ -22,6 +21,7 @@ from tests.doubles.quantized_checkpoints import (
     write_quant_config,
     write_safetensors,
 )
+from tests.doubles.sessions import session
 
 IN, OUT = 256, 48
 FORMATS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A16_MXFP4", "W4A16_AWQ", "W8A16"]
@@ -40,11 +40,8 @@ def run(directory: Path, x: np.ndarray, *, biased: bool, resident: bool) -> np.n
     (y,) = g.call(body, g.input("x", FLOAT, ["rows", IN]), *ordered, name="linear")
     g.output(y, "y", FLOAT, ["rows", OUT])
     ir.save(g.model(), directory / "model.onnx")
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.optimized_model_filepath = str(directory / "optimized.onnx")
-    session = ort.InferenceSession(str(directory / "model.onnx"), options, providers=["CPUExecutionProvider"])
-    return np.asarray(session.run(None, {"x": x})[0])
+    run = session(directory / "model.onnx", optimized_model_filepath=str(directory / "optimized.onnx"))
+    return np.asarray(run.run(None, {"x": x})[0])
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,10 @@ own way. The tests of test_parity.py compare the graphs with the reference; they
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
@@ -20,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from dflash_trt import LLM, Completion, SamplingParams
+from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.formats.mxfp4 import unpack_blocks
 from dflash_trt.graph import onnxruntime as functions
@@ -31,6 +29,7 @@ from dflash_trt.models.configs import read_target_config
 from tests.doubles.checkpoints import VOCAB, make_drafter
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter, make_llama, make_qwen3_moe
 from tests.doubles.reference import Drafter, decode, decode_drafting, target_outputs
+from tests.doubles.sessions import session
 from tests.models.test_parity import (  # noqa: F401  # the tests among them run on this module's `case`
     Case,
     assert_close,
@@ -183,63 +182,47 @@ def test_no_part_of_gpt_oss_is_idle(tmp_path: Path) -> None:
     assert {name for name, change in parts.items() if without(change) < 0.05} == set()
 
 
-@dataclass
-class Pair:
-    case: Case
-    llm: LLM
-
-    def generate(self, prompts: Any, params: Any, **options: Any) -> list[list[int]]:
-        completions: list[Completion] = self.llm.generate(prompts, params, **options)
-        return [c.token_ids for c in completions]
-
-
 @pytest.fixture(scope="module", params=["llama", "qwen3-moe, some layers dense", *GPT_OSS[:2]])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Case, LLM]]:
     """Targets with favourite tokens, so that some drafts are right."""
     case = make_case(tmp_path_factory.mktemp("pair"), request.param, favourites=6)
     with LLM(case.bundle.path, max_batch_size=3, prefill_chunk=16, threads=1) as llm:
-        yield Pair(case, llm)
+        yield case, llm
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafting_and_batches_change_no_token(pair: Pair, temperature: float) -> None:
-    """Five requests of different lengths in three slots, compared with each alone without drafting.
+def test_drafting_and_batches_change_no_token(pair: tuple[Case, LLM]) -> None:
+    """Five requests of different lengths in three slots, greedy or sampled, compared with each alone without drafts.
 
     One of them fills the cache up to the last row that a request may have.
     """
-    prompts = [pair.case.tokens(n, seed=n) for n in (3, 17, LONG, 1, 40)]
+    case, llm = pair
+    prompts = [case.tokens(n, seed=n) for n in (3, 17, LONG, 1, 40)]
     params = [
-        SamplingParams(temperature=temperature, max_tokens=budget, seed=seed, ignore_eos=True)
-        for seed, budget in enumerate((30, 5, 40, 18, 11))
+        SamplingParams(temperature=seed % 2, max_tokens=budget, seed=seed, ignore_eos=True)
+        for seed, budget in enumerate((60, 5, 40, 18, 11))
     ]
-    plain = [pair.generate([t], [p], speculate=False)[0] for t, p in zip(prompts, params, strict=True)]
-    assert [len(tokens) for tokens in plain] == [30, 5, 40, 18, 11]
+    alone = [llm.generate(t, p, speculate=False) for t, p in zip(prompts, params, strict=True)]
+    plain = [c.token_ids for c in alone]
+    assert [len(tokens) for tokens in plain] == [60, 5, 40, 18, 11]
     for block_length in (1, 3, 8):
-        assert pair.generate(prompts, params, block_length=block_length) == plain
-        assert pair.generate(prompts[:1], params[:1], block_length=block_length) == plain[:1]
+        found = llm.generate(prompts, params, block_length=block_length)
+        assert [c.token_ids for c in found] == plain
+        assert llm.generate(prompts[0], params[0], block_length=block_length).token_ids == plain[0]
+    # Without accepted drafts, the equality above would say little.
+    assert sum(c.statistics.num_accepted_tokens for c in found) > 0
 
 
-def test_a_pair_decodes_as_the_oracle_does(pair: Pair) -> None:
+def test_a_pair_decodes_as_the_oracle_does(pair: tuple[Case, LLM]) -> None:
     """Across a window and the original RoPE length. The oracle accepts the same drafts."""
-    prompt = pair.case.tokens(25)
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
-    expected = decode_drafting(pair.case.target, pair.case.drafter, prompt, 20, block_length=8)
-    assert expected.tokens == decode(pair.case.target, prompt, 20).tokens
-    completion = pair.llm.generate(prompt, params, block_length=8)
+    case, llm = pair
+    prompt, params = case.tokens(25), SamplingParams(max_tokens=20, ignore_eos=True)
+    expected = decode_drafting(case.target, case.drafter, prompt, 20, block_length=8)
+    assert expected.tokens == decode(case.target, prompt, 20).tokens
+    completion = llm.generate(prompt, params, block_length=8)
     assert completion.token_ids == expected.tokens
     assert completion.statistics.num_accepted_tokens == sum(expected.accepted)
-
-
-def test_favourites_are_drafted(pair: Pair) -> None:
-    """Without accepted drafts, the equality above would say little."""
-    params = SamplingParams(max_tokens=100, ignore_eos=True)
-    accepted = [
-        pair.llm.generate(
-            pair.case.tokens(9, seed=seed), params, block_length=8
-        ).statistics.num_accepted_tokens
-        for seed in (1, 2)
-    ]
-    assert sum(accepted) > 0
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -309,8 +292,4 @@ def _sink_session(kind: AttentionKind) -> ort.InferenceSession:
     y, *_ = g.call(dialect.sink_attention(kind), *inputs, outputs=3, name="attention")
     y = g.op("Reshape", y, g.constant([0, 0, -1]))
     g.output(y, "y", FLOAT, ["B", "S", kind.heads * kind.head_dim])
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    return ort.InferenceSession(
-        ir.to_proto(g.model()).SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    return session(g.model())

@@ -76,12 +76,11 @@ def test_drafts_change_no_token_of_a_long_answer(
         assert min(found.statistics.acceptance_histogram[:block_length]) > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_batches_change_no_token(case: Case, llm: LLM, temperature: float) -> None:
-    """Five requests in three slots join and leave. Each is compared with itself alone, without drafts."""
+def test_batches_change_no_token(case: Case, llm: LLM) -> None:
+    """Five requests, greedy or sampled, join and leave three slots. Each is compared with itself alone, undrafted."""
     prompts = [case.tokens(n, seed=n) for n in (3, 17, 90, 1, 40)]
     params = [
-        SamplingParams(temperature=temperature, max_tokens=budget, seed=seed, ignore_eos=True)
+        SamplingParams(temperature=seed % 2, max_tokens=budget, seed=seed, ignore_eos=True)
         for seed, budget in enumerate((30, 5, 40, 18, 11))
     ]
     plain = [llm.generate(t, p, speculate=False).token_ids for t, p in zip(prompts, params, strict=True)]

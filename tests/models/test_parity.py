@@ -20,6 +20,7 @@ from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.reference import Drafter, load_target, target_outputs
+from tests.doubles.sessions import session
 
 TOLERANCE = 2e-4
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -184,14 +185,12 @@ def probe(bundle: Bundle) -> tuple[ort.InferenceSession, dict[str, np.ndarray]]:
     )
     path = bundle.path / "probe.onnx"  # beside the weights
     path.write_bytes(model.SerializeToString())
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    shapes = {i.name: (1, bundle.capacity, i.shape[2]) for i in session.get_inputs() if "_cache." in i.name}
+    run = session(path)
+    shapes = {i.name: (1, bundle.capacity, i.shape[2]) for i in run.get_inputs() if "_cache." in i.name}
     caches = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
     fill(caches)
-    bases = {i.name: ints(0) for i in session.get_inputs() if i.name.startswith("base.")}
-    return session, caches | bases
+    bases = {i.name: ints(0) for i in run.get_inputs() if i.name.startswith("base.")}
+    return run, caches | bases
 
 
 def test_sequences_of_a_batch_do_not_meet(case: Case) -> None:

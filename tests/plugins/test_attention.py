@@ -17,6 +17,7 @@ from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import AttentionKind
 from dflash_trt.graph.tensorrt import TensorRT
 from tests.doubles import plugin_graph
+from tests.doubles.sessions import session
 from tests.doubles.trt_bodies import executable
 
 Tensors = dict[str, torch.Tensor]
@@ -215,7 +216,4 @@ def _session(kind: AttentionKind, *, sinks: bool) -> ort.InferenceSession:
         body, *inputs, *mask, v["lengths"], *([v["sinks"]] if sinks else []), outputs=3, name="cached"
     )
     g.output(y, "y", FLOAT, ["B", kind.heads, "S", kind.head_dim])
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    model = executable(ir.to_proto(g.model()))
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session(executable(ir.to_proto(g.model())))

@@ -22,8 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
+def cache(pytestconfig: pytest.Config) -> Path:
+    """Kept by pytest: a kernel is compiled again when its digest of sources, sizes and compiler has changed."""
+    return Path(pytestconfig.cache.mkdir("kernels"))
 
 
 def run(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:

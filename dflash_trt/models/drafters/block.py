@@ -17,15 +17,13 @@ from functools import wraps
 
 import onnx_ir as ir
 
-from dflash_trt.graph.builder import GraphBuilder
 from dflash_trt.models.attention import Attention
 from dflash_trt.models.decoder import embed, gated_mlp
-from dflash_trt.models.drafters.candidates import best_candidates, output_candidates
+from dflash_trt.models.drafters.drafter_pass import DrafterPass, best_candidates
 from dflash_trt.models.drafters.kind import DrafterParts
-from dflash_trt.models.drafters.vocabulary import OF_TRAINING, DraftVocabulary
-from dflash_trt.models.mixers import mixers
+from dflash_trt.models.drafters.vocabulary import DraftVocabulary
 from dflash_trt.models.module import Module
-from dflash_trt.models.passes import Pass, PassRows, ints, positions_from
+from dflash_trt.models.passes import PassRows, positions_from
 from dflash_trt.models.target import lm_head
 
 # Tapped states exceed 2e4, and their sums through fc would exceed 65504. The sums are normalized afterwards. So a
@@ -52,50 +50,44 @@ class BlockSettings:
     embedding: bool = False
 
 
-class BlockPass:
-    """The parts of a kind's graph, in the order of its methods.
-
-    g, m, target_root: the graph, the drafter's checkpoint and the target's.
-    batch, n_rows: sequences, and rows of a block in the pass.
-    """
+class BlockPass(DrafterPass):
+    """The parts of a kind's graph, in the order of its methods. n_rows: rows of a block in the pass."""
 
     def __init__(self, parts: DrafterParts) -> None:
-        self.config = config = parts.config
-        self.target, dialect = parts.target, parts.dialect
+        super().__init__(parts)
+        g, config = self.g, self.config
         self.settings: BlockSettings = config.own or BlockSettings()
-        g = self.g = GraphBuilder("drafter", dtype=dialect.dtype)
-        self.m, self.target_root, self._head = parts.modules(g)
-        taps = len(config.target_layer_ids) * config.hidden_size
-        self.features = features = g.input("features", parts.features_dtype or g.dtype, ["B", "S", taps])
-        n_features, start, block = (
-            ints(g, "n_features", "B"),
-            ints(g, "start", "B"),
-            ints(g, "block", "B", "K"),
-        )
-        self.block = block
+        self.rows_of_block = self.block
         if self.settings.every_row:
-            block = g.slice(block, 0, -1, axis=1, name="predicting")
-        self.rows_of_block = block
-        self.batch = batch = g.dim(block, 0, name="batch")
-        self.n_context, self.n_rows = g.dim(features, 1, name="n_context"), g.dim(block, 1, name="n_block")
+            self.rows_of_block = g.slice(self.block, 0, -1, axis=1, name="predicting")
+        self.n_rows = g.dim(self.rows_of_block, 1, name="n_block")
         n_written = g.op("Add", self.n_context, self.n_rows, name="n_written")
-        block_start = g.op("Add", start, n_features, name="block_start")
+        block_start = g.op("Add", self.start, self.n_features, name="block_start")
         positions = positions_from(g, block_start, self.n_rows, name="block_positions")
-        asking = PassRows(g, batch, self.n_rows, positions, config)
-        positions = positions_from(g, start, n_written, name="written_positions")
-        written = PassRows(g, batch, n_written, positions, config)
+        asking = PassRows(g, self.batch, self.n_rows, positions, config)
         lengths = g.op("Add", block_start, self.n_rows, name="lengths")
-        self.by_layer = mixers(Pass(g, dialect, config, parts.capacity, start, asking, written, lengths))
-        self.order = _block_after_valid_context(g, batch, self.n_context, n_written, n_features)
-        self.by_sequence = g.shape(batch, -1, config.hidden_size)
+        self.by_layer = self.mixers(self.start, n_written, asking, lengths)
+        self.order = self._block_after_valid_context(n_written)
         self._context: ir.Value | None = None
         self._vocabulary: DraftVocabulary | None = None
         if self.settings.vocabulary is not None or self.m.has("lm_head.weight"):
             size = self.settings.vocabulary or config.vocab_size
-            self._head, self._vocabulary = self.m, DraftVocabulary(self.m, config, size)
-        elif self._head is not None and self._head.has("d2t"):
-            size = self._head.checkpoint.tensors["d2t"].shape[0]
-            self._vocabulary = DraftVocabulary(self._head, config, size)
+            self.head, self._vocabulary = self.m, DraftVocabulary(self.m, config, size)
+        elif self.head is not None and self.head.has("d2t"):
+            size = self.head.checkpoint.tensors["d2t"].shape[0]
+            self._vocabulary = DraftVocabulary(self.head, config, size)
+
+    def _block_after_valid_context(self, n_written: ir.Value) -> ir.Value:
+        """Flat row numbers [B*(S+K)] that move each sequence's block rows directly after its valid context rows.
+
+        The remaining rows repeat the last row. They land after the block, where no query looks.
+        """
+        g = self.g
+        i, valid = g.arange(n_written), g.unsqueeze(self.n_features, 1)
+        shifted = g.op("Add", i, g.op("Sub", self.n_context, valid, name="skipped"), name="shifted")
+        source = g.op("Where", g.op("Less", i, valid, name="is_context"), i, shifted, name="source")
+        last = g.op("Sub", n_written, g.constant([1]), name="final")
+        return self.flat_rows(g.op("Min", source, last, name="clamped"), n_written)
 
     def context(self) -> ir.Value:
         """The fused features [B, S, D] that every layer takes its context rows from."""
@@ -118,7 +110,7 @@ class BlockPass:
         if fuse:
             self.context()
         own = self.settings.embedding or self.m.has("embed_tokens.weight")
-        root = self.m if own else self.target_root.at(self.target.prefix)
+        root = self.m if own else self.root.at(self.target.prefix)
         return embed(root, self.rows_of_block, self.target.vocab_size, self.config.hidden_size)
 
     def layers(self, x: ir.Value, convolve: Convolve | None = None) -> ir.Value:
@@ -192,12 +184,12 @@ class BlockPass:
 
         The head is the drafter's own, the target's, or a copy of the target's: quantized, or with fewer rows, or both.
         """
-        if self._head is None:
-            return self.g.to_float(lm_head(rows, self.target_root, self.target))
+        if self.head is None:
+            return self.g.to_float(lm_head(rows, self.root, self.target))
         if self._vocabulary is not None:
-            return self._vocabulary.logits(rows, self._head, self.config.hidden_size)
+            return self._vocabulary.logits(rows, self.head, self.config.hidden_size)
         return self.g.to_float(
-            self._head.linear(rows, "lm_head", self.config.hidden_size, self.target.vocab_size)
+            self.head.linear(rows, "lm_head", self.config.hidden_size, self.target.vocab_size)
         )
 
     def tokens(self, numbers: ir.Value) -> ir.Value:
@@ -220,25 +212,6 @@ def block_builder(
     @wraps(draft)
     def build(parts: DrafterParts) -> ir.Model:
         block = BlockPass(parts)
-        tokens, logprobs = draft(block, parts.width)
-        block.m.check_all_used(OF_TRAINING)
-        output_candidates(block.g, tokens, logprobs, block.batch, parts.width)
-        return block.g.model()
+        return block.model(*draft(block, parts.width))
 
     return build
-
-
-def _block_after_valid_context(
-    g: GraphBuilder, batch: ir.Value, n_context: ir.Value, n_written: ir.Value, n_features: ir.Value
-) -> ir.Value:
-    """Flat row numbers [B*(S+K)] that move each sequence's block rows directly after its valid context rows.
-
-    The remaining rows repeat the last row. They land after the block, where no query looks.
-    """
-    i = g.arange(n_written)
-    valid = g.unsqueeze(n_features, 1)
-    shifted = g.op("Add", i, g.op("Sub", n_context, valid, name="skipped"), name="shifted")
-    source = g.op("Where", g.op("Less", i, valid, name="is_context"), i, shifted, name="source")
-    source = g.op("Min", source, g.op("Sub", n_written, g.constant([1]), name="final"), name="clamped")
-    base = g.op("Mul", g.unsqueeze(g.arange(batch), 1), n_written, name="base")
-    return g.op("Reshape", g.op("Add", base, source, name="order"), g.constant([-1]), name="flat_order")

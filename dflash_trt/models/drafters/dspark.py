@@ -182,7 +182,7 @@ def _recurrent(
     state = g.op("Expand", g.scalar(0.0), g.shape(block.batch, 1, rank), name="state")
     token = g.slice(block.block, 0, 1, axis=1, name="anchor")  # [B,1]
     thirds = g.constant([rank] * 3)
-    found: list[tuple[ir.Value, ir.Value, ir.Value]] = []
+    places: list[tuple[ir.Value, ir.Value, ir.Value]] = []
     for p in range(config.block_size - 1):
         place = g.op("Min", g.constant([p]), last, name="place")
         here = [
@@ -201,10 +201,10 @@ def _recurrent(
         logprobs = g.op("LogSoftmax", g.op("Add", here[2], fit, name="scores"), name="logprobs", axis=-1)
         best, chosen = g.multi("TopK", logprobs, g.constant([width]), outputs=2, name="best", axis=-1)
         tokens = g.op("GatherElements", here[3], chosen, name="tokens", axis=2)  # [B,1,W]
-        found.append((tokens, best, before))
+        places.append((tokens, best, before))
         token = g.slice(tokens, 0, 1, axis=2, name="first")
         token = g.op("Squeeze", token, g.constant([2]), name="token")
-    all_places = [g.op("Concat", *each, name="all_places", axis=1) for each in zip(*found, strict=True)]
+    all_places = [g.op("Concat", *each, name="all_places", axis=1) for each in zip(*places, strict=True)]
     tokens, best, before = (g.slice(x, 0, count, axis=1, name="of_block") for x in all_places)
     flat = g.constant([-1, width])
     return g.op("Reshape", tokens, flat), g.op("Reshape", best, flat), before

@@ -26,13 +26,12 @@ from dflash_trt.errors import CheckpointError, quoted
 from dflash_trt.graph.builder import INT64, GraphBuilder
 from dflash_trt.models.attention import Attention
 from dflash_trt.models.decoder import embed
-from dflash_trt.models.drafters.candidates import best_candidates, output_candidates
+from dflash_trt.models.drafters.drafter_pass import DrafterPass, best_candidates
 from dflash_trt.models.drafters.eagle3_chain import DraftChain, UnrolledChain, layer_input, rest_of_layer
 from dflash_trt.models.drafters.kind import DrafterKind, DrafterParts
-from dflash_trt.models.drafters.vocabulary import OF_TRAINING, DraftVocabulary
-from dflash_trt.models.mixers import mixers
+from dflash_trt.models.drafters.vocabulary import DraftVocabulary
 from dflash_trt.models.module import Module
-from dflash_trt.models.passes import Pass, PassRows, ints, positions_from, rows_of
+from dflash_trt.models.passes import PassRows, rows_of
 from dflash_trt.models.reading import LAYERS, check_quantization, decoder, must_equal, refuse
 from dflash_trt.models.target import lm_head
 
@@ -158,30 +157,20 @@ def usual_taps(layers: int) -> tuple[int, ...]:
 
 def build_eagle3(parts: DrafterParts) -> ir.Model:
     """The head as an ONNX model."""
-    return _HeadPass(parts).model()
+    return _HeadPass(parts).drafted()
 
 
-class _HeadPass:
+class _HeadPass(DrafterPass):
     """One pass of a head.
 
     Its rows are those of the features, and in front the last committed position's. At the beginning there is none, and
-    rows begin one place later. skipped: 1 there, else 0. first: the position of the first row. newest: the row of the
-    anchor. order: the flat numbers of a pass's rows in its rows and one more.
+    rows begin one place later. first: the position of the first row. newest: the row of the anchor. order: the flat
+    numbers of a pass's rows in its rows and one more.
     """
 
     def __init__(self, parts: DrafterParts) -> None:
-        self.parts, self.config = parts, parts.config
-        dialect, config = parts.dialect, parts.config
-        g = self.g = GraphBuilder("drafter", dtype=dialect.dtype)
-        taps = (_STATES + 1) * config.hidden_size
-        self.features = g.input("features", parts.features_dtype or g.dtype, ["B", "S", taps])
-        self.n_features, self.start = ints(g, "n_features", "B"), ints(g, "start", "B")
-        self.block = ints(g, "block", "B", "K")
-        self.batch, n_context = (
-            g.dim(self.block, 0, name="batch"),
-            g.dim(self.features, 1, name="n_context"),
-        )
-        self.m, self.root, self.head = parts.modules(g)
+        super().__init__(parts)
+        g, config = self.g, self.config
         _check_embedding(self.m, self.root.at(parts.target.prefix))
         self.vocabulary = DraftVocabulary(self.m, config, config.own.vocabulary)
         zero, one = g.constant(0), g.constant(1)
@@ -189,16 +178,13 @@ class _HeadPass:
         skipped = g.op("Cast", from_start, name="skipped", to=int(INT64))
         self.first = g.op("Max", g.op("Sub", self.start, one, name="before"), zero, name="first")
         self.newest = g.op("Max", g.op("Sub", self.n_features, skipped, name="behind"), zero, name="newest")
-        self.n_written = g.op("Add", n_context, g.constant([1]), name="n_written")
+        self.n_written = g.op("Add", self.n_context, g.constant([1]), name="n_written")
         source = g.op("Add", g.arange(self.n_written), g.unsqueeze(skipped, 1), name="source")
-        source = g.op("Min", source, n_context, name="clamped")
-        base = g.op("Mul", g.unsqueeze(g.arange(self.batch), 1), self.n_written, name="base")
-        self.order = g.op("Reshape", g.op("Add", base, source, name="order"), g.constant([-1]))
-        self.by_sequence = g.shape(self.batch, -1, config.hidden_size)
+        self.order = self.flat_rows(g.op("Min", source, self.n_context, name="clamped"), self.n_written)
 
-    def model(self) -> ir.Model:
+    def drafted(self) -> ir.Model:
         """The graph: the layer on the rows of the pass, and the chain of drafts after the anchor's."""
-        g, config, width = self.g, self.config, self.parts.width
+        g, config = self.g, self.config
         tokens, fused, kept = self._rows()
         position = g.op("Add", self.first, self.newest, name="position")
         layer = self.m.at(config.own.layer)
@@ -217,10 +203,8 @@ class _HeadPass:
         )
         n_block = g.dim(self.block, 1, name="n_block")
         drafts = chain.steps(best, logprobs, state, n_block, self._best)
-        self.m.check_all_used(OF_TRAINING)
-        output_candidates(g, *drafts, self.batch, width)
         g.output(kept, "g_cache_out.0", g.dtype, self._cache_shape)
-        return g.model()
+        return self.model(*drafts)
 
     @property
     def _cache_shape(self) -> list[int | str]:
@@ -252,15 +236,10 @@ class _HeadPass:
         return tokens, fused, kept
 
     def _attention(self, position: ir.Value) -> Attention:
-        g, config = self.g, self.config
-        asking = PassRows(g, self.batch, g.constant([1]), g.unsqueeze(position, 1), config)
-        positions = positions_from(g, self.first, self.n_written, name="written_positions")
-        written = PassRows(g, self.batch, self.n_written, positions, config)
+        g = self.g
+        asking = PassRows(g, self.batch, g.constant([1]), g.unsqueeze(position, 1), self.config)
         lengths = g.op("Add", position, g.constant(1), name="lengths")
-        shared = Pass(
-            g, self.parts.dialect, config, self.parts.capacity, self.first, asking, written, lengths
-        )
-        (mixer,) = mixers(shared)
+        (mixer,) = self.mixers(self.first, self.n_written, asking, lengths)
         assert isinstance(mixer, Attention)
         return mixer
 

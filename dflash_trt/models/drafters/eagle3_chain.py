@@ -90,15 +90,15 @@ class DraftChain:
         embedded = embed(self.embedding.inside(body), token, config.vocab_size, config.hidden_size)
         x = layer_input(body, layer, config, embedded, before)
         own, attended = self._attend(layer, x, own, number)
-        found, found_logprobs, after = best(m, rest_of_layer(layer, config, before, attended))
+        drafted, drafted_logprobs, after = best(m, rest_of_layer(layer, config, before, attended))
         outputs: list[tuple[ir.Value, str, ir.DataType]] = [
             (body.op("Identity", body.graph.inputs[1]), "still_going", ir.DataType.BOOL),
-            (self._first(body, found), "next_token", INT64),
+            (self._first(body, drafted), "next_token", INT64),
             (body.op("Identity", after), "next_state", g.dtype),
             (own[0], "all_own_keys", g.dtype),
             (own[1], "all_own_values", g.dtype),
-            (body.op("Identity", found), "found", INT64),
-            (body.op("Identity", found_logprobs), "found_logprobs", ir.DataType.FLOAT),
+            (body.op("Identity", drafted), "drafted", INT64),
+            (body.op("Identity", drafted_logprobs), "drafted_logprobs", ir.DataType.FLOAT),
         ]
         for value, name, dtype in outputs:
             value.name, value.type = f"{body.graph.name}/{name}", ir.TensorType(dtype)
@@ -168,7 +168,7 @@ class DraftChain:
         )
         one = g.constant([1])
         position = g.op("Add", g.unsqueeze(self.position, 1), g.op("Add", number, one), name="position")
-        row, found = PassRows(g, self.batch, one, position, c), []
+        row, parts = PassRows(g, self.batch, one, position, c), []
         for name, y, count in zip("qkv", rows, heads, strict=True):
             if c.qk_norm and name != "v":
                 y = m.rms_norm(row.heads(y, count, size), f"{name}_norm", size, c.rms_norm_eps)
@@ -176,8 +176,8 @@ class DraftChain:
                 y = g.op("Transpose", row.heads(y, count, size), name="by_head", perm=[0, 2, 1, 3])
             else:
                 y = g.op("Reshape", y, row.shape(count * size), name="by_row")
-            found.append(y if name == "v" else row.rotate(y, None if by_head else count))
-        return tuple(found)
+            parts.append(y if name == "v" else row.rotate(y, None if by_head else count))
+        return tuple(parts)
 
 
 class UnrolledChain(DraftChain):
@@ -206,11 +206,11 @@ class UnrolledChain(DraftChain):
                 tokens, logprobs, state = best(self.m, rest_of_layer(layer, config, state, attended))
                 places.append((tokens, logprobs))
         count = g.op("Sub", n_block, g.constant([1]), name="n_drafts")
-        found = []
+        drafts = []
         for each in zip(*places, strict=True):
             every = g.op("Concat", *(g.unsqueeze(x, 1) for x in each), name="places", axis=1)
-            found.append(g.slice(every, 0, count, axis=1, name="of_block"))
-        return found[0], found[1]
+            drafts.append(g.slice(every, 0, count, axis=1, name="of_block"))
+        return drafts[0], drafts[1]
 
     def _over_both(
         self, layer: Module, x: ir.Value, own: tuple[list[ir.Value], list[ir.Value]], number: ir.Value

@@ -15,9 +15,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
-from dflash_trt.graph.builder import GraphBuilder
 from dflash_trt.graph.dialect import Dialect
-from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Capacity
 
 
@@ -41,14 +39,6 @@ class DrafterParts:
     features_dtype: ir.DataType | None = None
     width: int = 1
     head: tuple[Checkpoint | Outline, str] | None = None
-
-    def modules(self, g: GraphBuilder) -> tuple[Module, Module, Module | None]:
-        """The drafter's checkpoint in a graph, the target's, and that of the drafter's own head."""
-        return (
-            Module(g, self.checkpoint, self.folder, self.dialect),
-            Module(g, self.target_checkpoint, self.target_folder, self.dialect),
-            None if self.head is None else Module(g, *self.head, self.dialect),
-        )
 
 
 @dataclass(frozen=True)
