@@ -326,20 +326,8 @@ def test_the_command_trains_and_measures(
     asking = ["--held-out", str(held_out), "--eval-tokens", "8"]
     out = str(tmp_path / "run")
     sizes = ["--batch-size", "4", "--anchors", "4", "--layers", "1", "--max-length", "160"]
-    command = [
-        "train",
-        "drafter",
-        "--target",
-        "tiny",
-        "--data",
-        str(answers),
-        "--out",
-        out,
-        "--steps",
-        "2",
-        *sizes,
-    ]
-    assert main([*command, *asking]) == 0
+    command = [*f"train drafter --target tiny --data {answers} --out {out}".split(), *sizes, *asking]
+    assert main([*command, "--steps", "2"]) == 0
     assert "newest weights in checkpoint/" in capsys.readouterr().out
     assert (
         main(["train", "evaluate", "--target", "tiny", "--drafter", f"{out}/checkpoint", "--json", *asking])
@@ -347,8 +335,8 @@ def test_the_command_trains_and_measures(
     )
     assert set(json.loads(capsys.readouterr().out)) == {HELD_OUT[0].category, HELD_OUT[1].category, ALL}
     monkeypatch.setattr("dflash_trt.training.loop._asked_to_end", lambda: nullcontext(lambda: True))
-    assert main([*command[:-10], "--steps", "9", *sizes, *asking]) == 1
+    assert main([*command, "--steps", "9"]) == 1
     assert "ended after step 3, as asked" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
-        main([*command, "--taps", "50"])
+        main([*command, "--steps", "9", "--taps", "50"])
     assert "--taps has layer 50, but the target has layers 0 to 9" in capsys.readouterr().err
