@@ -42,9 +42,9 @@ def _quoted(requirement: str) -> str:
 
 def _needed(extra: str, package: str = "") -> list[str]:
     """Requirements of an extra: all of them, or that of one package."""
-    found: list[str] = []
+    requirements: list[str] = []
     for line in metadata.requires(_NAME) or []:
         requirement, _, marker = (part.strip() for part in line.partition(";"))
         if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker) and requirement.startswith(package):
-            found.append(requirement)
-    return found
+            requirements.append(requirement)
+    return requirements

@@ -1,89 +1,188 @@
-"""The Dockerfile and the compose file agree with the package and with each other. No image is built here."""
+"""The container, compose and Kubernetes files agree with the package and with each other. Nothing is built or started.
+
+`make lint` checks them with hadolint and with the schemas of compose and Kubernetes.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import json
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.cli import make_parser
+from dflash_trt.decoding.metrics import Metrics
 from dflash_trt.serving.deploy import container_command
+from dflash_trt.serving.openai.gate import OPEN
+from dflash_trt.serving.openai.server import _END_SECONDS
 
 ROOT = Path(__file__).parent.parent
-DOCKERFILE = (ROOT / "Dockerfile").read_text()
-# The stages that all images share, and that of Triton.
-STAGES = DOCKERFILE.partition("\nFROM base AS openai")[0]
-PORTS = {"port", "grpc_port", "metrics_port"}
+DOCKERFILE = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M).replace("\\\n", " ")
+COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LABELS = {"app.kubernetes.io/name": "dflash-trt"}
+IGNORED = (ROOT / ".dockerignore").read_text().split()
+both = pytest.mark.parametrize("name", ["openai", "triton"])
 
 
-def instructions(name: str) -> list[str]:
-    text = re.sub(r"^#.*\n", "", STAGES, flags=re.M).replace("\\\n", " ")
-    return [line.removeprefix(name).strip() for line in text.splitlines() if line.startswith(f"{name} ")]
+def stage(name: str) -> str:
+    """The stages that all images share, and that of an image."""
+    shared, *stages = re.split(r"\n(?=FROM base AS )", DOCKERFILE)
+    (own,) = (each for each in stages if each.startswith(f"FROM base AS {name}"))
+    return f"{shared}\n{own}"
 
 
-def service() -> dict[str, object]:
-    return dict(yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["triton"])
+def instruction(name: str, kind: str) -> str:
+    return re.findall(rf"^{kind} (.*)$", stage(name), re.M)[-1]
 
 
-def served() -> dict[str, object]:
-    """The command line's arguments from the container's entry point and the compose file's command."""
-    (entry,) = (json.loads(text) for text in instructions("ENTRYPOINT"))
-    assert entry[0] == "dflash-trt"
-    command = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in service()["command"]]  # type: ignore[attr-defined]
-    return vars(make_parser().parse_args([*entry[1:], *command]))
+def read(name: str) -> Any:
+    return yaml.safe_load((ROOT / "kubernetes" / name).read_text())
 
 
-def test_the_container_starts_a_command_that_exists_on_the_ports_it_shows() -> None:
-    arguments = served()
-    ports = {str(arguments[name]) for name in PORTS}
-    assert set(instructions("EXPOSE")[0].split()) == ports
-    assert sorted(service()["ports"]) == sorted(f"127.0.0.1:{port}:{port}" for port in ports)  # type: ignore[call-overload]
+def served(name: str, words: list[str]) -> dict[str, Any]:
+    """The arguments of the command that a container runs."""
+    program, *entry = json.loads(instruction(name, "ENTRYPOINT"))
+    assert program == "dflash-trt"
+    plain = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in words]
+    return vars(make_parser().parse_args([*entry, *plain]))
 
 
-def test_the_container_mounts_the_bundle_that_it_serves_and_cannot_write_to_it() -> None:
-    (volume,) = service()["volumes"]  # type: ignore[misc]
-    assert volume.endswith(f":{served()['bundle']}:ro")
+@both
+def test_an_image_has_its_extra_and_shows_the_ports_of_its_command(name: str) -> None:
+    arguments = served(name, COMPOSE[name]["command"])
+    ports = {"openai": ["port"], "triton": ["port", "grpc_port", "metrics_port"]}[name]
+    assert set(instruction(name, "EXPOSE").split()) == {str(arguments[port]) for port in ports}
+    extra = {"openai": "serve", "triton": "triton"}[name]
+    assert re.findall(r"whl\)\[([\w-]+)\]", stage(name)) == [extra]
+    assert extra in PROJECT["project"]["optional-dependencies"]
+    assert not instruction(name, "USER").startswith(("0", "root"))
 
 
-def test_the_container_gets_longer_to_stop_than_requests_get_to_finish() -> None:
-    assert int(str(service()["stop_grace_period"]).removesuffix("s")) > float(str(served()["grace"]))
+def test_the_image_is_probed_where_no_key_is_needed() -> None:
+    (path,) = re.findall(r"127\.0\.0\.1:8000(/\w+)", stage("openai"))
+    assert path in OPEN
 
 
-def test_the_images_extras_exist_and_the_other_bases_are_those_that_the_engines_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"whl\)\[([\w-]+)\]", DOCKERFILE)) == {"triton", "serve"} <= set(extras)
+def test_the_base_of_triton_is_that_which_the_engine_names(tmp_path: Path) -> None:
     manifest = {"engine": "onnxruntime", "versions": {}}
-    (base,) = re.findall(r"BASE=(nvcr\S+/tritonserver:\S+)", DOCKERFILE)
+    (base,) = re.findall(r"BASE=(nvcr\S+/tritonserver:\S+)", (ROOT / "Dockerfile").read_text())
     assert f" {base} " in container_command(Bundle(tmp_path, manifest))
 
 
-def test_all_that_the_image_is_built_from_reaches_docker() -> None:
-    lines = (ROOT / ".dockerignore").read_text().split()
-    assert lines[0] == "**"  # excludes everything that is not named
-    named = [line[1:] for line in lines if line.startswith("!")]
+def test_all_that_the_images_are_built_from_reaches_docker() -> None:
+    assert IGNORED[0] == "**"  # excludes everything that is not named
+    named = [line[1:] for line in IGNORED if line.startswith("!")]
     assert [name for name in named if not (ROOT / name).exists()] == []
-    sources = {
-        word for text in instructions("COPY") if "--from" not in text for word in text.split()[:-1]
-    } - {"."}
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    needed = (
-        sources
-        | {"README.md", "LICENSE", "pyproject.toml"}
-        | set(build["packages"])
-        | set(build["force-include"])
+    copied = re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.M)
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = {word for line in copied for word in line.split()[:-1]} - {"."}
+    needed |= {"README.md", "LICENSE", "pyproject.toml", *wheel["packages"], *wheel["force-include"]}
+    known = [f"{name}/*" for name in named]
+    assert [each for each in needed if not any(fnmatch.fnmatch(f"{each}/", name) for name in known)] == []
+
+
+@both
+def test_compose_mounts_the_bundle_read_only_and_lets_requests_finish(name: str) -> None:
+    service = COMPOSE[name]
+    arguments = served(name, service["command"])
+    assert service["volumes"][0].endswith(f":{arguments['bundle']}:ro")
+    assert int(service["stop_grace_period"].removesuffix("s")) > arguments["grace"]
+    assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+
+
+def test_compose_starts_it_with_prometheus_and_grafana() -> None:
+    arguments = served("openai", COMPOSE["openai"]["command"])
+    assert COMPOSE["openai"]["build"] == "."  # the last stage
+    for name in ("prometheus", "grafana"):
+        for volume in COMPOSE[name]["volumes"]:
+            assert (ROOT / volume.split(":")[0]).is_file(), volume
+    prometheus = yaml.safe_load((ROOT / "monitoring/prometheus.yaml").read_text())
+    assert prometheus["scrape_configs"][0]["static_configs"][0]["targets"] == [f"openai:{arguments['port']}"]
+    assert arguments["allowed_host"] == ["openai"]
+    inside = {volume.split(":")[1] for volume in COMPOSE["prometheus"]["volumes"]}
+    assert set(prometheus["rule_files"]) <= inside
+    source = yaml.safe_load((ROOT / "monitoring/grafana/datasource.yaml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"
+    folder = yaml.safe_load((ROOT / "monitoring/grafana/provider.yaml").read_text())["providers"][0][
+        "options"
+    ]["path"]
+    assert any(volume.split(":")[1].startswith(f"{folder}/") for volume in COMPOSE["grafana"]["volumes"])
+
+
+def test_the_pod_runs_the_image_and_is_probed_where_no_key_is_needed() -> None:
+    pod = read("deployment.yaml")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    arguments = served("openai", container["args"])
+    assert container["ports"] == [{"name": "http", "containerPort": arguments["port"]}]
+    probes = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("liveness", "readiness", "startup")}
+    assert {kind: probe["path"] for kind, probe in probes.items()} == {
+        "liveness": "/health", "readiness": "/ready", "startup": "/ready",
+    }  # fmt: skip
+    assert {probe["path"] for probe in probes.values()} <= set(OPEN)
+    assert pod["terminationGracePeriodSeconds"] > arguments["drain"] + arguments["grace"] + _END_SECONDS
+    # Requests come until the pod has been found unready, and its endpoints are gone.
+    assert arguments["drain"] >= 2 * container["readinessProbe"]["periodSeconds"]
+    assert (
+        instruction("openai", "USER")
+        == f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"
     )
-    assert [
-        name for name in needed if not any(fnmatch.fnmatch(f"{name}/", f"{known}/*") for known in named)
-    ] == []
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert mounts[str(arguments["bundle"])]["readOnly"]
+    assert re.search(r"^ENV HOME=(.*)$", stage("openai"), re.M)[1] in mounts  # type: ignore[index]
+    assert {mount["name"] for mount in mounts.values()} == {volume["name"] for volume in pod["volumes"]}
+    assert [each["name"] for each in container["env"]] == ["NAMESPACE", "DFLASH_TRT_API_KEY"]
+    service = read("service.yaml")["metadata"]["name"]
+    longest = f"{service}.$(NAMESPACE).svc.cluster.local"
+    assert arguments["allowed_host"] == [
+        service, *(longest.removesuffix(end) for end in (".svc.cluster.local", ".cluster.local", ""))
+    ]  # fmt: skip
 
 
-def test_the_image_does_not_run_as_root() -> None:
-    assert not instructions("USER")[-1].startswith(("0", "root"))
+def test_the_objects_belong_together() -> None:
+    deployment, service = read("deployment.yaml"), read("service.yaml")
+    labels = [
+        deployment["spec"]["selector"]["matchLabels"],
+        deployment["spec"]["template"]["metadata"]["labels"],
+        service["spec"]["selector"],
+        read("disruption.yaml")["spec"]["selector"]["matchLabels"],
+    ]
+    assert labels == [LABELS] * 4
+    assert service["spec"]["ports"][0]["targetPort"] == "http"
+    target = read("autoscaler.yaml")["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])
+    kustomization = read("kustomization.yaml")
+    files = {path.name for path in (ROOT / "kubernetes").glob("*.yaml")}
+    assert set(kustomization["resources"]) == files - {"kustomization.yaml", "adapter-values.yaml"}
+    assert (
+        kustomization["images"][0]["name"] == deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+    )
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kustomize_builds_these_objects_with_the_tag() -> None:
+    command = ["kubectl", "kustomize", str(ROOT / "kubernetes")]
+    built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    kustomization = read("kustomization.yaml")
+    expected = {(found := read(name))["kind"]: found for name in kustomization["resources"]}
+    (image,) = kustomization["images"]
+    (container,) = expected["Deployment"]["spec"]["template"]["spec"]["containers"]
+    container["image"] = f"{image['name']}:{image['newTag']}"
+    assert {found["kind"]: found for found in yaml.safe_load_all(built)} == expected
+
+
+def test_the_autoscaler_reads_a_metric_that_the_server_and_the_adapter_have() -> None:
+    (metric,) = read("autoscaler.yaml")["spec"]["metrics"]
+    name = metric["pods"]["metric"]["name"]
+    assert f"\n{name} 0\n" in Metrics().prometheus()
+    (rule,) = read("adapter-values.yaml")["rules"]["custom"]
+    assert rule["name"]["as"] == name
+    assert rule["seriesQuery"].startswith(f"{name}{{")

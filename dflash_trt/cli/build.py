@@ -145,17 +145,17 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
     seconds = time.perf_counter() - began
-    found = inspect(bundle.path)
+    description = inspect(bundle.path)
     if args.json:
-        print_json({**found, "build_seconds": round(seconds, 2)})
+        print_json({**description, "build_seconds": round(seconds, 2)})
     else:
-        size = byte_count(sum(found["files"].values()))
-        shape = f"block {found['block_size']}, up to {found['max_seq_len']} tokens"
+        size = byte_count(sum(description["files"].values()))
+        shape = f"block {description['block_size']}, up to {description['max_seq_len']} tokens"
         weights = {"copy": "its own", "link": "linked with the checkpoints'", "none": "none"}[
-            found["weights"]
+            description["weights"]
         ]
         print_text(f"{out}: {shape}, {size}, weights {weights}, built in {seconds:.1f} s")
         for name in _CHOSEN:
-            if name in found.get("choices", {}):
-                print(f"{name} {found['choices'][name]}")
+            if name in description.get("choices", {}):
+                print(f"{name} {description['choices'][name]}")
     return 0

@@ -49,8 +49,8 @@ def from_arguments(args: argparse.Namespace, *, plan: bool = False) -> EngineOpt
 
 def _fields(kind: type[EngineOptions], *, plan: bool = False) -> list[Field[Any]]:
     """The fields that are options of `build`, or of `plan`."""
-    found = [field for field in fields(kind) if field.metadata]
-    return [field for field in found if field.metadata["plan"] or not plan]
+    options = [field for field in fields(kind) if field.metadata]
+    return [field for field in options if field.metadata["plan"] or not plan]
 
 
 def _add(parser: Any, field: Field[Any], note: str = "") -> None:

@@ -80,7 +80,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """The value of an option. The case of one that is chosen from a list does not matter."""
-        value = super()._get_value(action, arg_string)
+        try:
+            value = super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            if error.message.startswith("invalid "):  # argparse names a function here
+                expected = action.metavar if "|" in str(action.metavar) else "a number"
+                raise argparse.ArgumentError(action, f"{arg_string!r} is not {expected}") from None
+            raise
         listed = isinstance(value, str) and not isinstance(action, argparse._SubParsersAction)
         choices = (action.choices or ()) if listed else ()
         return next((choice for choice in choices if str(choice).lower() == str(value).lower()), value)

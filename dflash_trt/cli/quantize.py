@@ -127,10 +127,10 @@ def run(args: argparse.Namespace) -> int:
                 calibration=amax,
                 progress=progress,
             )
-    found = inspect(args.out)
+    description = inspect(args.out)
     if args.json:
-        print_json(found)
+        print_json(description)
     else:
-        size = byte_count(found["weight_bytes"])
-        print(f"{args.out}: {found['kind']}, {found['quantization']}, {size} of weights")
+        size = byte_count(description["weight_bytes"])
+        print(f"{args.out}: {description['kind']}, {description['quantization']}, {size} of weights")
     return 0

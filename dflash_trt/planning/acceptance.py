@@ -56,8 +56,8 @@ def _chance(block: int, length: float) -> float:
 
 def figures() -> dict[str, Any]:
     """The published figures. `tables`: rows by pair and task. `steps`: times of single passes, in milliseconds."""
-    found: dict[str, Any] = json.loads(_FIGURES.read_text())
-    return found
+    published: dict[str, Any] = json.loads(_FIGURES.read_text())
+    return published
 
 
 def published(pair: str) -> Acceptance | None:

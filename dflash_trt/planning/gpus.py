@@ -37,12 +37,12 @@ class Gpu:
 
 def gpus() -> dict[str, Gpu]:
     """Every GPU of the table, by name."""
-    found = {}
+    by_name = {}
     for name, row in json.loads(_TABLE.read_text(encoding="utf-8")).items():
         major, minor = row["compute_capability"].split(".")
         single = {key: row[key] for key in ("memory_gib", "bandwidth_gb_s", "gpus_per_node")}
         rates = {f"dense_tflops.{key}": value for key, value in row["dense_tflops"].items()}
-        found[name] = Gpu(
+        by_name[name] = Gpu(
             name=name,
             product=row["product"],
             sm=10 * int(major) + int(minor),
@@ -52,7 +52,7 @@ def gpus() -> dict[str, Gpu]:
             gpus_per_node=row["gpus_per_node"][0],
             sources={key: value[1] for key, value in (single | rates).items()},
         )
-    return found
+    return by_name
 
 
 def find_gpu(name: str) -> Gpu:

@@ -351,12 +351,12 @@ class _Layout:
         """Memory of the partial results of one attention layer, of the model that needs more."""
         from dflash_plugins.kernel_specs import attention_bytes
 
-        found = []
+        sizes = []
         for c in (self.inventory.target, self.inventory.drafter):
             n, size = c.num_key_value_heads, c.head_dim
             for sequences, rows in ((1, chunk), (batch, self.s.block_size)):
-                found.append(attention_bytes(sequences, n, rows * c.num_attention_heads // n, size))
-        return max(found)
+                sizes.append(attention_bytes(sequences, n, rows * c.num_attention_heads // n, size))
+        return max(sizes)
 
     def _pass_rows(self, batch: int, length: int) -> int:
         prompt = min(length, PREFILL_CHUNK) if self.pages is None else length
@@ -402,23 +402,23 @@ def _weights(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str
     scheme = s.precision.scheme(side)
     in_blocks = registry.find(s.engine).weight_layout == "blocks"
     largest = BLOCK if in_blocks else None
-    found = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, largest)
+    roles = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, largest)
     if in_blocks and side == "target" and _integer(scheme):
         # The head has the target's format too. The table of a tied embedding stays beside it, as it is on disk.
-        found["head"] = _head(inventory, scheme, largest, inventory.target.vocab_size)
-        found["embedding"] = dict(inventory.stored("target")["embedding"])
-        found |= {role: _on_this_processor(sizes) for role, sizes in found.items() if role != "experts"}
+        roles["head"] = _head(inventory, scheme, largest, inventory.target.vocab_size)
+        roles["embedding"] = dict(inventory.stored("target")["embedding"])
+        roles |= {role: _on_this_processor(sizes) for role, sizes in roles.items() if role != "experts"}
     whole = inventory.target.vocab_size
     rows = inventory.draft_rows if registry.find(s.engine).draft_vocabulary else whole
     if side == "drafter" and s.precision.head is not None:  # its own copy of the target's head
-        found["head"] = _head(inventory, s.precision.head, largest, rows)
+        roles["head"] = _head(inventory, s.precision.head, largest, rows)
     elif side == "drafter" and rows < whole:
-        found["head"] = _head(inventory, s.compute("drafter"), largest, rows)
+        roles["head"] = _head(inventory, s.compute("drafter"), largest, rows)
     elif in_blocks and side == "drafter":  # the sessions of both models hold the head that they multiply
         target = s.precision.scheme("target")
         head = _head(inventory, target if _integer(target) else s.compute("target"), largest, whole)
-        found["head"] = _on_this_processor(head)
-    return found
+        roles["head"] = _on_this_processor(head)
+    return roles
 
 
 def _on_this_processor(sizes: dict[str, int]) -> dict[str, int]:

@@ -156,5 +156,5 @@ def _times(seconds: Iterator[float]) -> dict[str, float]:
     values = sorted(seconds)
     if not values:
         return {}
-    found = {"mean": sum(values) / len(values)} | {f"p{p}": quantile(values, p / 100) for p in (50, 90, 99)}
-    return {name: round(1e3 * value, 3) for name, value in found.items()}
+    figures = {"mean": sum(values) / len(values)} | {f"p{p}": quantile(values, p / 100) for p in (50, 90, 99)}
+    return {name: round(1e3 * value, 3) for name, value in figures.items()}

@@ -132,27 +132,6 @@ def stack_chart(parts: Mapping[str, float], *, limit: float, limit_name: str, ti
 
 
 @_styled
-def bar_chart(groups: Mapping[str, Mapping[str, float]], *, title: str, y: str, compare: bool = False) -> str:
-    """Bars of each group side by side. With `compare`, the last bar has its ratio to the first one above it."""
-    names = list(dict.fromkeys(name for group in groups.values() for name in group))
-    figure, (axis,) = _figure(1, title)
-    width = 0.8 / len(names)
-    for number, name in enumerate(names):
-        places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(groups))]
-        heights = [group.get(name, 0.0) for group in groups.values()]
-        colour = COLOURS[2] if number and number == len(names) - 1 else COLOURS[number]
-        bars = axis.bar(places, heights, width * 0.94, label=name, color=colour)
-        if compare and number == len(names) - 1:
-            ratios = [f"{group[name] / group[names[0]]:.2f}x" for group in groups.values()]
-            axis.bar_label(bars, ratios, padding=2, fontsize=9)
-    axis.set_xticks(range(len(groups)), list(groups))
-    axis.set_ylabel(y)
-    axis.grid(axis="x", visible=False)
-    _legend(figure, axis)
-    return _svg(figure, title)
-
-
-@_styled
 def bars_chart(panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, title: str) -> str:
     """Panels of groups of bars, one below the other. Each bar has its height above it.
 
@@ -206,4 +185,4 @@ def _svg(figure: Figure, title: str) -> str:
     figure.savefig(out, format="svg", metadata=metadata)
     text = re.sub(r"<\?xml.*?<svg", "<svg", out.getvalue(), count=1, flags=re.DOTALL)
     text = text.replace(_INK, "var(--ink)").replace(_GRID, "var(--grid)")
-    return re.sub(r"(<svg[^>]*>)", lambda found: f"{found[1]}\n{_STYLE}", text, count=1)
+    return re.sub(r"(<svg[^>]*>)", lambda match: f"{match[1]}\n{_STYLE}", text, count=1)

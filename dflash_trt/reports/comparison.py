@@ -46,12 +46,12 @@ class Method:
     temperature: float
     way: str = ""  # a key of TITLES; empty: plain
     options: DraftingOptions = field(default_factory=DraftingOptions)
-    found: list[tuple[str, Statistics]] = field(default_factory=list)  # by prompt, with its category
+    statistics: list[tuple[str, Statistics]] = field(default_factory=list)  # by prompt, with its category
     tokens: list[Sequence[int]] = field(default_factory=list)
 
     def figures(self, places: int, category: str | None = None) -> dict[str, Any]:
         """Figures of a category, or of all: the speed after the first token, and milliseconds of a round's parts."""
-        total = Statistics.merge(s for c, s in self.found if category in (None, c))
+        total = Statistics.merge(s for c, s in self.statistics if category in (None, c))
         later = total.num_generation_tokens - total.num_requests
         rounds = max(1, sum(total.block_length_histogram))
         parts = {"draft": total.draft_time, "verify": total.verify_time, "host": total.host_time}
@@ -97,12 +97,12 @@ class Answers:
         """Give the methods what they answered."""
         for line, prompt in zip(self._lines, prompts, strict=False):
             for method, (statistics, tokens) in zip(methods, line["answers"], strict=True):
-                method.found.append((prompt.category, Statistics(**statistics)))
+                method.statistics.append((prompt.category, Statistics(**statistics)))
                 method.tokens.append(tokens)
 
     def add(self, methods: Sequence[Method]) -> None:
         """Note the last answer of each method."""
-        last = [[asdict(method.found[-1][1]), list(method.tokens[-1])] for method in methods]
+        last = [[asdict(method.statistics[-1][1]), list(method.tokens[-1])] for method in methods]
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"answers": last}) + "\n")
 
@@ -136,37 +136,29 @@ def compare(
     the builds.
     """
     names = _names(drafters)
+    bundles: dict[str, Bundle] = {}
+    for number, (name, drafter) in enumerate(zip(names, drafters, strict=True)):
+        progress("build pairs", number, len(names))
+        place = work / f"bundle{number}"
+        bundles[name] = build(target, drafter, place, weights="link", tree_width=tree_width, force=True)
+    progress("build pairs", len(names), len(names))
     asked_for = [max_tokens, *temperatures, tree_nodes, threads, *(f"{p.id} {p.content}" for p in prompts)]
+    answers = Answers(work, list(bundles.values()), [*map(str, asked_for)])
+    sizes = {name: bundle.manifest["block_size"] for name, bundle in bundles.items()}
+    methods = [each for t in temperatures for each in _methods(sizes, t, tree_nodes)]
     with ExitStack() as stack:
-        bundles: list[Bundle] = []
-        llms: dict[str, LLM] = {}
-        kinds: dict[str, dict[str, Any]] = {}
-        for number, (name, drafter) in enumerate(zip(names, drafters, strict=True)):
-            progress("build pairs", number, len(names))
-            out = work / f"bundle{number}"
-            bundle = build(target, drafter, out, weights="link", tree_width=tree_width, force=True)
-            bundles.append(bundle)
-            manifest = bundle.manifest
-            kinds[name] = {
-                "drafter": manifest["drafter"]["name"],
-                "architecture": manifest["drafter"]["architecture"],
-                "parameters": manifest["drafter"]["parameters"],
-                "block_size": manifest["block_size"],
-            }
-            llm = LLM(bundle.path, max_batch_size=1, prefix_cache_bytes=0, threads=threads)
-            llms[name] = stack.enter_context(llm)
-        progress("build pairs", len(names), len(names))
-        answers = Answers(work, bundles, [*map(str, asked_for)])
-        methods = [
-            each
-            for t in temperatures
-            for each in _methods({n: llms[n].block_size for n in names}, t, tree_nodes)
-        ]
+        llms = {
+            name: stack.enter_context(
+                LLM(bundle.path, max_batch_size=1, prefix_cache_bytes=0, threads=threads)
+            )
+            for name, bundle in bundles.items()
+        }
         first = llms[names[0]]
         asked = [p.content if isinstance(p.content, str) else first.chat_prompt(p.content) for p in prompts]
         done = decode(
             methods, llms, prompts, asked, answers, max_tokens=max_tokens, seconds=seconds, progress=progress
         )
+    kinds = {name: _kind(bundle.manifest) for name, bundle in bundles.items()}
     runs = [_run([m for m in methods if m.temperature == t], kinds, prompts[:done]) for t in temperatures]
     return {
         "target": resolve_pair(target, drafters[0])[0].directory.name if Path(target).is_dir() else target,
@@ -176,6 +168,16 @@ def compare(
         "tree_nodes": tree_nodes,
         "same_tokens": all(run["same_tokens"] for run in runs),
         "runs": runs,
+    }
+
+
+def _kind(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    drafter = manifest["drafter"]
+    return {
+        "drafter": drafter["name"],
+        "architecture": drafter["architecture"],
+        "parameters": drafter["parameters"],
+        "block_size": manifest["block_size"],
     }
 
 
@@ -195,7 +197,7 @@ def decode(
     llms: by the methods' names. asked: the prompts as `LLM.generate` takes them. See `compare`.
     """
     answers.give(methods, prompts)
-    done = first = len(methods[0].found)
+    done = first = len(methods[0].statistics)
     warm_up = SamplingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True)
     for each in methods if first < len(prompts) else ():
         llms[each.name].generate(asked[0], warm_up, **each.options)
@@ -205,7 +207,7 @@ def decode(
         for each in _turned(methods, done):
             params = SamplingParams(max_tokens=max_tokens, temperature=each.temperature, seed=done)
             answer = llms[each.name].generate(asked[done], params, **each.options)
-            each.found.append((prompts[done].category, answer.statistics))
+            each.statistics.append((prompts[done].category, answer.statistics))
             each.tokens.append(answer.token_ids)
         answers.add(methods)
         done += 1
@@ -279,7 +281,7 @@ def rows_of(run: Mapping[str, Any]) -> list[list[str]]:
             if way not in each:
                 continue
             figures = each[way]
-            found = figures["tokens_per_second"]
+            drafted = figures["tokens_per_second"]
             if way == TREE:
                 title = f"{title} of {figures['mean_tree_nodes']:.0f}"
             rows.append(
@@ -289,7 +291,7 @@ def rows_of(run: Mapping[str, Any]) -> list[list[str]]:
                     f"{figures['acceptance_length']:.2f}",
                     f"{figures['round_ms']['draft']:.1f}",
                     f"{figures['round_ms']['verify']:.1f}",
-                    f"{found:.1f} ({found / speed:.2f}x)" if speed else f"{found:.1f}",
+                    f"{drafted:.1f} ({drafted / speed:.2f}x)" if speed else f"{drafted:.1f}",
                     " ".join(f"{share:.2f}" for share in figures["acceptance_by_place"])
                     if way == WHOLE
                     else "",
@@ -308,7 +310,7 @@ def categories_of(run: Mapping[str, Any]) -> list[list[str]]:
     ]
     rows = [["category", *(name for name, _ in columns)]]
     for category in columns[0][1]:
-        figures = [found[category]["acceptance_length"] for _, found in columns]
+        figures = [categories[category]["acceptance_length"] for _, categories in columns]
         rows.append([category, *(f"{length:.2f}" for length in figures)])
     return rows
 

@@ -30,8 +30,8 @@ _OTHERS = ("torch", "transformers", "safetensors", "tritonclient")
 
 def optional() -> list[str]:
     """Modules that the core does without: those that engines can use, and a few more."""
-    found = [module for engine in engines() for module in engine.modules]
-    return [name for name in dict.fromkeys((*_OTHERS, *found)) if name not in REQUIRED]
+    modules = [module for engine in engines() for module in engine.modules]
+    return [name for name in dict.fromkeys((*_OTHERS, *modules)) if name not in REQUIRED]
 
 
 def describe() -> dict[str, Any]:
@@ -62,8 +62,8 @@ def versions_of(modules: Iterable[str]) -> dict[str, str | None]:
 
 def _engines(missing: list[str]) -> list[dict[str, Any]]:
     capabilities = hardware.compute_capabilities()
-    found = {engine.name: engine.availability(missing, capabilities) for engine in engines()}
-    return [{"engine": name, **asdict(available)} for name, available in found.items()]
+    availability = {engine.name: engine.availability(missing, capabilities) for engine in engines()}
+    return [{"engine": name, **asdict(available)} for name, available in availability.items()]
 
 
 def _version(module: str, distributions: Mapping[str, list[str]]) -> str | None:

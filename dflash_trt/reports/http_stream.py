@@ -155,9 +155,9 @@ def _text(choice: dict[str, Any]) -> str:
     if "delta" not in choice:
         return str(choice.get("text") or "")
     delta = choice["delta"]
-    found = [delta.get(name) for name in ("content", "reasoning_content", "reasoning")]
+    texts = [delta.get(name) for name in ("content", "reasoning_content", "reasoning")]
     calls = [call["function"].get("arguments") for call in delta.get("tool_calls") or ()]
-    return "".join(text for text in (*found, *calls) if text)
+    return "".join(text for text in (*texts, *calls) if text)
 
 
 def _message(body: bytes, status: int) -> str:

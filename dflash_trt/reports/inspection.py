@@ -94,7 +94,7 @@ def _weights(parameters: int, by_dtype: Counter[str]) -> dict[str, Any]:
 
 def _describe(config: DecoderConfig) -> dict[str, Any]:
     windows = [layer.window for layer in config.attention_layers]
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "architecture": config.architecture,
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -107,14 +107,14 @@ def _describe(config: DecoderConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
     }
     if config.delta_layers:
-        found |= {"delta_layers": len(config.delta_layers)}
+        fields |= {"delta_layers": len(config.delta_layers)}
     if isinstance(config, TargetConfig) and config.moe is not None:
-        found |= {"experts": config.moe.num_experts, "experts_per_token": config.moe.experts_per_token}
+        fields |= {"experts": config.moe.num_experts, "experts_per_token": config.moe.experts_per_token}
     if isinstance(config, DrafterConfig):
-        found |= {
+        fields |= {
             "block_size": config.block_size,
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
             "causal_layers": sum(layer.causal for layer in config.layers),
         }
-    return found
+    return fields

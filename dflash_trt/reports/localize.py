@@ -75,10 +75,10 @@ class Localizer:
     def _compare(self, stage: str, model: str, tensor: str, ours: Array, theirs: Array) -> None:
         spread = max(float(np.std(theirs)), 1e-6)
         error = float(np.abs(ours - theirs).max() / spread) if np.isfinite(ours).all() else float("inf")
-        found = Compared(stage, model, tensor, error)
-        self.compared.append(found)
+        comparison = Compared(stage, model, tensor, error)
+        self.compared.append(comparison)
         if self.first is None and error > self.limit:
-            self.first, self.tensors = found, (ours, theirs)
+            self.first, self.tensors = comparison, (ours, theirs)
 
 
 def cache_rows(pair: Pair, model: str, slot: int, start: int, stop: int) -> Iterator[tuple[str, Array]]:

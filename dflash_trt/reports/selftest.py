@@ -102,8 +102,8 @@ class Selftest:
         """
         done: list[Check] = []
         for name, proves, check in self.checks:
-            found = Check(name, proves)
-            done.append(found)
+            result = Check(name, proves)
+            done.append(result)
             timer = threading.Timer(limit, _give_up, (report, self.header(), done, limit))
             timer.daemon = True
             timer.start()
@@ -111,18 +111,18 @@ class Selftest:
             try:
                 if self._llm is None and len(done) > _LOADING:
                     raise Skip("the bundle did not load")
-                found.figures = check()
-                found.state = "passed"
+                result.figures = check()
+                result.state = "passed"
             except Skip as reason:
-                found.state, found.detail = "skipped", str(reason)
+                result.state, result.detail = "skipped", str(reason)
             except Failure as error:
-                found.state, found.detail = "failed", str(error)
+                result.state, result.detail = "failed", str(error)
             except Exception as error:
-                found.state, found.detail = "failed", f"{type(error).__name__}: {error}"
+                result.state, result.detail = "failed", f"{type(error).__name__}: {error}"
             timer.cancel()
-            found.seconds = round(perf_counter() - begin, 3)
+            result.seconds = round(perf_counter() - begin, 3)
             write_report(report, self.header(), done)
-            yield found
+            yield result
 
     def header(self) -> dict[str, Any]:
         fields = {name: value for name, value in self.bundle.manifest.items() if name != "files"}
@@ -143,8 +143,8 @@ class Selftest:
                 llm.close()
 
     def environment(self) -> dict[str, Any]:
-        found = describe()
-        return {"dflash_trt": found["dflash_trt"], "gpus": found["gpus"], "cpu": found["cpu"]}
+        machine = describe()
+        return {"dflash_trt": machine["dflash_trt"], "gpus": machine["gpus"], "cpu": machine["cpu"]}
 
     def integrity(self) -> dict[str, Any]:
         try:
@@ -154,17 +154,17 @@ class Selftest:
         except DFlashError as error:
             raise Failure(str(error)) from error
         problems = getattr(self.pair.arrays, "problems", None)
-        if problems is not None and (found := problems(self.bundle.manifest)):
-            raise Failure("; ".join(found))
+        if problems is not None and (faults := problems(self.bundle.manifest)):
+            raise Failure("; ".join(faults))
         return {"slots": self.pair.slots, "capacity": self.pair.capacity}
 
     def kernels(self) -> dict[str, Any]:
         arrays: Any = self.pair.arrays
         if not getattr(arrays, "samples", False):
             raise Skip("the host samples here")
-        found = {name: problem for name, problem in arrays.kernel_problems().items() if problem}
-        if found:
-            raise Failure("; ".join(f"{name}: {problem}" for name, problem in found.items()))
+        faults = {name: problem for name, problem in arrays.kernel_problems().items() if problem}
+        if faults:
+            raise Failure("; ".join(f"{name}: {problem}" for name, problem in faults.items()))
         params = SamplingParams(temperature=0.9, top_p=0.9, top_k=40, max_tokens=12, seed=7, ignore_eos=True)
         there = self._generate(params)
         arrays.samples = False
@@ -230,21 +230,21 @@ class Selftest:
     def replay(self) -> dict[str, Any]:
         self._prefill(self.prompt)
         short = max(1, self.block // 2)
-        found: dict[int, Array] = {}
+        by_length: dict[int, Array] = {}
         for length in (self.block, short) * 3:
             logits = self._verify(1, length)[0]
-            if not np.array_equal(found.setdefault(length, logits), logits):
+            if not np.array_equal(by_length.setdefault(length, logits), logits):
                 raise Failure(f"a pass of {length} tokens gave other logits when it was repeated")
         return {}
 
     def drafts(self) -> dict[str, Any]:
         """Two rounds: the second one reads features of the first verification."""
-        found = self._drafted(self.pair)
+        drafted = self._drafted(self.pair)
         if self.reference is None:
             raise Skip("give --reference to compare them with ONNX Runtime's")
         expected = self._drafted(self.reference._runtime.pair)
         errors = {}
-        for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for i, (ours, theirs) in enumerate(zip(drafted, expected, strict=True)):
             which = "after a prefill" if i == 0 else "after a verification"
             errors[which] = _close(
                 f"the drafter's log-probabilities {which} and ONNX Runtime's", ours, theirs
@@ -259,8 +259,8 @@ class Selftest:
         if int(np.argmax(logits)) != greedy[0]:
             raise Failure(f"the greedy token is {int(np.argmax(logits))}, but generation gave {greedy[0]}")
         request = self._request(self.prompt, greedy[0])
-        found = self.pair.verify([request], Draft(np.array([greedy]), None, np.zeros((1, self.block - 1))))
-        accepted = int(np.asarray(found.accepted)[0])
+        verdict = self.pair.verify([request], Draft(np.array([greedy]), None, np.zeros((1, self.block - 1))))
+        accepted = int(np.asarray(verdict.accepted)[0])
         if accepted != self.block - 1:
             raise Failure(f"{accepted} of {self.block - 1} drafts that the target would choose were accepted")
         return {"accepted": accepted}
@@ -343,14 +343,14 @@ class Selftest:
 
     def _drafted(self, pair: Pair) -> list[Array]:
         _prefill(pair, self.prompt, 0, 0, draft=True)
-        request, found = self._request(self.prompt, self.tokens[0]), []
+        request, logprobs = self._request(self.prompt, self.tokens[0]), []
         for _ in range(2):
             draft = pair.propose([request], self.block)
             pair.verify([request], draft)
-            found.append(np.array(draft.logprobs)[0])
+            logprobs.append(np.array(draft.logprobs)[0])
             pair.commit(request, 0, [0, 1])
             request.committed += 2
-        return found
+        return logprobs
 
     def _request(self, prompt: Sequence[int], anchor: int) -> Request:
         params = SamplingParams(max_tokens=4, ignore_eos=True)

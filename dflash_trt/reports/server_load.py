@@ -122,11 +122,11 @@ def _answers(
     server: LoadedServer, bodies: Sequence[tuple[str, dict[str, Any]]], load: Load, seed: int
 ) -> Iterator[StreamedAnswer]:
     """The answers as they come. Threads send the requests: as many as are in flight."""
-    found = queue.SimpleQueue[StreamedAnswer]()
+    answers = queue.SimpleQueue[StreamedAnswer]()
     waiting = queue.SimpleQueue[tuple[str, dict[str, Any]]]()
 
     def answer(body: tuple[str, dict[str, Any]]) -> None:
-        found.put(server.stream(*body))
+        answers.put(server.stream(*body))
 
     def one_after_another() -> None:
         while True:
@@ -151,7 +151,7 @@ def _answers(
     else:
         _start(by_poisson)
     for _ in bodies:
-        yield found.get()
+        yield answers.get()
 
 
 def _start(work: Callable[[], None]) -> None:

@@ -88,9 +88,9 @@ def features_of(batch: Batch, target: FrozenTarget, cache: FeatureCache | None) 
     """Features [B, T, taps * D] of a batch: from the cache if it has them all, else from a pass of the target."""
     lengths = batch.ends.tolist()
     if cache is not None:
-        found = [cache.get(a, n) for a, n in zip(batch.answers, lengths, strict=True)]
-        if all(part is not None for part in found):
-            parts = [part for part in found if part is not None]
+        cached = [cache.get(a, n) for a, n in zip(batch.answers, lengths, strict=True)]
+        if all(part is not None for part in cached):
+            parts = [part for part in cached if part is not None]
             padded = parts[0].new_zeros(*batch.tokens.shape, parts[0].shape[-1])
             for row, part in enumerate(parts):
                 padded[row, : len(part)] = part

@@ -162,7 +162,7 @@ class DFlash2Drafter(DrafterModel):
         hidden = flat[block, place]
         with torch.no_grad():
             best = (hidden.to(s.head.dtype) @ s.head.T).float().topk(self.config.own.top_k)
-        found = (best.indices == s.labels[block, place][:, None]) & counted
+        hits = (best.indices == s.labels[block, place][:, None]) & counted
         tokens = best.indices if s.ids is None else s.ids[best.indices]
         dtype = hidden.dtype
         before = selector.predecessor(F.embedding(s.tokens[block, place - 1], s.embedding).to(dtype))
@@ -170,5 +170,5 @@ class DFlash2Drafter(DrafterModel):
         query = weights @ selector.successor.weight.to(weights.dtype)  # [N, D]
         fit = torch.einsum("nd,nkd->nk", query, F.embedding(tokens, s.embedding).to(query.dtype)).float()
         scores = (best.values + fit).log_softmax(-1)
-        count = found.any(1).sum().clamp(min=1)
-        return -(scores * found).sum() / count
+        count = hits.any(1).sum().clamp(min=1)
+        return -(scores * hits).sum() / count

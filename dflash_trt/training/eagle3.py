@@ -167,18 +167,18 @@ def start_eagle3(drafter: Eagle3Drafter, target: Checkpoint, config: TargetConfi
     with torch.no_grad():
         for side in "qkv":
             place = drafter.get_parameter(f"layers.0.self_attn.{side}_proj.weight")
-            found = read_matrix(target, f"{last}.self_attn.{side}_proj.weight")
-            if found is not None and found.shape == (place.shape[0], size):
-                place[:, size:] = found
+            matrix = read_matrix(target, f"{last}.self_attn.{side}_proj.weight")
+            if matrix is not None and matrix.shape == (place.shape[0], size):
+                place[:, size:] = matrix
         names = ["self_attn.o_proj", *(f"mlp.{part}_proj" for part in ("gate", "up", "down"))]
         names += ["input_layernorm", "post_attention_layernorm"]
         sources = {f"layers.0.{name}.weight": f"{last}.{name}.weight" for name in names}
         sources["layers.0.hidden_norm.weight"] = f"{last}.input_layernorm.weight"
         sources["norm.weight"] = "model.norm.weight"
         for name, source in sources.items():
-            place, found = drafter.get_parameter(name), read_matrix(target, source)
-            if found is not None and found.shape == place.shape:
-                place.copy_(found)
+            place, matrix = drafter.get_parameter(name), read_matrix(target, source)
+            if matrix is not None and matrix.shape == place.shape:
+                place.copy_(matrix)
         drafter.fc.weight *= 0.1
         drafter.fc.weight[:, -size:] += torch.eye(size)
         drafter.lm_head.weight.copy_(head[drafter.kept().to(head.device)].float())

@@ -64,7 +64,7 @@ def measure(
         draft_vocabulary=draft_vocabulary,
         force=True,
     )
-    found: dict[str, list[Statistics]] = {}
+    by_category: dict[str, list[Statistics]] = {}
     with LLM(bundle.path, max_batch_size=questions.batch_size, prefix_cache_bytes=0) as llm:
         sampling = [
             SamplingParams(
@@ -76,10 +76,10 @@ def measure(
         ]
         answers = llm.generate(asked, sampling, block_length=llm.block_size)
     for prompt, answer in zip(questions.prompts, answers, strict=True):
-        found.setdefault(prompt.category, []).append(answer.statistics)
+        by_category.setdefault(prompt.category, []).append(answer.statistics)
     shutil.rmtree(work / "bundle")
-    made = {category: _figures(each) for category, each in sorted(found.items())}
-    return {**made, ALL: _figures([s for each in found.values() for s in each])}
+    made = {category: _figures(each) for category, each in sorted(by_category.items())}
+    return {**made, ALL: _figures([s for each in by_category.values() for s in each])}
 
 
 def _figures(parts: Sequence[Statistics]) -> dict[str, Any]:

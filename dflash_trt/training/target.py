@@ -108,10 +108,10 @@ class FeatureCache:
         folder.mkdir(parents=True, exist_ok=True)
         label = folder / "features.json"
         if label.exists():
-            found = json.loads(label.read_text(encoding="utf-8"))
-            if found != key:
+            held = json.loads(label.read_text(encoding="utf-8"))
+            if held != key:
                 raise DFlashError(
-                    f"{label}: holds features of {found}, not of {key}; choose another --features"
+                    f"{label}: holds features of {held}, not of {key}; choose another --features"
                 )
         else:
             if any(file.suffix != ".part" for file in folder.iterdir()) and not label.exists():

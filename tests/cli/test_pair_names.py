@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -66,25 +62,6 @@ def test_the_other_commands_take_it_too(
     assert Output(capsys, "deploy", "tiny", "--out", tmp_path / "repository").code == 0
 
 
-def test_serve_takes_it_too(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with log.open("wb") as out:
-        command = [sys.executable, "-m", "dflash_trt", "serve", "tiny", "--port", "0", "--threads", "1"]
-        server = subprocess.Popen(command, stdout=out, stderr=out)
-    try:
-        for _ in range(1200):
-            if "/metrics" in log.read_text() or server.poll() is not None:
-                break
-            time.sleep(0.1)
-        assert "/metrics" in log.read_text(), log.read_text()
-        (page,) = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("page ")]
-        with urllib.request.urlopen(f"{page}v1/models", timeout=60) as answer:
-            assert json.load(answer)["data"][0]["id"] == "tiny"
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
 def test_a_directory_of_that_name_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tiny").mkdir()
     said = Output(capsys, "generate", "tiny", "--prompt", "x")
@@ -96,13 +73,10 @@ def test_a_directory_of_that_name_comes_first(tmp_path: Path, capsys: pytest.Cap
 def test_verify_begins_with_its_time_and_is_quick_by_default(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    began = time.monotonic()
     checked = Output(capsys, "verify", bundle)
-    took = time.monotonic() - began
     first = checked.err.splitlines()[0]
     assert first.startswith("this takes about ")
     assert checked.out.startswith("4 prompts, 32 tokens each")
-    assert took < 60
     capsys.readouterr()
     assert [verify._time(seconds) for seconds in (0.1, 8.2, 89, 200, 5399, 8000)] == [
         "1 s", "8 s", "89 s", "3 min", "90 min", "2.2 h",
@@ -116,15 +90,12 @@ def test_the_estimate_grows_with_what_is_asked(bundle: Path) -> None:
 
     prompts = read_prompts(None, 4)
     with LLM(bundle) as llm:
-        small = expected_seconds(
-            llm, prompts[:1], temperatures=[0.0], ways=chains([8]), batch_sizes=[1], max_tokens=8
-        )
-        large = expected_seconds(
-            llm,
-            prompts,
-            temperatures=[0.0, 1.0],
-            ways=chains([8, 4, None]),
-            batch_sizes=[1, 4],
-            max_tokens=64,
-        )
+        few = {"temperatures": [0.0], "ways": chains([8]), "batch_sizes": [1], "max_tokens": 8}
+        many = {
+            "temperatures": [0.0, 1.0],
+            "ways": chains([8, 4, None]),
+            "batch_sizes": [1, 4],
+            "max_tokens": 64,
+        }
+        small, large = expected_seconds(llm, prompts[:1], **few), expected_seconds(llm, prompts, **many)  # type: ignore[arg-type]
     assert 0 < 4 * small < large

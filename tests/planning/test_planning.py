@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
+from build_scripts.bench.fit_times import inventory as inventory_of
 from dflash_trt.building.build import build
-from dflash_trt.checkpoint.catalogue import PAIRS, known_configs
+from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.cli import main
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision, parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
-from dflash_trt.models.inventory import Inventory, take_inventory
+from dflash_trt.models.inventory import take_inventory
 from dflash_trt.planning.gpus import find_gpu, gpus
 from dflash_trt.planning.memory import GIB, Settings, arena_bytes, estimate_memory
 from dflash_trt.quantization.convert import quantize
@@ -34,44 +35,34 @@ PUBLISHED_TARGETS = {
 PUBLISHED_DRAFTERS = {"qwen3-4b": 1_074_854_400}
 
 
-@pytest.fixture(scope="module")
-def inventories() -> dict[str, Inventory]:
-    found = {}
-    for pair in PAIRS:
-        target, drafter = known_configs(pair.name)
-        found[pair.name] = take_inventory(read_target_config(target), read_drafter_config(drafter))
-    return found
-
-
 def settings(gpu: str = "b200", **values: Any) -> Settings:
     base: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 8192, "max_batch_size": 8, "block_size": 10}
     return Settings(**base | {"gpu": find_gpu(gpu)} | values)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_TARGETS)
-def test_weights_are_the_published_sizes(inventories: dict[str, Inventory], name: str) -> None:
+def test_weights_are_the_published_sizes(name: str) -> None:
     """From config.json alone. The last two are also OpenAI's 12.8 and 60.8 GiB."""
-    total = sum(sum(role.values()) for role in inventories[name].weights("target").values())
+    total = sum(sum(role.values()) for role in inventory_of(name).weights("target").values())
     assert total == PUBLISHED_TARGETS[name]
-    drafter = sum(sum(role.values()) for role in inventories[name].weights("drafter").values())
+    drafter = sum(sum(role.values()) for role in inventory_of(name).weights("drafter").values())
     assert drafter == PUBLISHED_DRAFTERS.get(name, drafter)
 
 
 @pytest.mark.parametrize(("name", "length"), [("tiny", 256), ("tiny-gpt-oss", 900)])
 def test_plans_agree_with_what_a_bundle_reports(name: str, length: int, tmp_path: Path) -> None:
     bundle = build(name, None, tmp_path / name, max_seq_len=length)
-    target, drafter = known_configs(name)
-    inventory = take_inventory(read_target_config(target), read_drafter_config(drafter))
+    inventory = inventory_of(name)
     block = bundle.manifest["block_size"]
     s = settings(engine="onnxruntime", max_seq_len=length, max_batch_size=3, block_size=block)
-    found = estimate_memory(inventory, s)
-    for side, of_all in (("target", found.kv_bytes), ("drafter", found.drafter_bytes)):
+    plan = estimate_memory(inventory, s)
+    for side, of_all in (("target", plan.kv_bytes), ("drafter", plan.drafter_bytes)):
         kinds = bundle.cache_kinds(side)
         sinks = 8 * (name == "tiny-gpt-oss" and side == "target")  # of a head of 32, in the keys
         held = sum(kind.rows * kind.row_bytes for kind in kinds)
         assert of_all == pytest.approx(3 * held * 64 / (64 + sinks), rel=1e-9)
     whole = [kind for kind in bundle.cache_kinds("drafter") if kind.window is None]
-    assert found.drafter_bytes_per_token == sum(kind.row_bytes for kind in whole)
+    assert plan.drafter_bytes_per_token == sum(kind.row_bytes for kind in whole)
     for side in ("target", "drafter"):
         stored = bundle.manifest[side]["weight_bytes"]
         assert {role: sum(n.values()) for role, n in inventory.weights(side).items()} == {
@@ -79,43 +70,41 @@ def test_plans_agree_with_what_a_bundle_reports(name: str, length: int, tmp_path
         }
 
 
-def test_layers_with_a_window_take_its_rows(inventories: dict[str, Inventory]) -> None:
+def test_layers_with_a_window_take_its_rows() -> None:
     """gpt-oss-120b: 18 of 36 layers see 128 tokens. Their rows do not grow with the context, those of others do."""
-    inventory = inventories["gpt-oss-120b"]
+    inventory = inventory_of("gpt-oss-120b")
     short, long = (
         estimate_memory(inventory, settings(max_seq_len=n, max_batch_size=1)) for n in (8192, 131_072)
     )
     row = 2 * 18 * 8 * 64 * 2
     block = inventory.drafter.block_size
-    for found, length in ((short, 8192), (long, 131_072)):
-        assert found.kv_window_bytes == row * (127 + 127 + 512 + 1)
-        assert found.kv_bytes == row * (length + 2 * block + 1) + found.kv_window_bytes
+    for plan, length in ((short, 8192), (long, 131_072)):
+        assert plan.kv_window_bytes == row * (127 + 127 + 512 + 1)
+        assert plan.kv_bytes == row * (length + 2 * block + 1) + plan.kv_window_bytes
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_integer_weights_are_those_of_a_bundle(tmp_path: Path, scheme: str) -> None:
     precision = Precision(target=scheme)
     bundle = build("tiny", None, tmp_path / "tiny", max_seq_len=256, precision=precision)
-    target, drafter = known_configs("tiny")
-    inventory = take_inventory(read_target_config(target), read_drafter_config(drafter))
-    found = estimate_memory(inventory, settings(engine="onnxruntime", precision=precision)).weights
+    inventory = inventory_of("tiny")
+    plan = estimate_memory(inventory, settings(engine="onnxruntime", precision=precision)).weights
     stored = bundle.manifest["target"]["weight_bytes"]
     for role in ("attention", "mlp", "head"):
-        assert found["target"][role][scheme] == stored[role]["U8"] + stored[role]["F32"]
-    assert found["target"]["embedding"] == {"bf16": stored["embedding"]["BF16"]}
-    assert found["drafter"]["head"] == found["target"]["head"]  # each session has its own
+        assert plan["target"][role][scheme] == stored[role]["U8"] + stored[role]["F32"]
+    assert plan["target"]["embedding"] == {"bf16": stored["embedding"]["BF16"]}
+    assert plan["drafter"]["head"] == plan["target"]["head"]  # each session has its own
 
 
 @pytest.mark.parametrize("text", ["target=fp8", "target=nvfp4,drafter=fp8"])
 def test_plans_agree_with_what_quantized_bundles_hold(text: str, tmp_path: Path) -> None:
     precision = parse_precision(text)
     bundle = build("tiny", None, tmp_path / "b", precision=precision)
-    target, drafter = known_configs("tiny")
-    inventory = take_inventory(read_target_config(target), read_drafter_config(drafter))
-    found = estimate_memory(inventory, settings(precision=precision, block_size=8, max_seq_len=512))
+    inventory = inventory_of("tiny")
+    plan = estimate_memory(inventory, settings(precision=precision, block_size=8, max_seq_len=512))
     for side in ("target", "drafter"):
         for role, stored in bundle.manifest[side]["weight_bytes"].items():
-            planned = sum(found.weights[side][role].values())
+            planned = sum(plan.weights[side][role].values())
             assert planned == pytest.approx(sum(stored.values()), rel=2e-3), f"{side} {role}"
 
 
@@ -131,10 +120,10 @@ def test_plans_agree_with_what_quantized_checkpoints_hold(scheme: str, tmp_path:
         (Checkpoint(quantized[0]), Checkpoint(quantized[1])),
     )
     precision = parse_precision(f"target={scheme},drafter={scheme}")
-    found = estimate_memory(take_inventory(target, drafter), settings(precision=precision, block_size=8))
+    plan = estimate_memory(take_inventory(target, drafter), settings(precision=precision, block_size=8))
     for side in ("target", "drafter"):
         for role, held in stored.weights(side).items():
-            planned = sum(found.weights[side][role].values())
+            planned = sum(plan.weights[side][role].values())
             assert planned == pytest.approx(sum(held.values()), rel=2e-3), f"{side} {role}"
 
 
@@ -182,9 +171,7 @@ def test_the_arena_is_as_tensorrt_llm_computes_it() -> None:
 
 
 @pytest.mark.parametrize(("gpu", "weights"), [("b200", 62), ("h100", 33)])
-def test_tensorrt_llms_own_configurations_fit(
-    inventories: dict[str, Inventory], gpu: str, weights: int
-) -> None:
+def test_tensorrt_llms_own_configurations_fit(gpu: str, weights: int) -> None:
     """Its accuracy tests run with an arena of 10.09 GiB beside this many GiB of weights. The plan must leave space
     for it.
     """
@@ -193,76 +180,79 @@ def test_tensorrt_llms_own_configurations_fit(
     assert arena_bytes(accuracy, max_batch_size=128, max_seq_len=4096, draft_len=4) <= free
 
 
-def test_kv_cache_per_token_by_hand(inventories: dict[str, Inventory]) -> None:
+def test_kv_cache_per_token_by_hand() -> None:
     """gpt-oss-120b: 18 of 36 layers without a window, 8 heads of 64, BF16. Its drafter has 8 layers. FP8 halves it."""
-    found = estimate_memory(inventories["gpt-oss-120b"], settings())
-    assert found.kv_bytes_per_token == 2 * 18 * 8 * 64 * 2
-    assert found.drafter_bytes_per_token == 2 * 8 * 8 * 64 * 2
+    plan = estimate_memory(inventory_of("gpt-oss-120b"), settings())
+    assert plan.kv_bytes_per_token == 2 * 18 * 8 * 64 * 2
+    assert plan.drafter_bytes_per_token == 2 * 8 * 8 * 64 * 2
     assert (
-        estimate_memory(inventories["gpt-oss-120b"], settings(cache="fp8")).kv_bytes_per_token
+        estimate_memory(inventory_of("gpt-oss-120b"), settings(cache="fp8")).kv_bytes_per_token
         == 18 * 8 * 64 * 2
     )
     spread = settings(engine="tensorrt-llm", tensor_parallel=4)
-    assert estimate_memory(inventories["gpt-oss-120b"], spread).kv_bytes_per_token == 2 * 36 * 2 * 64 * 2
+    assert estimate_memory(inventory_of("gpt-oss-120b"), spread).kv_bytes_per_token == 2 * 36 * 2 * 64 * 2
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt", "tensorrt-rtx", "tensorrt-llm"])
 @pytest.mark.parametrize("backend", ["VANILLA", "TRTLLM"])
-def test_the_limits_are_tight(inventories: dict[str, Inventory], engine: str, backend: str) -> None:
+def test_the_limits_are_tight(engine: str, backend: str) -> None:
     """The largest batch and the longest context fit, and one more does not."""
-    inventory = inventories["qwen3-8b"]
+    inventory = inventory_of("qwen3-8b")
     s = settings("h100", engine=engine, drafter_attention=backend)
-    found = estimate_memory(inventory, s)
-    assert found.largest_batch > 1
-    assert estimate_memory(inventory, replace(s, max_batch_size=found.largest_batch)).fits
-    assert not estimate_memory(inventory, replace(s, max_batch_size=found.largest_batch + 1)).fits
+    plan = estimate_memory(inventory, s)
+    assert plan.largest_batch > 1
+    assert estimate_memory(inventory, replace(s, max_batch_size=plan.largest_batch)).fits
+    assert not estimate_memory(inventory, replace(s, max_batch_size=plan.largest_batch + 1)).fits
     batch = 64 if engine != "onnxruntime" else 32
     longest = replace(s, max_batch_size=batch)
     assert not estimate_memory(inventory, longest).fits
-    assert found.longest_context == 40960  # the maximum of both models
-    single = replace(s, max_batch_size=1, max_seq_len=found.longest_context)
+    assert plan.longest_context == 40960  # the maximum of both models
+    single = replace(s, max_batch_size=1, max_seq_len=plan.longest_context)
     assert estimate_memory(inventory, single).largest_batch >= 1
 
 
-def test_plans_hold_states_twice(inventories: dict[str, Inventory]) -> None:
+def test_plans_hold_states_twice() -> None:
     """A pass writes new states, with their pending rows, beside those that it reads. Bytes as in docs/hybrid.md."""
-    found = estimate_memory(inventories["qwen3.5-4b"], settings(engine="tensorrt-rtx", max_batch_size=3))
-    assert found.state_bytes_per_sequence == 2 * 57_901_056
-    longer = estimate_memory(inventories["qwen3.5-4b"], settings(engine="tensorrt-rtx", max_batch_size=4))
-    rows = longer.kv_bytes - found.kv_bytes - found.state_bytes_per_sequence
-    assert rows == 32_768 * (found.max_seq_len + 2 * 10 + 1)
+    plan = estimate_memory(inventory_of("qwen3.5-4b"), settings(engine="tensorrt-rtx", max_batch_size=3))
+    assert plan.state_bytes_per_sequence == 2 * 57_901_056
+    longer = estimate_memory(inventory_of("qwen3.5-4b"), settings(engine="tensorrt-rtx", max_batch_size=4))
+    rows = longer.kv_bytes - plan.kv_bytes - plan.state_bytes_per_sequence
+    assert rows == 32_768 * (plan.max_seq_len + 2 * 10 + 1)
 
 
-def test_the_parts_make_the_whole(inventories: dict[str, Inventory]) -> None:
-    for name, inventory in inventories.items():
-        found = estimate_memory(inventory, settings("rtx-pro-6000"))
-        parts = found.weight_bytes + found.runtime_bytes + found.activation_bytes
-        assert found.total_bytes == parts + found.kv_bytes + found.drafter_bytes, name
-        assert found.left_bytes == found.memory_bytes - found.total_bytes
-        assert found.fits == (found.left_bytes >= 0)
-        weights = [n for side in found.weights.values() for role in side.values() for n in role.values()]
-        assert sum(weights) == found.weight_bytes
+def test_the_parts_make_the_whole() -> None:
+    for name in ("qwen3-8b", "gpt-oss-20b", "qwen3.5-4b"):
+        inventory = inventory_of(name)
+        plan = estimate_memory(inventory, settings("rtx-pro-6000"))
+        parts = plan.weight_bytes + plan.runtime_bytes + plan.activation_bytes
+        assert plan.total_bytes == parts + plan.kv_bytes + plan.drafter_bytes, name
+        assert plan.left_bytes == plan.memory_bytes - plan.total_bytes
+        assert plan.fits == (plan.left_bytes >= 0)
+        weights = [n for side in plan.weights.values() for role in side.values() for n in role.values()]
+        assert sum(weights) == plan.weight_bytes
 
 
-def test_what_tensorrt_rtx_widens_is_counted(inventories: dict[str, Inventory]) -> None:
+def test_what_tensorrt_rtx_widens_is_counted() -> None:
     """Scratch memory of both plans in bytes, as in docs/tensorrt.md. The plan has space for it, but not for twice as
     much.
     """
     measured = {"qwen3-4b": 285e6, "qwen3-coder-30b-a3b": 673e6, "gpt-oss-20b": 528e6, "gpt-oss-120b": 528e6}
     s = settings(engine="tensorrt-rtx", max_seq_len=4096, max_batch_size=2, block_size=8)
     for name, scratch in measured.items():
-        assert scratch < estimate_memory(inventories[name], s).activation_bytes < 2 * scratch, name
+        assert scratch < estimate_memory(inventory_of(name), s).activation_bytes < 2 * scratch, name
     quantized = replace(s, precision=parse_precision("target=nvfp4"))
-    assert 468e6 < estimate_memory(inventories["qwen3-coder-30b-a3b"], quantized).activation_bytes < 2 * 468e6
+    assert (
+        468e6 < estimate_memory(inventory_of("qwen3-coder-30b-a3b"), quantized).activation_bytes < 2 * 468e6
+    )
     # Plugins widen nothing of gpt-oss's experts. Those of attention keep no queries, and no masks of all slots.
     with_plugins = {
-        name: estimate_memory(inventories[name], replace(s, engine="tensorrt")) for name in measured
+        name: estimate_memory(inventory_of(name), replace(s, engine="tensorrt")) for name in measured
     }
-    for name, found in with_plugins.items():
-        less = estimate_memory(inventories[name], s).activation_bytes - found.activation_bytes
+    for name, plan in with_plugins.items():
+        less = estimate_memory(inventory_of(name), s).activation_bytes - plan.activation_bytes
         assert less > (1 << 28 if name.startswith("gpt-oss") else 0), name
-        longer = estimate_memory(inventories[name], replace(s, engine="tensorrt", max_seq_len=32_768))
-        assert longer.scratch_bytes == found.scratch_bytes
+        longer = estimate_memory(inventory_of(name), replace(s, engine="tensorrt", max_seq_len=32_768))
+        assert longer.scratch_bytes == plan.scratch_bytes
 
 
 @pytest.mark.parametrize(
@@ -279,19 +269,19 @@ def test_what_tensorrt_rtx_widens_is_counted(inventories: dict[str, Inventory]) 
     ],
 )
 def test_scratch_memory_follows_batch_and_capacity(
-    inventories: dict[str, Inventory], pair: str, batch: int, length: int, measured: float
+    pair: str, batch: int, length: int, measured: float
 ) -> None:
     """The larger of both plans, with two layers of the target (docs/planning.md)."""
     block = 16 if pair == "qwen3-4b" else 8
     s = settings(engine="tensorrt-rtx", max_seq_len=length, max_batch_size=batch, block_size=block)
-    found = estimate_memory(inventories[pair], s)
-    assert measured < found.scratch_bytes < measured + 80e6
-    assert found.scratch_bytes < found.activation_bytes
-    assert estimate_memory(inventories[pair], replace(s, engine="onnxruntime")).scratch_bytes == 0
+    plan = estimate_memory(inventory_of(pair), s)
+    assert measured < plan.scratch_bytes < measured + 80e6
+    assert plan.scratch_bytes < plan.activation_bytes
+    assert estimate_memory(inventory_of(pair), replace(s, engine="onnxruntime")).scratch_bytes == 0
 
 
-def test_precision_changes_the_weights_it_names(inventories: dict[str, Inventory]) -> None:
-    inventory = inventories["qwen3-8b"]
+def test_precision_changes_the_weights_it_names() -> None:
+    inventory = inventory_of("qwen3-8b")
 
     def weights(precision: Precision) -> dict[str, dict[str, dict[str, int]]]:
         return estimate_memory(inventory, settings(precision=precision)).weights
@@ -307,60 +297,47 @@ def test_precision_changes_the_weights_it_names(inventories: dict[str, Inventory
     assert head == {"nvfp4": 151_936 * 4096 * 9 // 16}
 
 
-def test_a_pass_reads_the_experts_it_uses(inventories: dict[str, Inventory]) -> None:
+def test_a_pass_reads_the_experts_it_uses() -> None:
     """At most block x 4 of 128 experts. Dense weights, with the head, once. No embedding."""
-    inventory = inventories["gpt-oss-120b"]
-    found = estimate_memory(inventory, settings())
-    sizes = {role: sum(n.values()) for role, n in found.weights["target"].items()}
+    inventory = inventory_of("gpt-oss-120b")
+    plan = estimate_memory(inventory, settings())
+    sizes = {role: sum(n.values()) for role, n in plan.weights["target"].items()}
     read = sum(n for role, n in sizes.items() if role not in ("experts", "embedding"))
     read += sizes["experts"] * 40 / 128
-    assert found.pass_seconds == pytest.approx(read / 8e12)
+    assert plan.pass_seconds == pytest.approx(read / 8e12)
 
 
-def test_an_engine_without_kernels_moves_all_experts(inventories: dict[str, Inventory]) -> None:
+def test_an_engine_without_kernels_moves_all_experts() -> None:
     """gpt-oss-20b on TensorRT-RTX: 10 GB read, 38 GB written widened, 38 GB read."""
     s = settings("rtx-5090", engine="tensorrt-rtx", max_batch_size=1, max_seq_len=4096)
-    found = estimate_memory(inventories["gpt-oss-20b"], s)
+    plan = estimate_memory(inventory_of("gpt-oss-20b"), s)
     packed, widened = 24 * 32 * 3 * 2880**2 * 17 / 32, 24 * 32 * 3 * 2880**2 * 2
-    assert found.experts_moved == pytest.approx(packed + 2 * widened, rel=0.01)
-    with_plugins = estimate_memory(inventories["gpt-oss-20b"], replace(s, engine="tensorrt"))
-    assert with_plugins.experts_moved == with_plugins.experts_chosen == found.experts_chosen
-    assert found.pass_seconds > 6 * with_plugins.pass_seconds
+    assert plan.experts_moved == pytest.approx(packed + 2 * widened, rel=0.01)
+    with_plugins = estimate_memory(inventory_of("gpt-oss-20b"), replace(s, engine="tensorrt"))
+    assert with_plugins.experts_moved == with_plugins.experts_chosen == plan.experts_chosen
+    assert plan.pass_seconds > 6 * with_plugins.pass_seconds
     quantized = replace(s, precision=parse_precision("target=nvfp4"))
-    coder = estimate_memory(inventories["qwen3-coder-30b-a3b"], quantized)
+    coder = estimate_memory(inventory_of("qwen3-coder-30b-a3b"), quantized)
     assert coder.experts_moved == sum(coder.weights["target"]["experts"].values()) > coder.experts_chosen
 
 
-def test_what_does_not_fit_says_so_with_the_sum(inventories: dict[str, Inventory]) -> None:
-    inventory = inventories["gpt-oss-120b"]
-    found = estimate_memory(inventory, settings("h100", max_seq_len=131_072))
-    assert not found.fits
-    message = str(found.refuse())
-    for part in ("weights 62.23", "= ", "of 79.00 GiB", f"lower --max-batch-size to {found.largest_batch}"):
+def test_what_does_not_fit_says_so_with_the_sum() -> None:
+    inventory = inventory_of("gpt-oss-120b")
+    plan = estimate_memory(inventory, settings("h100", max_seq_len=131_072))
+    assert not plan.fits
+    message = str(plan.refuse())
+    for part in ("weights 62.23", "= ", "of 79.00 GiB", f"lower --max-batch-size to {plan.largest_batch}"):
         assert part in message
     message = str(estimate_memory(inventory, settings("rtx-5090")).refuse())
     assert "not one sequence fits" in message
     tight = replace(find_gpu("h100"), memory_bytes=66 * GIB)
-    found = estimate_memory(inventory, replace(settings(max_seq_len=131_072), gpu=tight))
-    assert 0 < found.longest_context < 131_072
-    assert f"at most {found.longest_context} tokens fit" in str(found.refuse())
+    plan = estimate_memory(inventory, replace(settings(max_seq_len=131_072), gpu=tight))
+    assert 0 < plan.longest_context < 131_072
+    assert f"at most {plan.longest_context} tokens fit" in str(plan.refuse())
 
 
 def test_every_figure_of_the_table_has_a_source() -> None:
-    wanted = {
-        "h100",
-        "h200",
-        "b200",
-        "b300",
-        "gb200",
-        "rtx-pro-6000",
-        "rtx-5090",
-        "dgx-spark",
-        "a100",
-        "a100-40gb",
-    }
-    wanted |= {"l40s", "l4", "rtx-6000-ada", "rtx-4090", "rtx-3090"}
-    assert set(gpus()) == wanted
+    assert {"h100", "b200", "rtx-4090", "dgx-spark"} <= set(gpus())
     for gpu in gpus().values():
         figures = {"memory_gib", "bandwidth_gb_s", "gpus_per_node"}
         figures |= {f"dense_tflops.{key}" for key in gpu.dense_flops}
@@ -369,15 +346,15 @@ def test_every_figure_of_the_table_has_a_source() -> None:
         assert gpu.sm in (80, 86, 89, 90, 100, 103, 120, 121)
 
 
-def test_wrong_settings_are_refused_by_name(inventories: dict[str, Inventory]) -> None:
+def test_wrong_settings_are_refused_by_name() -> None:
     with pytest.raises(
         BuildError, match=r"--gpu is 'rtx-409' \(did you mean 'rtx-4090'\?\); known GPUs: h100"
     ):
         find_gpu("rtx-409")
     with pytest.raises(BuildError, match="--engine is 'abacus'"):
-        estimate_memory(inventories["tiny"], settings(engine="abacus"))
+        estimate_memory(inventory_of("tiny"), settings(engine="abacus"))
     with pytest.raises(BuildError, match="tensorrt runs on one GPU"):
-        estimate_memory(inventories["tiny"], settings(tensor_parallel=2))
+        estimate_memory(inventory_of("tiny"), settings(tensor_parallel=2))
 
 
 @pytest.mark.parametrize(
@@ -410,9 +387,9 @@ def test_a_gpu_of_its_figures() -> None:
 def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     base = ["plan", "--target", "gpt-oss-120b"]
     assert main([*base, "--gpu", "b200", "--engine", "tensorrt-llm", "--tp", "8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["fits"]
-    assert found["tensor_parallel"] == 8
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"]
+    assert plan["tensor_parallel"] == 8
     assert main([*base, "--gpu", "h100", "--max-seq-len", "131072"]) == 1
     out = capsys.readouterr().out
     assert "does not fit on h100" in out

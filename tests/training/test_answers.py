@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from dflash_trt.building.build import build
 from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.errors import RequestError
 from dflash_trt.prompts import Prompt, read_prompts
@@ -20,11 +19,6 @@ from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundl
 
 TARGET = SHIPPED / "tiny" / "target"
 ASKED = read_prompts(None, 10)
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("tiny", None, tmp_path_factory.mktemp("answers") / "tiny").path
 
 
 def test_answers_are_the_same_after_an_interruption_and_in_another_order(

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from dflash_trt.building.build import build
 from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError, RequestError
@@ -28,10 +26,8 @@ RECIPE = Recipe(steps=2, batch_size=4, anchors=4, max_length=160, limit=4, eval_
 
 
 @pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +53,9 @@ def texts(answers: list[Answer]) -> set[Any]:
 
 
 def test_a_target_without_a_drafter_answers_as_its_bundle_does(
-    prompts: Path, data: Path, tmp_path: Path
+    bundle: Path, prompts: Path, data: Path, tmp_path: Path
 ) -> None:
-    bundle, out = build("tiny", None, tmp_path / "tiny").path, tmp_path / "answers.jsonl"
+    out = tmp_path / "answers.jsonl"
     command = ["train", "regenerate", "--bundle", str(bundle), "--prompts", str(prompts), "--out", str(out)]
     assert main([*command, "--max-tokens", "32", "--threads", "1"]) == 0
     assert len(found := {a.id: a for a in read_answers(out)}) == 60

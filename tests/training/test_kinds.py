@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_trt.building.build import build
 from dflash_trt.checkpoint.catalogue import SHIPPED
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import DFlashError
@@ -23,7 +22,6 @@ from dflash_trt.training.evaluation import ALL, read_history
 from dflash_trt.training.held_out import write_prompts
 from dflash_trt.training.loop import Recipe
 from dflash_trt.training.masks import dense_mask
-from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundle
 from dflash_trt.training.run import Design, run
 from tests.doubles.checkpoints import make_target
 from tests.doubles.kind_checkpoints import make_dflash2, make_eagle3
@@ -32,11 +30,6 @@ from tests.doubles.reference_kinds import DFlash2, Eagle3
 from tests.training.reference import plain_loss
 
 LAYERS, TINY = 6, SHIPPED / "tiny" / "target"
-
-
-@pytest.fixture(autouse=True)
-def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
 
 
 @pytest.fixture(scope="module")
@@ -141,20 +134,6 @@ def test_a_head_of_its_own_has_a_gradient() -> None:
     head.grad = None
     head_loss(hidden.requires_grad_(), head, labels, valid, "decay", chunk=2)[0].backward()
     torch.testing.assert_close(head.grad, expected)
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("answers")
-    bundle = build("tiny", None, directory / "tiny").path
-    regenerate_with_bundle(
-        bundle,
-        read_prompts(None, 0)[8:20],
-        directory / "answers.jsonl",
-        AnswerSampling(24, (0.0,)),
-        threads=1,
-    )
-    return directory / "answers.jsonl"
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash2"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
@@ -40,42 +39,18 @@ from dflash_trt.training.held_out import write_prompts
 from dflash_trt.training.loop import Recipe, _step, train
 from dflash_trt.training.masks import dense_mask
 from dflash_trt.training.model import DrafterModel
-from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundle
 from dflash_trt.training.run import Design, run
 from dflash_trt.training.target import FeatureCache, FrozenTarget
 
 TARGET, DRAFTER = SHIPPED / "tiny" / "target", SHIPPED / "tiny" / "drafter"
 CPU = torch.device("cpu")
-PROMPTS = read_prompts(None, 0)
-HELD_OUT, TRAINED_ON = PROMPTS[:8], PROMPTS[8:104]
+HELD_OUT = read_prompts(None, 8)
 SMALL = Recipe(steps=6, batch_size=4, anchors=8, learning_rate=2e-3, max_length=160)
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("tiny", None, tmp_path_factory.mktemp("training") / "tiny").path
-
-
-@pytest.fixture(scope="module")
-def answers(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("answers") / "answers.jsonl"
-    regenerate_with_bundle(bundle, TRAINED_ON, out, AnswerSampling(96, (0.0,)), threads=1)
-    return out
 
 
 @pytest.fixture(scope="module")
 def target() -> FrozenTarget:
     return FrozenTarget(TARGET, read_target_config(TARGET), (1, 3, 5, 7), CPU, torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread and float32: the same numbers on every machine, without waiting for busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    yield
-    torch.set_num_threads(threads)
 
 
 def in_float32() -> Accelerator:
@@ -326,20 +301,8 @@ def test_the_command_trains_and_measures(
     asking = ["--held-out", str(held_out), "--eval-tokens", "8"]
     out = str(tmp_path / "run")
     sizes = ["--batch-size", "4", "--anchors", "4", "--layers", "1", "--max-length", "160"]
-    command = [
-        "train",
-        "drafter",
-        "--target",
-        "tiny",
-        "--data",
-        str(answers),
-        "--out",
-        out,
-        "--steps",
-        "2",
-        *sizes,
-    ]
-    assert main([*command, *asking]) == 0
+    command = [*f"train drafter --target tiny --data {answers} --out {out}".split(), *sizes, *asking]
+    assert main([*command, "--steps", "2"]) == 0
     assert "newest weights in checkpoint/" in capsys.readouterr().out
     assert (
         main(["train", "evaluate", "--target", "tiny", "--drafter", f"{out}/checkpoint", "--json", *asking])
@@ -347,8 +310,8 @@ def test_the_command_trains_and_measures(
     )
     assert set(json.loads(capsys.readouterr().out)) == {HELD_OUT[0].category, HELD_OUT[1].category, ALL}
     monkeypatch.setattr("dflash_trt.training.loop._asked_to_end", lambda: nullcontext(lambda: True))
-    assert main([*command[:-10], "--steps", "9", *sizes, *asking]) == 1
+    assert main([*command, "--steps", "9"]) == 1
     assert "ended after step 3, as asked" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
-        main([*command, "--taps", "50"])
+        main([*command, "--steps", "9", "--taps", "50"])
     assert "--taps has layer 50, but the target has layers 0 to 9" in capsys.readouterr().err

@@ -308,7 +308,8 @@ def _listen(host: str, port: int) -> socket.socket:
         made.bind(family[4])
         made.listen(4096)
     except (OSError, OverflowError) as error:
-        raise DFlashError(f"--host {host} --port {port}: cannot listen: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise DFlashError(f"--host {host} --port {port}: cannot listen ({why}); give another") from None
     made.set_inheritable(False)
     return made
 

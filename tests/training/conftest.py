@@ -1,0 +1,36 @@
+"""What the tests of training share: the pair `tiny` as a bundle, and its target's answers to shipped prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_trt.building.build import build
+from dflash_trt.prompts import read_prompts
+from dflash_trt.training.regenerate import AnswerSampling, regenerate_with_bundle
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread and float32: the same numbers on every machine, without waiting for busy cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("tiny", None, tmp_path_factory.mktemp("training") / "tiny").path
+
+
+@pytest.fixture(scope="session")
+def answers(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """To all shipped prompts but the first eight, with which drafters are measured."""
+    out = tmp_path_factory.mktemp("answers") / "answers.jsonl"
+    regenerate_with_bundle(bundle, read_prompts(None, 0)[8:104], out, AnswerSampling(96, (0.0,)), threads=1)
+    return out
