@@ -44,15 +44,13 @@ def disagreements(module: Any, llm_args: Mapping[str, Any]) -> Iterator[str]:
         return
     for section, name in {"": "TorchLlmArgs", **_SECTIONS}.items():
         fields = getattr(api, name).model_fields
-        for key, value in ((llm_args.get(section) or {}) if section else llm_args).items():
+        values = llm_args if not section else llm_args.get(section) or {}
+        for key, value in values.items():
             place = f"{section}.{key}".lstrip(".")
+            allowed = literals(fields[key].annotation) if key in fields else set()
             if key not in fields:
                 yield f"{place} is not a field of its {name}"
-            elif (
-                isinstance(value, str)
-                and value not in (allowed := literals(fields[key].annotation))
-                and allowed
-            ):
+            elif isinstance(value, str) and allowed and value not in allowed:
                 yield f"{place} is {value!r}, it takes {', '.join(map(str, sorted(allowed)))}"
 
 

@@ -103,7 +103,9 @@ def test_a_build_widens_them_on_the_way(pair: tuple[Path, Any], tmp_path: Path) 
     assert outline.manifest["target"] == bundle.manifest["target"]
     with pytest.raises(CheckpointError, match="already FP8 in blocks"):
         quantize(root / "target", tmp_path / "q", "int4")
-    with pytest.raises(CheckpointError, match=r"weight_block_size is \[16, 16\], TensorRT-LLM reads \[128, 128\]"):
+    with pytest.raises(
+        CheckpointError, match=r"weight_block_size is \[16, 16\], TensorRT-LLM reads \[128, 128\]"
+    ):
         build(*sources, tmp_path / "d", engine="tensorrt-llm", options=TensorRTLLMOptions(gpu="h200"))
 
 
