@@ -471,8 +471,11 @@ def test_model_optimizers_formats_are_named(
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"quant_method": "awq", "bits": 4}, "TensorRT-LLM does not read AWQ"),
-        ({"quant_method": "gptq", "bits": 4}, "does not read GPTQ"),
+        (
+            {"quant_method": "awq", "bits": 4},
+            "quant_method is .awq., which TensorRT-LLM does not read; it reads",
+        ),
+        ({"quant_method": "gptq", "bits": 4}, "quant_method is .gptq., which"),
         ({"quant_method": "auto-round"}, "quant_method is .auto-round."),
         ({"quant_method": 3}, "quant_method is 3"),
         (BLOCKS | {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),
