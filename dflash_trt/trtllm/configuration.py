@@ -270,6 +270,8 @@ def _block_reuse(inventory: Inventory, options: TensorRTLLMOptions, release: Rel
     tail = options.block_reuse
     if tail is None:
         return 0
+    if tail < 1:
+        raise UsageError(f"--block-reuse is {tail}, expected 1 or more")
     if "context_recompute_tail" not in release.fields("DFlashDecodingConfig"):
         raise UsageError(
             f"--block-reuse is {tail}, but TensorRT-LLM {release.version} has no context_recompute_tail: reused tokens "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -12,7 +12,7 @@ import yaml
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.errors import DFlashError
 from dflash_trt.logs import warn_once
-from dflash_trt.trtllm.attention import choose, literals
+from dflash_trt.trtllm.attention import choose
 
 _log = logging.getLogger(__name__)
 
@@ -36,24 +36,27 @@ def import_tensorrt_llm(version: str) -> Any:
         ) from error
 
 
-def disagreements(module: Any, llm_args: Mapping[str, Any]) -> Iterator[str]:
-    """The parts of a configuration that the installed classes would refuse."""
-    api = module.llmapi
-    if not hasattr(api, "DFlashDecodingConfig"):
-        yield "it has no DFlashDecodingConfig"
-        return
-    for section, name in {"": "TorchLlmArgs", **_SECTIONS}.items():
-        fields = getattr(api, name).model_fields
-        for key, value in ((llm_args.get(section) or {}) if section else llm_args).items():
-            place = f"{section}.{key}".lstrip(".")
-            if key not in fields:
-                yield f"{place} is not a field of its {name}"
-            elif (
-                isinstance(value, str)
-                and value not in (allowed := literals(fields[key].annotation))
-                and allowed
-            ):
-                yield f"{place} is {value!r}, it takes {', '.join(map(str, sorted(allowed)))}"
+def _constructed(api: Any, llm_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with a section's class for each section, which checks its fields and values.
+
+    Raises ValueError naming all that the installed classes refuse.
+    """
+    refused = [
+        f"{key} is not a field of its TorchLlmArgs"
+        for key in llm_args
+        if key not in api.TorchLlmArgs.model_fields
+    ]
+    args = dict(llm_args)
+    for section, name in _SECTIONS.items():
+        if llm_args.get(section) is None:
+            continue
+        try:
+            args[section] = getattr(api, name)(**llm_args[section])
+        except (AttributeError, TypeError, ValueError) as error:
+            refused.append(f"{section}: {error}")
+    if refused:
+        raise ValueError("; ".join(refused))
+    return args
 
 
 def read_llm_args(bundle: Bundle) -> dict[str, Any]:
@@ -88,19 +91,18 @@ def load(bundle: Bundle) -> tuple[Any, Any]:
             warn_once(
                 _log, f"{bundle.path}: the drafter runs with {backend} instead of {asked}: {'; '.join(lacks)}"
             )
-    if found := list(disagreements(module, args)):
+    drafting["speculative_model"] = str((bundle.path / "drafter").resolve())
+    try:
+        args = _constructed(module.llmapi, args)
+    except ValueError as error:
         raise DFlashError(
             f"{bundle.path / 'llm_args.yaml'}: made for TensorRT-LLM {version}, but {module.__version__} is "
-            f"installed: {'; '.join(found)}. Install {version}, or build the bundle again with --trtllm-version"
-        )
+            f"installed: {error}. Install {version}, or build the bundle again with --trtllm-version"
+        ) from None
     if module.__version__ != version:
         warn_once(
             _log,
             f"{bundle.path}: made for TensorRT-LLM {version}, {module.__version__} is installed; it knows every field",
         )
-    drafting["speculative_model"] = str((bundle.path / "drafter").resolve())
-    for section, name in _SECTIONS.items():
-        if args.get(section) is not None:
-            args[section] = getattr(module.llmapi, name)(**args[section])
     model = str((bundle.path / "target").resolve())
     return module, module.LLM(model=model, skip_tokenizer_init=True, **args)

@@ -14,7 +14,6 @@ from typing import Any
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG, read_quantization
-from dflash_trt.checkpoint.recognized import METHODS
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.errors import BuildError, CheckpointError, show
 from dflash_trt.files.reading import read_object
@@ -78,8 +77,7 @@ def target_quantization(config: TargetConfig) -> TargetQuantization:
         raise fields.error(
             "weight_block_size", f"is {show(fields.get('weight_block_size'))}, TensorRT-LLM reads {_BLOCK}"
         )
-    name = METHODS.get(method, "this quantization") if isinstance(method, str) else "this quantization"
-    raise fields.error("quant_method", f"is {show(method)}: TensorRT-LLM does not read {name}; {_READ}")
+    raise fields.error("quant_method", f"is {show(method)}, which TensorRT-LLM does not read; {_READ}")
 
 
 def _model_optimizer(directory: Path) -> TargetQuantization:

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from dflash_trt.trtllm.attention import literals
 from dflash_trt.trtllm.releases import find_release
 
 Answer = Callable[[list[int]], list[Any]]  # tokens; an exception among them ends the request
@@ -35,6 +36,10 @@ def _config(name: str, schema: Mapping[str, Any]) -> type:
     def init(self: Any, **values: Any) -> None:
         if unknown := set(values) - set(fields):
             raise TypeError(f"{name}: extra fields not permitted: {sorted(unknown)}")
+        for key, value in values.items():
+            allowed = literals(fields[key].annotation)
+            if allowed and value not in allowed:
+                raise ValueError(f"{name}: {key} should be one of {sorted(allowed)}, not {value!r}")
         self.values = values
 
     return type(name, (), {"__init__": init, "model_fields": fields})

@@ -299,6 +299,7 @@ def test_quantized_targets_are_planned_as_such(pairs: dict[str, Pair], tmp_path:
         ("qwen3.8-27b", "b200", {"drafter_attention": "TRTLLM"}, "not with DFlash2"),
         ("qwen3.8-27b", "b200", {"version": "1.3.0rc27"}, "1.3.0rc27, of which it is not known whether it has DFlash2"),
         ("qwen3.8-27b", "b200", {"block_reuse": 2048}, "--block-reuse is 2048, but .* has layers with a state"),
+        ("qwen3-8b", "b200", {"block_reuse": 0}, "--block-reuse is 0, expected 1 or more"),
         ("qwen3-8b", "b200", {"block_reuse": 64, "version": "1.3.0rc27"}, "1.3.0rc27 has no context_recompute_tail"),
         ("gpt-oss-20b", "h200", {"moe_backend": "TRTLLM"}, "on SM100 and SM103, but H200"),
         ("qwen3-coder-30b-a3b", "b200", {"moe_backend": "TRTLLM"}, "the target is in bfloat16"),
@@ -470,8 +471,11 @@ def test_model_optimizers_formats_are_named(
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"quant_method": "awq", "bits": 4}, "TensorRT-LLM does not read AWQ"),
-        ({"quant_method": "gptq", "bits": 4}, "does not read GPTQ"),
+        (
+            {"quant_method": "awq", "bits": 4},
+            "quant_method is .awq., which TensorRT-LLM does not read; it reads",
+        ),
+        ({"quant_method": "gptq", "bits": 4}, "quant_method is .gptq., which"),
         ({"quant_method": "auto-round"}, "quant_method is .auto-round."),
         ({"quant_method": 3}, "quant_method is 3"),
         (BLOCKS | {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),

@@ -260,21 +260,23 @@ def test_an_installed_release_that_lacks_fields_is_reported_before_loading(
         LLM(bundles / "trtllm")
     for part in (
         "gpus_per_node is not a field of its TorchLlmArgs",
-        "speculative_config.attention_backend",
+        "speculative_config: DFlashDecodingConfig: extra fields not permitted: ['attention_backend']",
         "1.2.1",
     ):
         assert part in str(raised.value)
     monkeypatch.delattr(double.llmapi, "DFlashDecodingConfig")
-    with pytest.raises(DFlashError, match="no DFlashDecodingConfig"):
+    with pytest.raises(DFlashError, match="DFlashDecodingConfig"):
         LLM(bundles / "trtllm")
     assert double.made == []
 
 
 def test_an_installed_release_that_lacks_a_value_is_reported(bundles: Path, double: Any) -> None:
-    field = double.llmapi.TorchLlmArgs.model_fields["attn_backend"]
-    field.annotation = Literal["VANILLA", "FLASHINFER"] | None
-    with pytest.raises(DFlashError, match=r"attn_backend is 'TRTLLM', it takes FLASHINFER, VANILLA"):
+    double.llmapi.KvCacheConfig.model_fields["dtype"].annotation = Literal["fp8", "nvfp4"]
+    with pytest.raises(
+        DFlashError, match=r"kv_cache_config: .* dtype should be .* not 'auto'. Install 1\.4\.0rc1"
+    ):
         LLM(bundles / "trtllm")
+    assert double.made == []
 
 
 def test_a_backend_that_the_installed_class_does_not_have_is_replaced(
