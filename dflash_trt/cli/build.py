@@ -46,6 +46,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, metavar="DIR", help="directory of the bundle (default: bundles/NAME)"
     )
     parser.add_argument(
+        "--engine",
+        choices=registry.NAMES,
+        default=registry.DEFAULT,
+        help=f"what runs the graphs (default: {registry.DEFAULT})",
+    )
+    _add_shape(parser)
+    _add_weights(parser)
+    engine_options.add_arguments(parser)
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace a bundle of other inputs or options, or a damaged one; nothing else is replaced",
+    )
+    add_json(parser)
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--max-seq-len",
         type=int,
         metavar="N",
@@ -65,11 +83,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "large target in floats on ONNX Runtime, else 1)",
     )
     parser.add_argument(
-        "--engine",
-        choices=registry.NAMES,
-        default=registry.DEFAULT,
-        help=f"what runs the graphs (default: {registry.DEFAULT})",
+        "--drafter-window",
+        type=at_least(1),
+        metavar="N",
+        help="most tokens that the drafter's layers see, for less memory at long context (default: as trained)",
     )
+    parser.add_argument(
+        "--max-batch-size",
+        type=at_least(1),
+        metavar="N",
+        help="limit of requests at a time, for engines that fix it in the build",
+    )
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         choices=["copy", "link", "none"],
@@ -91,25 +118,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens that may be drafted, of `train vocabulary`; all for every token of the target (default: the "
         "drafter's draft_vocabulary.json, else all)",
     )
-    parser.add_argument(
-        "--drafter-window",
-        type=at_least(1),
-        metavar="N",
-        help="most tokens that the drafter's layers see, for less memory at long context (default: as trained)",
-    )
-    parser.add_argument(
-        "--max-batch-size",
-        type=at_least(1),
-        metavar="N",
-        help="limit of requests at a time, for engines that fix it in the build",
-    )
-    engine_options.add_arguments(parser)
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="replace a bundle of other inputs or options, or a damaged one; nothing else is replaced",
-    )
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -123,8 +123,8 @@ def compare(
 ) -> dict[str, Any]:
     """Build every pair in `work` and decode every prompt by every method, one after the other on ONNX Runtime.
 
-    After `seconds` of decoding no further prompt begins. The answers are noted in `work`: with the same arguments, the
-    next call goes on after them, and its figures are of all prompts so far.
+    After `seconds` of decoding no further prompt begins. The next call with the same arguments and `work` continues
+    from there, and its figures are of all prompts so far.
 
     tree_width: the candidates for each place. With more than one, the drafters are compared with trees too, of
     `tree_nodes` nodes and of the number that is expected to be fastest. Their chains come from the same bundles.
@@ -144,8 +144,8 @@ def compare(
     progress("build pairs", len(names), len(names))
     asked_for = [max_tokens, *temperatures, tree_nodes, threads, *(f"{p.id} {p.content}" for p in prompts)]
     answers = Answers(work, list(bundles.values()), [*map(str, asked_for)])
-    sizes = {name: bundle.manifest["block_size"] for name, bundle in bundles.items()}
-    methods = [each for t in temperatures for each in _methods(sizes, t, tree_nodes)]
+    kinds = {name: _kind(bundle.manifest) for name, bundle in bundles.items()}
+    methods = [each for t in temperatures for each in _methods(kinds, t, tree_nodes)]
     with ExitStack() as stack:
         llms = {
             name: stack.enter_context(
@@ -158,7 +158,6 @@ def compare(
         done = decode(
             methods, llms, prompts, asked, answers, max_tokens=max_tokens, seconds=seconds, progress=progress
         )
-    kinds = {name: _kind(bundle.manifest) for name, bundle in bundles.items()}
     runs = [_run([m for m in methods if m.temperature == t], kinds, prompts[:done]) for t in temperatures]
     return {
         "target": resolve_pair(target, drafters[0])[0].directory.name if Path(target).is_dir() else target,
@@ -215,12 +214,12 @@ def decode(
     return done
 
 
-def _methods(block_sizes: Mapping[str, int], temperature: float, tree_nodes: int) -> Iterator[Method]:
+def _methods(kinds: Mapping[str, Mapping[str, Any]], temperature: float, tree_nodes: int) -> Iterator[Method]:
     """Plain decoding, and every way with every drafter."""
-    yield Method(next(iter(block_sizes)), temperature, options={"speculate": False})
-    for name, block_size in block_sizes.items():
+    yield Method(next(iter(kinds)), temperature, options={"speculate": False})
+    for name, kind in kinds.items():
         ways: dict[str, DraftingOptions] = {
-            WHOLE: {"block_length": block_size, "tree_nodes": 0},
+            WHOLE: {"block_length": kind["block_size"], "tree_nodes": 0},
             ADAPTIVE: {"tree_nodes": 0},
         }
         if tree_nodes:
