@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.compressors import BaseCompressor, ModelCompressor
+from compressed_tensors.compressors import BaseCompressor, compress_module
 from compressed_tensors.compressors.format import infer_model_format
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
 
 
 def _scales(module: torch.nn.Module) -> None:
@@ -44,39 +43,49 @@ def _scales(module: torch.nn.Module) -> None:
             getattr(module, name).data.fill_(value)
 
 
-def compressed(
-    source: Path, out: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16
-) -> dict[str, Any]:
+def _tree(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """A module for each part of the tensors' names, with a linear layer for each matrix."""
+    root = torch.nn.Module()
+    for name, tensor in tensors.items():
+        path = name.split(".")[:-1]
+        if not name.endswith(".weight") or tensor.ndim != 2 or "embed" in name:
+            continue
+        place = root
+        for part in path[:-1]:
+            if part not in place._modules:
+                place.add_module(part, torch.nn.Module())
+            place = place._modules[part]  # type: ignore[assignment]
+        linear = torch.nn.Linear(tensor.shape[1], tensor.shape[0], bias=False, dtype=tensor.dtype)
+        linear.weight.data = tensor
+        place.add_module(path[-1], linear)
+    return root
+
+
+def compressed(source: Path, out: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Write the checkpoint in `source` to `out` as the package does; returns each layer's weight as it reads it."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    tensors = load_file(source / "model.safetensors")
+    model = _tree(tensors)
+    config = {"ignore": ["lm_head", "re:.*mlp.gate$"], **config}
     apply_quantization_config(model, QuantizationConfig(**config), show_progress=False)
-    layers = {
+    layers: dict[str, Any] = {
         name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")
     }
     for module in layers.values():
         _scales(module)
     stored = infer_model_format(model)
-    ModelCompressor(
-        quantization_config=QuantizationConfig.from_pretrained(model, format=stored.value)
-    ).compress_model(model)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    for name, module in layers.items():
+        compress_module(module)
+        del tensors[f"{name}.weight"]
+        tensors |= {f"{name}.{key}": value.contiguous() for key, value in module.state_dict().items()}
     shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    said = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": stored.value}
     settings = json.loads((out / "config.json").read_text())
-    settings["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": stored.value,
-        **config,
-    }
+    settings["quantization_config"] = said | config
     (out / "config.json").write_text(json.dumps(settings))
     weights = {}
     for name, module in layers.items():
-        parts = {
-            key.removeprefix(f"{name}."): value
-            for key, value in tensors.items()
-            if key.startswith(f"{name}.")
-        }
+        parts = {key: value.data for key, value in module.state_dict().items()}
         reader = BaseCompressor.get_value_from_registry(module.quantization_scheme.format)
         weights[name] = reader.decompress(parts, module.quantization_scheme)["weight"].detach()
     return weights
