@@ -3,36 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_trt.checkpoint.layouts import (
+    WORD,
+    Parts,
+    blocks,
+    integer_bits,
+    parts,
+    signed,
+    weight_name,
+)
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo, adjacent, same_bytes
 from dflash_trt.errors import CheckpointError, quoted
 from dflash_trt.formats import FORMATS, Algorithm, NumberFormat
-from dflash_trt.formats.base import FLOAT_DTYPES, ONE, Form
+from dflash_trt.formats.base import BLOCK, FLOAT_DTYPES, Form
+from dflash_trt.formats.numbers import AWQ_NIBBLES, unpack_pairs, unpack_words
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
     """The tensors of a quantized linear layer [out, in]. Scales multiply the values of the codes.
 
-    weight, scale: see the format's `forms`.
-    global_scale: one number that multiplies every scale.
+    weight, scale: see the format's `forms` and checkpoint/layouts.py.
+    global_scale: one number that multiplies every scale, or divides it (`Algorithm.reciprocal`).
     by_row: whether the numbers in a byte are neighbours in a row; otherwise they are neighbours in a column.
     input_scale: one number for the activations. None with quantized activations: every row has its own scale.
-    pre_quant_scale: [in], multiplies the input first (AWQ).
+    pre_quant_scale: [in], multiplies the input first (AWQ of Model Optimizer).
+    zero_point: what is subtracted from the unsigned codes of each group, unsigned too: uint8 [out, groups], or in words
+        as the file has it.
+    zero_term: float32 [out, groups], what is to be added to the product of two's complement codes for each group,
+        times the sum of the group's inputs.
+    order: int64 [in], the input of each column of the codes. None: they are in order.
+    group_index: int32 [in], the group of each column of the codes, as the file has it.
+    others: tensors of the layer that say nothing more, such as its shape.
     """
 
     algorithm: Algorithm
     weight: TensorInfo
     scale: TensorInfo
-    global_scale: TensorInfo | None
-    input_scale: TensorInfo | None
-    pre_quant_scale: TensorInfo | None
+    global_scale: TensorInfo | None = None
+    input_scale: TensorInfo | None = None
+    pre_quant_scale: TensorInfo | None = None
+    zero_point: TensorInfo | None = None
+    zero_term: TensorInfo | None = None
+    order: TensorInfo | None = None
+    group_index: TensorInfo | None = None
+    others: tuple[TensorInfo, ...] = ()
     by_row: bool = True
 
     @property
@@ -41,13 +63,20 @@ class StoredLinear:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the weight is in the blocks that ONNX Runtime multiplies (`NumberFormat.block_forms`)."""
+        """Whether the weight is in the blocks that ONNX Runtime multiplies: unsigned integers [out, blocks, bytes],
+        whose zero is the middle, or `zero_point`. compressed-tensors' words are these blocks.
+        """
         return len(self.weight.shape) == 3
+
+    @property
+    def in_words(self) -> bool:
+        """Whether the weight is in words of 32 bits that no engine reads: as GPTQ and AWQ have it."""
+        return self.weight.dtype == "I32"
 
     @property
     def tensors(self) -> list[TensorInfo]:
         values = [getattr(self, f.name) for f in fields(self)]
-        return [value for value in values if isinstance(value, TensorInfo)]
+        return [value for value in values if isinstance(value, TensorInfo)] + list(self.others)
 
 
 def stored_linear(
@@ -62,43 +91,78 @@ def stored_linear(
     weight = checkpoint.tensors.get(f"{layer}.weight")
     if algorithm is None or (weight is not None and weight.dtype in FLOAT_DTYPES):
         return None
+    algorithm = _checked(checkpoint, algorithm, layer, inputs, outputs)
+    found: dict[str, Any] = {}
+    for field_name, part in _parts(checkpoint, algorithm, layer, inputs, outputs).items():
+        names = [name for name in part.names if f"{layer}.{name}" in checkpoint.tensors]
+        if part.needed or names:
+            name = (names or part.names)[0]
+            found[field_name] = _expect(checkpoint, algorithm, layer, name, part.form)
+    if (shape := found.pop("shape", None)) is not None:
+        _check_shape(checkpoint, layer, shape, (outputs, inputs))
+    stored = StoredLinear(algorithm, **found, others=() if shape is None else (shape,))
+    by_row = stored.in_words or stored.weight.shape[0] == outputs
+    stored = replace(stored, by_row=by_row)
+    return _as_blocks(stored, outputs, inputs) if algorithm.layout == "packed" and stored.in_words else stored
+
+
+def _checked(
+    checkpoint: Checkpoint | Outline, algorithm: Algorithm, layer: str, inputs: int, outputs: int
+) -> Algorithm:
+    """The algorithm of a layer with so many inputs and outputs. A row of integers is a group, too."""
     kind, group = FORMATS[algorithm.scheme], algorithm.group_size
-    if group and inputs % group:
+    said = f"{checkpoint.quantization.path}: {layer} is {algorithm.name}"
+    if kind.integer_bits is not None and not group:
+        algorithm, group = replace(algorithm, group_size=inputs), BLOCK
+    if group and inputs % group and algorithm.group_rows == 1:
+        raise CheckpointError(f"{said} in groups of {group}, but has {inputs} inputs")
+    if kind.even_rows and outputs % 2 and algorithm.layout == "plain":
+        raise CheckpointError(f"{said}, but has {outputs} outputs")
+    if algorithm.zero_points and outputs * (kind.integer_bits or 0) % WORD:
         raise CheckpointError(
-            f"{checkpoint.quantization.path}: {layer} is {algorithm.name} in groups of {group}, but has {inputs} inputs"
+            f"{said}, but has {outputs} outputs, which do not fill the words of its zero points"
         )
-    if kind.even_rows and outputs % 2:
+    return algorithm
+
+
+def _parts(
+    checkpoint: Checkpoint | Outline, algorithm: Algorithm, layer: str, inputs: int, outputs: int
+) -> Parts:
+    """The tensors to expect. Those of a layer of integers may have been written anew for an engine."""
+    weight = checkpoint.tensors.get(f"{layer}.weight")
+    if FORMATS[algorithm.scheme].integer_bits is not None and not inputs % BLOCK:
+        if weight is not None and len(weight.shape) == 3:
+            return blocks(algorithm, outputs, inputs)
+        if weight is not None and algorithm.layout != "plain" and algorithm.scheme != "mxfp4":
+            return signed(algorithm, outputs, inputs)
+        words = algorithm.layout in ("gptq", "gptq_v2", "awq")
+        if isinstance(checkpoint, Outline) and weight is None and (checkpoint.in_blocks or words):
+            return blocks(algorithm, outputs, inputs)
+    return parts(algorithm, outputs, inputs)
+
+
+def _as_blocks(stored: StoredLinear, outputs: int, inputs: int) -> StoredLinear:
+    """compressed-tensors' words, low bits first, are the bytes of blocks. Its zero points are bytes of words, too."""
+    count = inputs // BLOCK
+    weight = stored.weight
+    shape = (outputs, count, weight.nbytes // outputs // count)
+    zero_point = stored.zero_point
+    if zero_point is not None:
+        zero_point = replace(zero_point, dtype="U8", shape=(*zero_point.shape, 4))
+    return replace(stored, weight=replace(weight, dtype="U8", shape=shape), zero_point=zero_point)
+
+
+def _check_shape(
+    checkpoint: Checkpoint | Outline, layer: str, info: TensorInfo, expected: tuple[int, int]
+) -> None:
+    if not isinstance(checkpoint, Checkpoint):
+        return
+    shape = tuple(int(n) for n in checkpoint.array(info.name))
+    if shape != expected:
         raise CheckpointError(
-            f"{checkpoint.quantization.path}: {layer} is {algorithm.name}, but has {outputs} outputs"
+            f"{info.file}: tensor {quoted(info.name)} says {list(shape)}, but by config.json {layer} has "
+            f"{list(expected)}; the files are of different models"
         )
-
-    def tensor(suffix: str, form: Form) -> TensorInfo:
-        return _expect(checkpoint, algorithm, layer, suffix, form)
-
-    def optional(suffix: str, form: Form) -> TensorInfo | None:
-        return tensor(suffix, form) if f"{layer}.{suffix}" in checkpoint.tensors else None
-
-    in_blocks = kind.integer_bits is not None and (
-        len(weight.shape) == 3
-        if weight is not None
-        else isinstance(checkpoint, Outline) and checkpoint.in_blocks
-    )
-    forms = kind.block_forms(outputs, inputs) if in_blocks else kind.forms(algorithm, outputs, inputs)
-    found = {suffix: tensor(suffix, form) for suffix, form in forms.items()}
-    input_scale = None
-    if algorithm.static:
-        input_scale = tensor("input_scale", Form(ONE, ["F32"]))
-    elif algorithm.activations:
-        input_scale = optional("input_scale", Form(ONE, ["F32"]))
-    return StoredLinear(
-        algorithm,
-        found["weight"],
-        found["weight_scale"],
-        found.get("weight_scale_2"),
-        input_scale,
-        optional("pre_quant_scale", Form([(inputs,)], FLOAT_DTYPES)),
-        by_row=found["weight"].shape[0] == outputs,
-    )
 
 
 def joined(layers: Mapping[str, StoredLinear]) -> list[tuple[tuple[str, ...], StoredLinear]]:
@@ -120,13 +184,16 @@ def joined(layers: Mapping[str, StoredLinear]) -> list[tuple[tuple[str, ...], St
 
 def _as_one(layers: Sequence[StoredLinear]) -> StoredLinear | None:
     first, *others = layers
-    whole: dict[str, Any] = {}
-    for name in (field.name for field in fields(first) if others):
+    whole: dict[str, Any] = {"others": tuple(info for layer in layers for info in layer.others)}
+    if any(layer.weight.shape[0] % first.algorithm.group_rows for layer in layers[:-1]):
+        return None  # a block of the first layer's scales would reach into the next
+    one = math.prod(first.scale.shape) == 1 and not first.algorithm.group_size
+    for name in (field.name for field in fields(first) if others and field.name != "others"):
         values = [getattr(layer, name) for layer in layers]
         if not all(isinstance(value, TensorInfo) for value in values):
             if any(value != values[0] for value in values):
                 return None
-        elif name == "weight" or (name == "scale" and values[0].nbytes > 4):
+        elif name in ("weight", "zero_point", "zero_term") or (name == "scale" and not one):
             whole[name] = adjacent(values)
             if whole[name] is None:
                 return None
@@ -147,7 +214,8 @@ def stored_experts(
     for layer, stored in zip(layers, found, strict=True):
         if (form := _form(stored)) != first:
             names = [name for name in form | first if form.get(name) != first.get(name)]
-            differing = "weight" if "weight" in names else names[0]
+            weights = [name for name in names if name in ("weight", "weight_packed", "qweight")]
+            differing = (weights or names)[0]
             said = [each.get(differing, "not there") for each in (form, first)]
             raise CheckpointError(
                 f"{checkpoint.directory}: {layer}.{differing} is {said[0]}, but {layers[0]}.{differing} is {said[1]}; "
@@ -167,15 +235,142 @@ def _form(stored: StoredLinear | None) -> dict[str, str]:
             f"{info.dtype} {'[]' if one else [n for n in info.shape if n > 1]}"
         )
     algorithm = stored.algorithm
-    form["weight"] += f" in {algorithm.name}{f' of {algorithm.group_size}' if algorithm.group_size else ''}"
+    group = f" of {algorithm.group_size}" if algorithm.group_size else ""
+    form[stored.weight.name.rpartition(".")[2]] += f" in {algorithm.name}{group}"
     return form
 
 
 def widen(checkpoint: Checkpoint, stored: StoredLinear) -> NDArray[np.float32]:
     """The weight that the codes represent, float32 [out, in], without pre_quant_scale."""
+    return np.concatenate(list(widened_pieces(checkpoint, stored, 1 << 30)))
+
+
+def widened_pieces(checkpoint: Checkpoint, stored: StoredLinear, step: int) -> Iterator[NDArray[np.float32]]:
+    """As `widen`, about `step` rows at a time."""
+    if stored.in_words or stored.in_blocks:
+        integers = Integers(checkpoint, stored)
+        step = max(8, step // 8 * 8)
+        for begin in range(0, integers.outputs, step):
+            yield integers.widened(begin, min(begin + step, integers.outputs))
+        return
     codes, scale = checkpoint.array(stored.weight.name), checkpoint.array(stored.scale.name)
     second = None if stored.global_scale is None else checkpoint.array(stored.global_scale.name)
-    return stored.format.widen(codes, scale, second, by_row=stored.by_row)
+    together, block = 1 if stored.by_row else 2, stored.algorithm.group_rows
+    step = max(1, step // (together * block)) * together * block
+    for begin in range(0, len(codes) * together, step):
+        some = scale
+        if scale.size > 1 or block > 1:
+            some = scale[begin // block : -(-(begin + step) // block)]
+        rows = codes[begin // together : (begin + step) // together]
+        found = stored.format.widen(stored.algorithm, rows, some, second, by_row=stored.by_row)
+        if stored.zero_term is not None:
+            term = checkpoint.array(stored.zero_term.name)[begin : begin + step]
+            found += np.repeat(term, stored.algorithm.group_size, axis=1)
+        yield found if stored.order is None else _placed(found, checkpoint.array(stored.order.name))
+
+
+def _placed(columns: NDArray[np.float32], order: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Sorted columns where they are in the model."""
+    found = np.empty_like(columns)
+    found[:, order] = columns
+    return found
+
+
+class Integers:
+    """The unsigned codes of a layer of integers in words or in blocks, with their scales and zero points."""
+
+    def __init__(self, checkpoint: Checkpoint, stored: StoredLinear) -> None:
+        """Raises CheckpointError if a zero point or a column's group cannot be read."""
+        self._stored, layout = stored, stored.algorithm.layout
+        array = checkpoint.array(stored.weight.name)
+        scale = checkpoint.array(stored.scale.name)
+        self._awq = stored.in_words and layout == "awq"
+        self.bits = integer_bits(stored.algorithm)
+        if stored.in_words:
+            scale = scale.T
+        elif stored.weight.dtype != "I32" and array.dtype == np.uint8:
+            self.bits = 8 * stored.weight.shape[2] // BLOCK
+        self._array = array.reshape(len(array), -1)
+        self.scales: NDArray[Any] = scale  # [out, groups], in the file's dtype
+        self.outputs, self.groups = scale.shape
+        self.inputs = (
+            self._array.shape[0] if self._awq else self._array.nbytes * 8 // self.bits // self.outputs
+        )
+        self.ordered = stored.algorithm.ordered
+        self.zero_points = self._zero_points(checkpoint)
+        self.order = self._order(checkpoint)
+
+    def _zero_points(self, checkpoint: Checkpoint) -> NDArray[np.int16]:
+        """[out, groups]"""
+        info, middle = self._stored.zero_point, 1 << (self.bits - 1)
+        if info is None:
+            return np.full(self.scales.shape, middle, np.int16)
+        array = checkpoint.array(info.name)
+        if array.dtype == np.uint8:
+            return array.astype(np.int16)
+        if not self._stored.in_words:  # compressed-tensors packs them along the outputs
+            return unpack_words(array.T, self.bits).T.astype(np.int16)
+        found = unpack_words(array, self.bits)
+        if self._awq:
+            found = found.reshape(self.groups, -1, 8)[..., AWQ_NIBBLES].reshape(self.groups, -1)
+        points = found.T.astype(np.int16)
+        if self._stored.algorithm.layout == "gptq":
+            points += 1
+            if points.max(initial=0) == 1 << self.bits:
+                raise CheckpointError(
+                    f"{info.file}: tensor {quoted(info.name)} has a zero point of {points.max() - 1}, which readers of "
+                    "GPTQ's first format take for 0 or for one more; save it again as gptq_v2 (with GPTQModel)"
+                )
+        return points
+
+    def _order(self, checkpoint: Checkpoint) -> NDArray[np.int64] | None:
+        """The columns sorted by their groups; None if they are so in the file."""
+        if self._stored.order is not None:
+            return checkpoint.array(self._stored.order.name)
+        info = self._stored.group_index
+        if info is None:
+            return None
+        index = checkpoint.array(info.name)
+        size = self.inputs // self.groups
+        order = np.argsort(index, kind="stable")
+        if not np.array_equal(index[order], np.arange(self.inputs) // size):
+            raise CheckpointError(
+                f"{info.file}: tensor {quoted(info.name)} does not give {size} columns to each of {self.groups} groups"
+            )
+        if np.array_equal(order, np.arange(self.inputs)):
+            return None
+        if not self._stored.algorithm.ordered:
+            raise CheckpointError(
+                f"{info.file}: tensor {quoted(info.name)} has columns in another order, but desc_act is false in "
+                f"{checkpoint.quantization.path.name}"
+            )
+        return order
+
+    @property
+    def moved(self) -> bool:
+        """Whether the columns of `codes` are in the order of `order` only once they are moved to it."""
+        return self.order is not None and self._stored.order is None
+
+    def codes(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """The codes of some rows, [rows, in], with the columns of a group side by side."""
+        if self._awq:
+            return self._awq_codes(begin, end)
+        rows = self._array[:, begin:end].T if self._stored.in_words else self._array[begin:end]
+        found = unpack_words(np.ascontiguousarray(rows).view(np.int32), self.bits)
+        return found[:, self.order] if self.moved else found
+
+    def _awq_codes(self, begin: int, end: int) -> NDArray[np.uint8]:
+        first, last = begin // 8, -(-end // 8)
+        nibbles = unpack_pairs(np.ascontiguousarray(self._array[:, first:last]).view(np.uint8))
+        whole = nibbles.reshape(self.inputs, last - first, 8)[..., AWQ_NIBBLES].reshape(self.inputs, -1)
+        return np.ascontiguousarray(whole.T[begin - 8 * first : end - 8 * first])
+
+    def widened(self, begin: int, end: int) -> NDArray[np.float32]:
+        """The numbers of some rows, float32 [rows, in], with the columns where they are in the model."""
+        codes = self.codes(begin, end).astype(np.int16).reshape(end - begin, self.groups, -1)
+        numbers = (codes - self.zero_points[begin:end, :, None]).astype(np.float32)
+        found = (numbers * self.scales[begin:end].astype(np.float32)[..., None]).reshape(end - begin, -1)
+        return found if self.order is None else _placed(found, self.order)
 
 
 def _expect(
@@ -202,22 +397,44 @@ def _expect(
     return checkpoint.expect(name, shapes[0] if found is None else found.shape, dtypes)
 
 
+def quantized_layers(checkpoint: Checkpoint | Outline) -> Iterator[tuple[str, Algorithm, TensorInfo]]:
+    """The linear layers that are not in floating point, each with its weight."""
+    for info in list(checkpoint.tensors.values()) if isinstance(checkpoint, Checkpoint) else ():
+        layer = weight_name(info.name)
+        if layer is None or info.dtype in FLOAT_DTYPES:
+            continue
+        if (algorithm := checkpoint.quantization.algorithm(layer)) is not None:
+            yield layer, algorithm, info
+
+
+def shape_of(
+    checkpoint: Checkpoint | Outline, algorithm: Algorithm, layer: str, weight: TensorInfo
+) -> tuple[int, int]:
+    """The outputs and inputs of a quantized layer, from the shape of its weight."""
+    shape = weight.shape
+    if len(shape) == 3:
+        return shape[0], shape[1] * BLOCK
+    bits = FORMATS[algorithm.scheme].integer_bits or (8 // FORMATS[algorithm.scheme].numbers_in_byte)
+    if weight.name.endswith(".qweight"):
+        return (8 * shape[1], shape[0]) if algorithm.layout == "awq" else (shape[1], shape[0] * WORD // bits)
+    if weight.dtype == "I32":
+        return shape[0], shape[1] * WORD // bits
+    if weight.dtype != "U8":
+        return shape[0], shape[1]
+    scale = checkpoint.tensors.get(f"{layer}.weight_scale")
+    rows = shape[0] if scale is None or not scale.shape else scale.shape[0]
+    return rows, 2 * math.prod(shape) // max(rows, 1)
+
+
 def widened_bytes(checkpoint: Checkpoint | Outline) -> int:
     """Bytes of the checkpoint's quantized linear layers in float32, without experts."""
-    numbers_in_byte = {"F8_E4M3": 1, "I8": 1, "U8": 2}
     return 4 * sum(
-        info.nbytes * numbers_in_byte.get(info.dtype, 0)
-        for info in checkpoint.tensors.values()
-        if info.name.endswith(".weight") and ".experts." not in info.name
+        math.prod(shape_of(checkpoint, algorithm, layer, info))
+        for layer, algorithm, info in quantized_layers(checkpoint)
+        if ".experts." not in layer and len(info.shape) in (2, 3)
     )
 
 
 def number_formats(checkpoint: Checkpoint | Outline) -> set[str]:
     """The number formats of the checkpoint's linear layers."""
-    stored = checkpoint.tensors if isinstance(checkpoint, Checkpoint) else ()
-    algorithms = {
-        checkpoint.quantization.algorithm(name.removesuffix(".weight_scale"))
-        for name in stored
-        if name.endswith(".weight_scale")
-    }
-    return {algorithm.scheme for algorithm in algorithms if algorithm is not None}
+    return {algorithm.scheme for _, algorithm, _ in quantized_layers(checkpoint)}

@@ -56,7 +56,9 @@ class Side(Generic[Config]):
             "config_sha256": digest(self.config.path),
             "architecture": self.config.architecture,
             "num_hidden_layers": self.config.num_hidden_layers,
-            "parameters": sum(parameters_of(t) for t in self.checkpoint.tensors.values()),
+            "parameters": sum(
+                parameters_of(t, self.checkpoint.quantization) for t in self.checkpoint.tensors.values()
+            ),
             "weights": self.folder,
             "weight_bytes": {role: dict(sorted(weights[role].items())) for role in sorted(weights)},
         }

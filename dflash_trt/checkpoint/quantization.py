@@ -1,68 +1,28 @@
-"""The quantized layers of a checkpoint: `hf_quant_config.json`, as NVIDIA's Model Optimizer writes it.
+"""The quantization of a checkpoint, from the section of its configuration that says which layers are stored how.
 
-config.json may hold the same facts under quantization_config with quant_method "modelopt". The file takes precedence.
+`hf_quant_config.json`, as NVIDIA's Model Optimizer writes it, takes precedence over config.json's
+`quantization_config`, whose `quant_method` says what the other fields mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from dflash_trt.checkpoint.compressed_tensors import read_compressed_tensors
 from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.integer_words import read_autoround, read_awq, read_gptq
 from dflash_trt.checkpoint.recognized import METHODS
+from dflash_trt.checkpoint.rules import NAMES, Quantization, globs, named
 from dflash_trt.errors import show
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import ALGORITHMS, FORMATS, Algorithm
+from dflash_trt.formats.base import BLOCK
 
 QUANT_CONFIG = "hf_quant_config.json"
-_BLOCK = 1 << 12  # the most rows or columns of a block
-# Limits: module names, patterns among them, and characters per pattern. Every name and pattern costs a search.
-_NAMES, _PATTERNS, _PATTERN_CHARACTERS = 1 << 18, 1024, 512
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """By `path`, all linear layers are stored in `default`, with the exceptions below.
-
-    layers: layers that are stored in another way.
-    excluded: names of layers that are not quantized.
-    patterns: patterns of such names; * stands for any characters, ? for one.
-    kv_cache: whether there are scales for an FP8 cache.
-    digests: sha256 of weight files by name, if they were recorded during quantization.
-    blocks: rows and columns of weights in FP8 that share a scale, `weight_scale_inv`; builds widen such layers to BF16
-        (quantization/widen.py).
-    """
-
-    path: Path
-    default: Algorithm | None = None
-    layers: Mapping[str, Algorithm] = field(default_factory=dict)
-    excluded: frozenset[str] = frozenset()
-    patterns: tuple[str, ...] = ()
-    kv_cache: bool = False
-    digests: Mapping[str, str] = field(default_factory=dict)
-    blocks: tuple[int, int] | None = None
-
-    @property
-    def algorithms(self) -> set[Algorithm]:
-        """The algorithms of all layers."""
-        return {*self.layers.values(), *([self.default] if self.default is not None else [])}
-
-    @property
-    def name(self) -> str | None:
-        """The algorithms, as the checkpoint names them; None if nothing is quantized."""
-        if self.blocks is not None:
-            return "FP8 in blocks"
-        return ", ".join(sorted(a.name for a in self.algorithms)) or None
-
-    def algorithm(self, layer: str) -> Algorithm | None:
-        """The algorithm of a linear layer. `layer` is the name of its tensors without `.weight`."""
-        if layer in self.layers:
-            return self.layers[layer]
-        if layer in self.excluded or any(fnmatchcase(layer, pattern) for pattern in self.patterns):
-            return None
-        return self.default
+_LARGEST_BLOCK = 1 << 12  # rows or columns
 
 
 def read_quantization(directory: Path) -> Quantization:
@@ -83,35 +43,51 @@ def read_quantization(directory: Path) -> Quantization:
         producer = whole.section("producer")
         files = producer.section("sha256") if producer is not None else None
         digests = {} if files is None else {name: files.string(name) for name in files.values}
-        return replace(_read(section, "exclude_modules", "kv_cache_quant_algo"), digests=digests)
+        return replace(_read_modelopt(section, "exclude_modules", "kv_cache_quant_algo"), digests=digests)
     path = directory / "config.json"
-    found = read_object(path).get("quantization_config") if path.is_file() else None
-    if found is None:
+    section = _section(path, read_object(path)) if path.is_file() else None
+    if section is None:
         return Quantization(path)
-    if not isinstance(found, dict):
-        raise Fields(path, {}).error("quantization_config", f"is {show(found)}, expected an object")
-    section = Fields(path, found, "quantization_config.")
-    method = section.string("quant_method")
+    method = section.get("quant_method")
+    if method is None and section.get("config_groups") is not None:
+        method = "compressed-tensors"
+    if method is None:
+        raise section.error("quant_method", "is missing, expected a string")
     if method == "mxfp4":
         return Quantization(path)
-    if method == "fp8" and section.get("weight_block_size") is not None:
-        sizes = section.integers("weight_block_size", minimum=1, maximum=_BLOCK, most=2)
-        if len(sizes) != 2:
-            raise section.error("weight_block_size", f"is {show(list(sizes))}, expected rows and columns")
-        return Quantization(path, blocks=(sizes[0], sizes[1]))
-    if method != "modelopt":
+    if not isinstance(method, str) or method not in _READERS:
         raise section.error(
             "quant_method",
-            f"is {show(method)}: {METHODS.get(method, 'this quantization')} is not supported, only 'modelopt' "
-            f"({', '.join(ALGORITHMS)}) and 'fp8' in blocks; make such a checkpoint from the original, unquantized "
+            f"is {show(method)}: {METHODS.get(str(method), 'this quantization')} is not supported, only "
+            f"{', '.join(repr(name) for name in _READERS)}; make such a checkpoint from the original, unquantized "
             "model with: dflash-trt quantize",
         )
-    return _read(section, "ignore", "kv_cache_scheme")
+    return replace(_READERS[method](section), method=method)
 
 
-def _read(fields: Fields, excluded: str, kv_cache: str) -> Quantization:
-    layers: dict[str, Algorithm] = {}
+def _section(path: Path, config: Mapping[str, Any]) -> Fields | None:
+    """The section about quantization. Early files of compressed-tensors call it compression_config."""
+    whole = Fields(path, config)
+    for key in ("quantization_config", "compression_config"):
+        section = whole.section(key)
+        if section is None:
+            continue
+        inner = section.section("quantization_config")
+        if inner is None:
+            return section
+        sparsity = section.get("sparsity_config")
+        return Fields(path, {"sparsity_config": sparsity, **inner.values}, inner.prefix)
+    return None
+
+
+def _read_modelopt(
+    fields: Fields, excluded: str = "ignore", kv_cache: str = "kv_cache_scheme"
+) -> Quantization:
+    layers: dict[str, Algorithm | None] = {}
     default = None
+    names = fields.strings(excluded, most=NAMES) if fields.get(excluded) is not None else ()
+    patterns = tuple(dict.fromkeys(each for each in names if set(each) & set("*?[")))
+    layers.update(dict.fromkeys(set(names) - set(patterns)))
     if fields.get("quant_algo") == "MIXED_PRECISION":
         each = fields.section("quantized_layers")
         if each is None:
@@ -129,22 +105,9 @@ def _read(fields: Fields, excluded: str, kv_cache: str) -> Quantization:
     cache = fields.get(kv_cache)
     if cache not in (None, "FP8") and not (isinstance(cache, dict) and cache.get("num_bits") == 8):
         raise fields.error(kv_cache, f"is {show(cache)}, supported is FP8")
-    return Quantization(fields.path, default, layers, *_excluded(fields, excluded), cache is not None)
-
-
-def _excluded(fields: Fields, key: str) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Names of excluded layers, and patterns."""
-    found = fields.strings(key, most=_NAMES) if fields.get(key) is not None else ()
-    patterns = tuple(dict.fromkeys(each for each in found if set(each) & set("*?[")))
-    if len(patterns) > _PATTERNS:
-        raise fields.error(key, f"has {len(patterns)} patterns, expected at most {_PATTERNS}")
-    for pattern in patterns:
-        if "[" in pattern or len(pattern) > _PATTERN_CHARACTERS:
-            raise fields.error(
-                key,
-                f"has {show(pattern)}, expected names of at most {_PATTERN_CHARACTERS} characters, with * or ?",
-            )
-    return frozenset(found) - frozenset(patterns), patterns
+    return Quantization(
+        fields.path, default, layers, globs(fields, excluded, patterns), kv_cache=cache is not None
+    )
 
 
 def _algorithm(fields: Fields, grouped: Fields) -> Algorithm:
@@ -160,3 +123,44 @@ def _algorithm(fields: Fields, grouped: Fields) -> Algorithm:
         expected = " or ".join(map(str, allowed))
         raise grouped.error("group_size", f"is {show(size)}, but {algorithm.name} is read with {expected}")
     return replace(algorithm, group_size=size)
+
+
+def _read_fp8(fields: Fields) -> Quantization:
+    """Layers in FP8 as Transformers has them: with a scale for each block, or for the whole weight."""
+    if fields.get("fmt") not in (None, "e4m3"):
+        raise fields.error("fmt", f"is {show(fields.get('fmt'))}, expected 'e4m3'")
+    if fields.get("expert_dtype") not in (None, "fp8"):
+        raise fields.error("expert_dtype", f"is {show(fields.get('expert_dtype'))}, expected 'fp8'")
+    skipped = (
+        "modules_to_not_convert" if fields.get("modules_to_not_convert") is not None else "ignored_layers"
+    )
+    names = fields.strings(skipped, most=NAMES) if fields.get(skipped) is not None else ()
+    return Quantization(fields.path, _fp8_algorithm(fields), rules=named(fields, skipped, names))
+
+
+def _fp8_algorithm(fields: Fields) -> Algorithm:
+    mx = fields.get("quant_method") == "mxfp8"
+    if mx or fields.get("weight_block_size") is not None:
+        sizes: tuple[int, ...] = (1, BLOCK)
+        if fields.get("weight_block_size") is not None:
+            sizes = fields.integers("weight_block_size", minimum=1, maximum=_LARGEST_BLOCK, most=2)
+        if len(sizes) != 2 or (mx and sizes != (1, BLOCK)):
+            expected = f"{[1, BLOCK]}" if mx else "rows and columns"
+            raise fields.error("weight_block_size", f"is {show(list(sizes))}, expected {expected}")
+        name = "MXFP8" if mx else "FP8 in blocks"
+        return Algorithm(name, "fp8", group_rows=sizes[0], group_size=sizes[1], layout="scale_inv")
+    scheme = fields.get("activation_scheme")
+    if scheme not in (None, "dynamic", "static"):
+        raise fields.error("activation_scheme", f"is {show(scheme)}, expected 'dynamic' or 'static'")
+    return Algorithm("FP8", "fp8", activations=True, static=scheme == "static", layout="scale_inv")
+
+
+_READERS: Mapping[str, Callable[[Fields], Quantization]] = {
+    "modelopt": _read_modelopt,
+    "compressed-tensors": read_compressed_tensors,
+    "fp8": _read_fp8,
+    "mxfp8": _read_fp8,
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "auto-round": read_autoround,
+}

@@ -12,11 +12,7 @@ from dflash_trt.files.reading import read_object
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 # quant_method -> how people call it.
 METHODS = {
-    "gptq": "GPTQ",
-    "awq": "AWQ",
     "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors (LLM Compressor)",
-    "fp8": "FP8 without weight_block_size, that is with one scale per tensor,",
     "gguf": "GGUF",
     "hqq": "HQQ",
     "quark": "Quark",

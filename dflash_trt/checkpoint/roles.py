@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.formats.base import BLOCK
 
@@ -27,25 +28,28 @@ def role_of(name: str) -> str:
     return next((role for part, role in _ROLES if part in name), "other")
 
 
+# The ends of names of tensors that say how to read a weight.
 _SCALES = (
-    "_scales",
-    ".weight_scale",
-    ".weight_scale_2",
-    ".input_scale",
-    ".pre_quant_scale",
-    ".k_scale",
-    ".v_scale",
+    *("_scale", "_scale_2", "_scales", ".scales", ".weight_scale_inv"),
+    *(".weight_zero_point", ".weight_zero_term", ".qzeros", ".weight_g_idx", ".g_idx", ".weight_order"),
+    ".weight_shape",
 )
 
 
-def parameters_of(tensor: TensorInfo) -> int:
+def parameters_of(tensor: TensorInfo, quantization: Quantization | None = None) -> int:
     """Numbers in a tensor: two in a byte of MXFP4's blocks and of packed weights, none in their scales.
 
-    Layers in the blocks that ONNX Runtime multiplies have BLOCK numbers in each.
+    Layers in the blocks that ONNX Runtime multiplies have BLOCK numbers in each. `quantization` says how many bits the
+    integers in words have; without it they have four.
     """
     if tensor.name.endswith(_SCALES):
         return 0
+    if tensor.dtype == "I32":
+        algorithm = None if quantization is None else quantization.algorithm(tensor.name.rpartition(".")[0])
+        return tensor.nbytes * (1 if algorithm is not None and algorithm.scheme == "int8" else 2)
     if tensor.dtype == "U8" and tensor.name.endswith(".weight") and len(tensor.shape) == 3:
         return math.prod(tensor.shape[:2]) * BLOCK
-    packed = tensor.name.endswith("_blocks") or (tensor.dtype == "U8" and tensor.name.endswith(".weight"))
+    packed = tensor.name.endswith("_blocks") or (
+        tensor.dtype == "U8" and tensor.name.endswith((".weight", ".weight_packed"))
+    )
     return math.prod(tensor.shape) * (2 if packed else 1)

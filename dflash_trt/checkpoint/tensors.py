@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.checkpoint.fields import Fields
-from dflash_trt.checkpoint.quantization import Quantization, read_quantization
+from dflash_trt.checkpoint.quantization import read_quantization
+from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
 from dflash_trt.files.disk import own_file, stamp
 from dflash_trt.files.reading import open_file, parse_object, read_object

@@ -108,7 +108,7 @@ def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     from dflash_trt.building.limits import choose_block_size, choose_max_seq_len, narrow_drafter
     from dflash_trt.building.sources import find_sources
     from dflash_trt.checkpoint.compatibility import check_pair
-    from dflash_trt.checkpoint.quantization import Quantization
+    from dflash_trt.checkpoint.rules import Quantization
     from dflash_trt.formats.precision import parse_precision
     from dflash_trt.models.configs import read_drafter_config, read_target_config
     from dflash_trt.models.inventory import take_inventory

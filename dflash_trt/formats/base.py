@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 Shape = tuple[int, ...]
 Floats = NDArray[np.float32]
 FLOAT_DTYPES = ("BF16", "F16", "F32")  # names in safetensors
+EXPONENT_DTYPES = ("U8", "F8_E8M0")  # powers of two: exponents + 127
 ONE: tuple[Shape, ...] = ((), (1,))  # shapes of a tensor with one number
 # Weights per scale in the blocks that ONNX Runtime multiplies. With larger blocks its kernels round one row otherwise
 # than several: the tokens would depend on drafting (docs/quantization.md).
@@ -20,15 +21,22 @@ BLOCK = 32
 # How an engine reads quantized layers: as checkpoints have them; INT4 with two columns of a row in a byte, as ONNX and
 # TensorRT have it; or in blocks of integers.
 WeightLayout = Literal["stored", "int4_by_row", "blocks"]
+# How a file names and packs the tensors of a layer (checkpoint/layouts.py).
+FileLayout = Literal["plain", "packed", "scale_inv", "gptq", "gptq_v2", "awq"]
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """The storage of a linear layer. `scheme` is the name of its format in FORMATS.
 
-    activations: the layer's input is quantized too, to the same kind of numbers.
+    activations: the layer's input is quantized too, to the same kind of numbers, with one scale for all rows or one
+        for each. Inputs are not rounded where a checkpoint asks for scales of groups of an FP8 or MXFP4 input.
     static: the input's scale must be in the checkpoint.
-    group_size: weights that share a scale; 0 if a row or the whole weight shares one.
+    group_size: columns that share a scale; 0 if a row or the whole weight shares one.
+    group_rows: rows that share it, too: a scale then belongs to a block of the weight.
+    zero_points: integers have a zero point for each group, which is subtracted before the scale multiplies.
+    ordered: the columns of a group are not neighbours; a tensor gives each column's group.
+    reciprocal: the scales of whole tensors divide instead of multiplying.
     """
 
     name: str
@@ -36,6 +44,11 @@ class Algorithm:
     activations: bool = False
     static: bool = False
     group_size: int = 0
+    group_rows: int = 1
+    zero_points: bool = False
+    ordered: bool = False
+    reciprocal: bool = False
+    layout: FileLayout = "plain"
 
 
 class Form(NamedTuple):
@@ -77,7 +90,13 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def widen(
-        self, codes: NDArray[Any], scale: NDArray[Any], global_scale: NDArray[Any] | None, *, by_row: bool
+        self,
+        algorithm: Algorithm,
+        codes: NDArray[Any],
+        scale: NDArray[Any],
+        global_scale: NDArray[Any] | None,
+        *,
+        by_row: bool,
     ) -> Floats:
         """The values of the codes, float32 [rows, columns]."""
 

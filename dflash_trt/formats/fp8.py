@@ -1,6 +1,7 @@
-"""FP8: E4M3 numbers, with one scale for the whole weight or one per row.
+"""FP8: E4M3 numbers, with a scale for the whole weight, for each row, for each block, or for each 32 columns (MXFP8).
 
-Source: OCP 8-bit Floating Point v1.0, and the checkpoints of NVIDIA's Model Optimizer.
+Sources: OCP 8-bit Floating Point v1.0, OCP Microscaling Formats v1.0, the checkpoints of NVIDIA's Model Optimizer
+(whole weights, rows), of DeepSeek and Qwen (blocks), and of compressed-tensors (all of these).
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import ONE, Algorithm, Floats, Form, NumberFormat, Shape
-from .numbers import E4M3, E4M3_MAX, encode_e4m3, scale_for
+from .base import BLOCK, EXPONENT_DTYPES, ONE, Algorithm, Floats, Form, NumberFormat, Shape
+from .numbers import E4M3, E4M3_MAX, E8M0, encode_e4m3, scale_for
 
 _STATIC = Algorithm("FP8", "fp8", activations=True, static=True)
 _BY_ROW = Algorithm("FP8_PER_CHANNEL_PER_TOKEN", "fp8", activations=True)
+_SCALE_DTYPES = ("F32", "BF16", "F16")
 
 
 def fp8_scale(largest: Any) -> Floats:
@@ -34,15 +36,32 @@ class FP8(NumberFormat):
     expanded = "scale"
 
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
+        weight = Form([(rows, columns)], ["F8_E4M3"])
+        if algorithm.group_size:
+            blocks = (-(-rows // algorithm.group_rows), -(-columns // algorithm.group_size))
+            dtypes = () if algorithm.group_size == BLOCK and algorithm.group_rows == 1 else _SCALE_DTYPES
+            return {"weight": weight, "weight_scale": Form([blocks], (*dtypes, *EXPONENT_DTYPES))}
         per_row: tuple[Shape, ...] = ((rows,), (rows, 1))
         shapes = ONE + per_row if algorithm.static else per_row + ONE
-        return {"weight": Form([(rows, columns)], ["F8_E4M3"]), "weight_scale": Form(shapes, ["F32"])}
+        return {"weight": weight, "weight_scale": Form(shapes, _SCALE_DTYPES)}
 
     def widen(
-        self, codes: NDArray[Any], scale: NDArray[Any], global_scale: NDArray[Any] | None, *, by_row: bool
+        self,
+        algorithm: Algorithm,
+        codes: NDArray[Any],
+        scale: NDArray[Any],
+        global_scale: NDArray[Any] | None,
+        *,
+        by_row: bool,
     ) -> Floats:
-        found: Floats = codes.astype(np.float32) * scale.astype(np.float32).reshape(-1, 1)
-        return found
+        factors = E8M0[scale.view(np.uint8)] if scale.dtype.itemsize == 1 else scale.astype(np.float32)
+        if not algorithm.group_size:
+            found: Floats = codes.astype(np.float32) * factors.reshape(-1, 1)
+            return found
+        rows, columns = codes.shape
+        factors = np.repeat(factors, algorithm.group_rows, axis=0)[:rows]
+        factors = np.repeat(factors, algorithm.group_size, axis=1)[:, :columns]
+        return codes.astype(np.float32) * factors
 
     def nbytes(self, parameters: int, rows: int, group_size: int) -> int:
         return parameters + 4 * rows

@@ -50,7 +50,13 @@ class INT4(NumberFormat):
         }
 
     def widen(
-        self, codes: NDArray[Any], scale: NDArray[Any], global_scale: NDArray[Any] | None, *, by_row: bool
+        self,
+        algorithm: Algorithm,
+        codes: NDArray[Any],
+        scale: NDArray[Any],
+        global_scale: NDArray[Any] | None,
+        *,
+        by_row: bool,
     ) -> Floats:
         return dequantize_int4(unpack_pairs(codes) if by_row else unpack_rows(codes), scale)
 

@@ -1,6 +1,7 @@
-"""INT8: two's complement numbers in groups of 32, each with a scale. Weights only.
+"""INT8: two's complement numbers in groups with a scale each. Weights only.
 
-The numbers of GGUF's Q8_0, with scales in float32. `W8A16` is Model Optimizer's name for eight-bit weights alone.
+Written in groups of 32: the numbers of GGUF's Q8_0, with scales in float32. `W8A16` is Model Optimizer's name for
+eight-bit weights alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import FLOAT_DTYPES, Algorithm, Floats, Form, NumberFormat, Shape
+from .base import BLOCK, FLOAT_DTYPES, Algorithm, Floats, Form, NumberFormat, Shape
 from .numbers import INT8_MAX, scale_for
 
 GROUP = 32
@@ -37,13 +38,19 @@ class INT8(NumberFormat):
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
         return {
             "weight": Form([(rows, columns)], ["I8"]),
-            "weight_scale": Form([(rows, columns // GROUP)], FLOAT_DTYPES),
+            "weight_scale": Form([(rows, columns // (algorithm.group_size or columns))], FLOAT_DTYPES),
         }
 
     def widen(
-        self, codes: NDArray[Any], scale: NDArray[Any], global_scale: NDArray[Any] | None, *, by_row: bool
+        self,
+        algorithm: Algorithm,
+        codes: NDArray[Any],
+        scale: NDArray[Any],
+        global_scale: NDArray[Any] | None,
+        *,
+        by_row: bool,
     ) -> Floats:
-        blocks = codes.reshape(*scale.shape, GROUP).astype(np.float32)
+        blocks = codes.reshape(*scale.shape, -1).astype(np.float32)
         widened: Floats = (blocks * scale.astype(np.float32)[..., None]).reshape(codes.shape)
         return widened
 
@@ -63,7 +70,8 @@ class INT8(NumberFormat):
     def integers(
         self, codes: NDArray[Any], scale: NDArray[Any], *, by_row: bool
     ) -> tuple[NDArray[np.int8], Floats]:
-        return codes, scale.astype(np.float32)
+        repeated = codes.shape[1] // BLOCK // scale.shape[1]
+        return codes, np.repeat(scale.astype(np.float32), repeated, axis=1)
 
     @property
     def byte_values(self) -> NDArray[np.float32]:

@@ -64,7 +64,13 @@ class MXFP4(NumberFormat):
         }
 
     def widen(
-        self, codes: NDArray[Any], scale: NDArray[Any], global_scale: NDArray[Any] | None, *, by_row: bool
+        self,
+        algorithm: Algorithm,
+        codes: NDArray[Any],
+        scale: NDArray[Any],
+        global_scale: NDArray[Any] | None,
+        *,
+        by_row: bool,
     ) -> Floats:
         return dequantize_mxfp4(codes, scale)
 

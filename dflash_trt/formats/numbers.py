@@ -66,6 +66,30 @@ def unpack_rows(packed: Bytes) -> Bytes:
     return np.stack([packed & 15, packed >> 4], axis=1).reshape(-1, packed.shape[-1])
 
 
+def unpack_words(words: NDArray[np.int32], bits: int) -> Bytes:
+    """[rows, words] of 32 bits -> [rows, words * 32 / bits] unsigned codes of 4 or 8 bits, the lowest bits first."""
+    found = np.ascontiguousarray(words).view(np.uint8)
+    return unpack_pairs(found) if bits == 4 else found
+
+
+def unsigned_values(numbers_in_byte: int, *, middle: bool) -> Floats:
+    """The unsigned numbers in each of the 256 bytes, [256, numbers_in_byte]; `middle`: less their middle."""
+    values = np.arange(256)[:, None]
+    if numbers_in_byte == 2:
+        values = np.concatenate([values & 15, values >> 4], axis=1)
+    return (values - (1 << (8 // numbers_in_byte - 1)) * middle).astype(np.float32)
+
+
+# AutoAWQ keeps output c of a word's eight in its nibble number AWQ_NIBBLES[c].
+AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def unpack_awq(words: NDArray[np.int32]) -> Bytes:
+    """[rows, words] of AutoAWQ -> [rows, 8 * words] unsigned codes of 4 bits."""
+    nibbles = unpack_words(words, 4).reshape(*words.shape, 8)
+    return nibbles[..., AWQ_NIBBLES].reshape(len(words), -1)
+
+
 def scale_for(largest: Any, top: float) -> Floats:
     """The scale at which `top` represents the largest magnitude; 1 if that is 0."""
     largest = np.asarray(largest, np.float32)

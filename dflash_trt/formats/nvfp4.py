@@ -71,10 +71,19 @@ class NVFP4(NumberFormat):
         }
 
     def widen(
-        self, codes: NDArray[Any], scale: NDArray[Any], global_scale: NDArray[Any] | None, *, by_row: bool
+        self,
+        algorithm: Algorithm,
+        codes: NDArray[Any],
+        scale: NDArray[Any],
+        global_scale: NDArray[Any] | None,
+        *,
+        by_row: bool,
     ) -> Floats:
         assert global_scale is not None
-        return dequantize_nvfp4(codes, scale, np.asarray(global_scale, np.float32).reshape(()))
+        second = np.asarray(global_scale, np.float32).reshape(())
+        if algorithm.reciprocal:  # compressed-tensors divides by it
+            return dequantize_nvfp4(codes, scale.astype(np.float32) / second, np.ones((), np.float32))
+        return dequantize_nvfp4(codes, scale, second)
 
     def nbytes(self, parameters: int, rows: int, group_size: int) -> int:
         return round(parameters * (0.5 + 1 / BLOCK))

@@ -29,6 +29,7 @@ ONNX_DTYPES = {
     "U8": ir.DataType.UINT8,
     "I8": ir.DataType.INT8,
     "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
+    "F8_E8M0": ir.DataType.UINT8,  # exponents + 127
 }
 
 

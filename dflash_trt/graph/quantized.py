@@ -20,6 +20,7 @@ packed numbers. Weights stay packed in its plans.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -27,8 +28,9 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.tensors import TensorInfo
-from dflash_trt.formats.base import BLOCK
-from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.formats.base import BLOCK, EXPONENT_DTYPES
+from dflash_trt.formats.fp8 import FP8
+from dflash_trt.graph.builder import FLOAT, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.experts import MICROSOFT_DOMAIN
 from dflash_trt.graph.lowering import LOWERINGS, Activations, LinearKind
 
@@ -38,7 +40,8 @@ INTEGERS = 4  # MatMulNBits's accuracy_level: inputs in eight bits
 
 
 def operator_name(kind: LinearKind) -> str:
-    variants = (kind.activations, "smoothed" * kind.smoothed, "biased" * kind.biased)
+    traits = ("smoothed", "biased", "reciprocal", "unsigned", "zero_points", "ordered")
+    variants = (kind.activations, *(trait for trait in traits if getattr(kind, trait)))
     return "_".join([LOWERINGS[kind.scheme].operator(kind), *filter(None, variants)])
 
 
@@ -53,6 +56,13 @@ def kind_of(stored: StoredLinear, *, biased: bool) -> LinearKind:
         stored.pre_quant_scale is not None,
         biased,
         stored.by_row,
+        group_rows=stored.algorithm.group_rows,
+        exponents=stored.scale.dtype in EXPONENT_DTYPES and stored.algorithm.scheme == FP8.name,
+        reciprocal=stored.algorithm.reciprocal,
+        unsigned=stored.in_blocks,
+        zero_points=stored.zero_point is not None,
+        zero_term=stored.zero_term is not None,
+        ordered=stored.order is not None,
     )
 
 
@@ -69,23 +79,30 @@ def tensors(
         return value if dtype is None else g.reinterpret(value, dtype, shape)
 
     def flat(info: TensorInfo) -> ir.Value:
-        """One number as a scalar, one per row of out as a vector."""
-        count = info.nbytes // 4
-        return raw(info, FLOAT, *([count] if count > 1 else []))
+        """One number as a scalar, one per row of out as a vector, in float32."""
+        count = math.prod(info.shape)
+        value = raw(info, ONNX_DTYPES[info.dtype], *([count] if count > 1 else []))
+        return g.cast(value, FLOAT, name=f"{info.name}/float")
 
     lowering = LOWERINGS[stored.algorithm.scheme]
-    found = {"scale": flat(stored.scale) if stored.format.scale_by_row else raw(stored.scale)}
+    by_row = stored.format.scale_by_row and not stored.algorithm.group_size
+    found = {"scale": flat(stored.scale) if by_row else raw(stored.scale)}
     found["weight"] = lowering.weight(g, stored, raw(stored.weight), packed_as_bytes=packed_as_bytes)
     for name in ("global_scale", "input_scale"):
         info = getattr(stored, name)
         if info is not None:
             found[name] = flat(info)
-    if stored.pre_quant_scale is not None:
-        found["pre_quant_scale"] = raw(stored.pre_quant_scale)
+    for name in ("pre_quant_scale", "zero_point", "zero_term", "order"):
+        info = getattr(stored, name)
+        if info is not None:
+            found[name] = raw(info)
     return found
 
 
-INPUTS = ("weight", "scale", "global_scale", "input_scale", "pre_quant_scale", "bias")
+INPUTS = (
+    *("weight", "scale", "global_scale", "zero_point", "order", "input_scale", "pre_quant_scale"),
+    "bias",
+)
 
 
 def split_rows(g: GraphBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -146,18 +163,27 @@ def onnxruntime_integers(
     """A layer in blocks, x in float32, by ONNX Runtime's own product of integers.
 
     It rounds every row of x to eight bits, 32 numbers at a time, and adds in integers: a row does not depend on others.
+    Scales and zero points of larger groups are repeated for their blocks, which the engine does as it loads.
     """
     rows, blocks, block_bytes = stored.weight.shape
+    bits, repeats = 8 * block_bytes // BLOCK, blocks // stored.scale.shape[1]
+    if stored.order is not None:
+        x = g.op("Gather", x, g.raw_weight(stored.order, folder), name=f"{name}/ordered", axis=1)
     if stored.pre_quant_scale is not None:
         smooth = g.cast(g.raw_weight(stored.pre_quant_scale, folder), FLOAT, name=f"{name}/smooth")
         x = g.op("Mul", x, smooth, name=f"{name}/smoothed")
+    scale = g.cast(g.raw_weight(stored.scale, folder), FLOAT, name=f"{name}/scale")
+    zeros = None
+    if stored.zero_point is not None:
+        with g.scope(name):
+            zeros = zero_points(g, g.raw_weight(stored.zero_point, folder), stored)
+            zeros = _packed_points(g, _repeated(g, zeros, repeats), blocks, bits)
     inputs: list[ir.Value | None] = [
-        x,
-        g.raw_weight(stored.weight, folder),
-        g.raw_weight(stored.scale, folder),
+        *(x, g.raw_weight(stored.weight, folder), _repeated(g, scale, repeats)),
+        *([] if zeros is None else [zeros]),
     ]
     if bias is not None:
-        inputs += [None, None, bias]
+        inputs += [None] * (5 - len(inputs)) + [bias]
     g.graph.opset_imports[MICROSOFT_DOMAIN] = 1
     return g.op(
         "MatMulNBits",
@@ -166,16 +192,57 @@ def onnxruntime_integers(
         domain=MICROSOFT_DOMAIN,
         K=blocks * BLOCK,
         N=rows,
-        bits=8 * block_bytes // BLOCK,
+        bits=bits,
         block_size=BLOCK,
         accuracy_level=INTEGERS,
     )
+
+
+def _repeated(g: GraphBuilder, x: ir.Value, times: int) -> ir.Value:
+    """[out, groups] -> [out, groups * times]"""
+    if times == 1:
+        return x
+    x = g.op("Expand", g.unsqueeze(x, 2), g.constant([1, 1, times]), name="repeated")
+    return g.op("Reshape", x, g.constant([0, -1]), name="by_block")
+
+
+def zero_points(g: GraphBuilder, points: ir.Value, stored: StoredLinear) -> ir.Value:
+    """uint8 [rows, groups], from these or from the bytes of words along the rows, [words, groups, 4]. The rows may be
+    those of several layers like `stored`.
+    """
+    assert stored.zero_point is not None
+    if len(stored.zero_point.shape) == 2:
+        return points
+    if stored.weight.shape[2] == BLOCK // 2:  # four bits
+        points = g.unsqueeze(points, 3)
+        low = g.op("BitwiseAnd", points, g.constant(15, np.uint8), name="low")
+        high = g.op("BitShift", points, g.constant(4, np.uint8), name="high", direction="RIGHT")
+        points = g.op("Concat", low, high, name="nibbles", axis=3)
+        points = g.op("Transpose", points, name="by_row", perm=[0, 2, 3, 1])
+    else:
+        points = g.op("Transpose", points, name="by_row", perm=[0, 2, 1])
+    groups = g.dim(points, 3 if stored.weight.shape[2] == BLOCK // 2 else 2, name="groups")
+    return g.op("Reshape", points, g.shape(-1, groups), name="zero_points")
+
+
+def _packed_points(g: GraphBuilder, points: ir.Value, blocks: int, bits: int) -> ir.Value:
+    """[out, blocks] as MatMulNBits has them: those of four bits in pairs, the first in the low half."""
+    if bits == 8:
+        return points
+    if blocks % 2:
+        points = g.op("Pad", points, g.constant([0, 0, 0, 1]), name="even")
+    pairs = g.op("Reshape", points, g.constant([0, -1, 2]), name="pairs")
+    low, high = g.multi("Split", pairs, outputs=2, name="halves", axis=2, num_outputs=2)
+    high = g.op("BitShift", high, g.constant(4, np.uint8), name="high", direction="LEFT")
+    return g.op("Squeeze", g.op("BitwiseOr", low, high, name="packed"), g.constant([2]), name="points")
 
 
 def product(
     g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, weight: ir.Value
 ) -> ir.Value:
     """The layer for ONNX Runtime, its weight widened already; all in float32."""
+    if kind.ordered:
+        x = g.op("Gather", x, inputs["order"], name="ordered", axis=1)
     if kind.smoothed:
         smooth = g.op("Cast", inputs["pre_quant_scale"], name="smooth", to=int(FLOAT))
         x = g.op("Mul", x, smooth, name="smoothed")
@@ -191,7 +258,8 @@ def product(
 def input_scale(g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
     """A row that was divided by its largest magnitude is at most 1."""
     if kind.activations == "static":
-        return inputs["input_scale"]
+        scale = inputs["input_scale"]
+        return g.op("Reciprocal", scale, name="input_scale") if kind.reciprocal else scale
     return g.constant(LOWERINGS[kind.scheme].unit_input_scale, np.float32)
 
 
@@ -208,6 +276,8 @@ def tensorrt_linear(
     inputs = tensors(g, stored, folder, packed_as_bytes=False)
     factor: ir.Value | None = None
     with g.scope(name):
+        if kind.ordered:
+            x = g.op("Gather", x, inputs["order"], name="ordered", axis=1)
         if kind.smoothed:
             smooth = g.op("Cast", inputs["pre_quant_scale"], name="smooth", to=int(g.dtype))
             x = g.op("Mul", x, smooth, name="smoothed")

@@ -10,6 +10,7 @@ At least one of the layers is quantized. Each layer is one of quantized.py, with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,7 +20,10 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.tensors import TensorInfo
-from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
+from dflash_trt.errors import BuildError
+from dflash_trt.formats.fp8 import FP8
+from dflash_trt.formats.numbers import unsigned_values
+from dflash_trt.graph.builder import BOOL, FLOAT, INT64, ONNX_DTYPES, GraphBuilder
 from dflash_trt.graph.experts import PairedRows
 from dflash_trt.graph.lowering import LOWERINGS, LinearKind
 from dflash_trt.graph.lowering.bodies import lookup
@@ -31,6 +35,7 @@ from dflash_trt.graph.quantized import (
     product,
     split_rows,
     tensors,
+    zero_points,
 )
 from dflash_trt.graph.tensorrt_experts import after, at_a_time, router_shares, shared
 
@@ -77,12 +82,20 @@ def onnxruntime_inputs(g: GraphBuilder, stack: Stack, folder: str) -> list[ir.Va
         for part, values in each.items():
             info: TensorInfo = getattr(stored, part)
             value = g.raw_weight(info, folder)
+            by_row = part == "scale" and stored.format.scale_by_row and not stored.algorithm.group_size
             if info.dtype in ("F8_E4M3", "I8"):
                 value = g.reinterpret(value, ir.DataType.UINT8, info.shape)
-            elif part in ("global_scale", "input_scale") or (part == "scale" and stored.format.scale_by_row):
-                value = g.reinterpret(value, FLOAT, [info.nbytes // 4])
+            elif part in ("global_scale", "input_scale") or by_row:
+                value = g.reinterpret(value, ONNX_DTYPES[info.dtype], [math.prod(info.shape)])
             values.append(value)
-    return [_concat(g, values) for values in each.values()]
+    found = {part: _concat(g, values) for part, values in each.items()}
+    for part in ("scale", "input_scale"):
+        info = getattr(stack.stored[0], part)
+        if info is not None and info.dtype in ("BF16", "F16"):
+            found[part] = g.op("Cast", found[part], name=part, to=int(FLOAT))
+    if "zero_point" in found:
+        found["zero_point"] = zero_points(g, found["zero_point"], stack.stored[0])
+    return list(found.values())
 
 
 def _concat(g: GraphBuilder, values: list[ir.Value]) -> ir.Value:
@@ -165,7 +178,7 @@ def _signature(stack: Stack) -> str:
     """The traits that the body depends on, besides the layer's size, which is the same throughout a model."""
     if stack.kind is None:
         return "Linear"
-    per_row = stack.kind.format.scale_by_row and stack.stored[0].scale.nbytes > 4
+    per_row = stack.kind.format.scale_by_row and math.prod(stack.stored[0].scale.shape) > 1
     return operator_name(stack.kind) + "_per_row" * per_row
 
 
@@ -181,38 +194,62 @@ def _by_expert(
     def per_row(name: str) -> ir.Value:
         """[E * rows, 1] of one number for each expert, or for each row."""
         value = given[name]
-        if name == "global_scale" or stack.stored[0].scale.nbytes == 4:
+        if name == "global_scale" or math.prod(stack.stored[0].scale.shape) == 1:
             value = g.op("Reshape", value, g.constant([-1, 1]), name=f"{name}_by_expert")
             experts = g.dim(value, 0, name="experts")
             value = g.op("Expand", value, g.shape(experts, rows), name=f"{name}_of_rows")
         return g.op("Reshape", value, g.constant([-1, 1]), name=f"{name}_per_row")
 
     found = dict(given)
-    if (expanded := kind.format.expanded) is not None:
+    if kind.group_rows > 1:
+        found["scale"] = _by_row(g, stack, kind, given["scale"])
+    elif (
+        expanded := None if kind.scheme == FP8.name and kind.group_size else kind.format.expanded
+    ) is not None:
         found[expanded] = per_row(expanded)
     shapes = {
         "weight": stack.stored[0].weight.shape,
         "scale": (rows, stack.columns // (kind.group_size or stack.columns)),
         "global_scale": (rows, 1),
+        "zero_point": (rows, stack.columns // (kind.group_size or stack.columns)),
+        "order": (stack.columns,),
         "pre_quant_scale": (stack.columns,),
         "input_scale": (),
     }
     if resident:
         shapes["weight"] = (rows, stack.columns)
         found["weight"] = _widened(g, kind, stack.columns, found)
-        found = {name: v for name, v in found.items() if name not in ("scale", "global_scale")}
+        found = {name: v for name, v in found.items() if name not in ("scale", "global_scale", "zero_point")}
     return {
         name: g.op("Reshape", value, g.constant([-1, *shapes[name]]), name=f"{name}_by_expert")
         for name, value in found.items()
     }
 
 
+def _by_row(g: GraphBuilder, stack: Stack, kind: LinearKind, scale: ir.Value) -> ir.Value:
+    """[E * rows, groups] from the scales of blocks, stacked."""
+    blocks, groups = stack.stored[0].scale.shape
+    scale = g.op("Reshape", scale, g.constant([-1, blocks, 1, groups]), name="scale_by_expert")
+    scale = g.op("Expand", scale, g.constant([1, 1, kind.group_rows, 1]), name="scale_of_rows")
+    scale = g.op("Reshape", scale, g.constant([-1, blocks * kind.group_rows, groups]), name="scale_by_row")
+    scale = g.op("Slice", scale, *map(g.constant, ([0], [stack.rows], [1])), name="own")
+    return g.op("Reshape", scale, g.constant([-1, groups]), name="scale_per_row")
+
+
 def _widened(g: GraphBuilder, kind: LinearKind, columns: int, parts: Mapping[str, ir.Value]) -> ir.Value:
     """Weights of one expert or of all, [rows, columns]: exactly the numbers that the codes stand for."""
     form = kind.format
-    found = [lookup(g, g.constant(table, np.float32), parts["weight"]) for table in form.byte_values.T]
+    tables = form.byte_values
+    if kind.unsigned:
+        tables = unsigned_values(form.numbers_in_byte, middle=not kind.zero_points)
+    found = [lookup(g, g.constant(table, np.float32), parts["weight"]) for table in tables.T]
     if not kind.group_size:
-        return g.op("Mul", found[0], LOWERINGS[kind.scheme].expert_factors(g, parts), name="widened")
+        return g.op("Mul", found[0], LOWERINGS[kind.scheme].expert_factors(g, kind, parts), name="widened")
+    if columns % kind.group_size:
+        raise BuildError(
+            f"experts with {columns} inputs are in blocks of {kind.group_size} columns, of which the last is smaller: "
+            "such experts are not supported"
+        )
     numbers = found[0]
     if form.numbers_in_byte == 2:
         axis = 2 if kind.by_row else 1  # the two in a byte are neighbours in a row, or in a column
@@ -220,7 +257,16 @@ def _widened(g: GraphBuilder, kind: LinearKind, columns: int, parts: Mapping[str
         numbers = g.op("Concat", *halves, name="numbers", axis=axis)
     groups = columns // kind.group_size
     numbers = g.op("Reshape", numbers, g.constant([-1, groups, kind.group_size]), name="numbers_by_block")
-    factors = LOWERINGS[kind.scheme].expert_factors(g, parts)
+    if kind.zero_points:
+        points = g.op("Cast", parts["zero_point"], name="zero_points", to=int(FLOAT))
+        numbers = g.op(
+            "Sub",
+            numbers,
+            g.op("Reshape", points, g.constant([-1, groups, 1]), name="by_group"),
+            name="numbers",
+        )
+    factors = LOWERINGS[kind.scheme].expert_factors(g, kind, parts)
+    factors = g.op("Reshape", factors, g.constant([-1, groups]), name="factors_by_group")
     widened = g.op("Mul", numbers, g.unsqueeze(factors, 2), name="widened_by_block")
     return g.op("Reshape", widened, g.constant([-1, columns]), name="widened")
 

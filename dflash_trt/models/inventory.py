@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from dflash_trt.checkpoint import draft_vocabulary
 from dflash_trt.checkpoint.linears import stored_linear
-from dflash_trt.checkpoint.quantization import Quantization, read_quantization
+from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.roles import parameters_of, role_of
+from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.checkpoint.schema import DecoderConfig, DrafterConfig, TargetConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
 from dflash_trt.formats import FORMATS, MXFP4
@@ -109,15 +110,16 @@ class Inventory:
         """The tensors of each side, summed by all properties that a plan needs."""
         by_side: dict[str, dict[_Kind, _Size]] = {}
         for side, tensors in self.tensors.items():
-            default = read_quantization(self.config(side).path.parent).default
-            scheme = None if default is None else default.scheme
+            quantization = read_quantization(self.config(side).path.parent)
             sizes = by_side.setdefault(side, {})
             for tensor in tensors:
                 role = role_of(tensor.name)
                 matrix, spread = _is_matrix(tensor), _spread(role, tensor.name)
-                kind = _Kind(role, _quantized(tensor, scheme), matrix, spread)
+                kind = _Kind(role, _quantized(tensor, quantization), matrix, spread)
                 more = _Size(
-                    parameters_of(tensor), tensor.nbytes, math.prod(tensor.shape[:-1]) if matrix else 0
+                    parameters_of(tensor, quantization),
+                    tensor.nbytes,
+                    math.prod(tensor.shape[:-1]) if matrix else 0,
                 )
                 before = sizes.get(kind, _Size(0, 0, 0))
                 sizes[kind] = _Size(*(one + other for one, other in zip(before, more, strict=True)))
@@ -144,12 +146,14 @@ def _is_matrix(tensor: TensorInfo) -> bool:
     return len(tensor.shape) > 1 and not tensor.name.endswith("conv1d.weight")
 
 
-def _quantized(tensor: TensorInfo, scheme: str | None) -> str | None:
-    """The format of a quantized tensor or of its scale; None for a tensor in floating point."""
+def _quantized(tensor: TensorInfo, quantization: Quantization) -> str | None:
+    """The format of a quantized tensor or of what says how to read it; None for a tensor in floating point."""
     if tensor.name.endswith(("_blocks", "_scales")):
         return MXFP4.name
-    scale = tensor.name.endswith("_scale") or tensor.name.endswith("_scale_2")
-    return None if tensor.dtype in FLOAT_DTYPES and not scale else scheme or tensor.dtype.lower()
+    if tensor.dtype in FLOAT_DTYPES and parameters_of(tensor):
+        return None
+    algorithm = quantization.algorithm(tensor.name.rpartition(".")[0])
+    return tensor.dtype.lower() if algorithm is None else algorithm.scheme
 
 
 def _spread(role: str, name: str) -> str:

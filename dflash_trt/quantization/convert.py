@@ -129,7 +129,7 @@ def linear_layers(checkpoint: Checkpoint, exclude: Sequence[str] = ()) -> dict[s
                 f"--exclude {pattern!r} matches no linear layer; one is named {next(iter(named), 'none')}"
             )
     kept = {n: t for n, t in named.items() if not any(fnmatchcase(n, pattern) for pattern in exclude)}
-    halved = {_of_all_experts(name) for name in kept} & {_of_all_experts(n) for n in named if n not in kept}
+    halved = {of_all_experts(name) for name in kept} & {of_all_experts(n) for n in named if n not in kept}
     if halved:
         raise UsageError(
             f"--exclude matches some of {min(halved)}, but not all; the experts of a layer must be stored alike"
@@ -137,7 +137,7 @@ def linear_layers(checkpoint: Checkpoint, exclude: Sequence[str] = ()) -> dict[s
     return kept
 
 
-def _of_all_experts(name: str) -> str:
+def of_all_experts(name: str) -> str:
     """An expert's linear layer as a pattern for all experts of its layer. Any other name is returned unchanged."""
     return _EXPERT.sub(r"\1.*.\2", name)
 
@@ -365,7 +365,7 @@ def _quant_config(
         t.name.removesuffix(".weight") for t in copied if len(t.shape) == 2 and t.name.endswith(".weight")
     }
     left = {name for name in linear | {HEAD} if name not in layers and "embed" not in name}
-    left = {_of_all_experts(name) for name in left}
+    left = {of_all_experts(name) for name in left}
     algorithms = {layer.algorithm for layer in layers.values()}
     said: dict[str, Any] = {"kv_cache_quant_algo": None, "exclude_modules": sorted(left)}
     if len(algorithms) == 1:

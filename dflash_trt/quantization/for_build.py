@@ -9,17 +9,17 @@ from pathlib import Path
 
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.linears import number_formats
-from dflash_trt.checkpoint.quantization import Quantization
+from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import UsageError
 from dflash_trt.files.disk import stamp, whole_file
-from dflash_trt.formats import FORMATS, INT4
+from dflash_trt.formats import FORMATS
 from dflash_trt.formats.base import BLOCK, WeightLayout
 from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization import repack
 from dflash_trt.quantization.convert import HEAD, data_free, quantize, quantize_head
 from dflash_trt.quantization.draft_head import draft_head
-from dflash_trt.quantization.widen import blocks_in_bf16
+from dflash_trt.quantization.widen import in_bf16
 
 Weights = Checkpoint | Outline
 
@@ -44,10 +44,10 @@ def in_precision(
 
     Raises BuildError where a checkpoint is quantized already, otherwise than asked.
     """
-    found = {
-        role: _without_blocks(checkpoint, folder / f"{role}-bf16", progress)
-        for role, checkpoint in (("target", target), ("drafter", drafter))
-    }
+    found = {"target": target, "drafter": drafter}
+    for role, checkpoint in found.items():
+        if precision.scheme(role) is not None:
+            found[role] = _without_blocks(checkpoint, folder / f"{role}-bf16", progress)
     target = found["target"]
     head: Weights | None = None
     if draft_tokens is not None and isinstance(target, Checkpoint):
@@ -82,8 +82,7 @@ def in_precision(
             # The widths of the layers are not known here.
             algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
             path = checkpoint.directory / "config.json"
-            excluded: frozenset[str] = frozenset() if with_head else frozenset({HEAD})
-            quantization = Quantization(path, algorithm, excluded=excluded)
+            quantization = Quantization(path, algorithm, {} if with_head else {HEAD: None})
             found[role] = Outline(checkpoint.directory, quantization, in_blocks=layout == "blocks")
     made = found | ({} if head is None else {"head": head})
     for role, checkpoint in made.items():
@@ -93,12 +92,13 @@ def in_precision(
 
 
 def _without_blocks(checkpoint: Weights, folder: Path, progress: Progress) -> Weights:
-    """The checkpoint without layers that are stored in FP8 by blocks: in BF16."""
-    if checkpoint.quantization.blocks is None:
+    """The checkpoint in BF16 where all its layers are in FP8 by blocks, which may be quantized again."""
+    algorithms = checkpoint.quantization.algorithms
+    if not algorithms or any(algorithm.group_rows == 1 for algorithm in algorithms):
         return checkpoint
     if not isinstance(checkpoint, Checkpoint):
         return Outline(checkpoint.directory, Quantization(checkpoint.quantization.path))
-    return Checkpoint(blocks_in_bf16(checkpoint, _place(folder, checkpoint, "bf16"), progress))
+    return Checkpoint(in_bf16(checkpoint, _place(folder, checkpoint, "bf16"), progress))
 
 
 def _laid_out(
@@ -106,12 +106,16 @@ def _laid_out(
 ) -> Checkpoint:
     """The checkpoint with its weights as the engine reads them."""
     out = folder / f"{role}-{layout}"
-    if layout == "int4_by_row" and INT4.name in number_formats(checkpoint):
+    if layout == "int4_by_row" and repack.has_signed(checkpoint):
         return Checkpoint(repack.int4_by_row(checkpoint, _place(out, checkpoint, layout), progress))
-    if layout == "blocks" and repack.has_blocks(checkpoint):
+    if layout == "blocks":
         from dflash_trt.engines.onnxruntime_products import rows_agree
 
-        eight_bits = role == "target" and not rows_agree(4)  # what a drafter drafts changes no token
+        integers = any(FORMATS[scheme].integer_bits is not None for scheme in number_formats(checkpoint))
+        # What a drafter drafts changes no token.
+        eight_bits = integers and role == "target" and not rows_agree(4)
+        if not repack.has_blocks(checkpoint, eight_bits=eight_bits):
+            return checkpoint
         out = _place(out, checkpoint, f"{layout} of {8 if eight_bits else 4} bits")
         return Checkpoint(repack.in_blocks(checkpoint, out, progress, eight_bits=eight_bits))
     return checkpoint

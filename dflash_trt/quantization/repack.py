@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,78 +11,154 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.bundle.workspace import Progress
+from dflash_trt.checkpoint.linears import (
+    Integers,
+    StoredLinear,
+    quantized_layers,
+    shape_of,
+    stored_linear,
+)
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
-from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo
+from dflash_trt.checkpoint.tensors import DTYPES, Checkpoint, TensorInfo
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.files.disk import own_file
 from dflash_trt.files.reading import read_object
-from dflash_trt.formats import FORMATS, INT4, NumberFormat
-from dflash_trt.formats.base import FLOAT_DTYPES
+from dflash_trt.formats import FORMATS
+from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.numbers import pack_pairs, unpack_rows
-from dflash_trt.quantization.convert import STEP_BYTES, joined_name, write_json
+from dflash_trt.quantization.convert import STEP_BYTES, joined_name, of_all_experts, write_json
 
 # The tensors that stand in for one of the checkpoint; None where it stays as it is.
 Repack = Callable[[TensorInfo], list[Entry] | None]
+_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "F4"}
 
 
 def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
-    """Write the checkpoint with its INT4 weights by row, two columns per byte, as ONNX and TensorRT read them."""
+    """Write the checkpoint with its integers in two's complement by row, two columns of INT4 per byte, as ONNX and
+    TensorRT read them.
+    """
 
-    def repacked(info: TensorInfo) -> list[Entry] | None:
-        form, part = _stored(checkpoint, info)
-        if form is None or form.name != INT4.name or part != "weight":
-            return None
+    def entries(layer: str, stored: StoredLinear) -> list[Entry]:
+        if stored.in_words or stored.in_blocks:
+            return _signed(checkpoint, layer, stored)
+        info = stored.weight
         pieces = (
             (info.name, pack_pairs(unpack_rows(rows))) for rows in steps(checkpoint, info, info.shape[1])
         )
-        return [Entry(info.name, "U8", (2 * info.shape[0], info.shape[1] // 2), pieces)]
+        scale = _as_it_is(checkpoint, stored.scale)
+        return [Entry(info.name, "U8", (2 * info.shape[0], info.shape[1] // 2), pieces), scale]
 
-    return rewritten(checkpoint, out, repacked, progress)
+    return _layers_rewritten(checkpoint, _signed_layers(checkpoint), entries, out, progress)
+
+
+def has_signed(checkpoint: Checkpoint) -> bool:
+    """Whether `int4_by_row` would change anything."""
+    return bool(_signed_layers(checkpoint))
 
 
 def in_blocks(checkpoint: Checkpoint, out: Path, progress: Progress, *, eight_bits: bool = False) -> Path:
     """Write the checkpoint with its layers of integers in blocks, as ONNX Runtime multiplies them.
 
-    Layers of one input lie one after the other. Experts stay as they are. With `eight_bits` numbers of four bits take
-    eight.
+    Layers of one input lie one after the other. Experts stay as they are, except for those in words. With `eight_bits`
+    numbers of four bits take eight.
     """
 
+    chosen = _block_layers(checkpoint, eight_bits=eight_bits)
+    apart = _stacks_with_points(checkpoint, chosen)
+
+    def entries(layer: str, stored: StoredLinear) -> list[Entry]:
+        if not (stored.in_words or stored.in_blocks):
+            return _blocks(checkpoint, stored, eight_bits)
+        stack = of_all_experts(layer)
+        wide = eight_bits and stack == layer
+        return _unsigned(checkpoint, layer, stored, eight_bits=wide, points=stack in apart)
+
+    return _layers_rewritten(checkpoint, chosen, entries, out, progress)
+
+
+def has_blocks(checkpoint: Checkpoint, *, eight_bits: bool = False) -> bool:
+    """Whether `in_blocks` would change anything."""
+    return bool(_block_layers(checkpoint, eight_bits=eight_bits))
+
+
+def _signed_layers(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
+    return {
+        layer: stored
+        for layer, stored in _integer_layers(checkpoint).items()
+        if stored.in_words or stored.in_blocks or not stored.by_row
+    }
+
+
+def _block_layers(checkpoint: Checkpoint, *, eight_bits: bool) -> dict[str, StoredLinear]:
+    """The layers whose bytes are not yet those that ONNX Runtime multiplies."""
+
+    def other(layer: str, stored: StoredLinear) -> bool:
+        if stored.in_words or stored.group_index is not None:
+            return True
+        if ".experts." in layer:
+            return False
+        four_bits = stored.in_blocks and stored.weight.shape[2] == BLOCK // 2
+        return not stored.in_blocks or (eight_bits and four_bits)
+
+    return {layer: stored for layer, stored in _integer_layers(checkpoint).items() if other(layer, stored)}
+
+
+def _stacks_with_points(checkpoint: Checkpoint, layers: Mapping[str, StoredLinear]) -> set[str]:
+    """The experts' layers of which one has zero points outside the middle: then all get them, to be stored alike."""
+    found = set()
+    for layer, stored in layers.items():
+        stack = of_all_experts(layer)
+        if stack != layer and stack not in found and stored.zero_point is not None:
+            integers = Integers(checkpoint, stored)
+            if (integers.zero_points != 1 << (integers.bits - 1)).any():
+                found.add(stack)
+    return found
+
+
+def _integer_layers(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
+    found = {}
+    for layer, algorithm, info in quantized_layers(checkpoint):
+        if FORMATS[algorithm.scheme].integer_bits is not None:
+            rows, columns = shape_of(checkpoint, algorithm, layer, info)
+            if (stored := stored_linear(checkpoint, layer, columns, rows)) is not None:
+                found[layer] = stored
+    return found
+
+
+def _layers_rewritten(
+    checkpoint: Checkpoint,
+    layers: Mapping[str, StoredLinear],
+    entries: Callable[[str, StoredLinear], list[Entry]],
+    out: Path,
+    progress: Progress,
+) -> Path:
+    """Write the checkpoint with other tensors of some layers, in place of their weights, scales and zero points."""
+    weights = {stored.weight.name: layer for layer, stored in layers.items()}
+    dropped = {
+        info.name
+        for stored in layers.values()
+        for info in (stored.scale, stored.zero_point, stored.order, stored.group_index, *stored.others)
+        if info is not None
+    }
+
     def repacked(info: TensorInfo) -> list[Entry] | None:
-        form, part = _stored(checkpoint, info)
-        if form is None or form.integer_bits is None or ".experts." in info.name or part == "":
-            return None
-        if part != "weight":
-            return []
-        return _blocks(checkpoint, info, form, eight_bits)
+        if (layer := weights.get(info.name)) is not None:
+            return entries(layer, layers[layer])
+        return [] if info.name in dropped else None
 
     return rewritten(checkpoint, out, repacked, progress)
 
 
-def has_blocks(checkpoint: Checkpoint) -> bool:
-    """Whether `in_blocks` would change anything."""
-    found = (
-        _stored(checkpoint, info)[0] for info in checkpoint.tensors.values() if ".experts." not in info.name
-    )
-    return any(form is not None and form.integer_bits is not None for form in found)
-
-
-def _stored(checkpoint: Checkpoint, info: TensorInfo) -> tuple[NumberFormat | None, str]:
-    """The format of the quantized layer that a tensor is part of, and which part: weight, weight_scale or none."""
-    layer, _, part = info.name.rpartition(".")
-    weight = checkpoint.tensors.get(f"{layer}.weight")
-    algorithm = checkpoint.quantization.algorithm(layer)
-    if algorithm is None or weight is None or weight.dtype in FLOAT_DTYPES:
-        return None, ""
-    return FORMATS[algorithm.scheme], part if part in ("weight", "weight_scale") else ""
-
-
-def _blocks(checkpoint: Checkpoint, info: TensorInfo, form: NumberFormat, eight_bits: bool) -> list[Entry]:
+def _blocks(checkpoint: Checkpoint, stored: StoredLinear, eight_bits: bool) -> list[Entry]:
+    """A layer whose format has numbers that integers hold exactly."""
+    info, form = stored.weight, stored.format
     name = info.name
-    scales = checkpoint.array(f"{name}_scale")
-    rows, by_row = len(scales), info.shape[0] == len(scales)
+    scales = checkpoint.array(stored.scale.name)
+    rows, by_row = len(scales), stored.by_row
     together = rows // info.shape[0]  # rows that share bytes
     bits = 8 if eight_bits else form.integer_bits
     assert bits is not None
+    layer = name.removesuffix(".weight_packed").removesuffix(".weight")
 
     def pieces() -> Iterator[tuple[str, NDArray[Any]]]:
         done = 0
@@ -91,16 +167,77 @@ def _blocks(checkpoint: Checkpoint, info: TensorInfo, form: NumberFormat, eight_
             done += len(some)
             numbers, factors = form.integers(codes, some, by_row=by_row)
             unsigned = (numbers.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
-            yield name, unsigned if bits == 8 else pack_pairs(unsigned)
-            yield f"{name}_scale", factors
+            yield f"{layer}.weight", unsigned if bits == 8 else pack_pairs(unsigned)
+            yield f"{layer}.weight_scale", factors
 
-    numbers_in_row = info.shape[1] * form.numbers_in_byte // together
-    forms = form.block_forms(rows, numbers_in_row)
-    first, second = (
-        Entry(f"{name.removesuffix('weight')}{suffix}", each.dtypes[0], each.shapes[-eight_bits], given)
-        for (suffix, each), given in zip(forms.items(), (pieces(), ()), strict=True)
-    )
-    return [first, second]
+    columns = info.shape[1] * form.numbers_in_byte // together
+    weight = Entry(f"{layer}.weight", "U8", (rows, columns // BLOCK, BLOCK * bits // 8), pieces())
+    return [weight, Entry(f"{layer}.weight_scale", "F32", (rows, columns // BLOCK))]
+
+
+def _unsigned(
+    checkpoint: Checkpoint, layer: str, stored: StoredLinear, *, eight_bits: bool, points: bool
+) -> list[Entry]:
+    """A layer in words or blocks as blocks, with its columns sorted by group. Scales keep their groups."""
+    integers = Integers(checkpoint, stored)
+    widening = eight_bits and integers.bits == 4
+    zero = integers.zero_points
+
+    def pieces() -> Iterator[tuple[str, NDArray[Any]]]:
+        for begin, end in _row_steps(integers):
+            codes = integers.codes(begin, end)
+            if widening:  # with its zero point in the middle
+                by_group = codes.astype(np.int16).reshape(end - begin, integers.groups, -1)
+                by_group += 128 - zero[begin:end, :, None]
+                codes = by_group.astype(np.uint8).reshape(codes.shape)
+            yield f"{layer}.weight", codes if widening or integers.bits == 8 else pack_pairs(codes)
+
+    byte_count = BLOCK if widening else BLOCK * integers.bits // 8
+    shape = (integers.outputs, integers.inputs // BLOCK, byte_count)
+    found = [Entry(f"{layer}.weight", "U8", shape, pieces()), *_scales(layer, integers)]
+    if not widening and (points or (zero != 1 << (integers.bits - 1)).any()):
+        found.append(_whole(f"{layer}.weight_zero_point", zero.astype(np.uint8)))
+    return found
+
+
+def _signed(checkpoint: Checkpoint, layer: str, stored: StoredLinear) -> list[Entry]:
+    """A layer in words or blocks in two's complement, with its columns sorted by group."""
+    integers = Integers(checkpoint, stored)
+    middle = 1 << (integers.bits - 1)
+
+    def pieces() -> Iterator[tuple[str, NDArray[Any]]]:
+        for begin, end in _row_steps(integers):
+            codes = integers.codes(begin, end) ^ np.uint8(middle)
+            yield f"{layer}.weight", pack_pairs(codes) if integers.bits == 4 else codes.view(np.int8)
+
+    dtype, columns = ("U8", integers.inputs // 2) if integers.bits == 4 else ("I8", integers.inputs)
+    weight = Entry(f"{layer}.weight", dtype, (integers.outputs, columns), pieces())
+    found = [weight, *_scales(layer, integers)]
+    if (integers.zero_points != middle).any():
+        term = integers.scales.astype(np.float32) * (middle - integers.zero_points)
+        found.append(_whole(f"{layer}.weight_zero_term", term.astype(np.float32)))
+    return found
+
+
+def _scales(layer: str, integers: Integers) -> list[Entry]:
+    found = [_whole(f"{layer}.weight_scale", integers.scales)]
+    order = integers.order
+    if order is None and ".experts." in layer and integers.ordered:  # beside experts that have one
+        order = np.arange(integers.inputs)
+    if order is not None:
+        found.append(_whole(f"{layer}.weight_order", order))
+    return found
+
+
+def _whole(name: str, array: NDArray[Any]) -> Entry:
+    return Entry(name, _NAMES[array.dtype], array.shape, [(name, array)])
+
+
+def _row_steps(integers: Integers) -> Iterator[tuple[int, int]]:
+    """Ranges of outputs whose numbers fit a step, each of whole words of eight outputs."""
+    step = max(8, STEP_BYTES // (4 * integers.inputs) // 8 * 8)
+    for begin in range(0, integers.outputs, step):
+        yield begin, min(begin + step, integers.outputs)
 
 
 def _as_it_is(checkpoint: Checkpoint, info: TensorInfo) -> Entry:

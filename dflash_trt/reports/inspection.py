@@ -52,15 +52,16 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     drafter = is_drafter(Fields(path / "config.json", read_object(path / "config.json")))
     config = read_drafter_config(path) if drafter else read_target_config(path)
     checkpoint = Checkpoint(path)
-    by_dtype = Counter[str]()
+    by_dtype, parameters = Counter[str](), 0
     for tensor in checkpoint.tensors.values():
         by_dtype[tensor.dtype] += tensor.nbytes
+        parameters += parameters_of(tensor, checkpoint.quantization)
     return {
         "kind": "drafter" if drafter else "target",
         "path": str(path),
         **_describe(config),
         "quantization": checkpoint.quantization.name,
-        **_weights(sum(map(parameters_of, checkpoint.tensors.values())), by_dtype),
+        **_weights(parameters, by_dtype),
         "files": {file.name: file.stat().st_size for file in checkpoint.files},
     }
 

@@ -300,8 +300,8 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("llama-3.1-8b", {"pretraining_tp": 2}, "pretraining_tp is 2, which"),
     (
         "llama-3.1-8b",
-        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
-        'quantization_config.quant_method is "fp8": FP8 without weight_block_size, that is with one scale per tensor,',
+        {"quantization_config": {"quant_method": "torchao"}},
+        'quantization_config.quant_method is "torchao": torchao is not supported, only',
     ),
     *(
         (name, {f"{text}is_causal": False}, f"{text}is_causal is false, which")

@@ -38,7 +38,7 @@ MISTAKES = [
     (1, "build --target empty --drafter drafter", "empty", "config.json"),
     (1, "build --target lora --drafter drafter", "lora", "LoRA"),
     (1, "build --target lfs --drafter drafter", "config.json", "Git-LFS"),
-    (1, "build --target gptq --drafter drafter", "GPTQ"),
+    (1, "build --target gptq --drafter drafter", "bits", "3"),
     (1, "build --target pickle --drafter drafter", "pytorch_model.bin", "safetensors"),
     (1, "build --target drafter --drafter target", "config.json", "DFlashDraftModel"),
     (1, "build --target target --drafter drafter --out lora", "lora", "--out"),
@@ -63,7 +63,7 @@ def folders(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
     (place / "lfs" / "config.json").write_text(pointer)
     shutil.copytree(pair[0], place / "gptq")
     config = json.loads((place / "gptq" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 3}
     (place / "gptq" / "config.json").write_text(json.dumps(config))
     (place / "pickle").mkdir()
     shutil.copy(pair[0] / "config.json", place / "pickle")

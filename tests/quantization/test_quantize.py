@@ -75,11 +75,7 @@ def test_config_json_says_the_same_as_hf_quant_config(quantized: dict[str, Path]
         shutil.copytree(path, copy)
         (copy / "hf_quant_config.json").unlink()
         first, second = Checkpoint(path).quantization, Checkpoint(copy).quantization
-        assert (first.default, first.excluded, first.patterns) == (
-            second.default,
-            second.excluded,
-            second.patterns,
-        )
+        assert (first.default, first.layers, first.rules) == (second.default, second.layers, second.rules)
 
 
 def test_layers_and_head_of_different_schemes(tmp_path: Path) -> None:

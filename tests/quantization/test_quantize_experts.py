@@ -74,7 +74,7 @@ def test_excluding_experts(moe: tuple[Path, Path], tmp_path: Path) -> None:
         named = [found.algorithm(f"{layer}.{name}_proj") for name in ("up", "down")]
         assert [a and a.name for a in named] == expected
         assert found.algorithm("model.layers.1.self_attn.q_proj") is not None
-        assert len(found.excluded) + len(found.patterns) < 8
+        assert len(found.layers) + len(found.rules) < 8
         build(str(path), str(moe[1]), tmp_path / f"{path.name}-bundle")
     with pytest.raises(
         BuildError, match=r"matches some of model\.layers\.1\.mlp\.experts\.\*\.down_proj, but not all"

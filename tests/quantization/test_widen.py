@@ -12,12 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import digest
 from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.errors import CheckpointError
+from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization.convert import quantize
-from dflash_trt.quantization.widen import blocks_in_bf16
+from dflash_trt.quantization.widen import in_bf16
 from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.checkpoints import make_drafter, make_target, write_json
 
@@ -61,7 +64,7 @@ def test_widened_weights_are_those_of_transformers(
     pair: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     root, original = pair
-    out = blocks_in_bf16(Checkpoint(root / "target"), tmp_path / "bf16", silent)
+    out = in_bf16(Checkpoint(root / "target"), tmp_path / "bf16", silent)
     made, stored = load_file(out / "model.safetensors"), load_file(root / "target" / "model.safetensors")
     assert made.keys() == original.keys()
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
@@ -82,27 +85,32 @@ def test_the_last_blocks_may_be_smaller(tmp_path: Path) -> None:
     codes = torch.arange(1, 71).reshape(10, 7).to(torch.float8_e4m3fn)
     scales = torch.arange(1, 10).reshape(3, 3).to(torch.bfloat16)
     save_file({"a.weight": codes, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
-    out = blocks_in_bf16(Checkpoint(tmp_path), tmp_path / "bf16", silent)
+    out = in_bf16(Checkpoint(tmp_path), tmp_path / "bf16", silent)
     found = load_file(out / "model.safetensors")["a.weight"].float()
     for row, column in np.ndindex(10, 7):
         assert found[row, column] == codes[row, column].float() * (1 + 3 * (row // 4) + column // 3)
 
 
-def test_a_build_widens_them_on_the_way(pair: tuple[Path, Any], tmp_path: Path) -> None:
-    """A build of the widened checkpoint has the same weights. Without weights, it has the same graph."""
+def test_a_build_keeps_the_blocks(pair: tuple[Path, Any], tmp_path: Path) -> None:
+    """The bundle has the checkpoint's bytes, and the tokens of the widened checkpoint in float32."""
     root, _ = pair
     sources = str(root / "target"), str(root / "drafter")
     bundle = build(*sources, tmp_path / "a")
-    widened = blocks_in_bf16(Checkpoint(root / "target"), tmp_path / "bf16", silent)
-    other = build(str(widened), sources[1], tmp_path / "b")
-    weights = "weights/target/model.safetensors"
-    assert bundle.manifest["files"][weights] == other.manifest["files"][weights]
-    for field in ("parameters", "weight_bytes"):
-        assert bundle.manifest["target"][field] == other.manifest["target"][field]
-    outline = build(*sources, tmp_path / "c", weights="none")
-    assert outline.manifest["target"] == bundle.manifest["target"]
+    name = "weights/target/model.safetensors"
+    assert bundle.manifest["files"][name]["sha256"] == digest(root / "target" / "model.safetensors")
+    widened = in_bf16(Checkpoint(root / "target"), tmp_path / "bf16", silent)
+    answers = []
+    for path in (bundle.path, build(str(widened), sources[1], tmp_path / "b").path):
+        with LLM(path) as llm:
+            params = SamplingParams(max_tokens=24, ignore_eos=True)
+            answers += [llm.generate([3, 5, 7, 11], params, speculate=s).token_ids for s in (True, False)]
+    assert answers[0] == answers[1]
+    assert answers[2] == answers[3]
+    assert build(*sources, tmp_path / "c", weights="none").manifest["target"]["parameters"] > 0
     with pytest.raises(CheckpointError, match="already FP8 in blocks"):
         quantize(root / "target", tmp_path / "q", "int4")
+    again = build(*sources, tmp_path / "e", precision=Precision(target="int8"))
+    assert "U8" in again.manifest["target"]["weight_bytes"]["mlp"]
     with pytest.raises(
         CheckpointError, match=r"weight_block_size is \[16, 16\], TensorRT-LLM reads \[128, 128\]"
     ):
@@ -119,10 +127,10 @@ def test_wrong_scales_are_named(pair: tuple[Path, Any], tmp_path: Path) -> None:
     def refused(changed: dict[str, torch.Tensor], said: str) -> None:
         save_file(changed, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError, match=said):
-            blocks_in_bf16(Checkpoint(tmp_path), tmp_path / "out", silent)
+            in_bf16(Checkpoint(tmp_path), tmp_path / "out", silent)
 
-    refused({n: t for n, t in tensors.items() if n != name}, f"expected a matrix with {name}")
-    refused(tensors | {name: tensors[name][:1].clone()}, r"one number for each block of \[16, 16\]")
+    refused({n: t for n, t in tensors.items() if n != name}, f"has no tensor '{name}'")
+    refused(tensors | {name: tensors[name][:1].clone()}, r"in FP8 in blocks it is F32, .* \[")
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [128]
     write_json(tmp_path / "config.json", config)

@@ -18,7 +18,13 @@ Activations = Literal["none", "static", "row"]
 
 @dataclass(frozen=True, slots=True)
 class LinearKind:
-    """The properties of a quantized layer that determine the body of its operator."""
+    """The properties of a quantized layer that determine the body of its operator.
+
+    group_rows: rows that share a scale with `group_size` columns, where a scale belongs to a block.
+    exponents: scales are bytes, powers of two.
+    reciprocal: the scales of the whole weight and of the input divide.
+    unsigned: integers whose zero is the middle, or a zero point.
+    """
 
     scheme: str
     group_size: int
@@ -26,6 +32,13 @@ class LinearKind:
     smoothed: bool
     biased: bool
     by_row: bool
+    group_rows: int = 1
+    exponents: bool = False
+    reciprocal: bool = False
+    unsigned: bool = False
+    zero_points: bool = False
+    zero_term: bool = False
+    ordered: bool = False
 
     @property
     def format(self) -> NumberFormat:
@@ -42,11 +55,17 @@ class Lowering(ABC):
         """The name of a layer's `dflash::` operator, without the suffixes that all formats share."""
         return f"{kind.scheme.upper()}Linear"
 
+    # The engine's type for pairs of numbers in a byte, where it has one.
+    pairs: ir.DataType | None = None
+
     def weight(
         self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool
     ) -> ir.Value:
         """The codes `raw`, as they are on disk, in the engine's type for them."""
-        return raw
+        if self.pairs is None or packed_as_bytes:
+            return raw
+        rows, columns = stored.weight.shape
+        return g.reinterpret(raw, self.pairs, (rows, 2 * columns))
 
     @abstractmethod
     def onnxruntime_weight(
@@ -69,5 +88,5 @@ class Lowering(ABC):
         raise NotImplementedError("this format quantizes weights only")
 
     @abstractmethod
-    def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
+    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
         """The factor of each row or group of a stack of experts, float32, from scales that are bytes."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.formats.numbers import E4M3_MAX
+from dflash_trt.formats.numbers import E4M3_MAX, E8M0
 from dflash_trt.graph.builder import GraphBuilder
 
 from . import bodies
@@ -14,14 +15,47 @@ from .base import LinearKind, Lowering
 
 
 class FP8Lowering(Lowering):
+    def operator(self, kind: LinearKind) -> str:
+        block = f"{kind.group_rows}x{kind.group_size}" if kind.group_size else ""
+        return f"FP8Linear{block}{'Exponents' * kind.exponents}"
+
     def onnxruntime_weight(
         self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
     ) -> ir.Value:
         weight, scale = inputs["weight"], inputs["scale"]
-        if not resident:
+        if not kind.group_size and not resident:
             return g.op("DequantizeLinear", weight, scale, name="widened", axis=0)
-        column = g.op("Reshape", scale, g.constant([-1, 1]), name="column")
-        return g.op("Mul", g.op("Cast", weight, to=int(bodies.FLOAT)), column, name="widened")
+        if resident:
+            numbers = g.op("Cast", weight, name="numbers", to=int(bodies.FLOAT))
+        else:
+            numbers = g.op("DequantizeLinear", weight, g.constant(1, np.float32), name="numbers")
+        if not kind.group_size:
+            return g.op(
+                "Mul", numbers, g.op("Reshape", scale, g.constant([-1, 1]), name="column"), name="widened"
+            )
+        rows, columns = g.dim(weight, 0, name="rows"), g.dim(weight, 1, name="columns")
+        factors = self._repeated(g, self._factors(g, kind, scale), 0, kind.group_rows, rows)
+        if (
+            not resident
+        ):  # beside a length that only the pass knows, so that nothing of the weight's size is folded
+            columns = g.dim(x, 1, name="inputs")
+        return g.op("Mul", numbers, self._repeated(g, factors, 1, kind.group_size, columns), name="widened")
+
+    def _factors(self, g: GraphBuilder, kind: LinearKind, scale: ir.Value) -> ir.Value:
+        if kind.exponents:
+            return bodies.lookup(g, g.constant(E8M0, np.float32), scale)
+        return g.op("Cast", scale, name="factors", to=int(bodies.FLOAT))
+
+    def _repeated(self, g: GraphBuilder, x: ir.Value, axis: int, times: int, length: ir.Value) -> ir.Value:
+        """[a, b] with each entry `times` times along an axis, of which the first `length` are kept."""
+        if times == 1:
+            return x
+        shape = [1, 1, 1]
+        shape[axis + 1] = times
+        x = g.op("Expand", g.unsqueeze(x, axis + 1), g.constant(shape), name="repeated")
+        shape_after = g.shape(-1, g.dim(x, 2)) if axis == 0 else g.constant([0, -1])
+        x = g.op("Reshape", x, shape_after, name="repeated_rows" if axis == 0 else "repeated_columns")
+        return g.op("Slice", x, g.constant([0]), length, g.constant([axis]), name="own")
 
     def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
         return g.op(
@@ -41,5 +75,5 @@ class FP8Lowering(Lowering):
         codes = g.op("QuantizeLinear", x, scale, name="x_codes", output_dtype=int(bodies.E4M3))
         return g.op("DequantizeLinear", codes, scale, name="x_rounded", output_dtype=int(g.dtype))
 
-    def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
-        return parts["scale"]
+    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
+        return self._factors(g, kind, parts["scale"]) if kind.group_size else parts["scale"]

@@ -56,5 +56,5 @@ class INT4Lowering(Lowering):
             block_size=kind.group_size,
         )
 
-    def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
+    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
         return g.op("Cast", parts["scale"], name="factors", to=int(bodies.FLOAT))

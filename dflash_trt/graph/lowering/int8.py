@@ -1,4 +1,4 @@
-"""INT8 layers in groups of 32, for ONNX Runtime only."""
+"""INT8 layers in groups, for ONNX Runtime only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from dflash_trt.errors import BuildError
-from dflash_trt.formats.int8 import GROUP
 from dflash_trt.graph.builder import GraphBuilder
 
 from . import bodies
@@ -21,10 +20,13 @@ class INT8Lowering(Lowering):
         scale = g.op("Cast", inputs["scale"], name="scale_float", to=int(bodies.FLOAT))
         if not resident:
             return g.op(
-                *("DequantizeLinear", inputs["weight"], scale), name="widened", axis=1, block_size=GROUP
+                *("DequantizeLinear", inputs["weight"], scale),
+                name="widened",
+                axis=1,
+                block_size=kind.group_size,
             )
         numbers = g.op("Cast", inputs["weight"], to=int(bodies.FLOAT))
-        numbers = g.op("Reshape", numbers, g.constant([0, -1, GROUP]), name="numbers_by_block")
+        numbers = g.op("Reshape", numbers, g.constant([0, -1, kind.group_size]), name="numbers_by_block")
         return bodies.times_factors(g, numbers, scale)
 
     def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
@@ -33,5 +35,5 @@ class INT8Lowering(Lowering):
             "to int4 or fp8"
         )
 
-    def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
+    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
         return g.op("Cast", parts["scale"], name="factors", to=int(bodies.FLOAT))

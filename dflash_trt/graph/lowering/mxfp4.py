@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.numbers import BYTE_TO_PAIR, E8M0
 from dflash_trt.graph.builder import GraphBuilder
@@ -17,11 +16,7 @@ from .base import LinearKind, Lowering
 
 
 class MXFP4Lowering(Lowering):
-    def weight(
-        self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool
-    ) -> ir.Value:
-        rows, columns = stored.weight.shape
-        return raw if packed_as_bytes else g.reinterpret(raw, bodies.E2M1, (rows, 2 * columns))
+    pairs = bodies.E2M1
 
     def onnxruntime_weight(
         self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
@@ -34,7 +29,7 @@ class MXFP4Lowering(Lowering):
     def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
         return dequantized(g, inputs["weight"], inputs["scale"], name="widened")
 
-    def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
+    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
         return bodies.lookup(g, g.constant(E8M0, np.float32), parts["scale"])
 
 

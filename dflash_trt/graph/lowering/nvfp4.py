@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.formats.numbers import BYTE_TO_PAIR, E2M1_MAX, E4M3, E4M3_MAX, E4M3_MIN
 from dflash_trt.formats.nvfp4 import BLOCK
 from dflash_trt.graph.builder import GraphBuilder
@@ -19,11 +18,7 @@ _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 
 class NVFP4Lowering(Lowering):
-    def weight(
-        self, g: GraphBuilder, stored: StoredLinear, raw: ir.Value, *, packed_as_bytes: bool
-    ) -> ir.Value:
-        rows, columns = stored.weight.shape
-        return raw if packed_as_bytes else g.reinterpret(raw, bodies.E2M1, (rows, 2 * columns))
+    pairs = bodies.E2M1
 
     def onnxruntime_weight(
         self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value], x: ir.Value, resident: bool
@@ -32,10 +27,10 @@ class NVFP4Lowering(Lowering):
         numbers = bodies.by_block(g, low, high, inputs["weight"], BLOCK)
         scale, second = inputs["scale"], inputs["global_scale"]
         if resident:
-            factors = g.op("Mul", g.op("Cast", scale, to=int(bodies.FLOAT)), second, name="factors")
+            factors = g.op("Cast", scale, name="scale_float", to=int(bodies.FLOAT))
         else:
-            factors = g.op("DequantizeLinear", scale, second, name="factors")
-        return bodies.times_factors(g, numbers, factors)
+            factors = g.op("DequantizeLinear", scale, g.constant(1, np.float32), name="scale_float")
+        return bodies.times_factors(g, numbers, _times_second(g, kind, factors, second))
 
     def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
         scales = g.op(
@@ -82,6 +77,11 @@ class NVFP4Lowering(Lowering):
         scales = g.op("DequantizeLinear", scales, scale, name="x_scales", output_dtype=int(g.dtype))
         return g.op("DequantizeLinear", codes, scales, name="x_rounded", axis=-1, block_size=BLOCK)
 
-    def expert_factors(self, g: GraphBuilder, parts: Mapping[str, ir.Value]) -> ir.Value:
+    def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
         factors = bodies.lookup(g, g.constant(_E4M3_VALUES, np.float32), parts["scale"])
-        return g.op("Mul", factors, parts["global_scale"], name="factors")
+        return _times_second(g, kind, factors, parts["global_scale"])
+
+
+def _times_second(g: GraphBuilder, kind: LinearKind, scales: ir.Value, second: ir.Value) -> ir.Value:
+    """The factor of each block."""
+    return g.op("Div" if kind.reciprocal else "Mul", scales, second, name="factors")

@@ -1,0 +1,293 @@
+"""`quantization_config` of compressed-tensors, which LLM Compressor writes.
+
+Groups of layers have arguments for their weights and inputs. A layer's group is decided by its name first, then by
+regular expressions, both in the order of their characters, then by the class of its module. Source: the package
+compressed-tensors 0.20.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.checkpoint.rules import NAMES, Quantization, Rule, check_count, regex
+from dflash_trt.errors import show
+from dflash_trt.formats import Algorithm
+from dflash_trt.formats.base import BLOCK
+from dflash_trt.formats.nvfp4 import BLOCK as NVFP4_BLOCK
+
+_GROUPS = 1024
+_LINEAR = ("Linear", "LinearBase")  # classes of modules that are linear layers here
+_HOW = "fetch the original checkpoint and quantize it with: dflash-trt quantize"
+# Storage of weights -> their numbers.
+_FORMATS = {
+    "float-quantized": ("fp8",),
+    "naive-quantized": ("fp8", "int8"),
+    "mxfp8-quantized": ("mxfp8",),
+    "int-quantized": ("int8",),
+    "pack-quantized": ("int4", "int8"),
+    "nvfp4-pack-quantized": ("nvfp4",),
+    "mxfp4-pack-quantized": ("mxfp4",),
+}
+_PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+
+
+def _arguments(type_: str, bits: int, **more: Any) -> dict[str, Any]:
+    return {"type": type_, "num_bits": bits, "symmetric": True, **more}
+
+
+_TOKEN = {"strategy": "token", "dynamic": True}
+_NVFP4 = _arguments("float", 4, strategy="tensor_group", group_size=16)
+_MXFP4 = _arguments("float", 4, strategy="group", group_size=32, scale_dtype="torch.uint8")
+_MXFP8 = _MXFP4 | {"num_bits": 8}
+_INT4 = _arguments("int", 4, strategy="group", group_size=128)
+_INT8_ROWS = {
+    "weights": _arguments("int", 8, strategy="channel"),
+    "input_activations": _arguments("int", 8, **_TOKEN),
+}
+_PRESETS: dict[str, dict[str, Any]] = {
+    "UNQUANTIZED": {},
+    "W8A16": {"weights": _INT4 | {"num_bits": 8}},
+    "W4A16": {"weights": _INT4},
+    "W4A16_ASYM": {"weights": _INT4 | {"symmetric": False}},
+    "W4A8": {"weights": _INT4, "input_activations": _arguments("int", 8, **_TOKEN)},
+    "W8A8": _INT8_ROWS,
+    "INT8": _INT8_ROWS,
+    "FP8": {
+        "weights": _arguments("float", 8, strategy="tensor"),
+        "input_activations": _arguments("float", 8, strategy="tensor", dynamic=False),
+    },
+    "FP8_DYNAMIC": {
+        "weights": _arguments("float", 8, strategy="channel"),
+        "input_activations": _arguments("float", 8, **_TOKEN),
+    },
+    "FP8_BLOCK": {
+        "weights": _arguments("float", 8, strategy="block", block_structure=[128, 128]),
+        "input_activations": _arguments("float", 8, strategy="group", group_size=128, dynamic=True),
+    },
+    "NVFP4A16": {"weights": _NVFP4},
+    "NVFP4": {"weights": _NVFP4, "input_activations": _NVFP4 | {"dynamic": "local"}},
+    "MXFP4A16": {"weights": _MXFP4},
+    "MXFP4": {"weights": _MXFP4, "input_activations": _MXFP4 | {"dynamic": True}},
+    "MXFP8A16": {"weights": _MXFP8},
+    "MXFP8": {"weights": _MXFP8, "input_activations": _MXFP8 | {"dynamic": True}},
+}
+
+
+def read_compressed_tensors(fields: Fields) -> Quantization:
+    """Raises CheckpointError, naming the field, for whatever would change the numbers and is not read."""
+    for key in ("transform_config", "moe_sparsity_config"):
+        if fields.get(key):
+            raise fields.error(key, f"is {show(fields.get(key))}, which is not supported; {_HOW}")
+    sparsity = fields.section("sparsity_config")
+    if sparsity is not None and sparsity.get("format") not in (None, "dense"):
+        raise sparsity.error(
+            "format", f"is {show(sparsity.get('format'))}: sparse weights are not supported; {_HOW}"
+        )
+    groups = fields.section("config_groups")
+    if groups is None:
+        raise fields.error("config_groups", "is missing, expected an object")
+    if len(groups.values) > _GROUPS:
+        raise fields.error("config_groups", f"has {len(groups.values)} groups, expected at most {_GROUPS}")
+    targets: dict[str, tuple[Algorithm | None, str]] = {}
+    for name in groups.values:
+        names, algorithm = _group(fields, groups, name)
+        for target in names:
+            before, group = targets.get(target, (algorithm, name))
+            if before != algorithm:
+                raise groups.error(
+                    name, f"has the target {show(target)}, but so has {show(group)}, with other weights"
+                )
+            targets[target] = algorithm, name
+    cache = fields.section("kv_cache_scheme")
+    if cache is not None and cache.integer("num_bits", default=8) != 8:
+        raise cache.error("num_bits", f"is {show(cache.get('num_bits'))}, expected 8")
+    return _ruled(fields, {target: found[0] for target, found in targets.items()}, cache is not None)
+
+
+def _ruled(fields: Fields, targets: dict[str, Algorithm | None], kv_cache: bool) -> Quantization:
+    ignore = fields.strings("ignore", most=NAMES) if fields.get("ignore") is not None else ()
+    patterns = tuple(dict.fromkeys(text for text in ignore if text.startswith("re:")))
+    check_count(fields, "ignore", patterns)
+    rules = [Rule(_regex(fields, "ignore", text)) for text in patterns]
+    ignored = tuple(rule.pattern for rule in rules)
+    layers: dict[str, Algorithm | None] = {
+        name: None if any(pattern.match(name) for pattern in ignored) else algorithm
+        for name, algorithm in targets.items()
+        if not name.startswith("re:") and name not in _LINEAR
+    }
+    layers.update(dict.fromkeys(name for name in ignore if not name.startswith("re:")))
+    ordered = sorted(name for name in targets if name.startswith("re:"))
+    check_count(fields, "config_groups", ordered)
+    rules += [Rule(_regex(fields, "config_groups", text), targets[text]) for text in ordered]
+    default = next((targets[name] for name in _LINEAR if name in targets), None)
+    if set(_LINEAR) & set(ignore):
+        return Quantization(fields.path, kv_cache=kv_cache)
+    return Quantization(fields.path, default, layers, tuple(rules), kv_cache=kv_cache)
+
+
+def _regex(fields: Fields, key: str, text: str) -> Any:
+    return regex(fields, key, text.removeprefix("re:"))
+
+
+def _group(fields: Fields, groups: Fields, name: str) -> tuple[tuple[str, ...], Algorithm | None]:
+    """The targets of a group, and the algorithm of their layers; None: they are not quantized."""
+    if isinstance(groups.get(name), list):
+        preset = _PRESETS.get(name.upper())
+        if preset is None:
+            raise groups.error(name, f"is no preset that is read, which are: {', '.join(_PRESETS)}; {_HOW}")
+        names = groups.strings(name, most=NAMES)
+        group = Fields(groups.path, preset, f"{groups.prefix}{name}.")
+    else:
+        found = groups.section(name)
+        if found is None:
+            raise groups.error(name, "is null, expected an object or a list of targets")
+        names, group = found.strings("targets", most=NAMES), found
+    if embeddings := [text for text in names if "Embedding" in text]:
+        raise group.error(
+            "targets", f"has {show(embeddings[0])}: quantized embeddings are not supported; {_HOW}"
+        )
+    weights, inputs = group.section("weights"), group.section("input_activations")
+    if group.get("output_activations") is not None:
+        raise group.error("output_activations", f"are to be rounded, which is not supported; {_HOW}")
+    if weights is None:
+        if inputs is not None:
+            raise group.error("weights", f"are missing, but inputs are to be rounded; {_HOW}")
+        return names, None
+    return names, _algorithm(fields, group, weights, inputs)
+
+
+def _algorithm(fields: Fields, group: Fields, weights: Fields, inputs: Fields | None) -> Algorithm:
+    bits, kind = weights.integer("num_bits", default=8), weights.get("type") or "int"
+    strategy, size = _strategy(weights), weights.get("group_size")
+    if weights.get("dynamic"):
+        raise weights.error("dynamic", f"is {show(weights.get('dynamic'))}, expected false")
+    symmetric = weights.boolean("symmetric", default=True)
+    numbers = _numbers(weights, kind, bits, strategy)
+    label, rows = numbers.upper(), 1
+    if numbers in ("int4", "int8"):
+        label = f"W{bits}A{16 if inputs is None else 8}{'' if symmetric else '_ASYM'}"
+    elif not symmetric:
+        raise weights.error("symmetric", f"is false, but {label} has no zero points")
+    columns = size if strategy in ("group", "tensor_group") else 0
+    if strategy == "block":
+        rows, columns = _block(weights)
+    stored = _stored(fields, group, numbers, inputs)
+    if not symmetric and stored not in _PACKED:
+        raise weights.error("symmetric", f"is false, which is supported for 'pack-quantized' only; {_HOW}")
+    activations, static = _inputs(numbers, inputs)
+    return Algorithm(
+        label,
+        "fp8" if numbers == "mxfp8" else numbers,
+        activations=activations,
+        static=static,
+        group_size=columns,
+        group_rows=rows,
+        zero_points=not symmetric,
+        ordered=weights.get("actorder") in ("group", "dynamic", True),
+        reciprocal=numbers == "nvfp4",
+        layout="packed" if stored in _PACKED else "plain",
+    )
+
+
+def _strategy(fields: Fields) -> str:
+    """How many numbers share a scale; where the file does not say, its group size does."""
+    size = fields.get("group_size")
+    if size is not None and (type(size) is not int or not (size == -1 or 1 <= size <= 1 << 20)):
+        raise fields.error("group_size", f"is {show(size)}, expected -1 or an integer above 0")
+    if fields.get("strategy") is not None:
+        strategy = fields.string("strategy").lower()
+    else:
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    if strategy in ("group", "tensor_group") and (size is None or size < 1):
+        raise fields.error("group_size", f"is {show(size)}, but strategy is {strategy!r}")
+    return strategy
+
+
+def _block(weights: Fields) -> tuple[int, int]:
+    found = weights.get("block_structure")
+    if isinstance(found, str):  # as early files have it
+        parts = found.split("x")
+        found = [int(part) if part.isdecimal() and len(part) < 8 else part for part in parts]
+    each = Fields(weights.path, {"block_structure": found}, weights.prefix)
+    sizes = each.integers("block_structure", minimum=1, maximum=1 << 12, most=2)
+    if len(sizes) != 2:
+        raise weights.error("block_structure", f"is {show(found)}, expected rows and columns")
+    return sizes[0], sizes[1]
+
+
+def _numbers(weights: Fields, kind: object, bits: int, strategy: str) -> str:
+    """The numbers of weights: "fp8", "mxfp8", "nvfp4", "mxfp4", "int8" or "int4"."""
+    size = weights.get("group_size")
+    found: str | None = None
+    if kind == "float" and bits == 8 and strategy in ("tensor", "channel", "block", "group"):
+        mx = strategy == "group" and size == BLOCK and "uint8" in str(weights.get("scale_dtype"))
+        found = "mxfp8" if mx else "fp8"
+    elif kind == "float" and bits == 4:
+        found = {("tensor_group", NVFP4_BLOCK): "nvfp4", ("group", BLOCK): "mxfp4"}.get((strategy, size))
+    elif kind == "int" and bits in (4, 8) and strategy in ("channel", "group"):
+        found = f"int{bits}"
+        if strategy == "group" and size % BLOCK:
+            raise weights.error("group_size", f"is {size}, expected a multiple of {BLOCK}")
+    if found is None:
+        of = "" if size is None else f" of {size}"
+        raise weights.error(
+            "num_bits",
+            f"is {bits}: weights of the type {show(kind)} with the strategy {strategy!r}{of} are not supported; {_HOW}",
+        )
+    return found
+
+
+def _stored(fields: Fields, group: Fields, numbers: str, inputs: Fields | None) -> str:
+    """The format of a group, which may be the whole file's. `inputs` decides where neither says."""
+    own = group.get("format")
+    where, key = (group, "format") if own is not None else (fields, "format")
+    stored = where.get(key)
+    if stored in (None, "mixed-precision", "fakequant"):
+        usual = {"int8": "pack-quantized" if inputs is None else "int-quantized", "int4": "pack-quantized"}
+        others = {"fp8": "float-quantized", "mxfp8": "mxfp8-quantized"}
+        return (usual | others).get(numbers, f"{numbers}-pack-quantized")
+    if not isinstance(stored, str) or stored not in _FORMATS:
+        raise where.error(key, f"is {show(stored)}, supported are: {', '.join(_FORMATS)}; {_HOW}")
+    if numbers not in _FORMATS[stored]:
+        raise where.error(
+            key, f"is {show(stored)}, but the weights of {group.prefix.rstrip('.')} are {numbers}"
+        )
+    return stored
+
+
+def _inputs(numbers: str, inputs: Fields | None) -> tuple[bool, bool]:
+    """Whether inputs are rounded to the numbers of the weight, and whether their scale is in the file.
+
+    Inputs of integer weights are rounded to eight bits on a CPU, whether or not the file asks for it.
+    """
+    if inputs is None:
+        return False, False
+    bits, kind, strategy = (
+        inputs.integer("num_bits", default=8),
+        inputs.get("type") or "int",
+        _strategy(inputs),
+    )
+    dynamic = inputs.get("dynamic")
+    if dynamic not in (None, True, False, "local"):
+        raise inputs.error("dynamic", f"is {show(dynamic)}, expected true, false or 'local'")
+    expected = {"int4": ("int", 8), "int8": ("int", 8), "nvfp4": ("float", 4), "fp8": ("float", 8)}
+    said = f"{show(kind)} with the strategy {strategy!r}{'' if dynamic else ', static'}"
+    if numbers in ("mxfp4", "mxfp8"):
+        fits = kind == "float" and dynamic is True and strategy == "group"
+    else:
+        fits = (kind, bits) == expected[numbers]
+    if numbers in ("int4", "int8"):
+        fits = fits and dynamic is True and strategy in ("token", "tensor", "group")
+    elif numbers == "nvfp4":
+        fits = fits and dynamic in (True, "local") and strategy == "tensor_group"
+    elif numbers == "fp8":
+        static = not dynamic and strategy == "tensor"
+        fits = fits and (static or (dynamic is True and strategy in ("token", "tensor", "group")))
+    if not fits or (numbers not in ("int4", "int8") and not inputs.boolean("symmetric", default=True)):
+        raise inputs.error(
+            "num_bits",
+            f"is {bits}: inputs of the type {said} are not supported for {numbers} weights; {_HOW}",
+        )
+    rounded = numbers == "nvfp4" or (numbers == "fp8" and strategy != "group")
+    return rounded, rounded and dynamic is not True

@@ -1,0 +1,108 @@
+"""Which layers of a checkpoint are quantized, and how: the rules that a configuration gives, in one form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import translate
+from pathlib import Path
+
+from dflash_trt.checkpoint.fields import Fields
+from dflash_trt.errors import show
+from dflash_trt.formats import Algorithm
+
+# Limits: module names, patterns among them, characters of a pattern and of a name that one is tried on. Every name and
+# pattern costs a search.
+NAMES, _PATTERNS, _CHARACTERS, _NAME_CHARACTERS = 1 << 18, 1024, 4096, 256
+_REPEATS = 5  # of a regular expression, each of which may multiply the time of a search by a name's length
+_PATTERN_CHARACTERS = 512  # with * and ?
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Layers whose names `pattern` matches from their beginning have `algorithm`; None: they are not quantized."""
+
+    pattern: re.Pattern[str]
+    algorithm: Algorithm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """By `path`, linear layers are stored as `layers` names them, else as the first rule says, else in `default`.
+
+    kv_cache: whether there are scales for a quantized cache.
+    digests: sha256 of weight files by name, if they were recorded during quantization.
+    method: the `quant_method`; "modelopt" for hf_quant_config.json.
+    """
+
+    path: Path
+    default: Algorithm | None = None
+    layers: Mapping[str, Algorithm | None] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
+    kv_cache: bool = False
+    digests: Mapping[str, str] = field(default_factory=dict)
+    method: str = "modelopt"
+
+    @property
+    def algorithms(self) -> set[Algorithm]:
+        """The algorithms of all layers."""
+        found = {self.default, *self.layers.values(), *(rule.algorithm for rule in self.rules)}
+        return {algorithm for algorithm in found if algorithm is not None}
+
+    @property
+    def name(self) -> str | None:
+        """The algorithms, as messages name them; None if nothing is quantized."""
+        return ", ".join(sorted({a.name for a in self.algorithms})) or None
+
+    def algorithm(self, layer: str) -> Algorithm | None:
+        """The algorithm of a linear layer. `layer` is the name of its tensors without `.weight`."""
+        if layer in self.layers:
+            return self.layers[layer]
+        for rule in self.rules if len(layer) <= _NAME_CHARACTERS else ():
+            if rule.pattern.match(layer):
+                return rule.algorithm
+        return self.default
+
+
+def named(fields: Fields, key: str, names: Sequence[str]) -> tuple[Rule, ...]:
+    """Layers that are not quantized: those with one of `names` as a part of their own names, between dots."""
+    check_count(fields, key, names)
+    parts = (name.strip(".") for name in names)
+    return tuple(Rule(re.compile(rf"(?:.*\.)?{re.escape(part)}(?:\.|$)")) for part in parts if part)
+
+
+def globs(fields: Fields, key: str, patterns: Sequence[str]) -> tuple[Rule, ...]:
+    """Layers that are not quantized, by patterns in which * stands for any characters and ? for one."""
+    check_count(fields, key, patterns)
+    for pattern in patterns:
+        if "[" in pattern or len(pattern) > _PATTERN_CHARACTERS:
+            raise fields.error(
+                key,
+                f"has {show(pattern)}, expected names of at most {_PATTERN_CHARACTERS} characters, with * or ?",
+            )
+    return tuple(Rule(re.compile(translate(pattern))) for pattern in patterns)
+
+
+def check_count(fields: Fields, key: str, patterns: Sequence[str]) -> None:
+    if len(patterns) > _PATTERNS:
+        raise fields.error(key, f"has {len(patterns)} patterns, expected at most {_PATTERNS}")
+
+
+def regex(fields: Fields, key: str, text: str) -> re.Pattern[str]:
+    """A regular expression of a file, refused where a search could take very long: it may not repeat a group."""
+    if len(text) > _CHARACTERS:
+        raise fields.error(key, f"has {len(text)} characters, expected at most {_CHARACTERS}")
+    try:
+        found = re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise fields.error(key, f"is {show(text)}, which is no regular expression ({error})") from None
+    plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", text, flags=re.DOTALL)
+    repeats = len(re.findall(r"[*+{]", plain))
+    if repeats > _REPEATS or re.search(r"\)[*+{]", plain):
+        raise fields.error(
+            key,
+            f"is {show(text)}, which could take very long to match: expected at most {_REPEATS} repetitions, of single "
+            "characters or classes of them",
+        )
+    return found

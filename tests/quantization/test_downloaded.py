@@ -1,0 +1,197 @@
+"""Checkpoints as other programs write them: the same numbers as these read, and tokens that no draft changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dflash_trt import LLM, SamplingParams
+from dflash_trt.building.build import build
+from dflash_trt.bundle.manifest import digest
+from dflash_trt.bundle.workspace import silent
+from dflash_trt.checkpoint.linears import quantized_layers, shape_of, stored_linear, widen
+from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.engines.onnxruntime_products import rows_agree
+from dflash_trt.formats.precision import Precision
+from dflash_trt.quantization.repack import in_blocks, int4_by_row
+from tests.doubles.checkpoints import make_drafter, make_target
+from tests.doubles.compressed import compressed
+from tests.doubles.family_checkpoints import make_qwen3_moe
+from tests.doubles.integer_words import GROUP, in_words
+
+LINEAR = ["Linear"]
+PROMPT = [3, 5, 7, 11, 13]
+
+
+def integers(type_: str = "int", bits: int = 4, **fields: Any) -> dict[str, Any]:
+    return {"type": type_, "num_bits": bits, **fields}
+
+
+def group(**fields: Any) -> dict[str, Any]:
+    return {"group_0": {"targets": LINEAR, **fields}}
+
+
+# Mixed as Qwen3.8-27B-NVFP4 is: two expressions match the same layers, and the one that sorts first decides.
+MIXED = {
+    "group_0": {
+        "targets": [r"re:.*mlp\.(gate|up|down)_proj$", r"re:.*self_attn\.(q|k|v|o)_proj$"],
+        "weights": integers("float", 4, strategy="tensor_group", group_size=16),
+    },
+    "group_1": {
+        "targets": [r"re:.*layers\.1\.mlp\.(gate|up|down)_proj$", "model.layers.0.self_attn.o_proj"],
+        "weights": integers("float", 8, strategy="channel"),
+        "input_activations": integers("float", 8, strategy="token", dynamic=True),
+    },
+}
+PRESETS = (
+    *("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "W8A16", "W8A8", "NVFP4", "NVFP4A16"),
+    *("MXFP4", "MXFP4A16", "MXFP8", "MXFP8A16"),
+)
+COMPRESSED: dict[str, dict[str, Any]] = {preset: {preset: LINEAR} for preset in PRESETS} | {
+    "W8A16 asymmetric": group(weights=integers(bits=8, strategy="group", group_size=32, symmetric=False)),
+    "W4A16 by row": group(weights=integers(strategy="channel", symmetric=False)),
+    "FP8 weights": group(weights=integers("float", 8, strategy="channel")),
+    "mixed": MIXED,
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": GROUP,
+    "sym": False,
+    "data_type": "int",
+    "block_name_to_quantize": "model.layers",
+}
+WORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "GPTQ": (GPTQ, {"method": "gptq"}),
+    "GPTQ asymmetric": (GPTQ | {"sym": False}, {"method": "gptq", "symmetric": False}),
+    "GPTQ 2, ordered": (
+        GPTQ | {"sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"},
+        {"method": "gptq_v2", "symmetric": False, "ordered": True},
+    ),
+    "GPTQ of 8 bits": (GPTQ | {"bits": 8, "sym": False}, {"method": "gptq", "bits": 8, "symmetric": False}),
+    "AWQ": (AWQ, {"method": "awq", "symmetric": False}),
+    "AutoRound, GPTQ": (ROUND | {"packing_format": "auto_round:auto_gptq", "sym": True}, {"method": "gptq"}),
+    "AutoRound": (ROUND | {"packing_format": "auto_round"}, {"method": "gptq_v2", "symmetric": False}),
+    "AutoRound, AWQ": (
+        ROUND | {"packing_format": "auto_round:auto_awq"},
+        {"method": "awq", "symmetric": False},
+    ),
+}
+EXPERTS = ("FP8", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "W8A8", "NVFP4", "MXFP8", *WORDS)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("downloaded")
+    target = make_target(folder / "target", hidden=128, head_dim=32, intermediate=256, layers=2, favourites=6)
+    return target, make_drafter(folder / "drafter", target, taps=(0, 1), layers=1)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("experts")
+    sizes = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "intermediate_size": 128,
+    }
+    target = make_qwen3_moe(folder / "target", favourites=6, decoder_sparse_step=2, **sizes)
+    return target, make_drafter(folder / "drafter", target, taps=(0, 1), layers=1)
+
+
+def written(name: str, source: Path, out: Path) -> dict[str, np.ndarray]:
+    """A checkpoint, and the numbers of its layers as their writer reads them."""
+    if name in WORDS:
+        config, how = WORDS[name]
+        return in_words(source, out, config, **how)
+    return {
+        layer: weight.float().numpy()
+        for layer, weight in compressed(source, out, {"config_groups": COMPRESSED[name]}).items()
+    }
+
+
+def numbers(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    found = {}
+    for layer, algorithm, info in quantized_layers(checkpoint):
+        rows, columns = shape_of(checkpoint, algorithm, layer, info)
+        stored = stored_linear(checkpoint, layer, columns, rows)
+        assert stored is not None
+        found[layer] = widen(checkpoint, stored)
+    return found
+
+
+@pytest.mark.parametrize("name", [*COMPRESSED, *WORDS])
+def test_weights_are_those_of_their_writer(pair: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    """Bit for bit, also after each pass; compressed-tensors rounds its products to BF16."""
+    theirs = written(name, pair[0], tmp_path / "q")
+    original = Checkpoint(tmp_path / "q")
+    for folder in (
+        tmp_path / "q",
+        in_blocks(original, tmp_path / "blocks", silent),
+        in_blocks(original, tmp_path / "eight", silent, eight_bits=True),
+        int4_by_row(original, tmp_path / "signed", silent),
+    ):
+        found = numbers(Checkpoint(folder))
+        assert found.keys() == theirs.keys()
+        for layer, w in found.items():
+            if name in WORDS and folder.name != "signed":
+                np.testing.assert_array_equal(w, theirs[layer])
+            elif name in WORDS:  # q - 8 and the zero point's part are rounded apart
+                np.testing.assert_allclose(w, theirs[layer], rtol=0, atol=1e-6)
+            elif folder.name != "signed" or "ASYM" not in name.upper():
+                np.testing.assert_array_equal(torch.from_numpy(w).bfloat16().float(), theirs[layer])
+
+
+@pytest.mark.parametrize("name", [*COMPRESSED, *WORDS])
+def test_drafts_change_no_token(pair: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    written(name, pair[0], tmp_path / "q")
+    bundle = build(str(tmp_path / "q"), str(pair[1]), tmp_path / "bundle")
+    answers_agree(bundle.path)
+    as_stored = name not in ("W8A8", "MXFP4", "MXFP4A16", *WORDS)
+    if as_stored and ("W4" not in name or rows_agree(4)):
+        file = bundle.manifest["files"]["weights/target/model.safetensors"]
+        assert file["sha256"] == digest(tmp_path / "q" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(moe: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    theirs = written(name, moe[0], tmp_path / "q")
+    found = numbers(Checkpoint(tmp_path / "q"))
+    experts = [layer for layer in theirs if ".experts." in layer]
+    assert len(experts) == 3 * 8
+    for layer in experts:
+        close = {"rtol": 0, "atol": 0} if name in WORDS else {"rtol": 2**-8, "atol": 1e-6}
+        np.testing.assert_allclose(found[layer], theirs[layer], **close)
+    answers_agree(build(str(tmp_path / "q"), str(moe[1]), tmp_path / "bundle").path)
+
+
+def answers_agree(bundle: Path) -> None:
+    with LLM(bundle) as llm:
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        drafted, plain = (llm.generate(PROMPT, params, speculate=s).token_ids for s in (True, False))
+    assert len(drafted) == 24
+    assert drafted == plain
+
+
+@pytest.mark.parametrize("name", ["FP8_DYNAMIC", "NVFP4A16", "MXFP8A16"])
+def test_tokens_are_those_of_transformers(pair: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    """Transformers runs the same checkpoint with compressed-tensors. Both round the inputs of these formats alike."""
+    written(name, pair[0], tmp_path / "q")
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+    theirs(torch.tensor([PROMPT]))  # widens the weights, to their scales' dtype
+    theirs = torch.nn.Module.float(theirs)
+    with torch.no_grad():
+        ids = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False, eos_token_id=None)
+    bundle = build(str(tmp_path / "q"), str(pair[1]), tmp_path / "bundle", precision=Precision(target="fp32"))
+    with LLM(bundle.path) as llm:
+        found = llm.generate(PROMPT, SamplingParams(max_tokens=16, ignore_eos=True)).token_ids
+    assert list(found) == ids[0, len(PROMPT) :].tolist()
