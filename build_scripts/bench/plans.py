@@ -2,11 +2,13 @@
 width.
 
     python -m build_scripts.bench.plans [--pair gpt-oss-20b] [--layers 2 4] [--compute-capability 120] \
-        [--max-batch-size 2 8] [--max-seq-len 4096 32768] [--precision target=nvfp4] [--dir DIR]
+        [--max-batch-size 2 8] [--max-seq-len 4096 32768] [--stored fp8] [--precision drafter=fp8,head=fp8] [--dir DIR]
 
 The checkpoint is generated: names, shapes and dtypes of the pair, including MXFP4 experts, filled with noise. It has
-fewer layers, with the taps and windows of the first layers. Needs no GPU. Peak memory is the VmHWM of the build
-process, including mapped weights. With --precision, the build also quantizes. The last line is one JSON document.
+fewer layers, with the taps and windows of the first layers. With --stored, the target is quantized as on the hub:
+`fp8` has blocks of 128 x 128; `nvfp4` has NVFP4 in the MLPs and FP8 by rows elsewhere. Needs no GPU. Peak memory is
+the VmHWM of the build process, including mapped weights. With --precision, the build also quantizes. The last line is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -39,6 +41,43 @@ from dflash_trt.reports.inspection import inspect
 SHIPPED = Path(__file__).resolve().parents[2] / "dflash_trt" / "shipped" / "tiny"
 _CHUNK, _PIECE = 8 << 20, 4 << 20
 _SECONDS = 0.02  # between two samples of a process
+_NOT = ("lm_head", r"re:.*(embed_tokens|norm|conv1d|visual|in_proj_a|in_proj_b|in_proj_ba)$")
+_FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+# quantization_config of a target, by the value of --stored.
+STORED: dict[str, dict[str, Any]] = {
+    "fp8": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**_FP8, "strategy": "block", "block_structure": [128, 128], "dynamic": False},
+                "input_activations": {**_FP8, "strategy": "group", "group_size": 128, "dynamic": True},
+            }
+        },
+        "ignore": list(_NOT),
+    },
+    "nvfp4": {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {
+            "group_0": {
+                "format": "float-quantized",
+                "targets": [r"re:.*(self_attn|linear_attn)\..*"],
+                "weights": {**_FP8, "strategy": "channel", "dynamic": False},
+                "input_activations": {**_FP8, "strategy": "token", "dynamic": True},
+            },
+            "group_1": {
+                "format": "nvfp4-pack-quantized",
+                "targets": [r"re:.*mlp\.(gate|up|down)_proj$"],
+                "weights": {**_FP4, "dynamic": False},
+                "input_activations": {**_FP4, "dynamic": "local"},
+            },
+        },
+        "ignore": list(_NOT),
+    },
+}
 
 
 def main() -> None:
@@ -52,19 +91,21 @@ def main() -> None:
     parser.add_argument("--compute-capability", default="120")
     parser.add_argument("--max-batch-size", type=int, nargs="+", default=[2])
     parser.add_argument("--max-seq-len", type=int, nargs="+", default=[4096])
+    parser.add_argument("--stored", choices=STORED, help="how the target is quantized (default: not)")
     parser.add_argument("--precision", help="as for dflash-trt build (default: as stored, in bf16)")
     parser.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")
     args = parser.parse_args()
     results = []
     for layers in args.layers:
         with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-            sizes = write_pair(Path(folder), args.pair, layers)
+            sizes = write_pair(Path(folder), args.pair, layers, args.stored)
             for batch in args.max_batch_size:
                 for length in args.max_seq_len:
                     made = measured(Path(folder), args.compute_capability, args.precision, batch, length)
                     results.append({"layers": layers, "checkpoint_bytes": sizes, **made})
                     print(json.dumps(results[-1], indent=2), flush=True)
-    print(json.dumps({"processor": processor(), "pair": args.pair, "builds": results}))
+    found = {"processor": processor(), "pair": args.pair, "stored": args.stored, "builds": results}
+    print(json.dumps(found))
 
 
 def measured(work: Path, capability: str, precision: str | None, batch: int, length: int) -> dict[str, Any]:
@@ -92,8 +133,8 @@ def measured(work: Path, capability: str, precision: str | None, batch: int, len
     }
 
 
-def write_pair(work: Path, pair: str, layers: int) -> dict[str, int]:
-    """Write `work`/target and /drafter. Returns the bytes of their weights."""
+def write_pair(work: Path, pair: str, layers: int, stored: str | None) -> dict[str, int]:
+    """Write `work`/target and /drafter. Returns the bytes of their weights. `stored`: a key of STORED."""
     target, drafter = work / "target", work / "drafter"
     for source, place in zip(known_configs(pair), (target, drafter), strict=True):
         place.mkdir()
@@ -103,6 +144,8 @@ def write_pair(work: Path, pair: str, layers: int) -> dict[str, int]:
             text["num_hidden_layers"] = layers
             if "layer_types" in text:
                 text["layer_types"] = text["layer_types"][:layers]
+            if stored is not None:
+                config["quantization_config"] = STORED[stored]
         else:
             taps = [i * layers // 5 for i in range(5)]
             config["dflash_config"]["target_layer_ids"] = sorted(set(taps))
@@ -164,10 +207,10 @@ def write_noise(file: Path, outline: Outline) -> int:
 
 def _kind(name: str, dtype: str) -> str:
     if dtype == "U8":
-        return "scales" if name.endswith("_scales") else "blocks"
+        return "scales" if name.endswith(("_scales", "_scale")) else "blocks"
     if dtype == "F8_E4M3":
         return "eighths"
-    return "factors" if name.endswith(("_scale", "_scale_2")) else "numbers"
+    return "factors" if name.endswith(("_scale", "_scale_2", "_scale_inv")) else "numbers"
 
 
 def measure(command: list[str]) -> tuple[float, int]:

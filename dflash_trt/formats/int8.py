@@ -32,8 +32,6 @@ class INT8(NumberFormat):
     group_sizes = (GROUP,)
     numbers_in_byte = 1
     integer_bits = 8
-    # TensorRT has INT8 weights with a scale for each row or weight only: none of its GPUs is built for.
-    capabilities = ()
 
     def forms(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, Form]:
         return {

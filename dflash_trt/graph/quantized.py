@@ -69,7 +69,8 @@ def kind_of(stored: StoredLinear, *, biased: bool) -> LinearKind:
 def tensors(
     g: GraphBuilder, stored: StoredLinear, folder: str, *, packed_as_bytes: bool
 ) -> dict[str, ir.Value]:
-    """The operator's inputs from `weight` to `pre_quant_scale`, in place on disk. Absent ones are left out.
+    """The operator's inputs from `weight` to `pre_quant_scale`, in place on disk. Absent ones are left out. Without
+    `packed_as_bytes`, scales that divide are inverted.
 
     packed_as_bytes: E2M1 pairs as UINT8 [out, in/2], for an engine without that type.
     """
@@ -91,12 +92,21 @@ def tensors(
     for name in ("global_scale", "input_scale"):
         info = getattr(stored, name)
         if info is not None:
-            found[name] = flat(info)
+            inverted = stored.algorithm.reciprocal and not packed_as_bytes
+            found[name] = g.constant(_inverse(info), np.float32) if inverted else flat(info)
     for name in ("pre_quant_scale", "zero_point", "zero_term", "order"):
         info = getattr(stored, name)
         if info is not None:
             found[name] = raw(info)
     return found
+
+
+def _inverse(info: TensorInfo) -> float:
+    """1 / the number: TensorRT's parser takes an input's scale from an initializer only. An outline has no numbers."""
+    if not info.file.is_file():
+        return 1.0
+    dtype = ONNX_DTYPES[info.dtype].numpy()
+    return float(1 / np.fromfile(info.file, dtype, 1, offset=info.offset).astype(np.float32)[0])
 
 
 INPUTS = (
@@ -250,7 +260,10 @@ def product(
     if kind.activations == "row":
         x, factor = split_rows(g, x)
     if kind.activations != "none":
-        x = LOWERINGS[kind.scheme].onnxruntime_input(g, input_scale(g, kind, inputs), x)
+        scale = input_scale(g, kind, inputs)
+        if kind.reciprocal and kind.activations == "static":
+            scale = g.op("Reciprocal", scale, name="input_scale")
+        x = LOWERINGS[kind.scheme].onnxruntime_input(g, scale, x)
     bias = g.op("Cast", inputs["bias"], name="bias_float", to=int(FLOAT)) if kind.biased else None
     return _product(g, x, weight, factor, bias, FLOAT)
 
@@ -258,8 +271,7 @@ def product(
 def input_scale(g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
     """A row that was divided by its largest magnitude is at most 1."""
     if kind.activations == "static":
-        scale = inputs["input_scale"]
-        return g.op("Reciprocal", scale, name="input_scale") if kind.reciprocal else scale
+        return inputs["input_scale"]
     return g.constant(LOWERINGS[kind.scheme].unit_input_scale, np.float32)
 
 
@@ -281,9 +293,24 @@ def tensorrt_linear(
         if kind.smoothed:
             smooth = g.op("Cast", inputs["pre_quant_scale"], name="smooth", to=int(g.dtype))
             x = g.op("Mul", x, smooth, name="smoothed")
+        given = x
         if kind.activations == "row":
             x, factor = split_rows(g, g.op("Cast", x, name="x_float", to=int(FLOAT)))
             x = g.op("Cast", x, name="x_by_row", to=int(g.dtype))
         if kind.activations != "none":
             x = LOWERINGS[kind.scheme].tensorrt_input(g, input_scale(g, kind, inputs), x)
-        return _product(g, x, LOWERINGS[kind.scheme].tensorrt_weight(g, kind, inputs), factor, bias, g.dtype)
+        weight = LOWERINGS[kind.scheme].tensorrt_weight(g, kind, inputs)
+        y = _product(g, x, weight, factor, bias, g.dtype)
+        return _with_zeros(g, y, given, inputs["zero_term"]) if kind.zero_term else y
+
+
+def _with_zeros(g: GraphBuilder, y: ir.Value, x: ir.Value, term: ir.Value) -> ir.Value:
+    """y + r @ term.T in float32. r [rows, groups]: the sum of each group of x. term [out, groups]: what a zero point
+    adds to each weight of a group, because TensorRT knows numbers around 0 only.
+    """
+    assert term.shape is not None
+    groups = int(str(term.shape[1]))
+    by_group = g.op("Reshape", g.to_float(x), g.constant([0, groups, -1]), name="by_group")
+    sums = g.op("ReduceSum", by_group, g.constant([2]), name="sums", keepdims=0)
+    zeros = g.op("Gemm", sums, g.cast(term, FLOAT), g.to_float(y), name="with_zeros", transB=1)
+    return g.to_dtype(zeros, FLOAT)

@@ -318,6 +318,11 @@ def _tensorrt_linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) ->
     if kind is None:
         weights = [g.cast(g.raw_weight(info, folder), g.dtype) for info in stack.plain]
     else:
+        if kind.zero_term or kind.ordered:
+            raise BuildError(
+                f"experts are in {kind.scheme.upper()} with zero points or in activation order, which the engines "
+                "tensorrt and tensorrt-rtx do not compute; use --engine onnxruntime"
+            )
         each = [tensors(g, stored, folder, packed_as_bytes=False) for stored in stack.stored]
         weights = [LOWERINGS[kind.scheme].tensorrt_weight(g, kind, inputs) for inputs in each]
         if kind.smoothed:

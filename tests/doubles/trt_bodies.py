@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from dflash_trt.formats.mxfp4 import unpack_blocks
-from dflash_trt.formats.numbers import E2M1, unpack_pairs
+from dflash_trt.formats.numbers import E2M1, E4M3, E8M0, unpack_pairs
 
 STANDARD = helper.make_opsetid("", 24)
 
@@ -25,7 +25,9 @@ def executable(model: onnx.ModelProto) -> onnx.ModelProto:
             kept = [a for a in node.attribute if a.name != "TRT_decomposable"]
             del node.attribute[:]
             node.attribute.extend(kept)
-    model.functions.extend([_cache_update(), _attention(), _dynamic_quantize(), _in_blocks()])
+    model.functions.extend(
+        [_cache_update(), _attention(), _dynamic_quantize(), _in_blocks(), _dequantize_blocks()]
+    )
     if all(opset.domain != "trt" for opset in model.opset_import):
         model.opset_import.append(helper.make_opsetid("trt", 1))
     return model
@@ -78,18 +80,68 @@ def _attention() -> onnx.FunctionProto:
     )
 
 
+def _dequantize_blocks() -> onnx.FunctionProto:
+    """y = x * scale, one scale per block of the two axes. The last block of an axis may be smaller."""
+
+    def node(op: str, inputs: str, output: str, **attributes: object) -> onnx.NodeProto:
+        return helper.make_node(op, inputs.split(), [output], **attributes)
+
+    def constant(name: str, value: object) -> onnx.NodeProto:
+        return node("Constant", "", name, value=numpy_helper.from_array(np.array(value)))
+
+    split = helper.make_node("Constant", [], ["block"])
+    split.attribute.append(
+        onnx.AttributeProto(name="value_ints", ref_attr_name="block_shape", type=onnx.AttributeProto.INTS)
+    )
+    cast = node("Cast", "exact", "y")
+    cast.attribute.append(
+        onnx.AttributeProto(name="to", ref_attr_name="output_dtype", type=onnx.AttributeProto.INT)
+    )
+    nodes = [split, constant("zero", [0]), constant("both", [0, 1])]
+    for axis, size in enumerate(("rows", "columns")):
+        nodes += [
+            constant(f"{size}_axis", np.int64(axis)),
+            constant(f"{size}_at", [axis]),
+            node("Gather", f"block {size}_axis", f"{size}_block"),
+            node("Shape", "x", f"{size}_count", start=axis, end=axis + 1),
+            node("Squeeze", f"{size}_count", f"{size}_number"),
+            constant(f"{size}_one", np.int64(1)),
+            constant(f"{size}_from", np.int64(0)),
+            node("Range", f"{size}_from {size}_number {size}_one", f"{size}_places"),
+            node("Div", f"{size}_places {size}_block", f"{size}_index"),
+        ]
+    nodes += [
+        node("Cast", "scale", "factors", to=TensorProto.FLOAT),
+        node("Gather", "factors rows_index", "by_row", axis=0),
+        node("Gather", "by_row columns_index", "by_place", axis=1),
+        node("Cast", "x", "numbers", to=TensorProto.FLOAT),
+        node("Mul", "numbers by_place", "exact"),
+        cast,
+    ]
+    attributes = ["block_shape", "output_dtype"]
+    return helper.make_function(
+        "trt", "TRT_BlockDequantize", ["x", "scale"], ["y"], nodes, [STANDARD], attributes=attributes
+    )
+
+
 def _dequantize(graph: onnx.GraphProto) -> None:
-    """MXFP4 initializers as numbers. The scales' bytes are exponents, one per 32 elements of the last axis."""
+    """MXFP4 and MXFP8 initializers as numbers. Scales are exponents, one per 32 elements of the last axis."""
     stored = {tensor.name: tensor for tensor in graph.initializer}
     for node in [n for n in graph.node if n.op_type == "TRT_MXFP8DequantizeLinear"]:
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         assert attributes.keys() == {"axis", "block_size", "output_dtype"}
         assert (attributes["axis"], attributes["block_size"]) == (-1, 32)
         blocks, scales = (stored[name] for name in node.input)
-        assert (blocks.data_type, scales.data_type) == (TensorProto.FLOAT4E2M1, TensorProto.UINT8)
+        assert scales.data_type == TensorProto.UINT8
         exponents = numpy_helper.to_array(scales)
-        packed = np.frombuffer(blocks.raw_data, np.uint8).reshape(*exponents.shape, 16)
-        values = unpack_blocks(packed, exponents)
+        if blocks.data_type == TensorProto.FLOAT8E4M3FN:
+            numbers = np.frombuffer(blocks.raw_data, E4M3).astype(np.float32).reshape(*exponents.shape, 32)
+            values = (numbers * E8M0[exponents][..., None]).reshape(blocks.dims)
+        else:
+            assert blocks.data_type == TensorProto.FLOAT4E2M1
+            values = unpack_blocks(
+                np.frombuffer(blocks.raw_data, np.uint8).reshape(*exponents.shape, 16), exponents
+            )
         assert list(values.shape) == list(blocks.dims)
         dtype = helper.tensor_dtype_to_np_dtype(attributes["output_dtype"])
         for tensor in (blocks, scales):

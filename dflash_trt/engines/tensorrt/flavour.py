@@ -81,15 +81,11 @@ class Flavour:
                 )
             for scheme in sorted(formats):
                 having = FORMATS[scheme].capabilities
-                if having == ():
-                    raise UsageError(
-                        f"--engine is {self.name}, but weights of this pair are in {scheme.upper()}, which it does not "
-                        "read; use --engine onnxruntime, or quantize the original checkpoint to fp8 or int4"
-                    )
                 if having is not None and capability not in having:
                     raise UsageError(
                         f"--compute-capability {capability}: has no {scheme.upper()} arithmetic, which the weights of "
-                        f"this pair need; GPUs that have it: {', '.join(map(str, having))}"
+                        f"this pair need; GPUs that have it: {', '.join(map(str, having))}. For this GPU, build from "
+                        "the unquantized checkpoint with --precision target=int4"
                     )
         return wanted
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.builder import GraphBuilder
 
 TRT_DOMAIN = "trt"  # its operators are those of TensorRT's own parser
@@ -42,3 +43,15 @@ def times_factors(g: GraphBuilder, numbers: ir.Value, factors: ir.Value) -> ir.V
     """[out, groups, group_size] and [out, groups] -> [out, in]."""
     widened = g.op("Mul", numbers, g.unsqueeze(factors, 2), name="widened_by_block")
     return g.op("Reshape", widened, g.constant([0, -1]), name="widened")
+
+
+def microscaled(g: GraphBuilder, numbers: ir.Value, exponents: ir.Value, name: str) -> ir.Value:
+    """E2M1 or E4M3 numbers [..., n] and exponents [..., n/32] -> the graph's dtype, by TensorRT's own operator."""
+    return g.op(
+        *("TRT_MXFP8DequantizeLinear", numbers, exponents),
+        name=name,
+        domain=TRT_DOMAIN,
+        axis=-1,
+        block_size=BLOCK,
+        output_dtype=int(g.dtype),
+    )

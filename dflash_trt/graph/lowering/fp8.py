@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.formats.base import BLOCK
 from dflash_trt.formats.numbers import E4M3_MAX, E8M0
 from dflash_trt.graph.builder import GraphBuilder
 
@@ -58,12 +59,29 @@ class FP8Lowering(Lowering):
         return g.op("Slice", x, g.constant([0]), length, g.constant([axis]), name="own")
 
     def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
+        """Codes and scales as they are stored. Blocks have an operator of the parser's own, because DequantizeLinear
+        knows blocks along one axis only; the last block of an axis may be smaller.
+        """
+        weight, scale = inputs["weight"], inputs["scale"]
+        if kind.exponents and (kind.group_rows, kind.group_size) == (1, BLOCK):
+            return bodies.microscaled(g, weight, scale, name="widened")
+        if not kind.group_size:
+            return g.op("DequantizeLinear", weight, scale, name="widened", axis=0, output_dtype=int(g.dtype))
         return g.op(
-            *("DequantizeLinear", inputs["weight"], inputs["scale"]),
+            *("TRT_BlockDequantize", weight, self._block_scales(g, kind, scale)),
             name="widened",
-            axis=0,
+            domain=bodies.TRT_DOMAIN,
+            block_shape=[kind.group_rows, kind.group_size],
             output_dtype=int(g.dtype),
         )
+
+    def _block_scales(self, g: GraphBuilder, kind: LinearKind, scale: ir.Value) -> ir.Value:
+        """Scales of blocks in float32 or in the graph's dtype: the compiler refuses others."""
+        if kind.exponents:
+            power = g.op("Cast", scale, name="exponents", to=int(bodies.FLOAT))
+            power = g.op("Sub", power, g.constant(127, np.float32), name="powers")
+            return g.op("Pow", g.constant(2, np.float32), power, name="scales")
+        return scale if scale.dtype == g.dtype else g.cast(scale, bodies.FLOAT, name="scales")
 
     unit_input_scale = 1 / E4M3_MAX
 

@@ -48,7 +48,7 @@ class INT4Lowering(Lowering):
         return g.op("Reshape", by_row, g.shape(-1, g.dim(x, 1)), name="rows")
 
     def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
-        scales = g.op("Cast", inputs["scale"], name="scales", to=int(g.dtype))
+        scales = g.cast(inputs["scale"], g.dtype, name="scales")
         return g.op(
             *("DequantizeLinear", inputs["weight"], scales),
             name="widened",

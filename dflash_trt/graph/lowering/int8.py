@@ -1,4 +1,4 @@
-"""INT8 layers in groups, for ONNX Runtime only."""
+"""INT8 layers in groups: blocked DequantizeLinear."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from dflash_trt.errors import BuildError
 from dflash_trt.graph.builder import GraphBuilder
 
 from . import bodies
@@ -30,10 +29,11 @@ class INT8Lowering(Lowering):
         return bodies.times_factors(g, numbers, scale)
 
     def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
-        raise BuildError(
-            "INT8 weights are in groups of 32, which TensorRT does not read: use --engine onnxruntime, or quantize "
-            "to int4 or fp8"
-        )
+        weight = inputs["weight"]
+        assert weight.shape is not None
+        columns = kind.group_size or int(str(weight.shape[1]))  # a row may share one scale
+        scales = g.cast(inputs["scale"], g.dtype, name="scales")
+        return g.op("DequantizeLinear", weight, scales, name="widened", axis=1, block_size=columns)
 
     def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
         return g.op("Cast", parts["scale"], name="factors", to=int(bodies.FLOAT))

@@ -27,22 +27,10 @@ class MXFP4Lowering(Lowering):
         return bodies.times_factors(g, numbers, bodies.lookup(g, powers, inputs["scale"]))
 
     def tensorrt_weight(self, g: GraphBuilder, kind: LinearKind, inputs: Mapping[str, ir.Value]) -> ir.Value:
-        return dequantized(g, inputs["weight"], inputs["scale"], name="widened")
+        return bodies.microscaled(g, inputs["weight"], inputs["scale"], name="widened")
 
     def expert_factors(self, g: GraphBuilder, kind: LinearKind, parts: Mapping[str, ir.Value]) -> ir.Value:
         return bodies.lookup(g, g.constant(E8M0, np.float32), parts["scale"])
-
-
-def dequantized(g: GraphBuilder, numbers: ir.Value, exponents: ir.Value, name: str) -> ir.Value:
-    """FLOAT4E2M1 [..., n] and exponents [..., n/32] -> the graph's dtype, by TensorRT's own operator."""
-    return g.op(
-        *("TRT_MXFP8DequantizeLinear", numbers, exponents),
-        name=name,
-        domain=bodies.TRT_DOMAIN,
-        axis=-1,
-        block_size=BLOCK,
-        output_dtype=int(g.dtype),
-    )
 
 
 def widened_blocks(g: GraphBuilder, blocks: ir.Value, scales: ir.Value, resident: bool) -> ir.Value:
@@ -71,7 +59,7 @@ def tensorrt_blocks(g: GraphBuilder, blocks: ir.Value, scales: ir.Value, steps: 
     count = experts // steps
     fp4 = g.parts(blocks, steps, ir.DataType.FLOAT4E2M1, (count, rows, groups * BLOCK))
     exponents = g.parts(scales, steps, ir.DataType.UINT8, (count, rows, groups))
-    widened = [dequantized(g, *pair, name="dequantize") for pair in zip(fp4, exponents, strict=True)]
+    widened = [bodies.microscaled(g, *pair, name="dequantize") for pair in zip(fp4, exponents, strict=True)]
     for weight in widened:
         weight.type = ir.TensorType(g.dtype)
     return widened

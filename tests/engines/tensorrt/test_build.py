@@ -290,9 +290,10 @@ def test_mxfp4_needs_a_gpu_that_has_it(tmp_path: Path) -> None:
         rtx(("tiny-gpt-oss", None), tmp_path / "b", TensorRTOptions((120, 89)))
 
 
-def test_weights_in_int8_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="in INT8, which it does not read; use --engine onnxruntime"):
-        rtx(("tiny", None), tmp_path / "b", precision=parse_precision("target=int8"))
+def test_weights_in_int8_are_built_for_every_gpu(tmp_path: Path) -> None:
+    options = TensorRTOptions((86, 120), max_batch_size=1, prefill_chunk=64)
+    bundle = rtx(("tiny", None), tmp_path / "b", options, precision=parse_precision("target=int8"))
+    assert bundle.manifest["tensorrt"]["plans"]["86"]["target"]["weight_bytes"]["INT8"] > 0
 
 
 @pytest.mark.parametrize(
