@@ -203,9 +203,11 @@ def held_folder(folder: Path) -> Iterator[bool]:
     try:
         yield True
     finally:
-        with suppress(OSError):  # Windows removes no file that is open; there the release does
-            (folder / LOCK).unlink()
-        lock.release()
+        try:
+            with suppress(OSError):  # Windows removes no file that is open; there the release does
+                (folder / LOCK).unlink()
+        finally:
+            lock.release()
         with suppress(OSError):  # it is not empty, or the next holder has it already
             folder.rmdir()
 
