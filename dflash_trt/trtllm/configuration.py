@@ -107,7 +107,7 @@ def memory_settings(
             "(NVIDIA/TensorRT-LLM#18155); leave it out"
         )
     check_gpu(inventory.target, quantization, gpu)
-    _check_parallel(inventory, options, gpu)
+    _check_parallel(inventory, options, gpu, quantization)
     return {
         "tensor_parallel": options.tensor_parallel,
         "cache": quantization.kv_cache,
@@ -139,7 +139,9 @@ def _nodes(options: TensorRTLLMOptions, gpu: Gpu) -> tuple[int, int]:
     return min(per_node, world), max(1, world // per_node)
 
 
-def _check_parallel(inventory: Inventory, options: TensorRTLLMOptions, gpu: Gpu) -> None:
+def _check_parallel(
+    inventory: Inventory, options: TensorRTLLMOptions, gpu: Gpu, quantization: TargetQuantization
+) -> None:
     tp, ep, moe = options.tensor_parallel, options.expert_parallel, inventory.target.moe
     if tp < 1 or ep < 1:
         raise UsageError(f"--tp is {tp} and --ep is {ep}, expected 1 or more")
@@ -150,6 +152,13 @@ def _check_parallel(inventory: Inventory, options: TensorRTLLMOptions, gpu: Gpu)
                 f"--tp is {tp}, but {config.path} has {heads} attention heads and {kv} key-value heads: "
                 "they cannot be divided so"
             )
+    # Guide for Qwen3.8-Flash-Next: a part of an expert must be whole blocks of FP8.
+    part = 0 if moe is None or tp % ep else moe.intermediate_size * ep // tp
+    if "fp8-blocks" in quantization.formats and part % 128:
+        raise UsageError(
+            f"--tp is {tp} and --ep {ep}, so that a GPU has {part} rows of each expert, but FP8 in blocks needs a "
+            "multiple of 128; raise --ep"
+        )
     if ep == 1:
         return
     if moe is None:

@@ -227,6 +227,61 @@ def quantize(directory: Path, scheme: str) -> None:
     )
 
 
+ROWS = (
+    {"num_bits": 8, "type": "float", "strategy": "channel"},
+    {"num_bits": 8, "type": "float", "strategy": "token"},
+)
+PAIRS_OF_FOUR_BITS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+
+
+def store(directory: Path, name: str) -> None:
+    """Rewrite a target's matrices as the hub has them, but with other values."""
+    config, file = directory / "config.json", directory / "model.safetensors"
+    tensors: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(file).items():
+        rows, columns = tensor.shape if tensor.ndim == 2 else (0, 0)
+        if not key.endswith("_proj.weight"):
+            tensors[key] = tensor
+        elif name == "nvfp4":
+            tensors[f"{key}_packed"] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
+            tensors[f"{key}_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
+            for scale in ("weight_global_scale", "input_global_scale"):
+                tensors[key.replace("weight", scale)] = torch.ones(1)
+        else:
+            scales = (rows, 1) if name == "fp8-rows" else (-(-rows // 128), -(-columns // 128))
+            tensors[key] = tensor.to(torch.float8_e4m3fn)
+            tensors[f"{key}_scale{'_inv' * (name == 'fp8-blocks')}"] = torch.ones(
+                scales, dtype=torch.bfloat16
+            )
+    save_file(tensors, file)
+    section: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if name != "fp8-blocks":
+        weights, inputs = ROWS if name == "fp8-rows" else (PAIRS_OF_FOUR_BITS, PAIRS_OF_FOUR_BITS)
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs | {"dynamic": True}}
+        section = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized" if name == "fp8-rows" else "nvfp4-pack-quantized",
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head"],
+        }
+    write_json(config, json.loads(config.read_text()) | {"quantization_config": section})
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-rows", "nvfp4"])
+def test_formats_of_the_hub_are_passed_on_as_stored(name: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    make_drafter(tmp_path / "drafter", target)
+    store(target, name)
+    where = TensorRTLLMOptions(gpu="b200" if name == "nvfp4" else "h200")
+    bundle = build_pair(tmp_path, tmp_path / "b", options=where)
+    assert bundle.manifest["precision"]["target"] == name
+    file = target / "model.safetensors"
+    assert (bundle.path / "target" / "model.safetensors").read_bytes() == file.read_bytes()
+    stored = sum(tensor.nbytes for tensor in Checkpoint(target).tensors.values())
+    weights = bundle.manifest["tensorrt_llm"]["memory"]["weights"]["target"]
+    assert sum(n for role in weights.values() for n in role.values()) == stored
+
+
 @pytest.mark.parametrize("make", [make_target, make_qwen3_moe])
 @pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
 def test_modelopt_checkpoints_build(scheme: str, make: Callable[[Path], Path], tmp_path: Path) -> None:

@@ -352,6 +352,13 @@ def test_formats_by_gpu(
         configured((pairs["gpt-oss-20b"][0], quantization), "b200")
 
 
+def test_experts_in_blocks_are_divided_into_whole_blocks(pairs: dict[str, Pair]) -> None:
+    blocks = pairs["qwen3.6-35b-a3b"][0], TargetQuantization(frozenset({"fp8-blocks"}))
+    with pytest.raises(BuildError, match=r"a GPU has 64 rows of each expert, .* multiple of 128; raise --ep"):
+        configured(blocks, tensor_parallel=8)
+    configured(blocks, tensor_parallel=8, expert_parallel=2)
+
+
 def test_fields_differ_between_releases() -> None:
     old, new = find_release("1.3.0rc27"), find_release("1.4.0rc1")
     added = {"moe_backend", "spec_dec_variant", "context_recompute_tail", "skip_ctx_buffer_budget_check"}
