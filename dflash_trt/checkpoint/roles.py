@@ -47,9 +47,7 @@ def parameters_of(tensor: TensorInfo, quantization: Quantization | None = None) 
     if tensor.dtype == "I32":
         algorithm = None if quantization is None else quantization.algorithm(tensor.name.rpartition(".")[0])
         return tensor.nbytes * (1 if algorithm is not None and algorithm.scheme == "int8" else 2)
-    if tensor.dtype == "U8" and tensor.name.endswith(".weight") and len(tensor.shape) == 3:
+    in_bytes = tensor.dtype == "U8" and tensor.name.endswith((".weight", ".weight_packed"))
+    if in_bytes and len(tensor.shape) == 3:
         return math.prod(tensor.shape[:2]) * BLOCK
-    packed = tensor.name.endswith("_blocks") or (
-        tensor.dtype == "U8" and tensor.name.endswith((".weight", ".weight_packed"))
-    )
-    return math.prod(tensor.shape) * (2 if packed else 1)
+    return math.prod(tensor.shape) * (2 if in_bytes or tensor.name.endswith("_blocks") else 1)

@@ -22,13 +22,23 @@ _ROWS = (2, 3, 4, 5, 8, 16)
 
 @cache
 def rows_agree(bits: int) -> bool:
-    """Whether rows of a product with weights of 4 or 8 bits do not depend on the number of rows."""
+    """Whether rows of a product with weights of 4 or 8 bits do not depend on the number of rows, with zero points in
+    the middle and anywhere else.
+    """
+    return all(_rows_agree(bits, points=points) for points in (False, True))
+
+
+def _rows_agree(bits: int, *, points: bool) -> bool:
     random = np.random.default_rng(0)
     codes = random.integers(0, 256, (_OUT, _IN // BLOCK, BLOCK * bits // 8), dtype=np.uint8)
     scales = random.uniform(0.5, 1.5, (_OUT, _IN // BLOCK)).astype(np.float32)
+    constants: dict[str, np.ndarray] = {"codes": codes, "scales": scales}
+    if points:
+        size = (_OUT, _IN // BLOCK * bits // 8)
+        constants["points"] = random.integers(0, 256, size, dtype=np.uint8)
     node = helper.make_node(
         "MatMulNBits",
-        ["x", "codes", "scales"],
+        ["x", "codes", "scales", *(["points"] * points)],
         ["y"],
         domain=MICROSOFT_DOMAIN,
         K=_IN,
@@ -42,7 +52,7 @@ def rows_agree(bits: int) -> bool:
         "product",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", _IN])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", _OUT])],
-        [numpy_helper.from_array(codes, "codes"), numpy_helper.from_array(scales, "scales")],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
     )
     domains = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT_DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=domains, ir_version=10)

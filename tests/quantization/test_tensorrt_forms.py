@@ -170,7 +170,7 @@ def graph(stored: StoredLinear, dtype: ir.DataType, columns: int) -> GraphBuilde
 
 
 def saved(g: GraphBuilder, folder: Path) -> Path:
-    model = g.model({})
+    model = g.model()
     model.graph.opset_imports["trt"] = 1
     ir.save(model, folder / "graph.onnx")
     return folder / "graph.onnx"

@@ -25,7 +25,7 @@ from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, prefill_length
 from dflash_trt.engines.tensorrt.round_memory import RoundMemory
 from dflash_trt.engines.tensorrt.round_steps import kernels_run
-from dflash_trt.engines.tensorrt.runtime_config import kernel_cache
+from dflash_trt.engines.tensorrt.runtime_config import captures_by_itself, kernel_cache
 from dflash_trt.engines.tensorrt.states import DeviceHybridCaches
 from dflash_trt.engines.tensorrt.warm_up import warm_up
 from dflash_trt.errors import BuildError, BundleError
@@ -422,7 +422,7 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
         prefill_chunk=chunk,
         trees=manifest["tree_width"] > 1,
     )
-    warm_up(pair, block_size, progress)
+    warm_up(pair, block_size, progress, times=2 if captures_by_itself(trt) else 1)
     if kernels is not None:
         kernels.save()
     return pair

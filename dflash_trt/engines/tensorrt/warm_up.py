@@ -20,13 +20,14 @@ SECONDS = 60.0
 STEP = "warm up"
 
 
-def warm_up(pair: Pair, block_size: int, progress: Progress) -> int:
+def warm_up(pair: Pair, block_size: int, progress: Progress, *, times: int = 1) -> int:
     """Run passes of both models, the most frequent shapes first. Returns the number of shapes.
 
-    All slots are clear then, as after opening.
+    times: how often a shape of verification or drafting runs. TensorRT-RTX compiles its kernels in the first pass, and
+    captures a later one. All slots are clear then, as after opening.
     """
     begin = perf_counter()
-    passes = list(_passes(pair, block_size))
+    passes = list(_passes(pair, block_size, times))
     done = 0
     for run in passes:
         if perf_counter() - begin > SECONDS:
@@ -46,7 +47,7 @@ def warm_up(pair: Pair, block_size: int, progress: Progress) -> int:
     return done
 
 
-def _passes(pair: Pair, block_size: int) -> Iterator[Callable[[], object]]:
+def _passes(pair: Pair, block_size: int, times: int) -> Iterator[Callable[[], object]]:
     for length in reversed(prefill_lengths(pair.prefill_chunk)):
         yield partial(pair.prefill, [0] * length, 0, 0, draft=True)
     # One request and a full batch are more frequent than what lies between; so are the lengths that a policy starts
@@ -55,6 +56,11 @@ def _passes(pair: Pair, block_size: int) -> Iterator[Callable[[], object]]:
     lengths = dict.fromkeys([block_size, 1, *(2**i for i in range(1, 5)), *range(1, block_size)])
     for batch in batches:
         for length in (n for n in lengths if n <= block_size):
-            yield partial(pair.dummy_verify, batch, length)
+            yield partial(_repeated, pair.dummy_verify, batch, length, times)
             if length > 1:
-                yield partial(pair.dummy_draft, batch, length)
+                yield partial(_repeated, pair.dummy_draft, batch, length, times)
+
+
+def _repeated(run: Callable[[int, int], object], batch: int, length: int, times: int) -> None:
+    for _ in range(times):
+        run(batch, length)
