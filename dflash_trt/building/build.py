@@ -21,7 +21,6 @@ from dflash_trt.checkpoint.compatibility import check_pair, check_tokenizers
 from dflash_trt.checkpoint.draft_vocabulary import FILE, read_draft_vocabulary
 from dflash_trt.checkpoint.linears import number_formats
 from dflash_trt.checkpoint.pair import CheckpointPair, Side, Source
-from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.engines import registry
 from dflash_trt.engines.base import BuildJob, BuildSettings, Engine, EngineOptions, Weights
@@ -88,7 +87,8 @@ def build(
 
     progress("read checkpoints", 0, 1)
     pair = _read_pair(find_sources(target, drafter, weights), entry, weights)
-    pair = replace(pair, drafter=_narrow(pair.drafter, drafter_window, entry))
+    narrow = narrow_drafter(drafter_window, pair.drafter.config, entry)
+    pair = replace(pair, drafter=replace(pair.drafter, config=narrow))
     settings = BuildSettings(
         block_size=choose_block_size(block_size, pair.drafter.config),
         tree_width=_tree_width(tree_width, pair, precision, entry),
@@ -136,15 +136,6 @@ def _check_options(engine: Engine, options: EngineOptions | None) -> None:
         raise UsageError(
             f"--engine is {engine.name}, and options are {type(options).__name__}, which are for: {', '.join(names)}"
         )
-
-
-def _narrow(drafter: Side[DrafterConfig], window: int | None, engine: Engine) -> Side[DrafterConfig]:
-    if window is not None and engine.window_stride(drafter.config.head_dim) is None:
-        raise UsageError(
-            f"--drafter-window is {window}, but --engine {engine.name} reads the drafter's config.json itself: "
-            "leave it out"
-        )
-    return replace(drafter, config=narrow_drafter(window, drafter.config))
 
 
 def _read_pair(sources: tuple[Source, Source], engine: Engine, weights: Weights) -> CheckpointPair:

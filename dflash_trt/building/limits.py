@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
+from dflash_trt.engines.base import Engine
 from dflash_trt.errors import UsageError
 
 # The default of --max-seq-len: the models' own limit, but no more than this, because cache memory grows with it.
@@ -57,13 +58,19 @@ def choose_max_seq_len(asked: int | None, target: TargetConfig, drafter: Drafter
     return asked
 
 
-def narrow_drafter(asked: int | None, drafter: DrafterConfig) -> DrafterConfig:
+def narrow_drafter(asked: int | None, drafter: DrafterConfig, engine: Engine) -> DrafterConfig:
     """The drafter with layers that see at most `asked` tokens. No token of an answer depends on it, only acceptance.
 
-    Raises UsageError for a window that is no narrower than the trained ones, or smaller than a block.
+    Raises UsageError for a window that is no narrower than the trained ones, or smaller than a block, and where engine
+    or drafter take none.
     """
     if asked is None:
         return drafter
+    if engine.window_stride(drafter.head_dim) is None:
+        raise UsageError(
+            f"--drafter-window is {asked}, but --engine {engine.name} reads the drafter's config.json itself: "
+            "leave it out"
+        )
     if not drafter.masks:
         raise UsageError(
             f"--drafter-window is {asked}, but {drafter.path} drafts one token after another: leave it out"

@@ -124,7 +124,7 @@ def prepare(args: argparse.Namespace) -> tuple[Inventory, Settings]:
     drafter = read_drafter_config(sources[1].directory, target)
     engine.check_pair(target, drafter)
     check_pair(target, drafter)
-    drafter = narrow_drafter(args.drafter_window, drafter)
+    drafter = narrow_drafter(args.drafter_window, drafter, engine)
     inventory = take_inventory(target, drafter)
     stored = [Quantization(source.directory) for source in sources]
     quantized = stored[0].algorithm(HEAD) or stored[1].algorithms

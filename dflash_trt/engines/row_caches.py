@@ -135,7 +135,8 @@ class RowCaches(Generic[P]):
             base = each.bases[slot]
             held = max(each.kind.first(shortest), base)
             first = min(max(start, held), stop)
-            copies.append(_Copy(first, each.pool.take(slot, first - base, stop - base)))
+            row = max(0, first - base)  # what lies before the base was dropped: then none are copied
+            copies.append(_Copy(first, each.pool.take(slot, row, row + stop - first)))
             least = max(least, each.kind.shortest(held))
             size += (stop - first) * each.pool.row_bytes
         return Snapshot(start, stop, range(least, stop + 1), copies, size)

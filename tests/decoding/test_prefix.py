@@ -26,6 +26,7 @@ from tests.doubles.fake_engines import (
     FakeTarget,
     Pool,
     StateTarget,
+    WindowTarget,
     expected,
     request,
 )
@@ -324,6 +325,27 @@ def test_a_conversation_goes_on_from_its_state() -> None:
                 pool.scheduler.slots.overwritten()
 
 
+def test_a_prefix_is_reused_where_the_window_before_its_end_was_kept() -> None:
+    """Windows are kept where a pass over a prompt ends, and where a request ends: at any length of the last page."""
+    base = prompt(60)
+    for length, cached in ((60, 44), (44, 43), (42, 41), (40, 39), (30, 29), (26, 25), (25, 24)):
+        again = Pool(1, 1, kept=400, target=WindowTarget)
+        hits(again, base[:44], max_tokens=1)
+        again.scheduler.slots.overwritten()
+        assert hits(again, base[:length], max_tokens=1).statistics.num_cached_tokens == cached
+
+    class LongPasses(WindowTarget):
+        most = 32
+
+    pool = Pool(1, 1, kept=400, target=LongPasses, chunk=32)
+    hits(pool, base[:60], max_tokens=1)
+    pool.scheduler.slots.overwritten()
+    for length, cached in ((24, 0), (31, 30), (50, 32), (60, 59)):  # the cuts are at 32 and 60, in pages of 8
+        pool.scheduler.slots.overwritten()
+        found = pool.prefixes.find(base[: length - 1], draft=True)[1]
+        assert found == cached
+
+
 requests = st.lists(
     st.fixed_dictionaries(
         {
@@ -348,7 +370,7 @@ requests = st.lists(
     batch=st.integers(1, 3),
     kept=st.integers(4, 90),
     seed=st.integers(0, 1000),
-    target=st.sampled_from([FakeTarget, StateTarget]),
+    target=st.sampled_from([FakeTarget, StateTarget, WindowTarget]),
 )
 def test_any_traffic_over_little_memory_gives_each_request_its_own_tokens(
     asked, batch, kept, seed, target

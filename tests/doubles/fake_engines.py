@@ -16,6 +16,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from dflash_trt.bundle.cache_kinds import CacheKind, rows_by_window
 from dflash_trt.decoding.arrays import HostArrays
 from dflash_trt.decoding.caches import Snapshot
 from dflash_trt.decoding.options import RequestOptions, ServingOptions
@@ -28,6 +29,7 @@ from dflash_trt.decoding.sampling.history import History
 from dflash_trt.decoding.sampling.sampler import sample
 from dflash_trt.decoding.scheduler import Scheduler
 from dflash_trt.decoding.slots import Slots
+from dflash_trt.engines.row_caches import RowCaches
 
 Array = np.ndarray[Any, Any]
 
@@ -262,6 +264,116 @@ class StateTarget(FakeTarget):
 
     def kept_right(self, kept: Snapshot, history: Sequence[int]) -> bool:
         return kept.data == ((kept.stop, sum(history[: kept.stop])) if kept.lengths else None)
+
+
+class _RowPool:
+    """One row of numbers for each slot, beyond which nothing may be written. `RowPool` documents the methods."""
+
+    row_bytes = ROW_BYTES
+
+    def __init__(self, slots: int, rows: int) -> None:
+        self.arrays = {"window_cache.0": np.full((slots, rows, 1), POISON)}
+        self.rows = self.arrays["window_cache.0"]
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        kept = self.rows[source, :count].copy()
+        self.rows[target] = POISON
+        self.rows[target, :count] = kept
+
+    def take(self, slot: int, first: int, stop: int) -> list[Array]:
+        assert 0 <= first <= stop
+        return [self.rows[slot, first:stop].copy()]
+
+    def write(self, rows: Sequence[Array], slot: int, first: int) -> None:
+        self.rows[slot, first:] = POISON
+        self.rows[slot, first : first + len(rows[0])] = rows[0]
+
+    def drop(self, slot: int, count: int, left: int) -> None:
+        kept = self.rows[slot, count : count + left].copy()
+        self.rows[slot] = POISON
+        self.rows[slot, :left] = kept
+
+    def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
+        moved = self.rows[slot, [start + node for node in nodes]].copy()
+        self.write([moved], slot, start)
+
+    def clear(self, slot: int, first: int, last: int | None) -> None:
+        self.rows[slot, first:last] = POISON
+
+
+class WindowTarget(FakeTarget):
+    """A target with a second cache, of a layer that sees 5 rows. Every pass looks at all that its first row sees.
+
+    A pass writes as many rows as a chunk or a block has, and no more rows are there than it needs.
+    """
+
+    window, stride, most = 5, 4, 12
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        super().__init__(slots, capacity)
+        rows = rows_by_window([self.window], self.stride, capacity, self.most)[self.window]
+        kind = CacheKind(window=self.window, stride=self.stride, rows=rows, row_bytes=ROW_BYTES, layers=(0,))
+        self.rows = RowCaches([(kind, _RowPool(slots, rows))], slots)
+
+    def total(self, slot: int, length: int) -> int:
+        self.rows.advance(slot, [length])
+        self.check_window(slot, length)
+        return super().total(slot, length)
+
+    def check_window(self, slot: int, length: int) -> None:
+        (each,) = self.rows.kinds
+        first, base = each.kind.first(length), each.bases[slot]
+        assert base <= first
+        seen = each.pool.rows[slot, first - base : length - base, 0]
+        assert seen.tolist() == self.cache[slot, first:length].tolist(), (
+            "a window's rows are not those of their places"
+        )
+
+    def write(self, slot: int, start: int, rows: Sequence[int]) -> None:
+        super().write(slot, start, rows)
+        (each,) = self.rows.kinds
+        each.pool.write([np.array(rows)[:, None]], slot, start - each.bases[slot])
+
+    def lengths(self, slot: int, length: int) -> Sequence[int]:
+        return self.rows.lengths(slot, length)
+
+    def kept_bytes(self, length: int) -> int:
+        return super().kept_bytes(length) + self.rows.kept_bytes(length)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        assert length in self.lengths(source, length)
+        super().copy(source, target, length)
+        self.rows.copy(source, target, length)
+
+    def keep(self, slot: int, start: int, stop: int, shortest: int) -> Snapshot:
+        whole, own = super().keep(slot, start, stop, shortest), self.rows.keep(slot, start, stop, shortest)
+        return Snapshot(start, stop, own.lengths, (whole, own), whole.size + own.size)
+
+    def lacks(self, kept: Snapshot, shortest: int) -> bool:
+        return self.rows.lacks(kept.data[1], shortest)
+
+    def restore(self, slot: int, kept: Sequence[Snapshot], length: int) -> None:
+        assert length in kept[-1].lengths
+        super().restore(slot, [each.data[0] for each in kept], length)
+        self.rows.restore(slot, [each.data[1] for each in kept], length)
+        self.check_window(slot, length)
+
+    def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
+        super().compact(slot, start, nodes)
+        self.rows.compact(slot, start, nodes)
+
+    def clear(self, slot: int, first: int = 0, last: int | None = None) -> None:
+        super().clear(slot, first, last)
+        self.rows.clear(slot, first, last)
+
+    def holds(self, slot: int, history: Sequence[int]) -> bool:
+        self.check_window(slot, len(history))
+        return super().holds(slot, history)
+
+    def kept_right(self, kept: Snapshot, history: Sequence[int]) -> bool:
+        (copy,) = kept.data[1].data
+        same = copy.rows[0][:, 0].tolist() == list(history[copy.first : kept.stop])
+        return same and super().kept_right(kept.data[0], history)
 
 
 class FakeDrafter(FakeEngine):

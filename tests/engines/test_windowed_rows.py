@@ -94,7 +94,7 @@ def test_every_number_is_that_of_caches_with_all_rows(bundle: Bundle, role: str)
         slots = range(first, int(rng.integers(first, SLOTS)) + 1)
         starts, count = [lengths[slot] for slot in slots], int(rng.integers(1, LONGEST))
         if max(starts) + count + BLOCK > bundle.manifest["max_seq_len"]:
-            break
+            continue
         if role == "target":
             feeds = target_feeds(rng, starts, count, trees=bundle.manifest["tree_width"] > 1)
             taken = rng.integers(0, count + 1, len(starts))
@@ -107,9 +107,9 @@ def test_every_number_is_that_of_caches_with_all_rows(bundle: Bundle, role: str)
             np.testing.assert_array_equal(found[name], numbers, err_msg=f"{name} at {starts}, {count} rows")
         for slot, n in zip(slots, taken.tolist(), strict=True):
             lengths[slot] += n
-    assert min(lengths) >= aim / 3
     for each in windowed.caches.kinds:
         used = max(each.pool._rows.values())
+        assert (max(each.bases) > 0) == (each.kind.window is not None)
         assert used <= (
             WINDOW - 1 + stride - 1 + LONGEST + BLOCK + 64 if each.kind.window else max(lengths) + 200
         )
