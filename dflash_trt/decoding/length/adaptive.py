@@ -151,7 +151,7 @@ class AdaptiveLength:
             self._acceptance.fade(_IDLE)
             self._idle += 1
         self._rounds += 1
-        if self._trial or self._rounds % _INTERVAL == 0:
+        if self._trial or self._rounds % _INTERVAL == 0 or self._rounds < _INTERVAL:
             self._plans.clear()
         self._trial = False
 
