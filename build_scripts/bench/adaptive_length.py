@@ -19,9 +19,9 @@ import numpy as np
 from tests.doubles.simulation import BEGINNINGS, HARD, LOADS, world
 
 CONSTANTS = {
-    "adaptive": ("_SHARE", "_ADVANCE", "_DRAFTED", "_PRIOR"),
-    "pass_times": ("_SHARED", "_LONG", "_IN_A_ROW", "_BELIEF", "_PASSES"),
-    "stalls": ("_FEW",),
+    "adaptive": ("_SHARE", "_CREDIT", "_DRAFTED", "_IDLE", "_PRIOR", "_INTERVAL"),
+    "round_times": ("_LAST",),
+    "stalls": ("_ROUNDS", "_FEW", "_LONGEST"),
 }
 # The kinds of start with which constants are varied.
 TRIED = ("right", "each by its own factor", "all three times from the middle")

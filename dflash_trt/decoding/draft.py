@@ -53,13 +53,6 @@ class Draft:
         """Whether the host can read the log-probabilities without waiting for a device."""
         return isinstance(self.logprobs, np.ndarray)
 
-    def first(self, nodes: int) -> Draft:
-        """The first nodes only, including the anchor."""
-        if nodes >= self.nodes:
-            return self
-        parents = None if self.parents is None else self.parents[:, :nodes]
-        return Draft(self.tokens[:, :nodes], parents, self.logprobs[:, : nodes - 1], self.candidates)
-
     def tokens_of(self, slot: int) -> list[int]:
         """The tokens of one request's nodes."""
         tokens: list[int] = np.asarray(self.tokens[slot]).tolist()
@@ -71,10 +64,6 @@ class Draft:
             return None
         parents: list[int] = np.asarray(self.parents[slot]).tolist()
         return parents
-
-    def logprobs_of(self, slots: Sequence[int]) -> Any:
-        """The log-probabilities of some requests, [len(slots), N-1]. No copy if these are all requests."""
-        return self.logprobs if len(slots) == self.logprobs.shape[0] else self.logprobs[list(slots)]
 
 
 @dataclass(slots=True)

@@ -213,7 +213,6 @@ class Scheduler:
             draft, own = fit(active, proposed, min(lengths.most, room), pair.arrays, pair.drafter.pending)
         elif proposed.candidates is not None and (most_nodes := self._most_nodes) > 1:
             draft = lengths.grow(proposed, drafting, most_nodes)
-        draft = draft.first(lengths.verify(draft, drafting)) if draft.nodes > 1 else draft
         return proposed, draft, own
 
     @property

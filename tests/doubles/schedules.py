@@ -17,17 +17,16 @@ from tests.doubles.fake_engines import BLOCK, VOCAB, Pool
 class Lengths:
     """Returns the lengths it was given, and records the reports."""
 
-    def __init__(self, *draft: int, verify: int | None = None) -> None:
-        self.lengths, self.most, self.rounds = list(draft), verify, list[RoundDone]()
+    most = BLOCK
+
+    def __init__(self, *draft: int) -> None:
+        self.lengths, self.rounds = list(draft), list[RoundDone]()
 
     def draft(self, batch: int) -> int:
         return self.lengths.pop(0) if len(self.lengths) > 1 else self.lengths[0]
 
     def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
         return draft
-
-    def verify(self, draft: Draft, slots: Sequence[int]) -> int:
-        return min(self.most or BLOCK, draft.nodes)
 
     def observe(self, done: RoundDone) -> None:
         assert len(done.accepted) <= done.batch
@@ -42,10 +41,7 @@ class AnyLengths(Lengths):
 
     def draft(self, batch: int) -> int:
         self.off = self.off - 1 if self.off else self.random.choice([0, 0, 0, 0, 0, 25])
-        return 1 if self.off else self.random.randint(1, self.most or BLOCK)
-
-    def verify(self, draft: Draft, slots: Sequence[int]) -> int:
-        return self.random.randint(1, draft.nodes)
+        return 1 if self.off else self.random.randint(1, BLOCK)
 
 
 class Clock:

@@ -10,7 +10,6 @@ from typing import Literal
 
 import numpy as np
 
-from dflash_trt.decoding.draft import Draft
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.decoding.length.pass_times import PassTimes
 from dflash_trt.decoding.length.policy import RoundDone
@@ -23,15 +22,8 @@ Kind = Literal["draft", "verify"]
 Beginning = Callable[[np.random.Generator, Kind, int, int], float]
 # Cost of a pass from the middle of a run on, relative to its earlier cost: of (kind, batch, length).
 Drift = Callable[[Kind, int, int], float]
-# For a round: the true chance of each draft [requests, drafts] given the earlier ones, and the drafter's own
-# estimate.
-Drafts = Callable[[np.random.Generator, int, int, int], tuple[np.ndarray, np.ndarray]]
-
-
-def drafts(logprobs: np.ndarray) -> Draft:
-    """Chains of which only the log-probabilities [requests, drafts] matter."""
-    requests, drafted = logprobs.shape
-    return Draft(np.zeros((requests, drafted + 1), np.int64), None, logprobs)
+# For a round: the chance of each draft [requests, drafts] to be right, given the earlier ones.
+Drafts = Callable[[np.random.Generator, int, int, int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -129,29 +121,24 @@ class World:
         return AdaptiveLength(self.block, self.start_up("draft"), self.start_up("verify"))
 
     def run(self, policy: AdaptiveLength, rounds: int) -> np.ndarray:
-        """[rounds, 3]: expected tokens of the chosen length, true seconds, tokens verified per request."""
-        log, memory = np.zeros((rounds, 3)), np.zeros((self.batch, self.block - 1), np.float32)
+        """[rounds, 3]: expected tokens of the chosen length, true seconds, length."""
+        log = np.zeros((rounds, 3))
         behind, warm = 0, {(kind, n) for kind in ("draft", "verify") for n in self.lengths()}
         plain, (quota, pause), worked = self.verify(self.batch, 1), self.load.quota, 0.0
         for i in range(rounds):
             at = i / rounds
-            chance, logprobs = self.drafts(self.rng, i, self.batch, self.block - 1)
+            chance = self.drafts(self.rng, i, self.batch, self.block - 1)
             drafted = policy.draft(self.batch)
-            verified, said = 1, None
-            if drafted > 1:
-                said = memory[:, : drafted - 1]  # like an engine's output, the next round overwrites it
-                said[...] = logprobs[:, : drafted - 1]
-                verified = policy.verify(drafts(said), range(self.batch))
-            right = self.rng.random((self.batch, verified - 1)) < chance[:, : verified - 1]
+            right = self.rng.random((self.batch, drafted - 1)) < chance[:, : drafted - 1]
             accepted = right.cumprod(axis=1).sum(axis=1)
             draft_seconds = 0.0
             if drafted > 1:  # it also reads the tokens committed since its last pass
                 draft_seconds, behind = self.cost("draft", drafted, at) * (1 + CATCH_UP * behind), 0
             else:
                 behind += 1
-            verify_seconds = self.cost("verify", verified, at)
-            cold = [1.0 if each in warm else self.cold for each in (("draft", drafted), ("verify", verified))]
-            warm |= {("draft", drafted), ("verify", verified)}
+            verify_seconds = self.cost("verify", drafted, at)
+            cold = [1.0 if each in warm else self.cold for each in (("draft", drafted), ("verify", drafted))]
+            warm |= {("draft", drafted), ("verify", drafted)}
             true = draft_seconds + verify_seconds
             worked += true / plain
             stall = plain * pause * (worked // quota)
@@ -163,17 +150,17 @@ class World:
                 RoundDone(
                     batch=self.batch,
                     drafted=drafted,
-                    verified=verified,
+                    verified=drafted,
                     accepted=accepted.tolist(),
-                    offered=[verified - 1] * self.batch,
+                    offered=[drafted - 1] * self.batch,
                     draft_seconds=cold[0] * self.timed(draft_seconds) + stall * stalled
                     if drafted > 1
                     else 0.0,
                     verify_seconds=cold[1] * self.timed(verify_seconds) + stall * (not stalled),
                 )
             )
-            tokens = self.batch + chance[:, : verified - 1].cumprod(axis=1).sum()
-            log[i] = tokens, self.with_stalls(true, at), verified
+            tokens = self.batch + chance[:, : drafted - 1].cumprod(axis=1).sum()
+            log[i] = tokens, self.with_stalls(true, at), drafted
         return log
 
     def fixed(self, rounds: int) -> np.ndarray:
@@ -212,11 +199,10 @@ def _fixed_tokens(
     """Expected tokens per round of every fixed length, in each part of the rounds."""
     rng, tokens = np.random.default_rng(seed), []
     for part in np.array_split(np.arange(rounds), _PARTS):
-        found = np.zeros(block)
+        later = np.zeros(block)
         for i in part:
-            chance, _ = drafts(rng, int(i), batch, block - 1)
-            found[1:] += chance.cumprod(axis=1).sum(axis=0).cumsum()
-        tokens.append(tuple(batch + found / len(part)))
+            later[1:] += drafts(rng, int(i), batch, block - 1).cumprod(axis=1).sum(axis=0).cumsum()
+        tokens.append(tuple(batch + later / len(part)))
     return tuple(tokens)
 
 
@@ -247,58 +233,33 @@ def large_drafter(batch: int, length: int) -> float:
     return 0.6 + 0.05 * batch * length
 
 
-def _odds(p: np.ndarray) -> np.ndarray:
-    return np.log(p / (1 - p))
-
-
 def _chance(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
 def honest(mean: float, spread: float = 1.5, decay: float = 0.0) -> Drafts:
-    """The drafter's estimate is the true chance. `mean` and `spread` in log-odds; `decay` per position."""
+    """Chances whose log-odds have this mean and spread, and fall by `decay` per position."""
 
-    def drafts(rng: np.random.Generator, _: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        chance = _chance(mean - decay * np.arange(n) + spread * rng.normal(size=(batch, n)))
-        return chance, np.log(chance).astype(np.float32)
-
-    return drafts
-
-
-def biased(source: Drafts, offset: float) -> Drafts:
-    """The true chance is the drafter's estimate, moved by `offset` in log-odds."""
-
-    def drafts(rng: np.random.Generator, i: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        chance, said = source(rng, i, batch, n)
-        return _chance(_odds(chance) + offset), said
+    def drafts(rng: np.random.Generator, _: int, batch: int, n: int) -> np.ndarray:
+        return _chance(mean - decay * np.arange(n) + spread * rng.normal(size=(batch, n)))
 
     return drafts
 
 
-def uninformative(chance: float) -> Drafts:
-    """The drafter's estimate has no relation to the true chance."""
-
-    def drafts(rng: np.random.Generator, _: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        said = np.log(_chance(1.5 + 1.5 * rng.normal(size=(batch, n))))
-        return np.full((batch, n), chance), said.astype(np.float32)
-
-    return drafts
+def constant(chance: float) -> Drafts:
+    """Every draft has the same chance."""
+    return lambda rng, i, batch, n: np.full((batch, n), chance)
 
 
 def cliff(good: int, high: float = 0.92, low: float = 0.05) -> Drafts:
-    """The first `good` drafts are mostly right, later ones hardly ever. The drafter does not know it."""
-
-    def drafts(rng: np.random.Generator, _: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        chance = np.tile(np.where(np.arange(n) < good, high, low), (batch, 1))
-        return chance, np.log(_chance(2.0 + 0.5 * rng.normal(size=(batch, n)))).astype(np.float32)
-
-    return drafts
+    """The first `good` drafts are mostly right, later ones hardly ever."""
+    return lambda rng, i, batch, n: np.tile(np.where(np.arange(n) < good, high, low), (batch, 1))
 
 
 def turns(sources: list[Drafts], every: int) -> Drafts:
     """One process after the other, each for a number of rounds."""
 
-    def drafts(rng: np.random.Generator, i: int, batch: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    def drafts(rng: np.random.Generator, i: int, batch: int, n: int) -> np.ndarray:
         return sources[i // every % len(sources)](rng, i, batch, n)
 
     return drafts
@@ -310,10 +271,9 @@ DRAFTS: dict[str, Drafts] = {
     "good": honest(1.5),
     "fading": honest(3.0, 1.0, decay=0.6),
     "poor": honest(-2.0),
-    "hopeless": biased(honest(2.0), -12.0),
-    "overconfident": biased(honest(2.0), -2.0),
-    "underconfident": biased(honest(0.0), 2.0),
-    "uninformative": uninformative(0.8),
+    "hopeless": honest(-10.0),
+    "even": honest(0.0),
+    "constant": constant(0.8),
     "cliff": cliff(3),
     "by turns": turns([honest(2.5), honest(-0.5)], every=60),
 }
@@ -323,7 +283,7 @@ PAIRS: dict[str, tuple[Cost, int, int]] = {"small": (small_drafter, 1, 8), "larg
 # The worlds in which wrong times harm most: one for each kind of target and of drafter.
 HARD: list[tuple[str, str, str]] = [
     ("moe", "cliff", "small"),
-    ("moe", "overconfident", "large"),
+    ("moe", "even", "large"),
     ("dense_cpu", "hopeless", "large"),
     ("dense_cpu", "good", "small"),
     ("gpu", "great", "large"),

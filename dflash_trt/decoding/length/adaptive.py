@@ -3,7 +3,7 @@
 With S_j the probability that the first j drafts of a request are all right, a round of length L commits
 G(L) = 1 + S_1 + ... + S_{L-1} tokens per request on average, and takes T(L) seconds. Over many rounds, the tokens per
 second are G(L) / T(L). S comes from the shares of earlier drafts that were right (`AcceptanceByPlace`). T is the usual
-time of the passes (`pass_times`) plus the mean stall, which all lengths share (`stalls`).
+time of the round (`round_times`) plus the mean stall, which all lengths share (`stalls`).
 
 Times and chances of lengths that are not in use grow old. So a share of the time is spent on trials of other lengths.
 """
@@ -17,20 +17,21 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.length.pass_times import ROUNDS, PassTimes
+from dflash_trt.decoding.length.pass_times import PassTimes
 from dflash_trt.decoding.length.policy import RoundDone
+from dflash_trt.decoding.length.round_times import RoundTimes
 from dflash_trt.decoding.length.stalls import Stalls
 
 Array = np.ndarray[Any, Any]
 
-# Rounds between plans. At the start, and after a trial, they follow each other.
-_INTERVAL = 8
+# Values from `python -m build_scripts.bench.adaptive_length --constants`, which halves and doubles each.
 # What trials may cost: a share of the rounds, and so many rounds in advance.
-_SHARE, _ADVANCE = 0.01, 2.0
-# Drafting rounds over which evidence of acceptance fades by 1/e, and the weight of the place before.
-_DRAFTED, _PRIOR = 50, 2.0
-# The requests of a round that are counted.
-_COUNTED = 8
+_SHARE, _CREDIT = 0.01, 2.0
+# Drafting rounds over which evidence of acceptance fades by 1/e, plain rounds for the same, and the weight of the
+# place before.
+_DRAFTED, _IDLE, _PRIOR = 50, 500, 2.0
+# Two bounds of the CPU time of a round: the rounds between plans, and the requests of a round that are counted.
+_INTERVAL, _COUNTED = 8, 8
 
 
 class AcceptanceByPlace:
@@ -87,15 +88,15 @@ class AdaptiveLength:
     """
 
     def __init__(self, block_size: int, draft_times: PassTimes, verify_times: PassTimes) -> None:
-        self.block_size, self._draft_times, self._verify_times = block_size, draft_times, verify_times
+        self.block_size, self._times = block_size, RoundTimes(draft_times, verify_times, block_size)
+        self._warm = verify_times.warm
         self._acceptance, self._stalls = AcceptanceByPlace(block_size - 1), Stalls()
         self._plans: dict[int, _Plan] = {}
-        self._trial = self._untimed = (
-            False  # of this round; whether the trial before had no time for its draft
-        )
+        self._last: dict[int, Array] = {}  # the round in which each length last ran, by batch size
+        self._trial = False  # of this round
+        self._untimed = False  # whether the trial before had no time for its draft
         self._rounds = self._idle = 0  # rounds in all, and since the last draft
-        self._next = 0
-        self._advance = _ADVANCE
+        self._credit = _CREDIT
 
     @property
     def most(self) -> int:
@@ -103,19 +104,16 @@ class AdaptiveLength:
 
     def draft(self, batch: int) -> int:
         plan = self._plan(max(1, batch))
-        self._trial = self._advance > 0 or self._untimed
+        self._trial = (self._credit > 0 or self._untimed) and self._times.settled(max(1, batch))
         return plan.trial if self._trial else plan.length
-
-    def verify(self, draft: Draft, slots: Sequence[int]) -> int:
-        return draft.nodes
 
     def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
         return draft
 
     def prices(self, batch: int, nodes: int) -> tuple[float, Array]:
         """The best tokens per second of chains, and the seconds of verifying 1, 2 .. nodes of each request."""
-        plan, seconds = self._plan(max(1, batch)), self._verify_times(max(1, batch))[:nodes]
-        return plan.tokens / plan.seconds, seconds
+        plan = self._plan(max(1, batch))
+        return plan.tokens / plan.seconds, self._times.verify(max(1, batch), nodes)
 
     @property
     def in_trial(self) -> bool:
@@ -125,35 +123,35 @@ class AdaptiveLength:
     def observe(self, done: RoundDone) -> None:
         batch, drafts = max(1, done.batch), done.drafted > 1
         plan = self._plan(batch)
-        usual, verify, change = self._verify_times.observe(batch, done.verified, done.verify_seconds)
-        # The first pass of a drafter that was off also reads the rows committed meanwhile.
-        timed = drafts and not self._idle
-        draft = done.draft_seconds if drafts else 0.0
+        last, seconds = self._last[batch], done.verify_seconds + (done.draft_seconds if drafts else 0.0)
+        # Engines prepare a size when it first comes. A drafter that was off also reads the rows committed meanwhile.
+        timed = last[done.drafted - 1] >= 0 and not (drafts and self._idle)
         if timed:
-            of_draft, draft, _ = self._draft_times.observe(batch, done.drafted, draft)
-            usual += of_draft
+            usual = self._times.observe(batch, done.drafted, done.verified, seconds, self._trial)
+            self._stalls.observe(usual, seconds)
         else:
-            self._draft_times.scale(batch, change)
-        if timed or not drafts:
-            self._stalls.observe(usual, done.verify_seconds + (done.draft_seconds if drafts else 0.0))
-        self._advance = min(self._advance + _SHARE, _ADVANCE)
-        if self._trial and draft < 1e9:
-            tokens = (batch + sum(done.accepted)) / plan.tokens
-            # By its passes, with the stalls of a usual round: its own say little.
-            lost = (draft + verify + plan.stall) / plan.seconds - tokens
-            self._advance = max(self._advance - max(0.0, lost), -10 * _ADVANCE)
-        self._untimed = self._trial and drafts and not timed
+            usual = float(self._times(batch)[done.drafted - 1])
+        self._credit = min(self._credit + _SHARE, _CREDIT)
+        lost = 0.0
+        if self._trial:
+            # By its usual time, with the stalls of a usual round: its own say little.
+            lost = (min(usual, seconds) + plan.stall) / plan.seconds - (
+                batch + sum(done.accepted)
+            ) / plan.tokens
+            self._credit = max(self._credit - max(0.0, lost), -10 * _CREDIT)
+        self._untimed = self._trial and not timed
+        if lost >= 0 or not timed:  # a trial that pays is repeated
+            last[done.drafted - 1] = self._rounds
         if drafts:
             few = len(done.accepted) // _COUNTED + 1
             first = self._rounds % few
             self._acceptance.observe(done.accepted[first::few], done.offered[first::few])
             self._idle = 0
         else:
-            self._acceptance.fade(ROUNDS)
+            self._acceptance.fade(_IDLE)
             self._idle += 1
         self._rounds += 1
-        if self._trial or self._rounds >= self._next:
-            self._next = self._rounds + min(_INTERVAL, self._rounds)
+        if self._trial or self._rounds % _INTERVAL == 0 or self._rounds < _INTERVAL:
             self._plans.clear()
         self._trial = False
 
@@ -163,10 +161,7 @@ class AdaptiveLength:
         return self._plans[batch]
 
     def _make_plan(self, batch: int) -> _Plan:
-        # Times of verifying more than a block are those of trees.
-        seconds = self._verify_times(batch)[: self.block_size]
-        evidence = self._verify_times.evidence(batch)[: self.block_size]
-        seconds[1:] += self._draft_times(batch)[1 : self.block_size]
+        seconds = self._times(batch)
         # Fewer rows take no longer than more: a start-up time that a busy machine made too long is found out.
         seconds = np.minimum.accumulate(seconds[::-1])[::-1]
         stalls = self._stalls(seconds)
@@ -175,8 +170,16 @@ class AdaptiveLength:
         best = int((tokens / seconds).argmax())
         # Each trial costs about as much in sum: what costs half is tried twice as often.
         lost = seconds / seconds[best] - tokens / tokens[best] + 0.05
-        order = lost * (evidence + 1e-3)
-        order[best] = np.inf
+        if batch not in self._last:
+            warm = [(batch, length) in self._warm for length in range(1, self.block_size + 1)]
+            self._last[batch] = np.array(warm, int) - 1
+        last = self._last[batch]
+        waiting = (1 + self._rounds - last) / lost
+        waiting[best] = -1.0
         return _Plan(
-            best + 1, int(order.argmin()) + 1, float(seconds[best]), float(stalls[best]), float(tokens[best])
+            best + 1,
+            int(waiting.argmax()) + 1,
+            float(seconds[best]),
+            float(stalls[best]),
+            float(tokens[best]),
         )

@@ -88,19 +88,18 @@ class Lengths(Protocol):
     """Chooses how many tokens a round drafts and verifies per request, including the anchor; 1 is no drafting.
 
     `grow` may make trees of at most `most` nodes from the candidates of a draft.
-    `verify` returns the number of nodes of a draft to verify. `slots` are the requests of the batch that take drafts.
+    `slots` are the requests of the batch that take drafts.
 
     `observe` reports what a round did, so that a policy can learn. The choice never changes the committed tokens, only
     their time (see `acceptance.accept`).
 
-    most: the largest number of nodes that `verify` may get.
+    most: the most tokens of a round, including the anchor, where a structured output adds tokens to a draft.
     """
 
     @property
     def most(self) -> int: ...
     def draft(self, batch: int) -> int: ...
     def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft: ...
-    def verify(self, draft: Draft, slots: Sequence[int]) -> int: ...
     def observe(self, done: RoundDone) -> None: ...
 
 
@@ -119,9 +118,6 @@ class FixedLength:
 
     def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
         return draft
-
-    def verify(self, draft: Draft, slots: Sequence[int]) -> int:
-        return draft.nodes
 
     def observe(self, done: RoundDone) -> None:
         pass

@@ -2,7 +2,8 @@
 
 Some stalls come once in so many rounds, whatever a round does. Others come once in so much work: a processor quota, or
 other programs' turns. So a share of the mean stall is taken as the same for all rounds, and the rest as proportional to
-their usual time. The share is a regression of stalls on usual times. Where both tell little, it is a half.
+their usual time. The share is a regression of stalls on usual times. Where both tell little, it is a half. No
+fixed share does for all loads of the benchmark.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.decoding.length.pass_times import ROUNDS
-
 Array = np.ndarray[Any, Any]
 
+# Rounds over which evidence fades by 1/e.
+_ROUNDS = 500
 # Rounds without a stall that are assumed at the start.
 _FEW = 16
 # A stall counts as at most so many usual rounds: a suspended machine says nothing about the next round.
@@ -31,7 +32,7 @@ class Stalls:
         if 1e-9 < u < 1e9 and seconds == seconds:
             s = min(max(seconds - u, -u), _LONGEST * u)
             self._sums = tuple(
-                each + new - each / ROUNDS
+                each + new - each / _ROUNDS
                 for each, new in zip(self._sums, (1.0, u, s, u * u, u * s, s * s), strict=True)
             )
 

@@ -71,9 +71,8 @@ class TreeLengths:
         self._odds = NodeOdds(drafts)
         self._batch = 1
         self._tokens = self._seconds = 0.0  # of recent rounds
-        self._seen: tuple[Array, Array] | None = (
-            None  # the candidates of the round: tokens and log-probabilities
-        )
+        # The candidates of the round: tokens and log-probabilities.
+        self._seen: tuple[Array, Array] | None = None
 
     @property
     def most(self) -> int:
@@ -82,9 +81,6 @@ class TreeLengths:
     def draft(self, batch: int) -> int:
         self._batch, self._seen = batch, None
         return self.chains.draft(batch)
-
-    def verify(self, draft: Draft, slots: Sequence[int]) -> int:
-        return self.chains.verify(draft, slots) if draft.parents is None else draft.nodes
 
     def grow(self, draft: Draft, slots: Sequence[int], most: int) -> Draft:
         if draft.candidates is None or not slots:
@@ -101,17 +97,19 @@ class TreeLengths:
             nodes = self._fastest(np.array([tree[3] for tree in trees.values()]))
         parents = np.zeros((len(tokens), nodes), np.int64)
         parents[:, 0] = -1
-        drafted = np.repeat(
-            np.asarray(draft.tokens)[:, :1], nodes, axis=1
-        )  # of those without drafts: anything
+        # Requests without drafts may have any tokens.
+        drafted = np.repeat(np.asarray(draft.tokens)[:, :1], nodes, axis=1)
         logprobs = np.zeros((len(tokens), nodes - 1), np.float32)
         for slot, (above, places, ranks, _) in trees.items():
             parents[slot] = above[:nodes]
             chosen = places[1:nodes], ranks[1:nodes]
             drafted[slot, 1:] = tokens[slot][chosen]
             logprobs[slot] = said[slot][chosen]
-        if (parents[list(slots)] == np.arange(-1, nodes - 1)).all():
-            return draft if self._nodes is None else draft.first(nodes)
+        chains = (parents[list(slots)] == np.arange(-1, nodes - 1)).all()
+        if chains and self._nodes is None:
+            return draft
+        if chains:
+            return Draft(draft.tokens[:, :nodes], None, draft.logprobs[:, : nodes - 1], draft.candidates)
         return Draft(drafted, parents, logprobs, draft.candidates)
 
     def observe(self, done: RoundDone) -> None:
@@ -148,8 +146,8 @@ def ranks_of(candidates: Array, taken: Sequence[int]) -> list[int]:
     ranks = list[int]()
     width = candidates.shape[1]
     for place, token in enumerate(taken[: len(candidates)]):
-        found = np.flatnonzero(candidates[place] == token)
-        ranks.append(int(found[0]) if len(found) else width)
-        if not len(found):
+        of_token = np.flatnonzero(candidates[place] == token)
+        ranks.append(int(of_token[0]) if len(of_token) else width)
+        if not len(of_token):
             break
     return ranks

@@ -36,9 +36,8 @@ class StopChecker:
         self.end_tokens = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
         self._stops = Automaton(map(ord, stop) for stop in params.stop) if params.stop else None
         self._marks = _Marks(params.stop_outside) if params.stop and params.stop_outside else None
-        self._found: tuple[int, int] | None = (
-            None  # in the held text: where it ends, and where its stop string ends
-        )
+        # Of a complete stop string in the held text: where the kept text ends, and where the stop string ends.
+        self._complete: tuple[int, int] | None = None
         self._included = params.include_stop_str_in_output
         self._state = 0  # the part of a stop string at the end of the held text
         self.remaining = params.max_tokens  # tokens that may still be kept
@@ -88,13 +87,13 @@ class StopChecker:
                 return self._held[:end], count
         if last:
             end = self._hold(stops, self._detokenizer.flush())
-            if end is None and self._found is not None:
-                end = self._found[0]
+            if end is None and self._complete is not None:
+                end = self._complete[0]
             return self._held[:end], None if end is None else 0
         safe = len(self._held) - stops.depth[self._state]
-        if self._found is not None:
-            safe = min(safe, self._found[0])
-            self._found = self._found[0] - safe, self._found[1] - safe
+        if self._complete is not None:
+            safe = min(safe, self._complete[0])
+            self._complete = self._complete[0] - safe, self._complete[1] - safe
         text, self._held = self._held[:safe], self._held[safe:]
         return text, None
 
@@ -104,16 +103,16 @@ class StopChecker:
         self._held += text
         for end, character in enumerate(text, before + 1):
             if self._marks is not None and self._marks.hides(character):
-                self._state, self._found = 0, None
+                self._state, self._complete = 0, None
                 continue
             self._state = stops.step(self._state, ord(character))
             state = stops.longest[self._state]
-            if state >= 0 and self._early < 0 and self._found is None:
-                self._found = end if self._included else end - stops.depth[state], end
+            if state >= 0 and self._early < 0 and self._complete is None:
+                self._complete = end if self._included else end - stops.depth[state], end
             # A stop string within what may become a mark waits for it.
             mark = 0 if self._marks is None else self._marks.depth
-            if self._found is not None and end - mark >= self._found[1]:
-                return self._found[0]
+            if self._complete is not None and end - mark >= self._complete[1]:
+                return self._complete[0]
         return None
 
 
