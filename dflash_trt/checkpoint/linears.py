@@ -23,7 +23,7 @@ from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo, adjac
 from dflash_trt.errors import CheckpointError, quoted
 from dflash_trt.formats import FORMATS, Algorithm, NumberFormat
 from dflash_trt.formats.base import BLOCK, FLOAT_DTYPES, Form
-from dflash_trt.formats.numbers import AWQ_NIBBLES, unpack_pairs, unpack_words
+from dflash_trt.formats.numbers import unpack_awq, unpack_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,9 +310,7 @@ class Integers:
             return array.astype(np.int16)
         if not self._stored.in_words:  # compressed-tensors packs them along the outputs
             return unpack_words(array.T, self.bits).T.astype(np.int16)
-        found = unpack_words(array, self.bits)
-        if self._awq:
-            found = found.reshape(self.groups, -1, 8)[..., AWQ_NIBBLES].reshape(self.groups, -1)
+        found = unpack_awq(array) if self._awq else unpack_words(array, self.bits)
         points = found.T.astype(np.int16)
         if self._stored.algorithm.layout == "gptq":
             points += 1
@@ -361,8 +359,7 @@ class Integers:
 
     def _awq_codes(self, begin: int, end: int) -> NDArray[np.uint8]:
         first, last = begin // 8, -(-end // 8)
-        nibbles = unpack_pairs(np.ascontiguousarray(self._array[:, first:last]).view(np.uint8))
-        whole = nibbles.reshape(self.inputs, last - first, 8)[..., AWQ_NIBBLES].reshape(self.inputs, -1)
+        whole = unpack_awq(self._array[:, first:last])
         return np.ascontiguousarray(whole.T[begin - 8 * first : end - 8 * first])
 
     def widened(self, begin: int, end: int) -> NDArray[np.float32]:

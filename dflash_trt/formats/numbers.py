@@ -80,14 +80,14 @@ def unsigned_values(numbers_in_byte: int, *, middle: bool) -> Floats:
     return (values - (1 << (8 // numbers_in_byte - 1)) * middle).astype(np.float32)
 
 
-# AutoAWQ keeps output c of a word's eight in its nibble number AWQ_NIBBLES[c].
-AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+# AutoAWQ keeps output c of a word's eight in its nibble number _AWQ_NIBBLES[c].
+_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_awq(words: NDArray[np.int32]) -> Bytes:
     """[rows, words] of AutoAWQ -> [rows, 8 * words] unsigned codes of 4 bits."""
     nibbles = unpack_words(words, 4).reshape(*words.shape, 8)
-    return nibbles[..., AWQ_NIBBLES].reshape(len(words), -1)
+    return nibbles[..., _AWQ_NIBBLES].reshape(len(words), -1)
 
 
 def scale_for(largest: Any, top: float) -> Floats:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized import unpack_from_int32
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dflash_trt import LLM, SamplingParams
@@ -17,6 +20,7 @@ from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import quantized_layers, shape_of, stored_linear, widen
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.onnxruntime_products import rows_agree
+from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization.repack import in_blocks, int4_by_row
 from tests.doubles.checkpoints import make_drafter, make_target
@@ -195,3 +199,60 @@ def test_tokens_are_those_of_transformers(pair: tuple[Path, Path], tmp_path: Pat
     with LLM(bundle.path) as llm:
         found = llm.generate(PROMPT, SamplingParams(max_tokens=16, ignore_eos=True)).token_ids
     assert list(found) == ids[0, len(PROMPT) :].tolist()
+
+
+def test_activation_order_of_compressed_tensors(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Files of early releases give each column's group; the package no longer reads them."""
+    written("W4A16", pair[0], tmp_path / "q")
+    file, config = tmp_path / "q" / "model.safetensors", tmp_path / "q" / "config.json"
+    tensors, expected = load_file(file), {}
+    for name in [name for name in tensors if name.endswith(".weight_packed")]:
+        layer = name.removesuffix(".weight_packed")
+        shape = tensors[f"{layer}.weight_shape"]
+        columns, scale = int(shape[1]), tensors[f"{layer}.weight_scale"].float()
+        index = torch.arange(columns) // 128
+        index = index[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        tensors[f"{layer}.weight_g_idx"] = index.to(torch.int32)
+        codes = unpack_from_int32(tensors[name], 4, shape).float()
+        expected[layer] = (codes * scale[:, index]).numpy()
+    save_file(tensors, file, metadata={"format": "pt"})
+    said = json.loads(config.read_text())
+    weights = integers(strategy="group", group_size=128, actorder="group")
+    said["quantization_config"]["config_groups"] = group(weights=weights)
+    config.write_text(json.dumps(said))
+    original = Checkpoint(tmp_path / "q")
+    for folder in (tmp_path / "q", in_blocks(original, tmp_path / "blocks", silent)):
+        for layer, w in numbers(Checkpoint(folder)).items():
+            np.testing.assert_array_equal(w, expected[layer])
+    answers_agree(build(str(tmp_path / "q"), str(pair[1]), tmp_path / "bundle").path)
+
+
+UP = "model.layers.0.mlp.up_proj"
+BROKEN: list[tuple[str, str, Any, str]] = [
+    ("NVFP4", "weight_global_scale", None, r"has no tensor .*weight_global_scale"),
+    ("NVFP4", "input_global_scale", None, r"has no tensor .*input_global_scale"),
+    ("FP8", "input_scale", None, r"has no tensor .*input_scale"),
+    ("FP8_BLOCK", "weight_scale", lambda t: t[:1], r"weight_scale' is BF16 \[1, 1\], but in FP8 it is"),
+    ("W4A16_ASYM", "weight_zero_point", None, r"has no tensor .*weight_zero_point"),
+    ("W4A16", "weight_shape", lambda t: t + 1, r"says \[257, 129\], but by config.json"),
+    ("GPTQ", "qzeros", None, r"has no tensor .*qzeros"),
+    ("GPTQ", "qzeros", lambda t: t * 0 - 1, "has a zero point of 15, which readers"),
+    ("GPTQ", "g_idx", lambda t: t.flip(0), "has columns in another order, but desc_act is false"),
+    ("GPTQ 2, ordered", "g_idx", lambda t: t * 0, "does not give 64 columns to each of 2 groups"),
+    ("AWQ", "scales", lambda t: t.T.contiguous(), r"scales' is F16 \[256, 2\], but in AWQ it is F16"),
+]
+
+
+@pytest.mark.parametrize(("name", "suffix", "change", "message"), BROKEN)
+def test_tensors_that_do_not_fit_are_named(
+    pair: tuple[Path, Path], tmp_path: Path, name: str, suffix: str, change: Any, message: str
+) -> None:
+    written(name, pair[0], tmp_path / "q")
+    file = tmp_path / "q" / "model.safetensors"
+    tensors = load_file(file)
+    before = tensors.pop(f"{UP}.{suffix}")
+    if change is not None:
+        tensors[f"{UP}.{suffix}"] = change(before)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        numbers(Checkpoint(tmp_path / "q"))
