@@ -213,13 +213,10 @@ class Engine(ABC):
 
     def describe(self, bundle: Bundle) -> dict[str, Any]:
         """The lines of `inspect` for a bundle of this engine, beside those of every bundle."""
-        windows = {
-            f"{role} rows in a window of {kind.window}": kind.rows
-            for role in ("target", "drafter")
-            for kind in bundle.cache_kinds(role)
-            if kind.window is not None
-        }
-        return {"cache_rows": bundle.capacity, **windows}
+        kinds = [(role, kind) for role in ("target", "drafter") for kind in bundle.cache_kinds(role)]
+        whole = [kind.rows for _, kind in kinds if kind.window is None]
+        windows = {f"{role}_rows_of_window_{kind.window}": kind.rows for role, kind in kinds if kind.window}
+        return {"cache_rows": max(whole, default=bundle.capacity), **windows}
 
     @abstractmethod
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:

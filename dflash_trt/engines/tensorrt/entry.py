@@ -20,7 +20,6 @@ from dflash_trt.engines.base import (
 )
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.engines.tensorrt.profiles import aligned_rows
 from dflash_trt.errors import BuildError, UsageError
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class TensorRTEntry(Engine):
             for role, plan in both.items()
         }
         shown = {field: built[field] for field in ("version", "max_batch_size", "prefill_chunk")}
-        return {"cache_rows": aligned_rows(bundle.capacity), "tensorrt": shown, "plans": plans}
+        return {**super().describe(bundle), "tensorrt": shown, "plans": plans}
 
     def availability(self, missing: Sequence[str], capabilities: Sequence[int]) -> Availability:
         flavour, ready = self.flavour, not missing

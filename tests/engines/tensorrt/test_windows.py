@@ -15,6 +15,7 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.engines.tensorrt.profiles import aligned_rows
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 from tests.engines.tensorrt.test_runtime import BLOCK, FLOAT32, here  # noqa: F401  # a fixture
@@ -67,7 +68,7 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
         for kind in bundles[1].cache_kinds("target")
         if kind.window is not None
     }
-    assert kind == (WINDOW, 128, WINDOW - 1 + 127 + CHUNK + 1)
+    assert kind == (WINDOW, 128, aligned_rows(WINDOW - 1 + 127 + CHUNK + 1))
     with LLM(bundles[0].path, max_batch_size=SLOTS, threads=1) as reference:
         expected = [c.token_ids for c in reference.generate(prompts, asked, speculate=False)]
     with LLM(bundles[1].path, max_batch_size=SLOTS) as llm:
