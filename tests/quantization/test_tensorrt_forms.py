@@ -18,12 +18,14 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from dflash_trt.building.build import build
 from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo
 from dflash_trt.checkpoint.writer import Entry, write_shard
 from dflash_trt.engines.tensorrt.builder import build_plan
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
+from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import Profile
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.base import Algorithm
@@ -31,6 +33,9 @@ from dflash_trt.formats.numbers import E2M1, E4M3, E8M0, unpack_pairs
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.tensorrt import TensorRT
 from tests.doubles.trt_bodies import executable
+from tests.quantization.test_downloaded import pair, written
+
+__all__ = ["pair"]
 
 Tensors = dict[str, tuple[str, np.ndarray]]
 DTYPES: dict[str, Any] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
@@ -206,6 +211,15 @@ def test_a_plan_has_the_bytes_of_the_checkpoint(tmp_path: Path, form: str, capab
     assert stored.weight.nbytes <= plan.stat().st_size < 1.05 * size + KERNELS
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (64, 256), (256, 64)])
+def test_a_layer_of_one_block_is_built(tmp_path: Path, rows: int, columns: int) -> None:
+    """The parser refuses blocks where there is only one of them."""
+    stored, _ = fp8_blocks("BF16").write(tmp_path / "layer", rows, columns)
+    file = saved(graph(stored, ir.DataType.BFLOAT16, columns), tmp_path / "layer")
+    profile = Profile("all", {"R": (1, 8, 64)})
+    build_plan(FLAVOURS["tensorrt-rtx"], file, tmp_path / "layer" / "layer.plan", [profile], 89, silent)
+
+
 def test_a_block_of_exponents_is_a_power_of_two(tmp_path: Path) -> None:
     """Scales in one byte, as DeepSeek's later checkpoints have them."""
     stored, _ = fp8_blocks("F32").write(tmp_path / "layer", 256, 256)
@@ -229,3 +243,19 @@ def test_fp8_is_refused_where_a_gpu_lacks_it() -> None:
     with pytest.raises(BuildError, match=r"86: has no FP8 arithmetic.*--precision target=int4"):
         flavour.check_capabilities([86], [], formats=["fp8"])
     assert flavour.check_capabilities([86], [], formats=["int8", "int4"]) == (86,)
+
+
+@pytest.mark.parametrize("name", ["FP8_BLOCK", "mixed", "W4A16_ASYM", "W8A16", "GPTQ 2, ordered"])
+def test_a_downloaded_checkpoint_becomes_plans(
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    """As other programs write it, from its configuration to plans with its numbers."""
+    written(name, pair[0], tmp_path / "target")
+    options = TensorRTOptions((120,), max_batch_size=1, prefill_chunk=32)
+    sources = str(tmp_path / "target"), str(pair[1])
+    bundle = build(*sources, tmp_path / "b", engine="tensorrt-rtx", max_seq_len=64, options=options)
+    stored = bundle.manifest["tensorrt"]["plans"]["120"]["target"]["weight_bytes"]
+    expected = {"FP8_BLOCK": {"FLOAT8E4M3FN"}, "mixed": {"FLOAT8E4M3FN", "FLOAT4E2M1"}, "W8A16": {"INT8"}}
+    assert expected.get(name, {"INT4"}) <= {*stored}

@@ -65,15 +65,22 @@ class FP8Lowering(Lowering):
         weight, scale = inputs["weight"], inputs["scale"]
         if kind.exponents and (kind.group_rows, kind.group_size) == (1, BLOCK):
             return bodies.microscaled(g, weight, scale, name="widened")
-        if not kind.group_size:
-            return g.op("DequantizeLinear", weight, scale, name="widened", axis=0, output_dtype=int(g.dtype))
-        return g.op(
-            *("TRT_BlockDequantize", weight, self._block_scales(g, kind, scale)),
-            name="widened",
-            domain=bodies.TRT_DOMAIN,
-            block_shape=[kind.group_rows, kind.group_size],
-            output_dtype=int(g.dtype),
-        )
+        if kind.group_size:
+            scale = self._block_scales(g, kind, scale)
+        if kind.group_size and inputs["scale"].shape == (
+            1,
+            1,
+        ):  # the parser takes a single block for a whole weight
+            scale = g.op("Reshape", scale, g.constant([]), name="scale")
+        elif kind.group_size:
+            return g.op(
+                *("TRT_BlockDequantize", weight, scale),
+                name="widened",
+                domain=bodies.TRT_DOMAIN,
+                block_shape=[kind.group_rows, kind.group_size],
+                output_dtype=int(g.dtype),
+            )
+        return g.op("DequantizeLinear", weight, scale, name="widened", axis=0, output_dtype=int(g.dtype))
 
     def _block_scales(self, g: GraphBuilder, kind: LinearKind, scale: ir.Value) -> ir.Value:
         """Scales of blocks in float32 or in the graph's dtype: the compiler refuses others."""
