@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflash_trt.errors import CheckpointError, did_you_mean
@@ -20,14 +19,16 @@ class TargetForm:
     """Another published form of a target, with the same drafter.
 
     name: for `build --target`; empty for a form that nothing here reads. format: how its weights are stored.
-    downloads: in the 30 days before LOOKED_UP, where somebody gave them. refused: engine -> why it does not take it.
+    downloads: in the 30 days before LOOKED_UP, where somebody gave them. unread: why nothing here reads it; empty if
+    it is read. groups: whether its layers are quantized in several groups, each with a format of its own.
     """
 
     name: str
     repository: str
     format: str
     downloads: int | None = None
-    refused: Mapping[str, str] = field(default_factory=dict)
+    unread: str = ""
+    groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ _THINKING = (
     'chat_template_kwargs={"enable_thinking": False}, or far fewer drafts are accepted'
 )
 
-_GGUF = {"all": "GGUF is read for Llama and Qwen3 only"}
+_GGUF = "GGUF is read for Llama and Qwen3 only"
 
 _ALL = (
     KnownPair("tiny", None, None, "qwen3", 8, "arithmetic, short Python, JSON tool calls, chat"),
@@ -295,10 +296,10 @@ _ALL = (
                 "qwen3.8-27b-nvfp4-unsloth",
                 "unsloth/Qwen3.8-27B-NVFP4",
                 "compressed-tensors: layers in NVFP4 and FP8",
-                refused={"tensorrt-llm": "several groups of layers (NVIDIA/TensorRT-LLM#17725, open)"},
+                groups=True,
             ),
-            TargetForm("", "unsloth/Qwen3.8-27B-GGUF", "GGUF", refused=_GGUF),
-            TargetForm("", "ggml-org/Qwen3.8-27B-GGUF", "GGUF", refused=_GGUF),
+            TargetForm("", "unsloth/Qwen3.8-27B-GGUF", "GGUF", unread=_GGUF),
+            TargetForm("", "ggml-org/Qwen3.8-27B-GGUF", "GGUF", unread=_GGUF),
         ),
     ),
 )

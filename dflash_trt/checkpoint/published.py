@@ -6,16 +6,13 @@ loaded. A target without an organisation is a model whose repository was not loo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dflash_trt.checkpoint.catalogue import PAIRS, KnownPair
 
 NOT_STATED = "not stated"
-ENGINES = ("onnxruntime", "tensorrt", "tensorrt-rtx", "tensorrt-llm")
 _FAMILY, _KIND = "the target's family", "the kind"
 _LAYOUT = "its layout"
-_ONLY = "bundles are made for DFlash and DFlash2 as z-lab stores them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +41,6 @@ class PublishedDrafter:
     @property
     def read(self) -> bool:
         return not self.unread
-
-    @property
-    def engines(self) -> Mapping[str, str]:
-        """Engine -> why it does not take this drafter; empty where it does."""
-        if self.unread:
-            return dict.fromkeys(ENGINES, f"{self.unread} is not read")
-        llm = "" if self.kind in ("DFlash", "DFlash2") and not self.speculators else _ONLY
-        if self.target == "Qwen/Qwen3-Coder-Next":
-            llm = "DFlash with Qwen3-Next was not seen there"
-        return dict.fromkeys(ENGINES, "") | {"tensorrt-llm": llm}
 
 
 def find_drafter(name: str) -> PublishedDrafter | None:

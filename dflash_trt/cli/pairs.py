@@ -58,7 +58,7 @@ def _as_json(drafter: PublishedDrafter) -> dict[str, Any]:
     from dflash_trt.checkpoint.published import pair_of
 
     pair = pair_of(drafter)
-    more = {"publisher": drafter.publisher, "read": drafter.read, "engines": drafter.engines}
+    more = {"publisher": drafter.publisher, "read": drafter.read, "engines": _engines(drafter, None)}
     return {**dataclasses.asdict(drafter), **more, "pair": None if pair is None else pair.name}
 
 
@@ -104,7 +104,7 @@ def _pair_rows(pair: KnownPair | None) -> list[tuple[str, str]]:
     for other in pair.forms:
         if other is not form:
             count = f"; {other.downloads:,} downloads in 30 days" if other.downloads else ""
-            why = f": {reason}" if (reason := other.refused.get("all")) else ""
+            why = f": {reason}" if (reason := other.unread) else ""
             label = f"as {other.name}" if other.name else "not read"
             rows.append((label, f"{other.repository}: {other.format}{count}{why}"))
     return rows
@@ -119,7 +119,7 @@ def _drafter_rows(drafter: PublishedDrafter | None, form: TargetForm | None) -> 
     if drafter is None:
         return []
     downloads = f"{drafter.downloads:,} in 30 days" if drafter.downloads else "not stated"
-    engines = {**drafter.engines, **({} if form is None else form.refused)}
+    engines = _engines(drafter, form)
     return [
         *(("published as", drafter.repository), ("for", drafter.target), ("kind", drafter.kind)),
         *((("format", "that of the library speculators"),) if drafter.speculators else ()),
@@ -127,3 +127,11 @@ def _drafter_rows(drafter: PublishedDrafter | None, form: TargetForm | None) -> 
         *(("licence", drafter.licence), ("downloads", downloads)),
         *((engine, f"no: {why}" if why else "yes") for engine, why in engines.items()),
     ]
+
+
+def _engines(drafter: PublishedDrafter, form: TargetForm | None) -> dict[str, str]:
+    """Engine -> why it does not take this drafter, or this form of its target; empty where it does."""
+    from dflash_trt.engines import registry
+
+    unread = f"{drafter.unread} is not read" if drafter.unread else ""
+    return {each.name: unread or each.refuses_published(drafter, form) for each in registry.engines()}

@@ -17,7 +17,9 @@ from dflash_trt.errors import DFlashError
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.bundle.workspace import Progress, Workspace
+    from dflash_trt.checkpoint.catalogue import TargetForm
     from dflash_trt.checkpoint.pair import CheckpointPair
+    from dflash_trt.checkpoint.published import PublishedDrafter
     from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
     from dflash_trt.decoding.loop import DecodingLoop
     from dflash_trt.formats.base import WeightLayout
@@ -184,6 +186,10 @@ class Engine(ABC):
 
     def check_pair(self, target: TargetConfig, drafter: DrafterConfig) -> None:  # noqa: B027 - most take any
         """Raise CheckpointError for a pair that this engine does not support."""
+
+    def refuses_published(self, drafter: PublishedDrafter, form: TargetForm | None) -> str:
+        """Why this engine does not take a published drafter, or this form of its target; empty if it does."""
+        return ""
 
     def choose_precision(
         self, asked: Precision, target: TargetConfig, drafter: DrafterConfig, *, quantized: bool

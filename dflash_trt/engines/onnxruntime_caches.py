@@ -200,8 +200,7 @@ class HostRows(RowCaches[CachePool]):
         self.advance(first, starts)
         places = []
         for each in self.kinds:
-            bases = each.bases[first : first + len(starts)]
-            ends = [start - base + count for start, base in zip(starts, bases, strict=True)]
+            ends = [start - each.bases[slot] + count for slot, start in enumerate(starts, first)]
             places.append(each.pool.place(first, ends) if each.pool.arrays else (0, 0))
         return tuple(places)
 

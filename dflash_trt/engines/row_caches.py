@@ -6,6 +6,7 @@ pass moves a slot's rows down before it runs, if the base of its first position 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -66,7 +67,7 @@ class _Kind(Generic[P]):
 
     kind: CacheKind
     pool: P
-    bases: list[int]
+    bases: defaultdict[int, int]
 
 
 def by_kind(kinds: Sequence[CacheKind], names: Iterable[str]) -> list[list[str]]:
@@ -83,7 +84,7 @@ class RowCaches(Generic[P]):
 
     def __init__(self, pools: Sequence[tuple[CacheKind, P]], slots: int) -> None:
         self.slots = slots
-        self.kinds = [_Kind(kind, pool, [0] * slots) for kind, pool in pools]
+        self.kinds = [_Kind(kind, pool, defaultdict(int)) for kind, pool in pools]
 
     @property
     def arrays(self) -> dict[str, Any]:

@@ -22,7 +22,9 @@ from dflash_trt.trtllm.options import TensorRTLLMOptions
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.bundle.workspace import Progress, Workspace
+    from dflash_trt.checkpoint.catalogue import TargetForm
     from dflash_trt.checkpoint.pair import CheckpointPair
+    from dflash_trt.checkpoint.published import PublishedDrafter
     from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
     from dflash_trt.formats.precision import Precision
     from dflash_trt.models.inventory import Inventory
@@ -65,6 +67,15 @@ class TensorRTLLMEntry(Engine):
 
         target_quantization(target)
         check_drafter(drafter)
+
+    def refuses_published(self, drafter: PublishedDrafter, form: TargetForm | None) -> str:
+        if drafter.kind not in ("DFlash", "DFlash2") or drafter.speculators:
+            return "bundles are made for DFlash and DFlash2 as z-lab stores them"
+        if drafter.target == "Qwen/Qwen3-Coder-Next":
+            return "DFlash with Qwen3-Next was not seen there"
+        if form is not None and form.groups:
+            return "several groups of layers (NVIDIA/TensorRT-LLM#17725, open)"
+        return ""
 
     def job(
         self, pair: CheckpointPair, settings: BuildSettings, place: Workspace, progress: Progress

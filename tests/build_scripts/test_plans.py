@@ -22,7 +22,7 @@ def test_a_generated_pair_has_the_layers_and_the_tensors_of_its_configuration(
     make_gpt_oss_drafter(known[1], known[0], layers=1)
     monkeypatch.setattr(plans, "known_configs", lambda pair: known)
     (tmp_path / "made").mkdir()
-    sizes = plans.write_pair(tmp_path / "made", "any", 2)
+    sizes = plans.write_pair(tmp_path / "made", "any", 2, None)
     target, drafter = tmp_path / "made" / "target", tmp_path / "made" / "drafter"
     assert read_target_config(target).num_hidden_layers == 2
     assert set(read_drafter_config(drafter).target_layer_ids) <= {0, 1}

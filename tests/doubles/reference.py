@@ -8,7 +8,7 @@ round. So it cannot have the faults of a cache, a batch or a padded row. Semanti
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other
+
+Choose = Callable[[Tensor, int, list[int]], int]
+"""`choose(logits [V], position, tokens)`: the token for `position`, given `tokens` = everything before it."""
+
+
+def greedy(logits: Tensor, position: int, tokens: list[int]) -> int:
+    return int(logits.argmax())
 
 
 class Drafter(nn.Module):
@@ -116,7 +123,7 @@ class Proposal:
 class Decoded:
     tokens: list[int] = field(default_factory=list)  # without the prompt
     drafts: list[list[int]] = field(default_factory=list)  # the drafted tokens of each round
-    accepted: list[int] = field(default_factory=list)  # the number of accepted drafts
+    accepted: list[int] = field(default_factory=list)  # the number of accepted drafts, before a stop cut them
 
 
 def load_target(directory: Path) -> Qwen3ForCausalLM:
@@ -136,12 +143,18 @@ def target_outputs(
     return output.logits[0], torch.cat(hidden, -1) if hidden else torch.empty(len(tokens), 0)
 
 
-def decode(target: Qwen3ForCausalLM, prompt: Sequence[int], max_tokens: int) -> Decoded:
-    """One token per pass, the best."""
+def decode(
+    target: Qwen3ForCausalLM,
+    prompt: Sequence[int],
+    max_tokens: int,
+    choose: Choose = greedy,
+    stop_ids: Collection[int] = (),
+) -> Decoded:
+    """One token per pass. A stop id ends the text and is kept as its last token."""
     result, tokens = Decoded(), list(prompt)
-    while len(result.tokens) < max_tokens:
+    while len(result.tokens) < max_tokens and not ends(result.tokens, stop_ids):
         logits, _ = target_outputs(target, tokens)
-        tokens.append(int(logits[-1].argmax()))
+        tokens.append(choose(logits[-1], len(tokens), tokens))
         result.tokens.append(tokens[-1])
     return result
 
@@ -151,28 +164,32 @@ def decode_drafting(
     drafter: Drafter,
     prompt: Sequence[int],
     max_tokens: int,
+    choose: Choose = greedy,
+    stop_ids: Collection[int] = (),
     block_length: int | None = None,
 ) -> Decoded:
     """Draft, verify and accept in blocks of `block_length`, including the anchor, or shorter at the end."""
     result, tokens = Decoded(), list(prompt)
     logits, features = target_outputs(target, tokens, drafter.taps)
-    new = [int(logits[-1].argmax())]
-    while len(result.tokens) + len(new) < max_tokens:
-        tokens += new
-        result.tokens += new
+    tokens.append(choose(logits[-1], len(tokens), tokens))
+    result.tokens.append(tokens[-1])
+    while len(result.tokens) < max_tokens and not ends(result.tokens, stop_ids):
         rows = len(tokens) - 1  # everything before the anchor, which is tokens[-1]
         length = min(block_length or drafter.block_size, max_tokens - len(result.tokens))
         draft = drafter.propose(target, features[:rows], tokens[-1], length).tokens if length > 1 else []
         logits, features = target_outputs(target, tokens + draft, drafter.taps)
-        new = accept(logits[rows:], draft)
+        new = accept(logits[rows:], draft, tokens, choose)
         if draft:
             result.drafts.append(draft)
             result.accepted.append(len(new) - 1)
-    result.tokens += new[: max_tokens - len(result.tokens)]
+        tokens += new
+        for token in new:
+            if not ends(result.tokens, stop_ids):
+                result.tokens.append(token)
     return result
 
 
-def accept(logits: Tensor, draft: list[int]) -> list[int]:
+def accept(logits: Tensor, draft: list[int], tokens: list[int], choose: Choose) -> list[int]:
     """The tokens that one-by-one decoding would choose, as far as the draft predicted them, and one more.
 
     `logits` [1 + len(draft), V] belong to the anchor and the drafted tokens. The last returned token is the target's
@@ -180,7 +197,11 @@ def accept(logits: Tensor, draft: list[int]) -> list[int]:
     """
     new: list[int] = []
     for row, drafted in zip(logits, [*draft, None], strict=True):
-        new.append(int(row.argmax()))
+        new.append(choose(row, len(tokens) + len(new), tokens + new))
         if new[-1] != drafted:
             break
     return new
+
+
+def ends(tokens: list[int], stop_ids: Collection[int]) -> bool:
+    return bool(tokens) and tokens[-1] in stop_ids

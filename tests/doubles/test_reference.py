@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from tests.doubles.checkpoints import MASK, VOCAB, make_drafter, make_target
-from tests.doubles.reference import Drafter, decode, decode_drafting, load_target, target_outputs
+from tests.doubles.checkpoints import ENDOFTEXT, IM_END, MASK, VOCAB, make_drafter, make_target
+from tests.doubles.reference import (
+    Drafter,
+    accept,
+    decode,
+    decode_drafting,
+    greedy,
+    load_target,
+    target_outputs,
+)
 
 PROMPT = [72, 101, 108, 108, 111, 300, 12, 5, 260]
 
@@ -30,10 +39,18 @@ def drafter(directory: Path, **settings) -> Drafter:
     return Drafter(make_drafter(directory / f"drafter-{name}", directory / "target", **settings))
 
 
+def noisy(logits: torch.Tensor, position: int, tokens: list[int]) -> int:
+    """Sampling at temperature 1, with noise that depends only on the position."""
+    noise = torch.rand(len(logits), generator=torch.Generator().manual_seed(position))
+    return int((logits - (-noise.log()).log()).argmax())
+
+
+@pytest.mark.parametrize("choose", [None, noisy])
 @pytest.mark.parametrize("block_length", [None, 1, 3])
-def test_drafting_changes_no_token(directory, target, block_length):
-    plain = decode(target, PROMPT, 40)
-    drafted = decode_drafting(target, drafter(directory), PROMPT, 40, block_length=block_length)
+def test_drafting_changes_no_token(directory, target, choose, block_length):
+    options = {} if choose is None else {"choose": choose}
+    plain = decode(target, PROMPT, 40, **options)
+    drafted = decode_drafting(target, drafter(directory), PROMPT, 40, block_length=block_length, **options)
     assert drafted.tokens == plain.tokens
     assert len(plain.tokens) == 40
     assert all(len(draft) == (block_length or 8) - 1 for draft in drafted.drafts[:-8])
@@ -43,13 +60,33 @@ def test_drafting_changes_no_token(directory, target, block_length):
         assert len(set(drafted.accepted)) >= 3, "favourites must give rounds of several lengths"
 
 
-def test_tokens_are_what_transformers_generates(target):
+def test_greedy_is_what_transformers_generates(target):
     cached = target.generate(
         torch.tensor([PROMPT]), attention_mask=torch.ones(1, len(PROMPT)), max_new_tokens=40, do_sample=False
     )
-    found = cached[0, len(PROMPT) :].tolist()  # it stops at an end token
-    assert found
-    assert decode(target, PROMPT, 40).tokens[: len(found)] == found
+    stops = {IM_END, ENDOFTEXT}
+    assert decode(target, PROMPT, 40, stop_ids=stops).tokens == cached[0, len(PROMPT) :].tolist()
+
+
+def test_a_stop_id_ends_both_loops_inside_a_block(directory, target):
+    whole = decode_drafting(target, drafter(directory), PROMPT, 40)
+    everything, accepted = whole.tokens, whole.accepted
+    bonus = set(np.cumsum([0, *(count + 1 for count in accepted)]).tolist())  # the target's own
+    first = next(i for i, token in enumerate(everything) if i not in bonus and token not in everything[:i])
+    stops = {everything[first]}
+    assert (
+        decode_drafting(target, drafter(directory), PROMPT, 40, stop_ids=stops).tokens
+        == everything[: first + 1]
+    )
+    assert decode(target, PROMPT, 40, stop_ids=stops).tokens == everything[: first + 1]
+
+
+def test_accept_takes_the_foreseen_tokens_and_one_more():
+    logits = torch.eye(8)[[3, 1, 4, 5]]
+    assert accept(logits, [3, 1, 4], [7], greedy) == [3, 1, 4, 5]
+    assert accept(logits, [3, 2, 4], [7], greedy) == [3, 1]
+    assert accept(logits, [0, 1, 4], [7], greedy) == [3]
+    assert accept(logits[:1], [], [7], greedy) == [3]
 
 
 def test_taps_are_the_outputs_of_the_layers(target):

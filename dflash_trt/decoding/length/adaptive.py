@@ -24,7 +24,7 @@ from dflash_trt.decoding.length.stalls import Stalls
 
 Array = np.ndarray[Any, Any]
 
-# `python -m build_scripts.bench.adaptive_length --constants` shows what each of these, halved or doubled, does to speeds.
+# `python -m build_scripts.bench.adaptive_length --constants` shows what half or twice each of these does.
 # What trials may cost: a share of the rounds, and so many rounds in advance.
 _SHARE, _CREDIT = 0.01, 2.0
 # Drafting rounds over which evidence of acceptance fades by 1/e, plain rounds for the same, and the weight of the
