@@ -98,6 +98,9 @@ def stored_linear(
         if part.needed or names:
             name = (names or part.names)[0]
             found[field_name] = _expect(checkpoint, algorithm, layer, name, part.form)
+    scale = found["scale"]
+    if len(scale.shape) == 4:  # of blocks, as Model Optimizer has them
+        found["scale"] = replace(scale, shape=scale.shape[::2])
     if (shape := found.pop("shape", None)) is not None:
         _check_shape(checkpoint, layer, shape, (outputs, inputs))
     stored = StoredLinear(algorithm, **found, others=() if shape is None else (shape,))

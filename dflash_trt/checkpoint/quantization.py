@@ -38,6 +38,8 @@ def read_quantization(directory: Path) -> Quantization:
     if path.is_file():
         whole = Fields(path, read_object(path))
         section = whole.section("quantization")
+        if section is None and "quant_algo" in whole.values:  # as config.json has them
+            return _read_modelopt(whole)
         if section is None:
             raise whole.error("quantization", "is missing, expected an object with quant_algo")
         producer = whole.section("producer")
@@ -55,6 +57,8 @@ def read_quantization(directory: Path) -> Quantization:
         raise section.error("quant_method", "is missing, expected a string")
     if method == "mxfp4":
         return Quantization(path)
+    if method == "modelopt_mixed":  # some files with MIXED_PRECISION have this
+        method = "modelopt"
     if not isinstance(method, str) or method not in _READERS:
         raise section.error(
             "quant_method",
@@ -118,7 +122,7 @@ def _algorithm(fields: Fields, grouped: Fields) -> Algorithm:
     size = grouped.get("group_size")
     if not size:  # null, or 0 without groups
         return algorithm
-    allowed = FORMATS[algorithm.scheme].group_sizes or (0,)
+    allowed = FORMATS[algorithm.scheme].group_sizes or (algorithm.group_size,)
     if size not in allowed or type(size) is not int:
         expected = " or ".join(map(str, allowed))
         raise grouped.error("group_size", f"is {show(size)}, but {algorithm.name} is read with {expected}")

@@ -17,6 +17,11 @@ from .numbers import E4M3, E4M3_MAX, E8M0, encode_e4m3, scale_for
 
 _STATIC = Algorithm("FP8", "fp8", activations=True, static=True)
 _BY_ROW = Algorithm("FP8_PER_CHANNEL_PER_TOKEN", "fp8", activations=True)
+_IN_BLOCKS = tuple(
+    Algorithm(name, "fp8", group_rows=128, group_size=128, layout="scale_inv")
+    for name in ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+)
+_MXFP8 = Algorithm("MXFP8", "fp8", group_size=BLOCK, layout="scale_inv")
 _SCALE_DTYPES = ("F32", "BF16", "F16")
 
 
@@ -27,7 +32,7 @@ def fp8_scale(largest: Any) -> Floats:
 
 class FP8(NumberFormat):
     name = "fp8"
-    algorithms = (_STATIC, _BY_ROW)
+    algorithms = (_STATIC, _BY_ROW, *_IN_BLOCKS, _MXFP8)
     numbers_in_byte = 1
     capabilities = (89, 90, 100, 103, 110, 120, 121)  # seen with TensorRT-RTX 1.7
     modelopt_config = "FP8_DEFAULT_CFG"
@@ -40,7 +45,8 @@ class FP8(NumberFormat):
         if algorithm.group_size:
             blocks = (-(-rows // algorithm.group_rows), -(-columns // algorithm.group_size))
             dtypes = () if algorithm.group_size == BLOCK and algorithm.group_rows == 1 else _SCALE_DTYPES
-            return {"weight": weight, "weight_scale": Form([blocks], (*dtypes, *EXPONENT_DTYPES))}
+            shapes = [blocks, (blocks[0], 1, blocks[1], 1)]  # the second is Model Optimizer's
+            return {"weight": weight, "weight_scale": Form(shapes, (*dtypes, *EXPONENT_DTYPES))}
         per_row: tuple[Shape, ...] = ((rows,), (rows, 1))
         shapes = ONE + per_row if algorithm.static else per_row + ONE
         return {"weight": weight, "weight_scale": Form(shapes, _SCALE_DTYPES)}
@@ -59,7 +65,7 @@ class FP8(NumberFormat):
             found: Floats = codes.astype(np.float32) * factors.reshape(-1, 1)
             return found
         rows, columns = codes.shape
-        factors = np.repeat(factors, algorithm.group_rows, axis=0)[:rows]
+        factors = np.repeat(factors.reshape(len(factors), -1), algorithm.group_rows, axis=0)[:rows]
         factors = np.repeat(factors, algorithm.group_size, axis=1)[:, :columns]
         return codes.astype(np.float32) * factors
 

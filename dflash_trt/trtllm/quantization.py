@@ -30,7 +30,13 @@ RUNS_ON: Mapping[str, tuple[int, ...]] = {
 }
 # Names of Model Optimizer's algorithms -> formats. Those that may be mixed in one checkpoint come first.
 _MIXED = {"FP8": "fp8", "NVFP4": "nvfp4"}
-_ALGORITHMS = {**_MIXED, "FP8_PER_CHANNEL_PER_TOKEN": "fp8-rows", "W4A16_AWQ": "int4-awq"}
+_ALGORITHMS = {
+    **_MIXED,
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8-rows",
+    "FP8_PB_WO": "fp8-blocks",
+    "FP8_BLOCK_SCALES": "fp8-blocks",
+    "W4A16_AWQ": "int4-awq",
+}
 # compressed-tensors: bits, type, strategy of weights, strategy of inputs -> format; and the group sizes that are read.
 _GROUPS: Mapping[tuple[Any, ...], str] = {
     (8, "float", "channel", "token"): "fp8-rows",
@@ -67,7 +73,7 @@ def target_quantization(config: TargetConfig) -> TargetQuantization:
         return _model_optimizer(directory)
     fields = Fields(config.path, section, "quantization_config.")
     method = fields.get("quant_method") or ("compressed-tensors" if "config_groups" in section else None)
-    if method == "modelopt":
+    if method in ("modelopt", "modelopt_mixed"):
         return _model_optimizer(directory)
     if method == "fp8" and fields.get("weight_block_size") == _BLOCK:
         return TargetQuantization(frozenset({"fp8-blocks"}))
@@ -85,6 +91,11 @@ def _model_optimizer(directory: Path) -> TargetQuantization:
     names = {algorithm.name for algorithm in found.algorithms}
     mixed = found.default is None
     known = _MIXED if mixed else _ALGORITHMS
+    if "FP8_PB_WO" in names and '"fp8_pb_wo"' not in found.path.read_text():
+        raise CheckpointError(
+            f"{found.path}: quant_algo is FP8_PB_WO, which TensorRT-LLM knows in small letters only; write fp8_pb_wo, as "
+            "Model Optimizer does"
+        )
     if unknown := sorted(names - set(known)):
         raise CheckpointError(
             f"{found.path}: quant_algo is {'MIXED_PRECISION with ' * mixed}{', '.join(unknown)}, TensorRT-LLM bundles "

@@ -225,6 +225,24 @@ def test_groups_are_those_of_the_package(tmp_path: Path) -> None:
         assert (group, algorithm.scheme) in (("nv", "nvfp4"), ("fp8", "fp8"))
 
 
+@pytest.mark.parametrize("nested", [True, False])
+def test_model_optimizers_file(tmp_path: Path, nested: bool) -> None:
+    """Its next major version writes the fields of config.json, without a section around them."""
+    layers = {
+        GATE: {"quant_algo": "MXFP8", "group_size": 32},
+        QUERY: {"quant_algo": "fp8_pb_wo", "group_size": 128},
+        LATE: {"quant_algo": "FP8_BLOCK_SCALES"},
+    }
+    fields = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": fields} if nested else fields))
+    found = [read_quantization(tmp_path).algorithm(layer) for layer in (GATE, QUERY, LATE, HEAD)]
+    blocks = [each and (each.group_rows, each.group_size) for each in found]
+    assert blocks == [(1, 32), (128, 128), (128, 128), None]
+    (tmp_path / "hf_quant_config.json").unlink()
+    same = read(tmp_path, {"quant_method": "modelopt_mixed", **fields}).algorithm(GATE)
+    assert same == found[0]
+
+
 def test_an_early_section(tmp_path: Path) -> None:
     config = {key: value for key, value in INT4.items() if key != "quant_method"}
     for section in (config, {"quantization_config": config, "sparsity_config": {"format": "dense"}}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import modelopt.torch.quantization as mtq
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from modelopt.torch.export import export_hf_checkpoint
-from modelopt.torch.quantization.qtensor import MXFP4QTensor, NVFP4QTensor
-from safetensors.torch import load_file
+from modelopt.torch.quantization.qtensor import MXFP4QTensor, MXFP8QTensor, NVFP4QTensor
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dflash_trt import LLM, SamplingParams
@@ -195,6 +196,53 @@ def test_a_scale_that_is_missing_is_named(pair: tuple[Path, Path], tmp_path: Pat
     (tmp_path / "out" / "hf_quant_config.json").write_text(json.dumps(said))
     with pytest.raises(CheckpointError, match=r"q_proj\.weight' is U8 .* but in FP8 it is F8_E4M3"):
         build(str(tmp_path / "out"), str(pair[1]), tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+def test_fp8_in_blocks_is_read_to_the_same_numbers(
+    pair: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    """Weights only. Published files of NVIDIA have weight_scale_inv with two axes where the exporter writes four."""
+    weights, expected = exported(pair[0], tmp_path / "exported", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG")
+    if name == "weight_scale_inv":
+        file = tmp_path / "exported" / "model.safetensors"
+        tensors = {
+            key.replace("weight_scale", name): value.squeeze(3).squeeze(1) if value.ndim == 4 else value
+            for key, value in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+    checkpoint = Checkpoint(tmp_path / "exported")
+    assert checkpoint.quantization.name == "FP8_PB_WO"
+    for layer in LAYERS:
+        stored = stored_linear(checkpoint, layer, HIDDEN, outputs(layer))
+        assert stored is not None
+        if layer.endswith(("o_proj", "down_proj")):  # the export makes the others share their largest numbers
+            np.testing.assert_allclose(widen(checkpoint, stored), weights[layer], rtol=1e-6, atol=1e-9)
+    ours = logits_of(tmp_path / "exported", pair[1], tmp_path / "bundle")
+    assert expected is not None
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-2 * np.abs(expected).max())
+
+
+def test_mxfp8_is_read_to_the_same_numbers(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its simulation runs on CUDA only, so the file is made of its tensor class and the fields that it exports."""
+    copytree(pair[0], tmp_path / "exported")
+    said = {"quant_algo": "MXFP8", "group_size": 32, "exclude_modules": ["lm_head", "model.embed_tokens"]}
+    (tmp_path / "exported" / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    tensors, expected = load_file(pair[0] / "model.safetensors"), {}
+    for layer in LAYERS:
+        w = tensors[f"{layer}.weight"]
+        scale = MXFP8QTensor.get_weights_scaling_factor(w)
+        codes = MXFP8QTensor.quantize_with_scale(w, scale)
+        tensors |= {f"{layer}.weight": codes, f"{layer}.weight_scale": scale}
+        theirs = MXFP8QTensor(w.shape, torch.float32, codes).dequantize(torch.float32, scale=scale)
+        expected[layer] = theirs.numpy()
+    save_file(tensors, tmp_path / "exported" / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = Checkpoint(tmp_path / "exported")
+    for layer in LAYERS:
+        stored = stored_linear(checkpoint, layer, HIDDEN, outputs(layer))
+        assert stored is not None
+        np.testing.assert_array_equal(widen(checkpoint, stored), expected[layer])
+    assert np.isfinite(logits_of(tmp_path / "exported", pair[1], tmp_path / "bundle")).all()
 
 
 def test_mxfp4_is_read_to_the_same_numbers(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -455,6 +455,7 @@ def test_formats_of_config_json_are_named(section: dict[str, Any], expected: str
         ({"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, "nvfp4", "fp8"),
         ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "bfloat16", "fp8"),
         ({"quant_algo": "W4A16_AWQ", "group_size": 128}, "int4-awq", None),
+        ({"quant_algo": "fp8_pb_wo"}, "fp8-blocks", None),
         (
             {
                 "quant_algo": "MIXED_PRECISION",
@@ -473,6 +474,11 @@ def test_model_optimizers_formats_are_named(
 ) -> None:
     found = found_in(tmp_path, **own)
     assert (found.name, found.kv_cache) == (name, cache)
+
+
+def test_blocks_of_model_optimizer_are_named_in_small_letters(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="write fp8_pb_wo"):
+        found_in(tmp_path, quant_algo="FP8_PB_WO")
 
 
 @pytest.mark.parametrize(
