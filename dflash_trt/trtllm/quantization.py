@@ -93,8 +93,8 @@ def _model_optimizer(directory: Path) -> TargetQuantization:
     known = _MIXED if mixed else _ALGORITHMS
     if "FP8_PB_WO" in names and '"fp8_pb_wo"' not in found.path.read_text():
         raise CheckpointError(
-            f"{found.path}: quant_algo is FP8_PB_WO, which TensorRT-LLM knows in small letters only; write fp8_pb_wo, as "
-            "Model Optimizer does"
+            f"{found.path}: quant_algo is FP8_PB_WO, which TensorRT-LLM knows in small letters only; write fp8_pb_wo, "
+            "as Model Optimizer does"
         )
     if unknown := sorted(names - set(known)):
         raise CheckpointError(
