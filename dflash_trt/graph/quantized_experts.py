@@ -11,7 +11,7 @@ At least one of the layers is quantized. Each layer is one of quantized.py, with
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -315,16 +315,13 @@ def tensorrt_experts(
 
 def _tensorrt_linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) -> ir.Value:
     kind, factor = stack.kind, None
+    each = [tensors(g, stored, folder, packed_as_bytes=False) for stored in stack.stored]
     if kind is None:
         weights = [g.cast(g.raw_weight(info, folder), g.dtype) for info in stack.plain]
     else:
-        if kind.zero_term or kind.ordered:
-            raise BuildError(
-                f"experts are in {kind.scheme.upper()} with zero points or in activation order, which the engines "
-                "tensorrt and tensorrt-rtx do not compute; use --engine onnxruntime"
-            )
-        each = [tensors(g, stored, folder, packed_as_bytes=False) for stored in stack.stored]
         weights = [LOWERINGS[kind.scheme].tensorrt_weight(g, kind, inputs) for inputs in each]
+        if kind.ordered:
+            x = _in_order(g, x, _by_stack(g, each, "order"))
         if kind.smoothed:
             smooth = [g.unsqueeze(g.cast(inputs["pre_quant_scale"], g.dtype), 0, 1) for inputs in each]
             x = g.op("Mul", x, _concat(g, smooth), name="smoothed")
@@ -338,6 +335,29 @@ def _tensorrt_linear(g: GraphBuilder, stack: Stack, x: ir.Value, folder: str) ->
             x = LOWERINGS[kind.scheme].tensorrt_input(g, scale, g.to_dtype(x, FLOAT))
     weight = _concat(g, [g.unsqueeze(value, 0) for value in weights])
     y = g.op("MatMul", x, g.op("Transpose", weight, name="transposed", perm=[0, 2, 1]), name="product")
+    if kind is not None and kind.zero_term:  # only integers have it, whose inputs are not rounded here
+        return _with_zeros(g, y, x, _by_stack(g, each, "zero_term"))
     if factor is None:
         return y
     return g.to_dtype(g.op("Mul", g.to_float(y), factor, name="rescaled"), FLOAT)
+
+
+def _by_stack(g: GraphBuilder, each: Sequence[Mapping[str, ir.Value]], name: str) -> ir.Value:
+    return _concat(g, [g.unsqueeze(inputs[name], 0) for inputs in each])
+
+
+def _in_order(g: GraphBuilder, x: ir.Value, order: ir.Value) -> ir.Value:
+    """x [1 or count, rows, columns] -> [count, rows, columns], with each expert's own order [count, columns]."""
+    shape = g.shape(g.dim(order, 0, name="experts"), g.dim(x, 1, name="rows"), g.dim(x, 2, name="columns"))
+    x, order = (g.op("Expand", value, shape) for value in (x, g.unsqueeze(order, 1)))
+    return g.op("GatherElements", x, order, name="ordered", axis=2)
+
+
+def _with_zeros(g: GraphBuilder, y: ir.Value, x: ir.Value, term: ir.Value) -> ir.Value:
+    """As in quantized.py, for y [count, rows, out], x [1 or count, rows, in] and term [count, out, groups]."""
+    groups = g.dim(term, 2, name="groups")
+    by_group = g.op("Reshape", g.to_float(x), g.shape(0, 0, groups, -1), name="by_group")
+    sums = g.op("ReduceSum", by_group, g.constant([3]), name="sums", keepdims=0)
+    term = g.op("Transpose", g.cast(term, FLOAT), name="by_group_of_inputs", perm=[0, 2, 1])
+    zeros = g.op("MatMul", sums, term, name="zeros")
+    return g.to_dtype(g.op("Add", g.to_float(y), zeros, name="with_zeros"), FLOAT)

@@ -39,7 +39,7 @@ _COPIED = (".json", ".jinja", ".txt", ".model")
 # Bytes of float32 that one step widens.
 STEP_BYTES = 32 << 20
 # Layers that engines multiply as one share their scales, as in Model Optimizer.
-_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)")  # the layer, and the expert's linear layer
+_EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+\.(.*)")  # the layer, and the expert's linear layer
 _FUSED = ((re.compile(r"\.[qkv]_proj$"), ".qkv_proj"), (re.compile(r"\.(gate|up)_proj$"), ".gate_up_proj"))
 
 

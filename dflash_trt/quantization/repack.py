@@ -37,10 +37,12 @@ def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
     """Write the checkpoint with its integers in two's complement by row, two columns of INT4 per byte, as ONNX and
     TensorRT read them.
     """
+    chosen = _signed_layers(checkpoint)
+    apart = _stacks_with_points(checkpoint, chosen)
 
     def entries(layer: str, stored: StoredLinear) -> list[Entry]:
         if stored.in_words or stored.in_blocks:
-            return _signed(checkpoint, layer, stored)
+            return _signed(checkpoint, layer, stored, points=of_all_experts(layer) in apart)
         info = stored.weight
         pieces = (
             (info.name, pack_pairs(unpack_rows(rows))) for rows in steps(checkpoint, info, info.shape[1])
@@ -48,7 +50,7 @@ def int4_by_row(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
         scale = _as_it_is(checkpoint, stored.scale)
         return [Entry(info.name, "U8", (2 * info.shape[0], info.shape[1] // 2), pieces), scale]
 
-    return _layers_rewritten(checkpoint, _signed_layers(checkpoint), entries, out, progress)
+    return _layers_rewritten(checkpoint, chosen, entries, out, progress)
 
 
 def has_signed(checkpoint: Checkpoint) -> bool:
@@ -200,7 +202,7 @@ def _unsigned(
     return found
 
 
-def _signed(checkpoint: Checkpoint, layer: str, stored: StoredLinear) -> list[Entry]:
+def _signed(checkpoint: Checkpoint, layer: str, stored: StoredLinear, *, points: bool) -> list[Entry]:
     """A layer in words or blocks in two's complement, with its columns sorted by group."""
     integers = Integers(checkpoint, stored)
     middle = 1 << (integers.bits - 1)
@@ -213,7 +215,7 @@ def _signed(checkpoint: Checkpoint, layer: str, stored: StoredLinear) -> list[En
     dtype, columns = ("U8", integers.inputs // 2) if integers.bits == 4 else ("I8", integers.inputs)
     weight = Entry(f"{layer}.weight", dtype, (integers.outputs, columns), pieces())
     found = [weight, *_scales(layer, integers)]
-    if (integers.zero_points != middle).any():
+    if points or (integers.zero_points != middle).any():
         term = integers.scales.astype(np.float32) * (middle - integers.zero_points)
         found.append(_whole(f"{layer}.weight_zero_term", term.astype(np.float32)))
     return found
@@ -222,7 +224,7 @@ def _signed(checkpoint: Checkpoint, layer: str, stored: StoredLinear) -> list[En
 def _scales(layer: str, integers: Integers) -> list[Entry]:
     found = [_whole(f"{layer}.weight_scale", integers.scales)]
     order = integers.order
-    if order is None and ".experts." in layer and integers.ordered:  # beside experts that have one
+    if order is None and integers.ordered and of_all_experts(layer) != layer:  # beside experts that have one
         order = np.arange(integers.inputs)
     if order is not None:
         found.append(_whole(f"{layer}.weight_order", order))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from safetensors.numpy import save_file
 
 from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import stored_experts, stored_linear, widen
@@ -22,6 +24,7 @@ from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.graph.quantized_experts import Projection, Stack
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.quantization.repack import int4_by_row
+from tests.doubles.integer_words import GROUP, layer
 from tests.doubles.quantized_checkpoints import encoded, rounded, write_quant_config, write_safetensors
 from tests.doubles.sessions import executed, session
 from tests.doubles.trt_bodies import executable
@@ -203,6 +206,46 @@ def test_what_tensorrt_gets_against_numpy(
     error = np.linalg.norm(y - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert np.median(error) < 1e-5
     assert error.max() < 0.05
+
+
+WORDS: dict[str, dict[str, Any]] = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True},
+    "gptq_v2": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "desc_act": True,
+        "format": "gptq_v2",
+    },
+    "gptq": {"quant_method": "gptq", "bits": 8, "group_size": GROUP},
+}
+
+
+@pytest.mark.parametrize("method", WORDS)
+def test_tensorrt_experts_with_zero_points(tmp_path: Path, method: str) -> None:
+    """Some experts are symmetric, but all get a second product, and all an order where one has it."""
+    config, random = WORDS[method], np.random.default_rng(0)
+    stored, plain = dict[str, Any](), dict[str, Any]()
+    for e in range(EXPERTS):
+        for projection, (rows, columns) in SHAPES.items():
+            name = f"experts.{e}.{projection}_proj"
+            w = (columns**-0.5 * random.standard_t(4, (rows, columns))).astype(np.float32)
+            ordered = bool(config.get("desc_act")) and e != 1
+            found, numbers = layer(w, method, config["bits"], symmetric=e % 2 == 0, ordered=ordered)
+            stored |= {f"{name}.{end}": value for end, value in found.items()}
+            plain[f"{name}.weight"] = numbers.astype(np.float32)
+    for place, tensors, said in (("stored", stored, {"quantization_config": config}), ("plain", plain, {})):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "config.json").write_text(json.dumps(said))
+        save_file(tensors, tmp_path / place / "model.safetensors")
+    checkpoint = Checkpoint(int4_by_row(Checkpoint(tmp_path / "stored"), tmp_path, silent))
+    document = ir.to_proto(model(checkpoint, TensorRT(FLOAT)))
+    onnx.external_data_helper.load_external_data_for_model(document, str(tmp_path))
+    onnx.save(executable(document), tmp_path / "model.onnx")
+    given = feeds(9)
+    (y,) = session(tmp_path / "model.onnx").run(None, given)
+    expected = reference(Checkpoint(tmp_path / "plain"), **given)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,9 @@ from dflash_trt.formats.numbers import E2M1, E4M3, E8M0, unpack_pairs
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.tensorrt import TensorRT
 from tests.doubles.trt_bodies import executable
-from tests.quantization.test_downloaded import pair, written
+from tests.quantization.test_downloaded import moe, pair, written
 
-__all__ = ["pair"]
+__all__ = ["moe", "pair"]
 
 Tensors = dict[str, tuple[str, np.ndarray]]
 DTYPES: dict[str, Any] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
@@ -252,10 +252,21 @@ def test_a_downloaded_checkpoint_becomes_plans(
     name: str,
 ) -> None:
     """As other programs write it, from its configuration to plans with its numbers."""
-    written(name, pair[0], tmp_path / "target")
-    options = TensorRTOptions((120,), max_batch_size=1, prefill_chunk=32)
-    sources = str(tmp_path / "target"), str(pair[1])
-    bundle = build(*sources, tmp_path / "b", engine="tensorrt-rtx", max_seq_len=64, options=options)
-    stored = bundle.manifest["tensorrt"]["plans"]["120"]["target"]["weight_bytes"]
+    stored = stored_in_plan(name, pair, tmp_path)
     expected = {"FP8_BLOCK": {"FLOAT8E4M3FN"}, "mixed": {"FLOAT8E4M3FN", "FLOAT4E2M1"}, "W8A16": {"INT8"}}
     assert expected.get(name, {"INT4"}) <= {*stored}
+
+
+@pytest.mark.parametrize("name", ["GPTQ 2, ordered", "AWQ"])
+def test_downloaded_experts_become_plans(moe: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    assert "INT4" in stored_in_plan(name, moe, tmp_path)
+
+
+def stored_in_plan(name: str, pair: tuple[Path, Path], folder: Path) -> dict[str, int]:
+    """Bytes of weights in the target's plan, by dtype."""
+    written(name, pair[0], folder / "target")
+    options = TensorRTOptions((120,), max_batch_size=1, prefill_chunk=32)
+    sources = str(folder / "target"), str(pair[1])
+    bundle = build(*sources, folder / "b", engine="tensorrt-rtx", max_seq_len=64, options=options)
+    found: dict[str, int] = bundle.manifest["tensorrt"]["plans"]["120"]["target"]["weight_bytes"]
+    return found
