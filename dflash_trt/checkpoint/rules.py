@@ -55,6 +55,11 @@ class Quantization:
         """The algorithms, as messages name them; None if nothing is quantized."""
         return ", ".join(sorted({a.name for a in self.algorithms})) or None
 
+    @property
+    def cache(self) -> str | None:
+        """What is done with scales of a quantized cache, as `inspect` shows it; None if there are none."""
+        return "8 bits on TensorRT-LLM; elsewhere its scales are unused" if self.kv_cache else None
+
     def algorithm(self, layer: str) -> Algorithm | None:
         """The algorithm of a linear layer. `layer` is the name of its tensors without `.weight`."""
         if layer in self.layers:

@@ -120,6 +120,7 @@ def graph_fields(
             "target": pair.target.checkpoint.quantization.name,
             "drafter": pair.drafter.checkpoint.quantization.name,
             "head": pair.head and pair.head.quantization.name,
+            "cache": pair.target.checkpoint.quantization.cache,
         },
         "draft_vocab_size": len(pair.draft_tokens) if pair.draft_tokens else pair.target.config.vocab_size,
         "caches": {

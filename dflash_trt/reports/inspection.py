@@ -61,6 +61,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "path": str(path),
         **_describe(config),
         "quantization": checkpoint.quantization.name,
+        **({"quantized_cache": checkpoint.quantization.cache} if checkpoint.quantization.kv_cache else {}),
         **_weights(parameters, by_dtype),
         "files": {file.name: file.stat().st_size for file in checkpoint.files},
     }
