@@ -343,6 +343,13 @@ def _cache(
     if not settings.arena:
         room = "TensorRT-LLM's default: the drafter's context is inside the pool"
     yield Choice("kv_cache_config.free_gpu_memory_fraction", memory.kv_fraction, room)
+    if any(layer.window is not None for layer in inventory.target.attention_layers):
+        yield Choice(
+            "kv_cache_config.use_kv_cache_manager_v2",
+            True,
+            "the target has windows, which version 2 reads from its config.json: their layers keep no more rows than "
+            "these see (NVIDIA/TensorRT-LLM#16942), and reuse is sound, which in version 1 it is not",
+        )
     yield from _reused(inventory, reuse)
     if inventory.target.delta_layers:
         yield Choice(
@@ -362,12 +369,6 @@ def _reused(inventory: Inventory, tail: int) -> Iterator[Choice]:
         return
     yield Choice(reuse, True, "as asked (--block-reuse)")
     yield Choice(chunked, True, "reuse needs it: the end of a prompt is computed as a chunk")
-    if any(layer.window is not None for layer in inventory.target.attention_layers):
-        yield Choice(
-            "kv_cache_config.use_kv_cache_manager_v2",
-            True,
-            "the target has windows, and with them version 1 ignores context_recompute_tail",
-        )
     yield Choice(
         "speculative_config.context_recompute_tail",
         tail,

@@ -223,6 +223,15 @@ def test_blocks_are_reused_where_the_cache_manager_keeps_it_sound(pairs: dict[st
         assert args["kv_cache_config"].get("use_kv_cache_manager_v2") is version2
 
 
+@pytest.mark.parametrize("version", ["1.3.0rc27", "1.4.0rc1"])
+def test_windows_have_a_pool_of_their_own(pairs: dict[str, Pair], version: str) -> None:
+    """The cache manager's version 2 reads them from config.json, so none are written."""
+    for name, expected in (("gpt-oss-20b", True), ("qwen3-8b", None)):
+        cache = configured(pairs[name], version=version).llm_args["kv_cache_config"]
+        assert cache.get("use_kv_cache_manager_v2") is expected
+        assert "max_attention_window" not in cache
+
+
 def test_moe_backends_by_gpu_and_release(pairs: dict[str, Pair], tmp_path: Path) -> None:
     def backend(name: str, gpu: str, **options: Any) -> str:
         found = configured(pairs[name], gpu, **options).llm_args
