@@ -101,6 +101,7 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any], str, str | None]] = [
     (MIXED, {f"{GROUPS}.fp8.targets": [LATE], "ignore": [r"re:.*\.57\."]}, LATE, None),
     (MIXED, {f"{GROUPS}.nv.weights": ROW["weights"], f"{GROUPS}.nv.format": "float-quantized",
              f"{GROUPS}.nv.input_activations": None}, GATE, "FP8"),
+    (MIXED, {f"{GROUPS}.nv.targets": ["Linear"], f"{GROUPS}.fp8.targets": [r"re:.*mlp.*"]}, GATE, "FP8"),
     (MIXED, {f"{GROUPS}.nv": ["Linear"]}, GATE, "refused: nv is no preset"),
     (MIXED, {GROUPS: {"FP8_BLOCK": [GATE], "NVFP4A16": ["Linear"]}}, GATE, "FP8"),
     (MIXED, {GROUPS: {"UNQUANTIZED": [GATE], "NVFP4A16": ["Linear"]}}, GATE, None),

@@ -221,7 +221,10 @@ def test_inspect(
     shutil.copytree(pair[0], tmp_path / "target")
     section = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (tmp_path / "target" / "hf_quant_config.json").write_text(json.dumps(section))
-    assert "quantized cache          8 bits on TensorRT-LLM" in Output(capsys, "inspect", tmp_path / "target").out
+    assert (
+        "quantized cache          8 bits on TensorRT-LLM"
+        in Output(capsys, "inspect", tmp_path / "target").out
+    )
     neither = Output(capsys, "inspect", tmp_path)
     assert neither.code == 1
     assert "neither manifest.json nor config.json" in neither.err

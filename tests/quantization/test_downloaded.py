@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized import unpack_from_int32
@@ -22,11 +23,14 @@ from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.onnxruntime_products import rows_agree
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.onnxruntime import OnnxRuntime
 from dflash_trt.quantization.repack import in_blocks, int4_by_row
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.doubles.compressed import compressed
 from tests.doubles.family_checkpoints import make_qwen3_moe
 from tests.doubles.integer_words import GROUP, in_words
+from tests.doubles.sessions import session
 
 LINEAR = ["Linear"]
 PROMPT = [3, 5, 7, 11, 13]
@@ -186,19 +190,48 @@ def answers_agree(bundle: Path) -> None:
     assert drafted == plain
 
 
-@pytest.mark.parametrize("name", ["FP8_DYNAMIC", "NVFP4A16", "MXFP8A16"])
+@pytest.mark.parametrize("name", ["FP8_DYNAMIC", "NVFP4A16", "MXFP8A16", "mixed"])
 def test_tokens_are_those_of_transformers(pair: tuple[Path, Path], tmp_path: Path, name: str) -> None:
     """Transformers runs the same checkpoint with compressed-tensors. Both round the inputs of these formats alike."""
     written(name, pair[0], tmp_path / "q")
-    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
-    theirs(torch.tensor([PROMPT]))  # widens the weights, to their scales' dtype
-    theirs = torch.nn.Module.float(theirs)
+    theirs = in_transformers(tmp_path / "q")
     with torch.no_grad():
         ids = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False, eos_token_id=None)
     bundle = build(str(tmp_path / "q"), str(pair[1]), tmp_path / "bundle", precision=Precision(target="fp32"))
     with LLM(bundle.path) as llm:
         found = llm.generate(PROMPT, SamplingParams(max_tokens=16, ignore_eos=True)).token_ids
     assert list(found) == ids[0, len(PROMPT) :].tolist()
+
+
+def in_transformers(checkpoint: Path) -> Any:
+    """The model with compressed-tensors, in float32."""
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    model(torch.tensor([PROMPT]))  # widens the weights, to their scales' dtype
+    return torch.nn.Module.float(model)
+
+
+@pytest.mark.parametrize("name", ["FP8", "FP8_DYNAMIC", "NVFP4"])
+def test_inputs_are_rounded_as_compressed_tensors_rounds_them(
+    pair: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    """One layer: in a whole model, a number that falls to the other side changes all after it. The package rounds
+    widened weights to BF16.
+    """
+    written(name, pair[0], tmp_path / "q")
+    stored = stored_linear(Checkpoint(tmp_path / "q"), UP, 128, 256)
+    assert stored is not None
+    g, x = GraphBuilder("layer"), torch.randn(9, 128, generator=torch.Generator().manual_seed(0))
+    y = OnnxRuntime().quantized_linear(
+        g, g.input("x", FLOAT, ["rows", 128]), stored, ".", None, name="up", widened_bytes=0
+    )
+    g.output(y, "y", FLOAT, ["rows", 256])
+    ir.save(g.model(), tmp_path / "q" / "layer.onnx")
+    (found,) = session(tmp_path / "q" / "layer.onnx").run(None, {"x": x.numpy()})
+    with torch.no_grad():
+        expected = in_transformers(tmp_path / "q").get_submodule(UP)(x[None])[0].numpy()
+    plain = x.numpy() @ widen(Checkpoint(tmp_path / "q"), stored).T
+    assert np.linalg.norm(found - expected) < 2**-8 * np.linalg.norm(expected)
+    assert np.linalg.norm(found - plain) > 1e-2 * np.linalg.norm(expected)
 
 
 def test_activation_order_of_compressed_tensors(pair: tuple[Path, Path], tmp_path: Path) -> None:
