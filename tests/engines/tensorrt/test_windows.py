@@ -18,15 +18,23 @@ from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import aligned_rows
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
+from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
 from tests.engines.tensorrt.test_runtime import BLOCK, FLOAT32, here  # noqa: F401  # a fixture
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 WINDOW, MOST, CHUNK, SLOTS = 20, 420, 48, 3
 WINDOWED = {"sliding_window": WINDOW, "head_dim": 32}
 PAIRS: dict[str, tuple[Any, Any, int]] = {
     "chains": (
         partial(make_target, layers=2, favourites=6, layer_types=(SLIDING, FULL), **WINDOWED),
         partial(make_drafter, layer_types=(SLIDING, FULL), **WINDOWED),
+        1,
+    ),
+    "beside states, in both directions": (
+        lambda directory, **sizes: make_hybrid(
+            directory, DENSE, favourites=6, num_hidden_layers=2, layer_types=[LINEAR, FULL], **sizes
+        ),
+        partial(make_drafter, layer_types=(SLIDING, SLIDING), is_causal=False, **WINDOWED),
         1,
     ),
     "trees and sinks": (
@@ -63,18 +71,18 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
         SamplingParams(temperature=0.8 * (i % 2), max_tokens=n, seed=i, ignore_eos=True)
         for i, n in enumerate((90, 150, 40, 60))
     ]
-    (kind,) = {
-        (kind.window, kind.stride, kind.rows)
-        for kind in bundles[1].cache_kinds("target")
-        if kind.window is not None
-    }
-    assert kind == (WINDOW, 128, aligned_rows(WINDOW - 1 + 127 + CHUNK + 1))
+    for role, written in (("target", CHUNK + 1), ("drafter", CHUNK + BLOCK + 1)):
+        for kind in bundles[1].cache_kinds(role):
+            if kind.window is not None:
+                expected_rows = aligned_rows(WINDOW - 1 + 127 + written)
+                assert (kind.window, kind.stride, kind.rows) == (WINDOW, 128, expected_rows)
     with LLM(bundles[0].path, max_batch_size=SLOTS, threads=1) as reference:
         expected = [c.token_ids for c in reference.generate(prompts, asked, speculate=False)]
     with LLM(bundles[1].path, max_batch_size=SLOTS) as llm:
         pair: Any = llm._runtime.pair
         pair.arrays.samples = False  # Triton's interpreter is slow
-        for each in pair.target.rows.kinds:
+        kinds = [*pair.target.rows.kinds, *pair.drafter.caches.kinds]
+        for each in kinds:
             for rows in each.pool.arrays.values():
                 assert rows.shape[2] == each.kind.rows
         trees = {"tree_nodes": BLOCK} if bundles[1].manifest["tree_width"] > 1 else {}
@@ -86,5 +94,5 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
             )
             assert [c.token_ids for c in found] == expected
         assert sum(c.statistics.num_accepted_tokens for c in found) > 0
-        assert max(max(each.bases.values()) for each in pair.target.rows.kinds if each.kind.window) >= 256
+        assert max(max(each.bases.values()) for each in kinds if each.kind.window) >= 256
         assert max(c.statistics.num_cached_tokens for c in found) > 128
