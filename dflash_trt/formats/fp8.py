@@ -45,8 +45,8 @@ class FP8(NumberFormat):
         if algorithm.group_size:
             blocks = (-(-rows // algorithm.group_rows), -(-columns // algorithm.group_size))
             dtypes = () if algorithm.group_size == BLOCK and algorithm.group_rows == 1 else _SCALE_DTYPES
-            shapes = [blocks, (blocks[0], 1, blocks[1], 1)]  # the second is Model Optimizer's
-            return {"weight": weight, "weight_scale": Form(shapes, (*dtypes, *EXPONENT_DTYPES))}
+            also = (blocks[0], 1, blocks[1], 1)  # Model Optimizer's
+            return {"weight": weight, "weight_scale": Form([blocks, also], (*dtypes, *EXPONENT_DTYPES))}
         per_row: tuple[Shape, ...] = ((rows,), (rows, 1))
         shapes = ONE + per_row if algorithm.static else per_row + ONE
         return {"weight": weight, "weight_scale": Form(shapes, _SCALE_DTYPES)}
