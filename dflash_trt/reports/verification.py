@@ -40,6 +40,8 @@ class Case:
     batch_size: int
     equal: int
     differing: int
+    drafted: int  # tokens
+    accepted: float  # the share of them
     mean_acceptance_length: float
     first_difference: Difference | None
 
@@ -154,6 +156,8 @@ def _compare(
         batch_size=batch_size,
         equal=len(prompts) - len(differing),
         differing=len(differing),
+        drafted=statistics.num_draft_tokens,
+        accepted=statistics.num_accepted_tokens / max(statistics.num_draft_tokens, 1),
         mean_acceptance_length=statistics.mean_acceptance_length,
         first_difference=_difference(
             llm, prompts[differing[0]].id, plain[differing[0]], drafted[differing[0]]
