@@ -26,8 +26,8 @@ FORMAT_UNITS = {
     **dict.fromkeys(("AWQ", "GPTQ", "INT", "W8", "W4"), 2.0**-7),
 }
 _MARGIN, _GROWTH, _GROWTH_OF_EXPERTS = 2.0, 1.3, 4.0
-# A single row or column has a larger error than all of them together, and a common factor a much smaller one.
-_PART, _FACTOR = 3.0, 2.0
+# A single row, column or number has a larger error than all of them together, and a common factor a smaller one.
+PART, _FACTOR = 3.0, 2.0
 _FEWEST_ROWS = 8  # for a column to have an error of its own
 
 
@@ -65,10 +65,10 @@ def deviation(ours: Array, theirs: Array, *, size: float | None = None, median: 
     rows = _root_mean_square(difference, 1) / size
     if median:
         return float(np.median(rows))
-    errors = [_root_mean_square(difference) / size, rows.max() / _PART]
+    errors = [_root_mean_square(difference) / size, rows.max() / PART]
     errors.append(_FACTOR * abs(np.mean(difference * theirs)) / size**2)
     if len(rows) >= _FEWEST_ROWS:
-        errors.append(_root_mean_square(difference, 0).max() / size / _PART)
+        errors.append(_root_mean_square(difference, 0).max() / size / PART)
     return float(max(errors))
 
 

@@ -26,6 +26,7 @@ from dflash_trt.engines.tensorrt import plans, warm_up
 from dflash_trt.engines.tensorrt.caches import DevicePool
 from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.engines.tensorrt.profiles import DECODE
 from dflash_trt.engines.tensorrt.states import DeviceHybridCaches
 from dflash_trt.formats.precision import Precision
 from dflash_trt.reports import selftest
@@ -360,6 +361,22 @@ def other_mask(patch: pytest.MonkeyPatch, test: Selftest) -> None:
     patch.setattr(drafter, "mask_token_id", drafter.mask_token_id - 7)
 
 
+def gullible(patch: pytest.MonkeyPatch, test: Selftest) -> None:
+    """Every draft is accepted."""
+    engine: Any = test.pair.target
+    run = engine.run
+
+    def accepting(profile: int, feeds: Any, **slot: int) -> Any:
+        out = run(profile, feeds, **slot)
+        if profile == DECODE and feeds["tokens"].shape[1] > 1:
+            with torch.cuda.stream(engine.stream):
+                out["accepted"].fill_(feeds["tokens"].shape[1] - 1)
+                out["next_token"].copy_(out["logits"][:, -1].argmax(dim=-1))
+        return out
+
+    patch.setattr(engine, "run", accepting)
+
+
 def foresight(patch: pytest.MonkeyPatch, test: Selftest) -> None:
     """The drafter proposes what the target is about to choose."""
     propose = Pair.propose
@@ -388,6 +405,7 @@ def foresight(patch: pytest.MonkeyPatch, test: Selftest) -> None:
         ("hybrid", lost_state, "copies", "kept in a copy"),
         ("qwen3", mixed_sequences, "batch", "alone and in a batch"),
         ("qwen3", other_mask, "layers", "the drafter's layer 1 after its keys and values"),
+        ("qwen3", gullible, "tokens", "drafting changed tokens"),
         ("qwen3", foresight, "tokens", "drafts were accepted"),
     ],
 )
