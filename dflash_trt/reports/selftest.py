@@ -199,28 +199,25 @@ class Selftest:
 
     def copies(self) -> dict[str, Any]:
         self._prefill(self.prompt)
-        expected, last = self._verify(1), self.pair.slots - 1
+        expected, last = self._verify(1)[0], self.pair.slots - 1
         length = self.pair.lengths(0, self.length, draft=False)[0][-1]
         kept = self.pair.keep(0, 0, length, length, draft=False)
         self.pair.clear(0)
         self.pair.restore(0, [kept], length, draft=False)
-        self._continued("kept in a copy and restored", length, expected)
+        errors = {"kept": self._continued("kept and restored", length, expected)}
         if last:
             _prefill(self.pair, self.prompt, 0, last)
             length = self.pair.lengths(last, self.length, draft=False)[0][-1]
             self.pair.clear(0)
             self.pair.copy(last, 0, length, draft=False)
-            self._continued(f"copied from slot {last}", length, expected)
-        return {"rows": length}
+            errors["copied"] = self._continued(f"copied from slot {last}", length, expected)
+        return errors
 
-    def _continued(self, how: str, length: int, expected: Array) -> None:
+    def _continued(self, how: str, length: int, expected: Array) -> float:
         """Read what the first `length` rows of slot 0 lack of the prompt, and verify."""
         if length < self.length:
             _prefill(self.pair, self.prompt[length:], length, 0)
-        if not np.array_equal(self._verify(1), expected):
-            raise Failure(
-                f"the logits after {length} rows that were {how} are not those after the rows themselves"
-            )
+        return self._close(f"logits after {length} rows that were {how}", self._verify(1)[0], expected)
 
     def prefill(self) -> dict[str, Any]:
         first = self._prefill(self.prompt)
