@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from dflash_trt.cli.options import add_bundle, at_least, bundle_of
@@ -19,14 +20,19 @@ examples:
   dflash-trt selftest bundles/tiny-rtx
   dflash-trt selftest bundles/tiny-rtx --reference bundles/tiny --report selftest.json
   dflash-trt selftest bundles/tiny-rtx --reference bundles/tiny --localize selftest.zip
+  dflash-trt selftest --first-gpu
 
 --reference is a bundle of the same pair for ONNX Runtime. Then the numbers are compared, too. --localize compares them
 layer by layer, and packs what a bug report needs into one file.
+
+--first-gpu needs no bundle. It runs doctor, builds the pair tiny for every engine that this machine runs, and for each
+runs selftest, verify, verify --widths and a short bench. It stops at the first failure, says what to do, and packs
+versions, logs and figures into one file to send.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_bundle(parser)
+    add_bundle(parser, nargs="?")
     parser.add_argument(
         "--reference", type=Path, metavar="BUNDLE", help="the same pair, built with --engine onnxruntime"
     )
@@ -40,6 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="find the first layer that differs from --reference, and write an archive for a bug report",
     )
     parser.add_argument(
+        "--first-gpu",
+        nargs="?",
+        type=Path,
+        const=Path("first-gpu.zip"),
+        metavar="FILE",
+        help="run every step of a first contact with a GPU, and write this archive (default: first-gpu.zip)",
+    )
+    parser.add_argument(
         "--timeout",
         type=at_least(1),
         default=300,
@@ -49,6 +63,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if (args.bundle is None) == (args.first_gpu is None):
+        args.usage_error("give a BUNDLE, or --first-gpu, which builds its own")
+    return _bundle(args) if args.first_gpu is None else _first_gpu(args.first_gpu)
+
+
+def _first_gpu(archive: Path) -> int:
+    from dflash_trt.reports.first_gpu import FirstGPU
+
+    first = FirstGPU(archive)
+    for step in first.run():
+        print_table(
+            [(step.state, f"{step.seconds:.0f} s", step.name + (f": {step.detail}" if step.detail else ""))]
+        )
+        sys.stdout.flush()
+    for engine, reason in first.left_out.items():
+        print_table([("left out", engine, reason)])
+    print(f"archive to send: {archive}")
+    return int(any(step.state != "passed" for step in first.steps))
+
+
+def _bundle(args: argparse.Namespace) -> int:
     from dflash_trt.reports.selftest import Selftest
 
     if args.localize is not None and args.reference is None:

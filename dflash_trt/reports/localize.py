@@ -1,8 +1,8 @@
 """The first layer of a bundle whose numbers differ from ONNX Runtime's, and an archive of it for a bug report.
 
-Every layer's keys and values are rows of a cache, and both engines keep them. They come from the layer's input. So the
-first layer whose rows differ is the one behind the fault, or has it in its own projections. No plan needs marks for
-this, and any engine can be asked.
+Every layer's keys and values are rows of a cache, and both engines keep them. They come from the layer's input, so the
+first layer whose rows differ comes after the fault, or has it in its own projections. No plan needs marks for this, and
+any engine can be asked.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.files.disk import whole_file
+from dflash_trt.reports.rounding import Limits, centred, deviation
 
 Array = np.ndarray[Any, Any]
 # A name, the models that it runs, the positions whose rows are compared, and what it gives.
@@ -27,44 +28,85 @@ Stage = tuple[str, Sequence[str], tuple[int, int], str, Callable[[Pair], Array]]
 
 @dataclass(frozen=True)
 class Compared:
-    """One tensor of both engines. `error`: the largest difference as a share of the reference's spread."""
+    """One tensor of both engines. `error`: their `deviation`. `limit`: the largest that rounding explains."""
 
     stage: str
     model: str
     tensor: str
     error: float
+    limit: float
+
+    @property
+    def wrong(self) -> bool:
+        return self.error > self.limit
 
 
 class Localizer:
-    """Passes of two pairs in step, and the comparison of all that they keep.
+    """Passes of two pairs in step, and the comparison of all that they keep."""
 
-    limit: the error that rounding explains.
-    """
-
-    def __init__(self, pair: Pair, reference: Pair, limit: float) -> None:
-        self.pair, self.reference, self.limit = pair, reference, limit
+    def __init__(self, pair: Pair, reference: Pair, limits: Limits) -> None:
+        self.pair, self.reference, self.limits = pair, reference, limits
         self.compared: list[Compared] = []
         self.first: Compared | None = None
         self.tensors: tuple[Array, Array] | None = None  # of the first that differs
+        self._largest: float | None = None  # of the target's logits
 
     def run(self, stages: Sequence[Stage]) -> None:
         """Run each stage on both."""
         for stage, models, span, output, run in stages:
-            ours, theirs = run(self.pair), run(self.reference)
+            theirs, ours = run(self.reference), run(self.pair)
             for model in models:
                 for tensor, a, b in self._rows(model, *span):
                     self._compare(stage, model, tensor, a, b)
-            self._compare(stage, "target" if output == "logits" else "drafter", output, ours, theirs)
+                if (model == "target") == (output == "logits"):
+                    self._compare_output(stage, model, output, ours, theirs)
+
+    def _compare_output(self, stage: str, model: str, output: str, ours: Array, theirs: Array) -> None:
+        """Log-probabilities err as the largest logits do, however near to 0 they are."""
+        if output == "logits":
+            ours, theirs = centred(ours), centred(theirs)
+            self._largest = float(np.abs(theirs).max())
+        self._compare(stage, model, output, ours, theirs, size=None if output == "logits" else self._largest)
 
     def describe(self) -> str:
+        """The first tensor that differs, and the part of the model that is at fault."""
         if self.first is None:
-            worst = max(each.error for each in self.compared)
-            return f"no layer differs; the largest error is {worst:.3f} of the spread"
+            worst = max(self.compared, key=lambda each: each.error / each.limit)
+            return (
+                f"no layer differs; the largest error is {worst.error:.2g} of the size, {worst.tensor} of the "
+                f"{worst.model}, where rounding explains {worst.limit:.2g}"
+            )
         first = self.first
-        same = [e for e in self.compared if (e.stage, e.model) == (first.stage, first.model)]
-        before = [e.tensor for e in same[: same.index(first)]]
-        behind = f"; {before[-1]} before it is right" if before else ""
-        return f"{first.stage}: {first.tensor} of the {first.model} differs by {first.error:.2f} of the spread{behind}"
+        return (
+            f"{first.stage}: {first.tensor} of the {first.model} differs by {first.error:.2g} of its size, where "
+            f"rounding explains {first.limit:.2g}; look at {self.culprit()}"
+        )
+
+    def culprit(self) -> str:
+        """The part of the model whose fault explains which tensors of the first wrong layer differ."""
+        assert self.first is not None
+        model, tensor = self.first.model, self.first.tensor
+        same = [each for each in self.compared if (each.stage, each.model) == (self.first.stage, model)]
+        kind, dot, layer = tensor.rpartition(".")
+        layers = [each.tensor.rpartition(".")[2] for each in same if "." in each.tensor]
+        if not dot:
+            after = f"layer {layers[-1]} after its keys and values, " if layers else ""
+            return f"the {model}'s {after}a later layer, the final norm or the head"
+        wrong = {
+            each.tensor.rpartition(".")[0]
+            for each in same
+            if each.wrong and each.tensor.endswith(dot + layer)
+        }
+        if len(wrong) == 1:
+            part = "value projection" if kind.startswith("v") else "key projection, key norm or rotation"
+            return f"the {model}'s layer {layer}: its {part}"
+        if model == "drafter":  # whose layers all read the same features
+            return f"the drafter's tapped features, their projection, or layer {layer}'s own projections"
+        if layer == layers[0]:
+            before = "embedding" if layer == "0" else f"layers before layer {layer}"
+        else:
+            before = f"layer {layers[layers.index(layer) - 1]} after its keys and values"
+        return f"the target's {before}, or layer {layer}'s input norm"
 
     def _rows(self, model: str, start: int, stop: int) -> Iterator[tuple[str, Array, Array]]:
         """The rows of both engines' caches, layer by layer, as [positions, numbers]."""
@@ -72,12 +114,13 @@ class Localizer:
         for name, rows in ours.items():
             yield name, *_alike(rows, theirs[name])
 
-    def _compare(self, stage: str, model: str, tensor: str, ours: Array, theirs: Array) -> None:
-        spread = max(float(np.std(theirs)), 1e-6)
-        error = float(np.abs(ours - theirs).max() / spread) if np.isfinite(ours).all() else float("inf")
-        comparison = Compared(stage, model, tensor, error)
+    def _compare(
+        self, stage: str, model: str, tensor: str, ours: Array, theirs: Array, size: float | None = None
+    ) -> None:
+        error = deviation(ours, theirs, size=size, median=self.limits.experts)
+        comparison = Compared(stage, model, tensor, error, self.limits.of(model, tensor))
         self.compared.append(comparison)
-        if self.first is None and error > self.limit:
+        if self.first is None and comparison.wrong:
             self.first, self.tensors = comparison, (ours, theirs)
 
 
@@ -104,7 +147,6 @@ def write_archive(
     """
     with whole_file(archive) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
         errors = {
-            "limit": localizer.limit,
             "result": localizer.describe(),
             "first": localizer.first and asdict(localizer.first),
             "compared": [asdict(each) for each in localizer.compared],

@@ -28,14 +28,13 @@ from dflash_trt.errors import DFlashError
 from dflash_trt.llm import LLM
 from dflash_trt.reports.environment import describe
 from dflash_trt.reports.localize import Localizer, cache_rows, write_archive
-from dflash_trt.reports.verification import chains, verify
+from dflash_trt.reports.rounding import PART, Limits, centred, deviation
+from dflash_trt.reports.verification import Case, Difference, chains, verify
 
 Array = np.ndarray[Any, Any]
 FORMAT = "dflash-trt selftest"
-# The prompt that the passes read, in tokens, and the block that they verify.
+# Tokens of the prompt that the passes read, beyond the shortest window where there is one.
 _PROMPT = 24
-# Two ways of computing the same logits may differ by this share of their spread: rounding of BF16 over many layers.
-_ROUNDING = 0.06
 # The number of the check that loads the bundle.
 _LOADING = 2
 
@@ -69,11 +68,16 @@ class Selftest:
     def __init__(self, bundle: Path, reference: Path | None = None) -> None:
         self.bundle, self.reference_path = Bundle.open(bundle), reference
         self.reference: LLM | None = None
+        self.limits = Limits(self.bundle.manifest)
+        self.localizer: Localizer | None = None
         self._llm: LLM | None = None
+        self._expected: list[tuple[Array, Array]] = []  # the reference's drafts and their log-probabilities
+        self._header: dict[str, Any] = {}
         rng = np.random.default_rng(0)
         vocab = self.bundle.manifest["vocab_size"]
         self.block: int = self.bundle.manifest["block_size"]
-        self.length = max(2, min(_PROMPT, self.bundle.capacity // 3))
+        windows = [kind.window for kind in self.bundle.cache_kinds("target") if kind.window is not None]
+        self.length = max(2, min(_PROMPT + min(windows, default=0), self.bundle.capacity // 3))
         self.prompt: list[int] = rng.integers(0, vocab, self.length).tolist()
         self.tokens: list[int] = rng.integers(0, vocab, self.block).tolist()
         self.checks: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [
@@ -81,11 +85,9 @@ class Selftest:
             ("integrity", "the engines take and give what the manifest says", self.integrity),
             ("kernels", "each kernel gives its reference's numbers, and the host's tokens", self.kernels),
             ("cache writes", "a pass writes its rows, and no others", self.cache_writes),
-            (
-                "prefill",
-                "the target's numbers are right, and a pass is over when they are read",
-                self.prefill,
-            ),
+            ("copies", "rows that are copied or kept give the same logits", self.copies),
+            ("prefill", "a pass is over when its numbers are read", self.prefill),
+            ("layers", "every layer's numbers are right, of the target and the drafter", self.layers),
             ("chunks", "prefill in parts and verification give the logits of one prefill", self.chunks),
             ("batch", "a sequence does not depend on other slots", self.batch),
             ("replay", "a recorded pass repeats the plain one", self.replay),
@@ -125,8 +127,10 @@ class Selftest:
             yield result
 
     def header(self) -> dict[str, Any]:
-        fields = {name: value for name, value in self.bundle.manifest.items() if name != "files"}
-        return {"bundle": fields, "machine": describe()}
+        if not self._header:
+            fields = {name: value for name, value in self.bundle.manifest.items() if name != "files"}
+            self._header = {"bundle": fields, "machine": describe()}
+        return self._header
 
     @property
     def llm(self) -> LLM:
@@ -143,7 +147,7 @@ class Selftest:
                 llm.close()
 
     def environment(self) -> dict[str, Any]:
-        machine = describe()
+        machine = self.header()["machine"]
         return {"dflash_trt": machine["dflash_trt"], "gpus": machine["gpus"], "cpu": machine["cpu"]}
 
     def integrity(self) -> dict[str, Any]:
@@ -193,28 +197,75 @@ class Selftest:
             raise Failure(f"a pass did not write rows {n} to {n + self.block - 1}")
         return {"caches": len(written)}
 
+    def copies(self) -> dict[str, Any]:
+        self._prefill(self.prompt)
+        expected, last = self._verify(1)[0], self.pair.slots - 1
+        length = self.pair.lengths(0, self.length, draft=False)[0][-1]
+        kept = self.pair.keep(0, 0, length, length, draft=False)
+        self.pair.clear(0)
+        self.pair.restore(0, [kept], length, draft=False)
+        errors = {"kept": self._continued("kept and restored", length, expected)}
+        if last:
+            _prefill(self.pair, self.prompt, 0, last)
+            length = self.pair.lengths(last, self.length, draft=False)[0][-1]
+            self.pair.clear(0)
+            self.pair.copy(last, 0, length, draft=False)
+            errors["copied"] = self._continued(f"copied from slot {last}", length, expected)
+        return errors
+
+    def _continued(self, how: str, length: int, expected: Array) -> float:
+        """Read what the first `length` rows of slot 0 lack of the prompt, and verify."""
+        if length < self.length:
+            _prefill(self.pair, self.prompt[length:], length, 0)
+        return self._close(f"logits after {length} rows that were {how}", self._verify(1)[0], expected)
+
     def prefill(self) -> dict[str, Any]:
         first = self._prefill(self.prompt)
         self.pair.arrays.wait()
-        again = self._prefill(self.prompt)
-        if not np.array_equal(first, again):
+        if not np.array_equal(first, self._prefill(self.prompt)):
             raise Failure(
                 "two equal passes differ: a result was read before its pass had ended, or memory is shared"
             )
+        return {}
+
+    def layers(self) -> dict[str, Any]:
         if self.reference is None:
-            raise Skip("repeated equally; give --reference to compare the numbers with ONNX Runtime's")
-        expected = _prefill(self.reference._runtime.pair, self.prompt, 0, 0)
-        return {"error": _close("logits of a prefill and ONNX Runtime's", first, expected)}
+            raise Skip("give --reference to compare the numbers with ONNX Runtime's")
+        self.localizer = Localizer(self.pair, self.reference._runtime.pair, self.limits)
+        length, block = self.length, self.tokens
+        self.localizer.run(
+            [
+                (
+                    *("prefill", ("target", "drafter"), (0, length), "logits"),
+                    lambda pair: _prefill(pair, self.prompt, 0, 0, draft=True),
+                ),
+                (
+                    *("verification", ("target",), (length, length + len(block)), "logits"),
+                    lambda pair: _verify(pair, [block], length)[0],
+                ),
+                (
+                    "draft",
+                    ("drafter",),
+                    (0, length),
+                    "log-probabilities",
+                    lambda pair: self._drafted(pair)[0],
+                ),
+            ]
+        )
+        if self.localizer.first is not None:
+            raise Failure(self.localizer.describe())
+        worst = max(each.error / each.limit for each in self.localizer.compared)
+        return {"share of what rounding explains": round(worst, 3)}
 
     def chunks(self) -> dict[str, Any]:
         whole, n = self._prefill(self.prompt), self.length
         self._prefill(self.prompt[: n // 2])
         split = _prefill(self.pair, self.prompt[n // 2 :], n // 2, 0)
-        errors = {"split": _close("logits of a prompt in one part and in two", split, whole)}
+        errors = {"split": self._close("logits of a prompt in one part and in two", split, whole)}
         rows = min(self.block, n - 1)
         self._prefill(self.prompt[: n - rows])
         logits = _verify(self.pair, [self.prompt[n - rows :]], n - rows)[0, -1]
-        errors["verified"] = _close("logits of prefill and of verification", logits, whole)
+        errors["verified"] = self._close("logits of prefill and of verification", logits, whole)
         return errors
 
     def batch(self) -> dict[str, Any]:
@@ -225,7 +276,7 @@ class Selftest:
         for slot in range(1, self.pair.slots):
             _prefill(self.pair, self.tokens[::-1], 0, slot)
         together = self._verify(self.pair.slots)[0]
-        return {"error": _close("logits of a sequence alone and in a batch", together, alone)}
+        return {"error": self._close("logits of a sequence alone and in a batch", together, alone)}
 
     def replay(self) -> dict[str, Any]:
         self._prefill(self.prompt)
@@ -239,15 +290,15 @@ class Selftest:
 
     def drafts(self) -> dict[str, Any]:
         """Two rounds: the second one reads features of the first verification."""
-        drafted = self._drafted(self.pair)
         if self.reference is None:
             raise Skip("give --reference to compare them with ONNX Runtime's")
-        expected = self._drafted(self.reference._runtime.pair)
+        expected, drafted = self._drafted(self.reference._runtime.pair), self._drafted(self.pair)
+        largest = float(np.abs(centred(self._prefill(self.prompt))).max())
         errors = {}
-        for i, (ours, theirs) in enumerate(zip(drafted, expected, strict=True)):
-            which = "after a prefill" if i == 0 else "after a verification"
-            errors[which] = _close(
-                f"the drafter's log-probabilities {which} and ONNX Runtime's", ours, theirs
+        for which, ours, theirs in zip(("prefill", "verification"), drafted, expected, strict=True):
+            what = f"the drafter's log-probabilities after a {which} and ONNX Runtime's"
+            errors[f"after a {which}"] = self._close(
+                what, ours, theirs, "drafter", "log-probabilities", largest
             )
         return errors
 
@@ -266,23 +317,41 @@ class Selftest:
         return {"accepted": accepted}
 
     def verified_tokens(self) -> dict[str, Any]:
-        from dflash_trt.prompts import Prompt
-
-        prompts = [Prompt(id="selftest", category="selftest", content="The capital of France is")]
         figures: dict[str, Any] = {}
-        for case in verify(
-            self.llm,
-            prompts,
-            temperatures=[0.0, 1.0],
-            ways=chains((self.block, None)),
-            batch_sizes=[1],
-            max_tokens=min(32, self.bundle.capacity // 3),
-        ):
+        for case in self._drafting(self.llm):
             name = f"temperature {case.temperature:g}, block {case.block_length or 'auto'}"
             figures[name] = round(case.mean_acceptance_length, 3)
-            if case.differing:
+            if case.first_difference is not None and not self._tied(case.first_difference):
                 raise Failure(f"{name}: drafting changed tokens: {case.first_difference}")
+            if case.accepted == 1 and self.reference is not None:
+                expected = next(each for each in self._drafting(self.reference, case) if each.drafted)
+                if expected.accepted < 1:
+                    raise Failure(
+                        f"{name}: all {case.drafted} drafts were accepted, but {expected.accepted:.2f} of ONNX "
+                        "Runtime's: the drafter reads what it should predict, or is not the one that drafts"
+                    )
         return {"mean_acceptance_length": figures}
+
+    def _tied(self, difference: Difference) -> bool:
+        """Whether rounding explains which of two tokens won. Passes of other widths may round a logit otherwise."""
+        if difference.plain_token is None or difference.drafted_token is None:
+            return False
+        return difference.margin is None or abs(difference.margin) <= PART * self.limits.of(
+            "target", "logits"
+        )
+
+    def _drafting(self, llm: LLM, like: Case | None = None) -> Iterator[Case]:
+        """A short answer with and without drafts: at temperature 0 and 1, or as `like`."""
+        from dflash_trt.prompts import Prompt
+
+        return verify(
+            llm,
+            [Prompt(id="selftest", category="selftest", content="The capital of France is")],
+            temperatures=[0.0, 1.0] if like is None else [like.temperature],
+            ways=chains((self.block, None) if like is None else [like.block_length]),
+            batch_sizes=[1],
+            max_tokens=min(32, self.bundle.capacity // 3),
+        )
 
     def time(self) -> dict[str, Any]:
         self._prefill(self.prompt)
@@ -300,36 +369,16 @@ class Selftest:
         }
 
     def localize(self, report: Path, archive: Path) -> str:
-        """The first layer that differs from the reference, in words. Writes the archive of a bug report."""
-        if self._llm is None or self.reference is None:
+        """What `layers` found, in words. Writes the archive of a bug report."""
+        if self.localizer is None:
             raise DFlashError(
                 f"{self.bundle.path}: did not load, or has no --reference; layers are compared with "
                 "ONNX Runtime's"
             )
-        length, block = self.length, self.tokens
-
-        def prefill(pair: Pair) -> Array:
-            return _prefill(pair, self.prompt, 0, 0, draft=True)
-
-        def verify_block(pair: Pair) -> Array:
-            logits: Array = _verify(pair, [block], length)[0]
-            return logits
-
-        def draft(pair: Pair) -> Array:
-            return self._drafted(pair)[0]
-
-        localizer = Localizer(self.pair, self.reference._runtime.pair, _ROUNDING * 4)
-        localizer.run(
-            [
-                ("prefill", ("target", "drafter"), (0, length), "logits", prefill),
-                ("verification", ("target",), (length, length + len(block)), "logits", verify_block),
-                ("draft", ("drafter",), (0, length), "log-probabilities", draft),
-            ]
-        )
-        tokens = {"prompt": self.prompt, "block": block}
+        tokens = {"prompt": self.prompt, "block": self.tokens}
         written = json.loads(report.read_text(encoding="utf-8"))
-        write_archive(archive, localizer, written, tokens, self.bundle.path)
-        return localizer.describe()
+        write_archive(archive, self.localizer, written, tokens, self.bundle.path)
+        return self.localizer.describe()
 
     def _prefill(self, tokens: Sequence[int], slot: int = 0) -> Array:
         return _prefill(self.pair, tokens, 0, slot)
@@ -342,12 +391,28 @@ class Selftest:
         return [rows for _, rows in cache_rows(self.pair, "target", slot, start, stop)]
 
     def _drafted(self, pair: Pair) -> list[Array]:
+        """Log-probabilities of the drafts of two rounds. The reference drafts first.
+
+        After a token that the reference did not draft, a drafter may go on otherwise: there its numbers are taken, and
+        its tokens are verified, so that the rows of both remain the same.
+        """
+        ours = self.reference is None or pair is not self.reference._runtime.pair
         _prefill(pair, self.prompt, 0, 0, draft=True)
         request, logprobs = self._request(self.prompt, self.tokens[0]), []
-        for _ in range(2):
+        if not ours:
+            self._expected = []
+        for i in range(2):
             draft = pair.propose([request], self.block)
+            tokens, given = np.array(draft.tokens), np.array(draft.logprobs)[0]
+            if not ours:
+                self._expected.append((tokens, given))
+            elif not np.array_equal(tokens, self._expected[i][0]):
+                first = int(np.argmax(tokens[0] != self._expected[i][0][0]))  # a draft of logprobs[first - 1]
+                tokens, theirs = self._expected[i]
+                given = np.concatenate([given[:first], theirs[first:]])
+                draft = Draft(tokens, None, theirs[None])
             pair.verify([request], draft)
-            logprobs.append(np.array(draft.logprobs)[0])
+            logprobs.append(given)
             pair.commit(request, 0, [0, 1])
             request.committed += 2
         return logprobs
@@ -358,6 +423,23 @@ class Selftest:
         request.slot, request.committed = 0, len(prompt)
         request.output.append(anchor)
         return request
+
+    def _close(
+        self,
+        what: str,
+        a: Array,
+        b: Array,
+        model: str = "target",
+        tensor: str = "logits",
+        size: float | None = None,
+    ) -> float:
+        """Their deviation. Raises Failure if rounding does not explain it."""
+        if tensor == "logits":
+            a, b = centred(a), centred(b)
+        error, limit = deviation(a, b, size=size, median=self.limits.experts), self.limits.of(model, tensor)
+        if error > limit:
+            raise Failure(f"{what} differ by {error:.2g} of their size, where rounding explains {limit:.2g}")
+        return float(f"{error:.3g}")
 
     def _generate(self, params: SamplingParams) -> list[int]:
         return list(self.llm.generate(self.prompt, params).token_ids)
@@ -392,13 +474,3 @@ def _same(what: str, a: Sequence[int], b: Sequence[int]) -> None:
     if list(a) != list(b):
         at = next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), len(a))
         raise Failure(f"{what} differ from token {at} on: {list(a)[at : at + 3]} and {list(b)[at : at + 3]}")
-
-
-def _close(what: str, a: Array, b: Array) -> float:
-    """The largest difference as a share of the spread of `b`. Raises Failure if rounding does not explain it."""
-    if not np.isfinite(a).all():
-        raise Failure(f"{what}: not finite")
-    error = float(np.abs(a - b).max() / max(float(np.std(b)), 1e-6))
-    if error > _ROUNDING * 4:
-        raise Failure(f"{what} differ by {error:.2f} of their spread, which rounding does not explain")
-    return round(error, 5)

@@ -6,9 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from time import perf_counter
+from typing import Any
+
+import numpy as np
 
 from dflash_trt.decoding.options import DraftingOptions
 from dflash_trt.decoding.params import Completion, SamplingParams
+from dflash_trt.decoding.sampling.philox import gumbel_from_bits, token_bits
+from dflash_trt.decoding.sampling.sampler import process
 from dflash_trt.decoding.statistics import Statistics
 from dflash_trt.llm import LLM
 from dflash_trt.prompts import Prompt
@@ -19,7 +24,11 @@ TOP_P = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first position at which two token sequences differ. A token is None if its sequence has ended."""
+    """The first position at which two token sequences differ. A token is None if its sequence has ended.
+
+    margin: how far the plain token is ahead of the drafted one, with the noise of its temperature, as a share of the
+    root mean square of the centred logits. None if a token is excluded by top-p, or its sequence has ended.
+    """
 
     prompt_id: str
     position: int
@@ -28,6 +37,7 @@ class Difference:
     plain_text: str | None
     drafted_text: str | None
     logit_gap: float | None
+    margin: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,8 @@ class Case:
     batch_size: int
     equal: int
     differing: int
+    drafted: int  # tokens
+    accepted: float  # the share of them
     mean_acceptance_length: float
     first_difference: Difference | None
 
@@ -129,7 +141,7 @@ def verify(
                 for first in range(0, len(prompts), batch_size):
                     batch = slice(first, first + batch_size)
                     drafted += llm.generate(asked[batch], sampling[batch], **way)
-                yield _compare(llm, prompts, plain, drafted, temperature, way, batch_size)
+                yield _compare(llm, prompts, plain, drafted, sampling, way, batch_size)
 
 
 def _compare(
@@ -137,7 +149,7 @@ def _compare(
     prompts: Sequence[Prompt],
     plain: Sequence[Completion],
     drafted: Sequence[Completion],
-    temperature: float,
+    sampling: Sequence[SamplingParams],
     way: DraftingOptions,
     batch_size: int,
 ) -> Case:
@@ -147,31 +159,46 @@ def _compare(
         if one.token_ids != other.token_ids
     ]
     statistics = Statistics.merge(completion.statistics for completion in drafted)
+    i = differing[0] if differing else -1
     return Case(
-        temperature=temperature,
+        temperature=sampling[0].temperature,
         block_length=way.get("block_length"),
         tree_nodes=way.get("tree_nodes"),
         batch_size=batch_size,
         equal=len(prompts) - len(differing),
         differing=len(differing),
+        drafted=statistics.num_draft_tokens,
+        accepted=statistics.num_accepted_tokens / max(statistics.num_draft_tokens, 1),
         mean_acceptance_length=statistics.mean_acceptance_length,
-        first_difference=_difference(
-            llm, prompts[differing[0]].id, plain[differing[0]], drafted[differing[0]]
-        )
+        first_difference=_difference(llm, prompts[i].id, plain[i], drafted[i], sampling[i])
         if differing
         else None,
     )
 
 
-def _difference(llm: LLM, prompt_id: str, plain: Completion, drafted: Completion) -> Difference:
+def _difference(
+    llm: LLM, prompt_id: str, plain: Completion, drafted: Completion, params: SamplingParams
+) -> Difference:
     pairs = zip_longest(plain.token_ids, drafted.token_ids)
     position, (one, other) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    gap = None
+    gap, margin = None, None
     if one is not None and other is not None:
-        logits = llm.logits([*plain.prompt_token_ids, *plain.token_ids[:position]])
+        before = [*plain.prompt_token_ids, *plain.token_ids[:position]]
+        logits = llm.logits(before)
         gap = float(logits[one]) - float(logits[other])
+        margin = _margin(logits, one, other, params, len(before))
     plain_text, drafted_text = (
         None if token is None else llm.tokenizer.decode([token], skip_special_tokens=False)
         for token in (one, other)
     )
-    return Difference(prompt_id, position, one, other, plain_text, drafted_text, gap)
+    return Difference(prompt_id, position, one, other, plain_text, drafted_text, gap, margin)
+
+
+def _margin(logits: Any, one: int, other: int, params: SamplingParams, position: int) -> float | None:
+    ahead = float(logits[one]) - float(logits[other])
+    if params.temperature > 0:
+        scores = process(logits, params)[[one, other]]
+        assert params.seed is not None
+        scores = scores + gumbel_from_bits(token_bits(params.seed, position, np.array([one, other])))
+        ahead = float(scores[0] - scores[1]) * params.temperature
+    return ahead / float(np.std(logits)) if np.isfinite(ahead) else None

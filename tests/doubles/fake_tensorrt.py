@@ -12,11 +12,13 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.inliner
 
 from tests.doubles.cuda_double import ALIGNMENT, Cuda, Room
+from tests.doubles.rounding import in_float32
 from tests.doubles.sessions import session
 from tests.doubles.tensorrt_rules import RULES, refused, undefined
 from tests.doubles.trt_bodies import executable
@@ -27,6 +29,7 @@ NUMPY = {
     onnx.TensorProto.FLOAT: np.float32,
     onnx.TensorProto.INT64: np.int64,
     onnx.TensorProto.FLOAT16: np.float16,
+    onnx.TensorProto.BFLOAT16: ml_dtypes.bfloat16,
     onnx.TensorProto.BOOL: np.bool_,
 }
 
@@ -76,7 +79,7 @@ class TensorIOMode:
 
 
 class DataType:
-    FLOAT, HALF, BF16, INT64, BOOL = np.float32, np.float16, "bf16", np.int64, np.bool_
+    FLOAT, HALF, BF16, INT64, BOOL = np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.bool_
 
 
 class LayerType:
@@ -273,21 +276,22 @@ class Engine:
 
     def __init__(self, profiles: list[dict[str, Any]], model: bytes, logger: Any) -> None:
         self._logger = logger
-        self._session = session(model)
-        graph = onnx.load_from_string(model).graph
+        self.document = onnx.load_from_string(model)
+        graph = self.document.graph
         self._profiles = profiles
         self._inputs = {i.name: Tensor(i) for i in graph.input}
         self._outputs = {o.name: Tensor(o) for o in graph.output}
         self._types = {v.name: NUMPY[v.type.tensor_type.elem_type] for v in (*graph.input, *graph.output)}
         self._names = [*self._inputs, *self._outputs]
         self.num_io_tensors = len(self._names)
+        self._session = session(in_float32(self.document))
         self._unread = self._shapes_of_queries()
 
     def _shapes_of_queries(self) -> dict[str, tuple[int, int]]:
         """Heads and their size of the outputs whose shapes the graph does not name."""
         names = [name for name in self._outputs if name.startswith("query.")]
         feeds = {n: np.zeros(self._profiles[-1][n][0], self._types[n]) for n in self._inputs}
-        found = self._session.run(names, feeds) if names else []
+        found = self._session.run(names, _as_given(feeds)) if names else []
         return {name: (array.shape[1], array.shape[3]) for name, array in zip(names, found, strict=True)}
 
     def get_tensor_name(self, index: int) -> str:
@@ -456,6 +460,11 @@ class _Run:
 
     def __call__(self) -> None:
         feeds = {name: self.memory(name).copy() for name in self.engine._inputs}
-        results = self.engine._session.run(list(self.engine._outputs), feeds)
+        results = self.engine._session.run(list(self.engine._outputs), _as_given(feeds))
         for name, result in zip(self.engine._outputs, results, strict=True):
             self.memory(name)[...] = result
+
+
+def _as_given(feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the session takes: float32 for BF16."""
+    return {n: a.astype(np.float32) if a.dtype == ml_dtypes.bfloat16 else a for n, a in feeds.items()}

@@ -1,0 +1,206 @@
+"""Every command of a first contact with a GPU, in order, and one archive of what they said.
+
+Each command runs in a process of its own, because a fault in a library of the GPU ends the process that met it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from time import perf_counter
+
+from dflash_trt.engines.registry import DEFAULT, engines
+from dflash_trt.errors import UsageError
+from dflash_trt.files.disk import whole_file
+
+FORMAT = "dflash-trt first gpu"
+# The longest time of a command in seconds.
+LIMIT = 1800
+# Runs a command of dflash-trt. Its output and its errors go to the two files. Returns the exit code.
+Runner = Callable[[Sequence[str], Path, Path], int]
+_ADVICE = {
+    "doctor": "install what it lists as missing, then start again",
+    "build": "its log ends with the builder's own words; doctor.json has the versions and the GPU it was built for",
+    "selftest": "the first check that failed is nearest to the cause; docs/guides/gpu.md says what each one means",
+    "verify": "see its log; in BF16 rounding may choose another token where two logits are nearly equal",
+    "bench": "see its log",
+}
+# The archive's own notes for who receives it.
+_CONTENTS = """\
+first_gpu.json      every command, its exit code and seconds, and what was left out
+packages.json       installed Python packages and their versions
+*.json, *.txt       what each command printed, and its errors
+bundles/            manifests and logs of the builds; no weights, no plans
+*/selftest.json     the figures of each check
+*/layers.json       the error of every layer, *.npz the first tensors that differ, tokens.json the tokens that were read
+
+There are no prompts but the package's own, no weights and no environment variables. Home directories are written as ~.
+"""
+
+
+@dataclass
+class Step:
+    """A command and how it ended: passed, differs (tokens are not all equal), failed, timed out or left out."""
+
+    name: str
+    command: Sequence[str]
+    state: str = "left out"
+    detail: str = ""
+    exit_code: int | None = None
+    seconds: float = 0.0
+
+
+def in_process_of_its_own(words: Sequence[str], output: Path, errors: Path) -> int:
+    """The `Runner` of the command line. Raises TimeoutExpired after LIMIT seconds."""
+    command = [sys.executable, "-m", "dflash_trt", *words]
+    with output.open("wb") as out, errors.open("wb") as err:
+        return subprocess.run(command, stdout=out, stderr=err, timeout=LIMIT, check=False).returncode
+
+
+class FirstGPU:
+    """The commands, in a temporary directory. `run` yields each step when it has ended, and stops at a failure.
+
+    Without an engine for a GPU that builds and runs here, they run on ONNX Runtime. `left_out` says why.
+    """
+
+    def __init__(self, archive: Path, runner: Runner = in_process_of_its_own) -> None:
+        """Raises UsageError if there is no directory for the archive."""
+        if not archive.absolute().parent.is_dir():
+            raise UsageError(
+                f"--first-gpu is {archive}, and there is no directory {archive.parent}; make it first"
+            )
+        self.archive, self.runner = archive, runner
+        self.steps: list[Step] = []
+        self.left_out: dict[str, str] = {}
+
+    def run(self) -> Iterator[Step]:
+        with tempfile.TemporaryDirectory(prefix="dflash-first-gpu-") as made:
+            self.work = Path(made)
+            try:
+                for step in self._planned():
+                    self._run(step)
+                    yield step
+                    if step.state in ("failed", "timed out"):
+                        break
+            finally:
+                self._write()
+
+    def _planned(self) -> Iterator[Step]:
+        """The steps. Those after doctor depend on what it said."""
+        yield Step("doctor", ["doctor", "--json"])
+        rows = {row["engine"]: row for row in json.loads(self._read("doctor.json"))["engines"]}
+        here = []
+        for engine in engines():
+            row = rows[engine.name]
+            if engine.memory.several_gpus:
+                self.left_out[engine.name] = "its server schedules for itself, and has checks of its own"
+            elif engine.name != DEFAULT and not (row["build"] and row["run"]):
+                self.left_out[engine.name] = f"cannot build and run here: {row['note']}"
+            elif engine.name != DEFAULT:
+                here.append(engine.name)
+        reference = str(self.work / "bundles" / DEFAULT)
+        yield Step("build", ["build", "--target", "tiny", "--out", reference])
+        for name in here or [DEFAULT]:
+            yield from self._of_engine(name, reference)
+
+    def _of_engine(self, name: str, reference: str) -> Iterator[Step]:
+        bundle, folder = str(self.work / "bundles" / name), self.work / name
+        folder.mkdir()
+        report = ["--report", str(folder / "selftest.json")]
+        if name != DEFAULT:
+            yield Step(f"build {name}", ["build", "--target", "tiny", "--engine", name, "--out", bundle])
+            report += ["--reference", reference, "--localize", str(folder / "selftest.zip")]
+        yield Step(f"selftest {name}", ["selftest", bundle, *report])
+        yield Step(f"verify {name}", ["verify", bundle, "--json"])
+        yield Step(f"verify {name} widths", ["verify", bundle, "--widths", "--limit", "2", "--json"])
+        loads = ["--concurrency", "1,4", "--requests", "16", "--max-tokens", "32"]
+        yield Step(f"bench {name}", ["bench", bundle, *loads, "--json"])
+
+    def _run(self, step: Step) -> None:
+        self.steps.append(step)
+        kind, file = step.name.partition(" ")[0], step.name.replace(" ", "-")
+        output = self.work / (f"{file}.json" if "--json" in step.command else f"{file}.txt")
+        errors, begin = self.work / f"{file}.errors.txt", perf_counter()
+        try:
+            step.exit_code = self.runner(step.command, output, errors)
+        except subprocess.TimeoutExpired:
+            step.state, step.detail = "timed out", f"did not end within {LIMIT} s"
+        else:
+            step.state = "passed" if step.exit_code == 0 else "failed"
+            if kind == "verify" and step.exit_code == 1 and self._read(output.name).strip():
+                step.state = "differs"
+        step.seconds = round(perf_counter() - begin, 1)
+        if step.state != "passed":
+            said = self._failed_line(output.name) or self._read(errors.name).strip()
+            if step.exit_code is not None and step.exit_code < 0:
+                step.detail = f"ended by signal {-step.exit_code}"
+            lines = [step.detail, said.splitlines()[-1] if said else "", _ADVICE[kind]]
+            step.detail = self._private("; ".join(filter(None, lines)))
+
+    def _failed_line(self, name: str) -> str:
+        """The first failed check, without the wrapping of a table."""
+        return next((line for line in self._read(name).splitlines() if line.startswith("failed")), "")
+
+    def _read(self, name: str) -> str:
+        file = self.work / name
+        return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+    def _write(self) -> None:
+        summary = {
+            "format": FORMAT,
+            "steps": [asdict(step) for step in self.steps],
+            "left_out": self.left_out,
+        }
+        found = ((d.metadata["Name"], d.version) for d in metadata.distributions())
+        documents = {"first_gpu.json": summary, "packages.json": dict(sorted(found, key=str))}
+        with whole_file(self.archive) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+            packed.writestr("README.txt", _CONTENTS)
+            for name, document in documents.items():
+                packed.writestr(name, self._private(json.dumps(document, indent=1) + "\n"))
+            for path in sorted(self.work.rglob("*")):
+                name = path.relative_to(self.work).as_posix()
+                if path.suffix == ".zip":
+                    self._unpack(path, name.rpartition("/")[0], packed)
+                elif _sent(name) and path.is_file():
+                    packed.writestr(name, self._private(self._read(name)))
+
+    def _unpack(self, path: Path, folder: str, packed: zipfile.ZipFile) -> None:
+        """What `--localize` found. The report and the builds' logs in its archive are beside it already."""
+        with zipfile.ZipFile(path) as given:
+            for name in given.namelist():
+                if name.endswith(".npz"):
+                    packed.writestr(f"{folder}/{name}", given.read(name))
+                elif name in ("layers.json", "tokens.json"):
+                    packed.writestr(f"{folder}/{name}", self._private(given.read(name).decode()))
+
+    def _private(self, text: str) -> str:
+        """The text without this machine's directories and without the values of secrets in the environment."""
+        for secret in _secrets(os.environ):
+            text = text.replace(secret, "***")
+        places = {str(self.work): "WORK", str(Path.cwd()): "CWD", sys.prefix: "PYTHON", str(Path.home()): "~"}
+        for place in sorted(places, key=len, reverse=True):
+            if len(place) > 1:
+                text = text.replace(place, places[place])
+        return text
+
+
+def _sent(name: str) -> bool:
+    """Of the bundles, manifests and logs only."""
+    if name.startswith("bundles/"):
+        return name.endswith(("/manifest.json", ".log"))
+    return name.endswith((".json", ".txt"))
+
+
+def _secrets(environment: Mapping[str, str]) -> Iterator[str]:
+    for name, value in environment.items():
+        if re.search("TOKEN|KEY|SECRET|PASSWORD", name.upper()) and len(value) >= 8:
+            yield value
