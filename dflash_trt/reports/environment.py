@@ -9,6 +9,8 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
+from dflash_plugins import compiled
+
 from dflash_trt import hardware
 from dflash_trt.engines.registry import DEFAULT, engines, find
 
@@ -49,6 +51,7 @@ def describe() -> dict[str, Any]:
         "memory_bytes": hardware.memory_bytes(),
         "gpus": hardware.gpus(),
         "onnxruntime_providers": _providers() if versions["onnxruntime"] else [],
+        "kernels": {"compiled_here": (problem := compiled.trial()) is None, "problem": problem},
         "missing": missing,
         "engines": _engines(missing),
     }

@@ -21,7 +21,7 @@ from dflash_plugins.version import NAMESPACE, versioned
 from dflash_trt.errors import BuildError
 
 if TYPE_CHECKING:
-    from dflash_plugins.compiler import Compiled
+    from dflash_plugins.compiled import Compiled
 
 # The largest number of taps of a supported drafter.
 MAX_TAPS = 16
@@ -270,9 +270,6 @@ PLUGINS = (
 )
 
 _ONES = Symbols([(1,) * 4] * MAX_TAPS, lambda a, b: 1, min)  # enough to count outputs
-# More shared memory needs an attribute that TensorRT cannot set at a launch. A kernel's use of it depends on Triton's
-# version.
-SHARED_BYTES = 48 << 10
 _registered_for: list[int] = []  # the only compute capability that this process builds for
 
 
@@ -322,18 +319,16 @@ class _Registration:
         return tuple(made)
 
     def tune(self, *arguments: Any) -> Any:
-        """The tile sizes that TensorRT can launch and should time."""
+        """The tile sizes that TensorRT can launch and should time: those that fit shared memory and registers."""
         inputs, values, outputs = arguments[: self.count], arguments[self.count : -1], arguments[-1]
         attributes = dict(zip(self.plugin.attributes, values, strict=True))
         types = ", ".join(_type_name(t.dtype) for t in (*inputs, *outputs))
         compiled = [self._compiled(inputs, attributes, tile) for tile in self.plugin.tiles]
-        tactics = [
-            i for i, each in enumerate(compiled, 1) if each.stores and each.shared_bytes <= SHARED_BYTES
-        ]
+        tactics = [i for i, each in enumerate(compiled, 1) if each.fits]
         if not tactics:
             raise BuildError(
-                f"{self.plugin.name}: no tile shape takes {SHARED_BYTES} bytes of shared memory or less; "
-                "build with --plugins none"
+                f"{self.plugin.name}: every tile shape spills registers or takes more than {uses.SHARED_BYTES} bytes of "
+                "shared memory; build with --plugins none"
             )
         return [self.trt.plugin.AutoTuneCombination(types, "LINEAR", tactics)]
 

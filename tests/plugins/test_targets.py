@@ -27,13 +27,13 @@ def cache(pytestconfig: pytest.Config) -> Path:
     return Path(pytestconfig.cache.mkdir("kernels"))
 
 
-def run(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run(cache: Path, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run in a process that compiles kernels instead of interpreting them."""
     path = os.pathsep.join([str(ROOT), *sys.path])
     environment = os.environ | {"DFLASH_KERNEL_CACHE": str(cache), "PYTHONPATH": path}
     environment.pop("TRITON_INTERPRET", None)
     return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, **options
     )
 
 
