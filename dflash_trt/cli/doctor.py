@@ -8,6 +8,7 @@ from typing import Any
 
 from dflash_trt.cli.options import add_json
 from dflash_trt.cli.output import byte_count, print_json, print_table
+from dflash_trt.extras import install
 
 SUMMARY = "show versions and the engines that this machine can build and run"
 DESCRIPTION = """\
@@ -58,10 +59,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _kernels(machine: Mapping[str, Any]) -> str:
     """Whether builds for TensorRT compile kernels on this machine, and what happens if they do not."""
-    problem = machine["kernels"]["problem"]
+    problem, triton = machine["kernels"]["problem"], f"Triton {machine['optional']['triton']}"
     if problem is None:
-        return f"compiled in builds by Triton {machine['optional']['triton']}; running a bundle needs no compiler"
+        known = (
+            "" if machine["kernels"]["tested"] else f" (not a tested version: {install('tensorrt:triton')})"
+        )
+        return f"compiled in builds by {triton}{known}; running a bundle needs no compiler"
     return (
         f"not compiled in builds. {problem}. In bundles built here, torch's operators run between passes, the host "
-        "samples, and plans have no plugins"
+        f"samples, and plans have no plugins ({install('tensorrt:triton')})"
     )

@@ -18,7 +18,7 @@ def attention(
     start: torch.Tensor | None = None,
     visible: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    tile: uses.AttentionTile = uses.ATTENTION_TILES[0],
+    tile: uses.AttentionTile | None = None,
     run: Run = by_triton,
 ) -> torch.Tensor:
     """q [B, H, S, D] over caches [B, N, C, D], all of one type -> y [B, H, S, D], all contiguous.
@@ -28,7 +28,7 @@ def attention(
     """
     batch, heads, count, head_dim = q.shape
     kv_heads, capacity, dtype = k_cache.shape[1], k_cache.shape[2], TYPE_NAMES[q.dtype]
-    group = heads // kv_heads
+    group, tile = heads // kv_heads, tile or uses.attention_tiles(head_dim)[0]
     parts = uses.attention_parts(batch, kv_heads, group * count)
     rows = batch * heads * count
 

@@ -104,7 +104,7 @@ def attended(device: torch.device | str, run: launch.Run) -> str:
     there = {n: t.to(device) for n, t in (drawn | {n: torch.from_numpy(a) for n, a in where.items()}).items()}
     expected = reference.attention(**{n: t.double().numpy() for n, t in drawn.items()}, **where)
     largest = np.abs(expected).max()
-    for tile in uses.ATTENTION_TILES[:2]:
+    for tile in uses.attention_tiles(size)[:2]:
         found = attention.attention(**there, tile=tile, run=run).cpu().double().numpy()
         error = float(np.abs(found - expected).max() / largest)
         if not error <= 4 * _ROUNDING:

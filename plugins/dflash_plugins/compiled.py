@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from dflash_trt.errors import BuildError, BundleError
 from dflash_trt.files.reading import read_object
 
 FILE = "kernels.json"
+TESTED = (3, 7, 1), (3, 10)  # versions of Triton: from the first on, before the second
 _MOST_BYTES = 16 << 20  # the kernels for a vocabulary of 201,088 tokens have 0.7 MB
 
 
@@ -54,6 +56,12 @@ def no_compiler() -> str | None:
     return None
 
 
+def tested(version: str) -> bool:
+    """Whether the tests of this package cover a version of Triton."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    return TESTED[0] <= numbers < TESTED[1]
+
+
 def trial() -> str | None:
     """Why a small kernel cannot be compiled here. None if it can."""
     try:
@@ -74,8 +82,8 @@ def compile_round(wanted: Sequence[Use]) -> dict[str, Compiled]:
     made = {use.digest: compile_kernel(use, ROUND_TARGET) for use in wanted}
     if wrong := [kernel for kernel in made.values() if not kernel.fits]:
         raise BuildError(
-            f"{wrong[0].name} writes nothing, spills registers or takes more than {SHARED_BYTES} bytes of shared memory; "
-            "install another version of Triton"
+            f"{wrong[0].name} writes nothing, spills registers or takes more than {SHARED_BYTES} bytes of shared "
+            "memory; install another version of Triton"
         )
     return made
 

@@ -80,7 +80,7 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def _resources(ptx: str, capability: int) -> tuple[int, int]:
+def resources(ptx: str, capability: int) -> tuple[int, int]:
     """Registers of a thread and bytes that it spills, from assembling the PTX with Triton's own ptxas."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
@@ -129,7 +129,7 @@ def _compile(use: Use, capability: int) -> Compiled:
     if meta.global_scratch_size or meta.profile_scratch_size:
         raise BuildError(f"it needs {meta.global_scratch_size} bytes of scratch memory")
     ptx = _without_hidden_parameters(made.asm["ptx"], meta.name)
-    registers, spill_bytes = _resources(ptx, capability)
+    registers, spill_bytes = resources(ptx, capability)
     return Compiled(
         name=meta.name,
         ptx=ptx,

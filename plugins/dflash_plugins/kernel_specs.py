@@ -66,9 +66,14 @@ class Tile:
     num_stages: int
 
 
-# For the few tokens of a verification; the last one for the many tokens of a prefill. TensorRT times and selects
-# them.
-TILES = (Tile(64, 128, 16, 4, 4), Tile(128, 128, 16, 8, 3), Tile(64, 128, 16, 4, 5), Tile(128, 128, 64, 8, 2))
+# For the few tokens of a verification; the last two for the many tokens of a prefill. TensorRT times those that fit.
+TILES = (
+    Tile(64, 128, 16, 4, 4),
+    Tile(128, 128, 16, 8, 3),
+    Tile(64, 128, 16, 4, 5),
+    Tile(128, 128, 64, 8, 2),
+    Tile(128, 64, 64, 8, 2),
+)
 
 
 def _optional(types: Types, constants: dict[str, Any], present: bool, **arguments: str) -> None:
@@ -270,14 +275,45 @@ class AttentionTile:
     columns: int = 0
 
 
-# For one or few rows; for a block; for the many rows of a prefill. TensorRT times those that its launch can hold.
-ATTENTION_TILES = (
-    AttentionTile(16, 32, 4, 2),
-    AttentionTile(64, 16, 4, 2),
-    AttentionTile(64, 32, 4, 2),
-    AttentionTile(64, 64, 4, 2),
-    AttentionTile(128, 32, 8, 2),
-)
+# By the width of a head, rounded up to a power of two: for one or few rows, for a block, for the many rows of a
+# prefill. TensorRT times those that fit its target.
+_ATTENTION_TILES = {
+    64: (
+        AttentionTile(16, 32, 4, 2),
+        AttentionTile(64, 16, 4, 2),
+        AttentionTile(64, 32, 4, 2),
+        AttentionTile(64, 64, 4, 2),
+        AttentionTile(128, 32, 8, 2),
+    ),
+    128: (
+        AttentionTile(16, 32, 4, 2),
+        AttentionTile(64, 16, 4, 2),
+        AttentionTile(64, 32, 8, 2, 64),
+        AttentionTile(64, 64, 4, 2, 64),
+        AttentionTile(64, 64, 8, 2, 64),
+    ),
+    256: (
+        AttentionTile(16, 32, 4, 2),
+        AttentionTile(32, 16, 4, 2),
+        AttentionTile(32, 32, 8, 2, 64),
+        AttentionTile(64, 32, 8, 2, 64),
+        AttentionTile(64, 64, 8, 2, 64),
+    ),
+    512: (
+        AttentionTile(16, 16, 8, 1),
+        AttentionTile(16, 32, 4, 2, 128),
+        AttentionTile(32, 16, 8, 2, 64),
+        AttentionTile(32, 32, 8, 2, 64),
+        AttentionTile(64, 16, 8, 2, 64),
+    ),
+}
+
+
+def attention_tiles(head_dim: int) -> tuple[AttentionTile, ...]:
+    """Tile shapes for heads of so many numbers. Those of 512 are also tried for wider ones."""
+    return _ATTENTION_TILES[min(512, max(64, power_of_two(head_dim)))]
+
+
 # Programs that fill a GPU: about two for each of the 132 to 188 multiprocessors of H200, B200 and RTX PRO 6000.
 ATTENTION_PROGRAMS = 256
 ATTENTION_SPLITS = 32  # the most parts of a row, all in the registers of one program

@@ -1,4 +1,4 @@
-"""Kernels between passes: compiled by a build, launched through a stand-in for the driver, or left to torch's operators.
+"""Kernels between passes: compiled by a build and launched by a stand-in for the driver, or left to torch's operators.
 
 The kernels are compiled in a process of their own, because this one interprets them.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from dflash_plugins.kernel_specs import ROUND_TARGET, round_uses
 
 from dflash_trt import LLM, SamplingParams, logs
 from dflash_trt.building.build import build
-from dflash_trt.bundle.manifest import Bundle, write_manifest
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.cli import main
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.reports.environment import describe
+from dflash_trt.reports import environment
 from tests.doubles import cuda_driver
 from tests.doubles.checkpoints import make_drafter, make_target
 from tests.engines.tensorrt.test_runtime import BLOCK, FLOAT32, here, prompts  # noqa: F401  # a fixture
@@ -150,7 +152,7 @@ def test_a_build_without_the_compiler_says_so_once(
         "broken": "TRITON_INTERPRET is set",
     }
     assert reasons[fault] in warning
-    assert reasons[fault] in describe()["kernels"]["problem"]
+    assert reasons[fault] in environment.describe()["kernels"]["problem"]
 
 
 def test_kernels_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,3 +185,40 @@ def test_no_c_compiler_and_no_headers_are_needed(tmp_path: Path, monkeypatch: py
     done = run(tmp_path, "-c", NO_COMPILER)
     names = ["accept_block", "compact_rows", "end_round", "fill_tokens", "sample_select", "sample_tiles"]
     assert done.stdout.strip() == f"{names} {{'sm_{ROUND_TARGET}'}}", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "problem", "says"),
+    [
+        ("3.9.0", None, "compiled in builds by Triton 3.9.0; running a bundle needs no compiler"),
+        ("3.10.0", None, "compiled in builds by Triton 3.10.0 (not a tested version: pip install "),
+        (
+            None,
+            "Triton, the compiler of kernels, cannot be imported",
+            "the host samples, and plans have no plugins",
+        ),
+    ],
+)
+def test_doctor_says_what_builds_do_about_kernels(
+    version: str | None,
+    problem: str | None,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = environment.versions_of
+    monkeypatch.setattr(compiled, "trial", lambda: problem)
+    monkeypatch.setattr(environment, "versions_of", lambda names: found(names) | {"triton": version})
+    assert main(["doctor"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert says in shown
+    assert problem is None or problem in shown
+
+
+def test_the_tested_versions_are_those_of_the_extras() -> None:
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    bounds = [".".join(map(str, bound)) for bound in compiled.TESTED]
+    for extra in ("tensorrt", "tensorrt-rtx"):
+        assert f"triton>={bounds[0]},<{bounds[1]}" in extras[extra]
+    tried = ("3.7.0", "3.7.1", "3.9.1+git1", "3.10.0")
+    assert [compiled.tested(version) for version in tried] == [False, True, True, False]
