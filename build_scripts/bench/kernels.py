@@ -29,8 +29,8 @@ HEADS = (64, 128, 256, 512)
 def kernels() -> Iterator[tuple[str, Any, uses.Use]]:
     """Kernels with tile shapes, and those without one, by the name of a group."""
     for head in HEADS:
-        for tile in uses.attention_tiles(head):
-            yield f"attention, heads of {head}", tile, uses.attend(8, 8, head, "bf16", tile, tree=True)
+        for shape in uses.attention_tiles(head):
+            yield f"attention, heads of {head}", shape, uses.attend(8, 8, head, "bf16", shape, tree=True)
         yield "merge", head, uses.merge(64, head, "bf16", sinks=True)
     for tile in uses.TILES:
         inner = (HIDDEN, HIDDEN)

@@ -134,15 +134,15 @@ import json
 from dflash_plugins import compiler
 from dflash_plugins import kernel_specs as uses
 def fits(head, tile, target):
-    made = compiler.compile_kernel(uses.attend(8, 8, head, "bf16", tile, tree=True), target)
-    return made.fits
+    return compiler.compile_kernel(uses.attend(8, 8, head, "bf16", tile, tree=True), target).fits
 found = {}
 for head in (128, 256, 512):
     tiles = uses.attention_tiles(head)
     for target in uses.TARGETS:
-        merged = compiler.compile_kernel(uses.merge(64, head, "bf16", sinks=True), target)
         most = next(tile.rows for tile in reversed(tiles) if fits(head, tile, target))
-        found[f"{head} {target}"] = [fits(head, tiles[0], target), merged.fits, most]
+        found[f"{head} {target}"] = [fits(head, tiles[0], target), most]
+for target in uses.TARGETS:
+    assert compiler.compile_kernel(uses.merge(64, head, "bf16", sinks=True), target).fits
 print(json.dumps(found))
 """
 
@@ -151,9 +151,8 @@ def test_attention_has_kernels_for_every_head(folder: str, cache: Path) -> None:
     """On each target: one for few rows, and one for the many rows of a prefill. They fit 48 KiB and do not spill."""
     done = run(cache, "-c", HEADS, folder=folder)
     assert done.returncode == 0, done.stderr
-    for name, (few, merged, most) in json.loads(done.stdout).items():
+    for name, (few, most) in json.loads(done.stdout).items():
         assert few, name
-        assert merged, name
         assert most >= (64 if name.startswith("128") else 32), name
 
 
