@@ -10,7 +10,7 @@
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test clients lint docs lock fuzz clean
+.PHONY: help demo test kernels clients lint docs lock fuzz clean
 
 # The first interpreter that runs (a pyenv shim may exist and fail), is new enough and can create a venv.
 RUNS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
@@ -19,6 +19,8 @@ PIP := -m pip --disable-pip-version-check install --quiet --quiet
 TEST ?= .venv-test
 TORCH := $(shell grep -om1 'torch==[0-9.]*' requirements/test.in)
 EXTRAS := gguf,serve,train,quantize,tensorrt-rtx,tensorrt-llm
+# The versions of Triton that pyproject.toml allows beside the newest, which the tests have.
+TRITONS := 3.7.1 3.8.0
 CLIENTS := langchain litellm pydantic_ai lm_eval aiperf harmony
 CLIENT_langchain := langchain-openai
 CLIENT_litellm := litellm mcp
@@ -34,6 +36,7 @@ FLOORS := import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['
 help:
 	@echo 'make demo    SmolLM2 and the pair tiny answer with and without drafts, side by side'
 	@echo 'make test    run the tests (installs torch into .venv-test)'
+	@echo 'make kernels compile the kernels with every version of Triton that is allowed'
 	@echo 'make clients run the clients of OpenAI'"'"'s API against the server, each in an environment of its own'
 	@echo 'make lint    ruff, mypy, the direction of imports between the rooms, the Dockerfile, compose and Kubernetes files'
 	@echo 'make docs    build the site into site/, run the commands of the pages from a wheel and compare what they print;'
@@ -52,6 +55,10 @@ test: $(TEST)/installed .venv-server/installed .venv-floors/installed
 	@$(TEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
 	@.venv-server/bin/python -m pytest server_tests
 	@.venv-floors/bin/python -m pytest $(CORE_TESTS)
+
+kernels: $(TEST)/installed $(TRITONS:%=$(TEST)/triton-%)
+	@TRITON_VERSIONS=$$(echo $(TRITONS:%=$(CURDIR)/$(TEST)/triton-%) | tr ' ' :) \
+	    $(TEST)/bin/python -m pytest tests/plugins/test_targets.py
 
 clients: $(TEST)/installed $(CLIENTS:%=.venv-clients/%/installed) .venv-clients/node/installed
 	@CLIENTS=$(CURDIR)/.venv-clients $(TEST)/bin/python -m pytest client_tests \
@@ -104,6 +111,10 @@ $(TEST)/installed: pyproject.toml requirements/test.txt requirements/test.in
 	$(call venv,$(@D))
 	@$(@D)/bin/python $(PIP) --constraint requirements/test.txt $(TORCH)
 	@$(@D)/bin/python $(PIP) --constraint requirements/test.txt --requirement requirements/test.in --editable '.[$(EXTRAS)]'
+	@touch $@
+
+$(TEST)/triton-%: $(TEST)/installed
+	@$(TEST)/bin/python $(PIP) --no-deps --upgrade --target $@ triton==$*
 	@touch $@
 
 .venv-server/installed: pyproject.toml requirements/server.txt requirements/server.in

@@ -30,7 +30,7 @@ from tests.doubles import (
     triton_interpreter,  # noqa: F401  # corrects it
 )
 from tests.doubles.checkpoints import make_drafter, make_target
-from tests.doubles.cuda_double import Cuda, by_operators, deferred
+from tests.doubles.cuda_double import Cuda, deferred
 
 Pair = tuple[Bundle, Bundle]
 
@@ -50,7 +50,6 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         patch.setattr(
             DeviceArrays, "samples", property(lambda self: False, lambda self, value: None), raising=False
         )
-        by_operators(patch)
         with deferred():  # the host samples, because Triton's interpreter is slow
             plain = build(*sources, directory / "onnxruntime", max_seq_len=96)
             yield (
@@ -238,6 +237,8 @@ def test_a_wrong_kernel_is_named(bundles: Pair, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(launch, "accept_block", nothing)
     monkeypatch.setattr(DeviceArrays, "samples", property(lambda self: True, lambda self, value: None))
+    by_triton = property(lambda self: launch.by_triton, lambda self, value: None)
+    monkeypatch.setattr(DeviceArrays, "run", by_triton, raising=False)
     first = first_failure(bundles, tmp_path)
     assert first.name == "kernels"
     assert first.detail.startswith("BlockAcceptance: [0, 0, 0, 0] drafts accepted, expected [")

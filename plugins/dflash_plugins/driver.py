@@ -1,0 +1,100 @@
+"""Launch compiled kernels through the GPU's driver: no compiler is needed where they run but the driver's own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dflash_plugins.compiled import Compiled
+from dflash_plugins.kernel_specs import SHARED_BYTES, Use
+from dflash_trt.errors import EngineError
+
+LIBRARY = "libcuda.so.1"
+_ALIGNMENT = 16  # of every pointer, which kernels are compiled for
+
+
+class Kernels:
+    """Kernels in the context that torch uses. An object is called as `launch.by_triton` is.
+
+    compiled: the kernels by the digests of their uses. Loading translates their PTX for this GPU.
+    stream: the number of the stream that a launch goes to.
+    compile_kernel: makes a kernel that is not among `compiled`. Without it, its launch raises EngineError.
+
+    Raises EngineError if the driver is missing or refuses a kernel.
+    """
+
+    def __init__(
+        self,
+        compiled: Mapping[str, Compiled],
+        *,
+        device: int,
+        stream: Callable[[], int],
+        compile_kernel: Callable[[Use], Compiled] | None = None,
+    ) -> None:
+        try:
+            self._library = ctypes.CDLL(LIBRARY)
+        except OSError as error:
+            raise EngineError(f"the driver's library cannot be opened: {error}") from error
+        self._stream, self._compile = stream, compile_kernel
+        self._context = ctypes.c_void_p()
+        self._call("cuInit", 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self._call("cuCtxSetCurrent", self._context)
+        self._loaded = {digest: (self._load(each), each) for digest, each in compiled.items()}
+
+    def __call__(self, use: Use, grid: tuple[int, ...], **arguments: Any) -> None:
+        """Queue a kernel. Tensors are contiguous and on the GPU; arguments that are None are constants of the kernel.
+
+        Raises EngineError if the kernel is missing, a tensor is not aligned, or the driver refuses the launch.
+        """
+        if use.digest not in self._loaded:
+            if self._compile is None:
+                raise EngineError(f"{use.function} was not compiled for these sizes")
+            made = self._compile(use)
+            self._loaded[use.digest] = self._load(made), made
+        function, compiled = self._loaded[use.digest]
+        values: list[Any] = []
+        for name in compiled.parameters:
+            kinds, given = use.types[name], arguments[name]
+            several = isinstance(kinds, tuple)
+            for kind, value in zip(kinds, given, strict=True) if several else [(kinds, given)]:
+                values.append(_value(f"{use.function}: {name}", str(kind), value))
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        sizes = (*grid, *[1] * (3 - len(grid)), compiled.threads, 1, 1, compiled.shared_bytes)
+        self._call("cuCtxSetCurrent", self._context)  # a thread that has used no torch yet has none
+        self._call(
+            "cuLaunchKernel",
+            function,
+            *map(ctypes.c_uint, sizes),
+            ctypes.c_void_p(self._stream()),
+            pointers,
+            None,
+        )
+
+    def _load(self, compiled: Compiled) -> ctypes.c_void_p:
+        if compiled.shared_bytes > SHARED_BYTES:
+            raise EngineError(
+                f"{compiled.name} takes {compiled.shared_bytes} bytes of shared memory, expected {SHARED_BYTES} or less"
+            )
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(module), compiled.ptx.encode())
+        self._call("cuModuleGetFunction", ctypes.byref(function), module, compiled.name.encode())
+        return function
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            raise EngineError(f"{name}: {(text.value or b'unknown error').decode()} (error {code})")
+
+
+def _value(name: str, kind: str, value: Any) -> Any:
+    """An argument as the kernel takes it: an address, or an integer."""
+    if not kind.startswith("*"):
+        return {"i32": ctypes.c_int32, "i64": ctypes.c_int64}[kind](value)
+    address = value.data_ptr()
+    if address % _ALIGNMENT:
+        raise EngineError(f"{name}: address {address:#x} is not a multiple of {_ALIGNMENT}")
+    return ctypes.c_void_p(address)
