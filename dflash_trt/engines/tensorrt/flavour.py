@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.extras import install
@@ -23,7 +23,9 @@ class Flavour:
     capabilities: tuple[int, ...]
     ahead: bool
     oldest: tuple[int, int]
-    plugins: bool = False  # whether it supports quickly deployable plugins
+    plugins: Literal[
+        "experts", "all"
+    ]  # what has our kernels: MXFP4 experts, or attention, taps and acceptance too
 
     @property
     def wheel(self) -> str:
@@ -93,7 +95,15 @@ class Flavour:
 FLAVOURS: Mapping[str, Flavour] = {
     flavour.name: flavour
     for flavour in (
-        Flavour("tensorrt-rtx", "TensorRT-RTX", "tensorrt_rtx", (80, 86, 89, 120, 121), True, (1, 7)),
+        Flavour(
+            "tensorrt-rtx",
+            "TensorRT-RTX",
+            "tensorrt_rtx",
+            (80, 86, 89, 120, 121),
+            ahead=True,
+            oldest=(1, 7),
+            plugins="experts",
+        ),
         Flavour(
             "tensorrt",
             "TensorRT",
@@ -101,7 +111,7 @@ FLAVOURS: Mapping[str, Flavour] = {
             (80, 86, 87, 89, 90, 100, 103, 110, 120, 121),
             ahead=False,
             oldest=(10, 15),
-            plugins=True,
+            plugins="all",
         ),
     )
 }
