@@ -28,6 +28,7 @@ from dflash_trt.errors import BuildError
 NAMES = ("MoERoute", "MoEGroup", "MoEGateUp", "MoEDown", "MoECombine")
 _KERNEL = "kernel"  # the field of a plan that holds a compiled kernel
 _creators: list[Any] = []  # TensorRT-RTX refers to them for as long as the process lives
+_failures: list[Exception] = []  # of kernels that a plan needs: an exception in `configure_plugin` ends the process
 
 
 def register(trt: Any, capability: int | None = None) -> None:
@@ -42,6 +43,13 @@ def register(trt: Any, capability: int | None = None) -> None:
                 raise BuildError(f"TensorRT-RTX {trt.__version__} refuses the plugin {each.name}")
     for each in _creators:
         each.capability = capability
+    _failures.clear()
+
+
+def check() -> None:
+    """Raise what went wrong while kernels were compiled for the last plan."""
+    if _failures:
+        raise _failures[0]
 
 
 class _Dimension:
@@ -179,8 +187,11 @@ def _plugin_class(trt: Any) -> Callable[..., Any]:
                 shape = _Shape(each.desc.dims)
                 shape.max = tuple(each.max)
                 given.append(_Input(shape, each.desc.type))
-            if self.capability is not None:
-                self.kernel = _compiled(self.plugin, given, self.attributes, self.capability)
+            try:
+                if self.capability is not None:
+                    self.kernel = _compiled(self.plugin, given, self.attributes, self.capability)
+            except Exception as error:
+                _failures.append(error)
 
         def get_fields_to_serialize(self) -> Any:
             fields = [_field(trt, name, [value]) for name, value in self.attributes.items()]

@@ -89,6 +89,7 @@ def build_plan(
             with partial.open("wb", buffering=0) as file:
                 writer = _writer(trt, file)
                 built = builder.build_serialized_network_to_stream(network, config, writer)
+                rtx.check()
                 for failure in (monitor.failure, writer.failure):
                     if isinstance(failure, OSError):
                         raise BuildError(f"{plan}: cannot be written: {failure.strerror}") from failure
