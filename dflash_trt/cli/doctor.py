@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from dflash_trt.cli.options import add_json
 from dflash_trt.cli.output import byte_count, print_json, print_table
+from dflash_trt.extras import install
 
 SUMMARY = "show versions and the engines that this machine can build and run"
 DESCRIPTION = """\
@@ -44,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             *((name, version or "missing") for name, version in machine["required"].items()),
             *((name, version or "not installed (optional)") for name, version in machine["optional"].items()),
             ("providers", ", ".join(machine["onnxruntime_providers"]) or "none"),
+            ("kernels", _kernels(machine)),
         ]
     )
     print()
@@ -51,3 +55,17 @@ def run(args: argparse.Namespace) -> int:
     rows = [(row["engine"], yes[row["build"]], yes[row["run"]], row["note"]) for row in machine["engines"]]
     print_table([("engine", "build", "run", ""), *rows], heading=True)
     return 1 if machine["missing"] else 0
+
+
+def _kernels(machine: Mapping[str, Any]) -> str:
+    """Whether builds for TensorRT compile kernels on this machine, and what happens if they do not."""
+    problem, triton = machine["kernels"]["problem"], f"Triton {machine['optional']['triton']}"
+    if problem is None:
+        known = (
+            "" if machine["kernels"]["tested"] else f" (not a tested version: {install('tensorrt:triton')})"
+        )
+        return f"compiled in builds by {triton}{known}; running a bundle needs no compiler"
+    return (
+        f"not compiled in builds. {problem}. In bundles built here, torch's operators run between passes, the host "
+        f"samples, and plans have no plugins ({install('tensorrt:triton')})"
+    )

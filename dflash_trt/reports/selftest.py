@@ -161,7 +161,7 @@ class Selftest:
     def kernels(self) -> dict[str, Any]:
         arrays: Any = self.pair.arrays
         if not getattr(arrays, "samples", False):
-            raise Skip("the host samples here")
+            raise Skip("no kernels run between passes here, and the host samples")
         faults = {name: problem for name, problem in arrays.kernel_problems().items() if problem}
         if faults:
             raise Failure("; ".join(f"{name}: {problem}" for name, problem in faults.items()))

@@ -1,7 +1,8 @@
 """Kernels in the Triton language, their launches, and their registration with TensorRT.
 
 `kernels/` holds only the kernels: nothing of PyTorch, TensorRT or a server. `reference.py` has the same operators in
-NumPy. `launch.py`, `attention.py` and `moe.py` launch the kernels on torch tensors. `compiler.py` compiles them to PTX
-without a GPU. `kernel_specs.py` gives the kernel and arguments of each TensorRT plugin. `registration.py` registers
-the plugins. Importing this package imports none of triton, torch and tensorrt.
+NumPy. `kernel_specs.py` gives the sizes that each is compiled for. `compiler.py` compiles them to PTX without a GPU,
+and `compiled.py` keeps them in a bundle. `launch.py`, `rounds.py`, `attention.py` and `moe.py` launch them on torch
+tensors, through `driver.py` where Triton may be missing. `registration.py` makes TensorRT plugins of them. Importing
+this package imports none of triton, torch and tensorrt.
 """

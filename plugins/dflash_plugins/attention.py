@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from dflash_plugins import kernel_specs as uses
-from dflash_plugins.kernels import attention as kernels
-from dflash_plugins.launch import TYPE_NAMES
+from dflash_plugins.launch import TYPE_NAMES, Run, by_triton
 
 
 def attention(
@@ -19,7 +18,8 @@ def attention(
     start: torch.Tensor | None = None,
     visible: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    tile: uses.AttentionTile = uses.ATTENTION_TILES[0],
+    tile: uses.AttentionTile | None = None,
+    run: Run = by_triton,
 ) -> torch.Tensor:
     """q [B, H, S, D] over caches [B, N, C, D], all of one type -> y [B, H, S, D], all contiguous.
 
@@ -28,34 +28,35 @@ def attention(
     """
     batch, heads, count, head_dim = q.shape
     kv_heads, capacity, dtype = k_cache.shape[1], k_cache.shape[2], TYPE_NAMES[q.dtype]
-    group = heads // kv_heads
+    group, tile = heads // kv_heads, tile or uses.attention_tiles(head_dim)[0]
     parts = uses.attention_parts(batch, kv_heads, group * count)
     rows = batch * heads * count
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
-    partial, largest, total = empty(parts * rows, head_dim), empty(parts * rows), empty(parts * rows)
+    parted = {
+        "partial": empty(parts * rows, head_dim),
+        "largest": empty(parts * rows),
+        "total": empty(parts * rows),
+    }
     tree = {} if visible is None else {"start": start, "visible": visible}
-    kernels.attend[(-(-group * count // tile.rows), batch * kv_heads, parts)](
-        *(q, k_cache, v_cache, first, last),
+    run(
+        uses.attend(kv_heads, group, head_dim, dtype, tile, tree=bool(tree)),
+        (-(-group * count // tile.rows), batch * kv_heads, parts),
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        first=first,
+        last=last,
         **tree,
         count=count,
         capacity=capacity,
         splits=parts,
-        partial=partial,
-        largest=largest,
-        total=total,
-        **uses.attend(kv_heads, group, head_dim, dtype, tile, tree=bool(tree)).launch,
+        **parted,
     )
     y = torch.empty_like(q)
-    kernels.merge[(rows,)](
-        *(partial, largest, total, q),
-        **{} if sinks is None else {"sinks": sinks},
-        rows=rows,
-        count=count,
-        splits=parts,
-        y=y,
-        **uses.merge(heads, head_dim, dtype, sinks=sinks is not None).launch,
-    )
+    sink = {} if sinks is None else {"sinks": sinks}
+    use = uses.merge(heads, head_dim, dtype, sinks=bool(sink))
+    run(use, (rows,), **parted, like=q, **sink, rows=rows, count=count, splits=parts, y=y)
     return y

@@ -26,36 +26,50 @@ _ROUNDING = 2**-8
 Array = np.ndarray[Any, Any]
 
 
-def problems(device: torch.device | str, *, vocab: int, taps: int, hidden: int) -> dict[str, str]:
-    """Run each operator. Returns a problem for each name, empty if its numbers are right."""
-    return {
-        "HiddenStateTap": gathered(device, taps, hidden),
-        "SampleRows": sampled(device, vocab),
-        "BlockAcceptance": accepted(device),
-        "Attention": attended(device),
-        "MoE": experts(device),
-        "Round": between_passes(device, vocab, taps * hidden),
+def problems(
+    device: torch.device | str,
+    run: launch.Run,
+    *,
+    vocab: int,
+    taps: int,
+    hidden: int,
+    dtype: torch.dtype,
+    block_size: int,
+    in_plans: bool,
+) -> dict[str, str]:
+    """Run each operator. Returns a problem for each name, empty if its numbers are right.
+
+    dtype: of features. block_size: the most nodes of a block. in_plans: also those operators whose kernels plans hold.
+    """
+    found = {
+        "SampleRows": sampled(device, run, vocab),
+        "BlockAcceptance": accepted(device, run),
+        "Round": between_passes(device, run, vocab, taps * hidden, dtype, block_size),
     }
+    if in_plans:
+        found["HiddenStateTap"] = gathered(device, run, taps, hidden)
+        found |= {"Attention": attended(device, run), "MoE": experts(device, run)}
+    return found
 
 
-def gathered(device: torch.device | str, taps: int, hidden: int) -> str:
+def gathered(device: torch.device | str, run: launch.Run, taps: int, hidden: int) -> str:
     rng = np.random.default_rng(0)
     rows = [torch.from_numpy(rng.standard_normal((6, hidden))).bfloat16() for _ in range(taps)]
     there = [row.to(device) for row in rows]
-    found = launch.gather_taps(there, torch.bfloat16, torch.tensor([3, 1]).to(device), 3).cpu()
+    found = launch.gather_taps(there, torch.bfloat16, torch.tensor([3, 1]).to(device), 3, run=run).cpu()
     expected = torch.cat(rows, dim=1)
     expected[[4, 5]] = 0
     return "" if torch.equal(found, expected) else "features are not the tapped rows side by side"
 
 
-def sampled(device: torch.device | str, vocab: int) -> str:
+def sampled(device: torch.device | str, run: launch.Run, vocab: int) -> str:
     rng = np.random.default_rng(0)
     logits = (2.5 * rng.standard_normal((len(_SAMPLED), 2, vocab))).astype(np.float32)
     positions = np.array([[5, 6]] * len(_SAMPLED))
     seeds = [7, 2**63 + 1, 3]
     tensors = launch.sampling_tensors(_SAMPLED, seeds, device)
     given = (torch.from_numpy(each).to(device) for each in (logits, positions))
-    found = launch.sample_rows(next(given), tensors, next(given))[0].cpu().tolist()
+    found = launch.sample_rows(next(given), tensors, next(given), run=run)[0].cpu().tolist()
     expected = [
         [sample(logits[i, r], params, seed, int(positions[i, r])) for r in range(2)]
         for i, (params, seed) in enumerate(zip(_SAMPLED, seeds, strict=True))
@@ -63,20 +77,17 @@ def sampled(device: torch.device | str, vocab: int) -> str:
     return "" if found == expected else f"tokens {found}, but the host's are {expected}"
 
 
-def accepted(device: torch.device | str) -> str:
+def accepted(device: torch.device | str, run: launch.Run) -> str:
     tokens, chosen = np.random.default_rng(0).integers(0, 2, (2, 4, 7))
-    order, start = np.tile(np.arange(7), (4, 1)), np.zeros(4, np.int64)
-    given = [
-        torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in (tokens, order, chosen, start)
-    ]
-    made = launch.accept_block(*given, block_size=5, mask_token=0)
-    found = made.accepted.cpu().tolist()
+    order = np.tile(np.arange(7), (4, 1))
+    given = [torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in (tokens, order, chosen)]
+    found = launch.accept_block(*given, run=run).accepted.cpu().tolist()
     pairs = zip(tokens.tolist(), chosen.tolist(), strict=True)
     expected = [len(reference.accept_block(*each)) - 1 for each in pairs]
     return "" if found == expected else f"{found} drafts accepted, expected {expected}"
 
 
-def attended(device: torch.device | str) -> str:
+def attended(device: torch.device | str, run: launch.Run) -> str:
     """A pass of two sequences: a tree of rows with sinks and a window, over slots of which the last ones are unused."""
     rng = np.random.default_rng(0)
     batch, heads, kv_heads, count, size, capacity = 2, 4, 2, 5, 64, 600
@@ -93,31 +104,38 @@ def attended(device: torch.device | str) -> str:
     there = {n: t.to(device) for n, t in (drawn | {n: torch.from_numpy(a) for n, a in where.items()}).items()}
     expected = reference.attention(**{n: t.double().numpy() for n, t in drawn.items()}, **where)
     largest = np.abs(expected).max()
-    for tile in uses.ATTENTION_TILES[:2]:
-        found = attention.attention(**there, tile=tile).cpu().double().numpy()
+    for tile in uses.attention_tiles(size)[:2]:
+        found = attention.attention(**there, tile=tile, run=run).cpu().double().numpy()
         error = float(np.abs(found - expected).max() / largest)
         if not error <= 4 * _ROUNDING:
             return f"differs by {error:.3f} of the largest number"
     return ""
 
 
-def between_passes(device: torch.device | str, vocab: int, features: int) -> str:
+def between_passes(
+    device: torch.device | str,
+    run: launch.Run,
+    vocab: int,
+    features: int,
+    dtype: torch.dtype,
+    block_size: int,
+) -> str:
     """Chains of two sequences with rows that are not finite, features that find no room, and ones that find it."""
-    rng = np.random.default_rng(0)
-    logits = rng.standard_normal((2, 3, vocab)).astype(np.float32)
-    logits[0, 1, -1], logits[1, 2, :], logits[1, 0, 0] = np.nan, -np.inf, -np.inf
-    drawn = {"features": (2, 3, features), "waiting": (3, 4, features)}
-    given = {n: torch.from_numpy(rng.standard_normal(s)).bfloat16() for n, s in drawn.items()}
+    rng, nodes = np.random.default_rng(0), min(3, block_size)
+    logits = rng.standard_normal((2, nodes, vocab)).astype(np.float32)
+    logits[0, nodes // 2, -1], logits[1, -1, :], logits[1, 0, 0] = np.nan, -np.inf, -np.inf
+    drawn = {"features": (2, nodes, features), "waiting": (3, 4, features)}
+    given = {n: torch.from_numpy(rng.standard_normal(s)).to(dtype) for n, s in drawn.items()}
     given |= {"logits": torch.from_numpy(logits), "places": torch.tensor([0, 3])}
-    whole = {"block": (2, 3), "drafts": (2, 2, 2)}
+    whole = {"block": (2, nodes), "drafts": (2, nodes - 1, 2)}
     blocks = {n: torch.from_numpy(rng.integers(0, vocab, s)) for n, s in whole.items()}
     for written in ("tokens", "rows"):
-        blocks[written] = torch.zeros((2, 3), dtype=torch.int64)
-    given["finite"] = torch.zeros((2, 3), dtype=torch.int32)
-    counters = torch.zeros(6, dtype=torch.int32).to(device)
+        blocks[written] = torch.zeros((2, nodes), dtype=torch.int64)
+    given["finite"] = torch.zeros((2, nodes), dtype=torch.int32)
+    counters = torch.zeros(2 * nodes, dtype=torch.int32).to(device)
     there, filled = ({n: t.clone().to(device) for n, t in each.items()} for each in (given, blocks))
-    rounds.fill_tokens(**filled, most=4)
-    rounds.end_round(**there, counters=counters)
+    rounds.fill_tokens(**filled, most=block_size, run=run)
+    rounds.end_round(**there, counters=counters, run=run)
     round_reference.fill_tokens(**blocks)
     round_reference.end_round(**given)
     pairs = {"tokens": (filled, blocks), "rows": (filled, blocks), "finite": (there, given)}
@@ -127,7 +145,7 @@ def between_passes(device: torch.device | str, vocab: int, features: int) -> str
     return "" if not counters.cpu().any() else "the counters are not zero again"
 
 
-def experts(device: torch.device | str) -> str:
+def experts(device: torch.device | str, run: launch.Run) -> str:
     rng = np.random.default_rng(0)
 
     def matrix(out: int, columns: int) -> tuple[Array, Array, Array]:
@@ -147,7 +165,7 @@ def experts(device: torch.device | str) -> str:
     )
     x = torch.from_numpy(rng.standard_normal((_ROWS, _HIDDEN)) / 8).bfloat16()
     router = rng.standard_normal((_ROWS, _EXPERTS)).astype(np.float32)
-    found = moe.moe(x.to(device), torch.from_numpy(router).to(device), layer).cpu().double().numpy()
+    found = moe.moe(x.to(device), torch.from_numpy(router).to(device), layer, run=run).cpu().double().numpy()
     expected = reference.moe(x.double().numpy(), router, *both, k=_CHOSEN, alpha=1.702, beta=1.0, limit=7.0)
     error = float(np.abs(found - expected).max() / np.abs(expected).max())
     return "" if error <= 2 * _ROUNDING else f"differs by {error:.3f} of the largest number"

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from dflash_plugins.kernel_specs import TARGETS, Use
+from dflash_plugins.compiled import Compiled, from_json
+from dflash_plugins.kernel_specs import ROUND_TARGET, TARGETS, Use
 from dflash_trt.errors import BuildError
 
 # The lowest version that supports all targets. Drivers from CUDA 12.8 on read it. Triton's default is its
@@ -27,52 +28,33 @@ from dflash_trt.errors import BuildError
 PTX_VERSION = 87
 # Triton adds two undeclared pointers to the end of an entry: scratch memory of the program and of its profiler.
 _HIDDEN_PARAMETERS = 2
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A compiled kernel with everything that a launch needs."""
-
-    name: str
-    ptx: str
-    threads: int
-    shared_bytes: int
-
-    @property
-    def stores(self) -> bool:
-        """Whether the kernel writes anything. Triton 3.7.1 compiles a tile of MoEGateUp for sm_100 to nothing."""
-        return "st.global" in self.ptx
-
-
-@dataclass(frozen=True)
-class Resources:
-    """The assembler's report on one kernel."""
-
-    registers: int
-    spill_bytes: int  # bytes stored
-    shared_bytes: int
-    threads: int
+_RECORD = 2  # increment when the fields of Compiled change
 
 
 def compile_kernel(use: Use, capability: int) -> Compiled:
-    """PTX of a kernel for sm_89, sm_90a, sm_100a or sm_120a, from the cache if possible.
+    """PTX of a kernel for sm_80, sm_89, sm_90a, sm_100a or sm_120a, from the cache if possible.
 
-    The cache is $DFLASH_KERNEL_CACHE, by default dflash_trt/kernels in $XDG_CACHE_HOME or ~/.cache.
+    The cache is $DFLASH_KERNEL_CACHE, by default dflash_trt/kernels in $XDG_CACHE_HOME or ~/.cache. Needs neither a GPU
+    nor a C compiler, because Triton's wheel has ptxas.
 
-    Raises BuildError if the target is another one, or if the kernel needs scratch memory, which a TensorRT plugin
-    lacks.
+    Raises BuildError if the target is another one, if Triton fails, or if the kernel needs scratch memory, which a
+    TensorRT plugin lacks.
     """
-    if capability not in TARGETS:
+    if capability not in (ROUND_TARGET, *TARGETS):
         raise BuildError(
             f"plugins are compiled for sm_{', sm_'.join(map(str, TARGETS))}, not sm_{capability}"
         )
-    what = json.dumps(
-        [asdict(use), capability, PTX_VERSION, triton.__version__, source_digest()], sort_keys=True
-    )
+    what = json.dumps([use.digest, capability, PTX_VERSION, _RECORD, triton.__version__, source_digest()])
     file = _cache() / f"{use.function}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
     if file.is_file():
-        return Compiled(**json.loads(file.read_text()))
-    compiled = _compile(use, capability)
+        return from_json(json.loads(file.read_text()))
+    try:
+        compiled = _compile(use, capability)
+    except Exception as error:  # of Triton, LLVM or ptxas
+        raise BuildError(
+            f"Triton {triton.__version__} cannot compile {use.function} for {architecture(capability)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
         json.dump(asdict(compiled), partial)
@@ -98,31 +80,22 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def resources(compiled: Compiled, capability: int) -> Resources:
-    """Registers and spills, from assembling the PTX with Triton's own ptxas."""
+def resources(ptx: str, capability: int) -> tuple[int, int]:
+    """Registers of a thread and bytes that it spills, from assembling the PTX with Triton's own ptxas."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
-        source.write_text(compiled.ptx)
-        command = [
-            get_ptxas(capability).path,
-            *(
-                "-v",
-                f"-arch={architecture(capability)}",
-                str(source),
-                "-o",
-                str(source.with_suffix(".cubin")),
-            ),
-        ]
-        report = subprocess.run(command, capture_output=True, text=True)
-    if report.returncode:
-        raise BuildError(
-            f"ptxas refused {compiled.name} for {architecture(capability)}: {report.stderr.strip()}"
+        source.write_text(ptx)
+        command = [get_ptxas(capability).path, "-v", f"-arch={architecture(capability)}", str(source)]
+        report = subprocess.run(
+            [*command, "-o", str(source.with_suffix(".cubin"))], capture_output=True, text=True
         )
+    if report.returncode:
+        raise BuildError(f"ptxas refused it: {report.stderr.strip()}")
     registers, spills = (
         int(re.findall(pattern, report.stderr)[0])
         for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
     )
-    return Resources(registers, spills, compiled.shared_bytes, compiled.threads)
+    return registers, spills
 
 
 def _cache() -> Path:
@@ -135,9 +108,7 @@ def _cache() -> Path:
 def _compile(use: Use, capability: int) -> Compiled:
     kernel = getattr(importlib.import_module(f"{__package__}.kernels.{use.module}"), use.function)
     if not isinstance(kernel, triton.JITFunction):
-        raise BuildError(
-            "TRITON_INTERPRET is set: kernels are interpreted in this process, not compiled; unset it"
-        )
+        raise BuildError("TRITON_INTERPRET is set, so kernels are interpreted in this process; unset it")
     signature = {name: use.types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = [["tt.divisibility", 16]]  # as allocated by TensorRT and PyTorch
     attributes: dict[tuple[int, ...], Any] = {}
@@ -156,11 +127,17 @@ def _compile(use: Use, capability: int) -> Compiled:
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     meta = made.metadata
     if meta.global_scratch_size or meta.profile_scratch_size:
-        raise BuildError(
-            f"{use.function} for sm_{capability}: needs {meta.global_scratch_size} bytes of scratch memory"
-        )
+        raise BuildError(f"it needs {meta.global_scratch_size} bytes of scratch memory")
+    ptx = _without_hidden_parameters(made.asm["ptx"], meta.name)
+    registers, spill_bytes = resources(ptx, capability)
     return Compiled(
-        meta.name, _without_hidden_parameters(made.asm["ptx"], meta.name), meta.num_warps * 32, meta.shared
+        name=meta.name,
+        ptx=ptx,
+        threads=meta.num_warps * 32,
+        shared_bytes=meta.shared,
+        registers=registers,
+        spill_bytes=spill_bytes,
+        parameters=tuple(name for name in kernel.arg_names if name in use.types),
     )
 
 
@@ -171,5 +148,5 @@ def _without_hidden_parameters(ptx: str, name: str) -> str:
     declared = parameters.split(",")
     hidden = [re.findall(r"\w+_param_\d+", parameter)[-1] for parameter in declared[-_HIDDEN_PARAMETERS:]]
     if not opening or not closing or any(re.search(rf"\b{used}\b", body) for used in hidden):
-        raise BuildError(f"{name}: Triton {triton.__version__} writes entries in an unknown form")
+        raise BuildError("its entry has an unknown form")
     return head + opening + ",".join(declared[:-_HIDDEN_PARAMETERS]) + closing + body

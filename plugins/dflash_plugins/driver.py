@@ -1,78 +1,120 @@
-"""Launch compiled kernels through CUDA's driver, on memory and a stream that someone else owns."""
+"""Launch compiled kernels through the GPU's driver: no compiler is needed where they run but the driver's own."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import cache
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from dflash_trt.errors import DFlashError
+from dflash_plugins.compiled import Compiled
+from dflash_plugins.kernel_specs import SHARED_BYTES, Use
+from dflash_trt.errors import EngineError
 
-_MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_DEFAULT_SHARED = 48 << 10  # what a launch may have without it
-
-
-class Kernel(Protocol):
-    """`threads` of a program, and its shared memory in bytes."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ptx(self) -> str: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def shared_bytes(self) -> int: ...
+LIBRARY = "libcuda.so.1"
+_ALIGNMENT = 16  # of every pointer, which kernels are compiled for
 
 
 class Driver:
-    """Functions of the driver's library, and the kernels that it has loaded, by context."""
+    """The functions of the driver's library. Raises EngineError if it is missing, or if it refuses a call."""
 
-    def __init__(self, library: Any) -> None:
-        self._cuda = library
-        self._loaded: dict[tuple[int | None, str, str], ctypes.c_void_p] = {}
-
-    @staticmethod
-    @cache
-    def get() -> Driver:
-        """The driver of this machine. Raises DFlashError if there is none."""
+    def __init__(self) -> None:
         try:
-            return Driver(ctypes.CDLL("libcuda.so.1"))
+            self._library = ctypes.CDLL(LIBRARY)
         except OSError as error:
-            raise DFlashError(f"CUDA's driver cannot be loaded: {error}") from None
+            raise EngineError(f"the driver's library cannot be opened: {error}") from error
 
-    def prepare(self, kernel: Kernel) -> ctypes.c_void_p:
-        """Load a kernel into the current context, unless it has it: a CUDA graph that is captured forbids it."""
-        context = ctypes.c_void_p()
-        self._check("cuCtxGetCurrent", ctypes.byref(context))
-        key = context.value, kernel.name, kernel.ptx
-        if key not in self._loaded:
-            module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            self._check("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(kernel.ptx.encode()))
-            self._check(
-                "cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(kernel.name.encode())
-            )
-            if kernel.shared_bytes > _DEFAULT_SHARED:
-                self._check("cuFuncSetAttribute", function, _MOST_SHARED, kernel.shared_bytes)
-            self._loaded[key] = function
-        return self._loaded[key]
-
-    def launch(self, kernel: Kernel, grid: Sequence[int], arguments: Sequence[Any], stream: int) -> None:
-        """`arguments`: ctypes values in the order of the kernel's parameters. Returns before the kernel has run."""
-        function = self.prepare(kernel)
-        x, y, z = (*grid, 1, 1)[:3]
-        pointers = (ctypes.c_void_p * len(arguments))(
-            *(ctypes.cast(ctypes.pointer(each), ctypes.c_void_p) for each in arguments)
-        )
-        self._check(
-            "cuLaunchKernel",
-            *(function, x, y, z, kernel.threads, 1, 1, kernel.shared_bytes, ctypes.c_void_p(stream)),
-            *(pointers, None),
-        )
-
-    def _check(self, name: str, *arguments: Any) -> None:
-        if code := getattr(self._cuda, name)(*arguments):
+    def call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
             text = ctypes.c_char_p()
-            self._cuda.cuGetErrorString(code, ctypes.byref(text))
-            raise DFlashError(f"{name}: {(text.value or b'error').decode()} ({code})")
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            raise EngineError(f"{name}: {(text.value or b'unknown error').decode()} (error {code})")
+
+    def context(self) -> int | None:
+        """The current context."""
+        found = ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(found))
+        return found.value
+
+    def load(self, compiled: Compiled) -> ctypes.c_void_p:
+        """The kernel in the current context, translated for its GPU."""
+        if compiled.shared_bytes > SHARED_BYTES:
+            raise EngineError(
+                f"{compiled.name} takes {compiled.shared_bytes} bytes of shared memory, expected {SHARED_BYTES} or less"
+            )
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("cuModuleLoadData", ctypes.byref(module), compiled.ptx.encode())
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, compiled.name.encode())
+        return function
+
+    def launch(
+        self,
+        function: ctypes.c_void_p,
+        compiled: Compiled,
+        grid: Sequence[int],
+        values: Sequence[Any],
+        stream: int,
+    ) -> None:
+        """Queue a kernel. `values`: its arguments in the order of its parameters, as ctypes."""
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        sizes = (*grid, *[1] * (3 - len(grid)), compiled.threads, 1, 1, compiled.shared_bytes)
+        self.call(
+            "cuLaunchKernel", function, *map(ctypes.c_uint, sizes), ctypes.c_void_p(stream), pointers, None
+        )
+
+
+class Kernels:
+    """Kernels in the context that torch uses. An object is called as `launch.by_triton` is.
+
+    compiled: the kernels by the digests of their uses. Loading translates their PTX for this GPU.
+    stream: the number of the stream that a launch goes to.
+    compile_kernel: makes a kernel that is not among `compiled`. Without it, its launch raises EngineError.
+
+    Raises EngineError if the driver is missing or refuses a kernel.
+    """
+
+    def __init__(
+        self,
+        compiled: Mapping[str, Compiled],
+        *,
+        device: int,
+        stream: Callable[[], int],
+        compile_kernel: Callable[[Use], Compiled] | None = None,
+    ) -> None:
+        self._driver = Driver()
+        self._stream, self._compile = stream, compile_kernel
+        self._context = ctypes.c_void_p()
+        self._driver.call("cuInit", 0)
+        self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self._driver.call("cuCtxSetCurrent", self._context)
+        self._loaded = {digest: (self._driver.load(each), each) for digest, each in compiled.items()}
+
+    def __call__(self, use: Use, grid: tuple[int, ...], **arguments: Any) -> None:
+        """Queue a kernel. Tensors are contiguous and on the GPU; arguments that are None are constants of the kernel.
+
+        Raises EngineError if the kernel is missing, a tensor is not aligned, or the driver refuses the launch.
+        """
+        if use.digest not in self._loaded:
+            if self._compile is None:
+                raise EngineError(f"{use.function} was not compiled for these sizes")
+            made = self._compile(use)
+            self._loaded[use.digest] = self._driver.load(made), made
+        function, compiled = self._loaded[use.digest]
+        values: list[Any] = []
+        for name in compiled.parameters:
+            kinds, given = use.types[name], arguments[name]
+            several = isinstance(kinds, tuple)
+            for kind, value in zip(kinds, given, strict=True) if several else [(kinds, given)]:
+                values.append(_value(f"{use.function}: {name}", str(kind), value))
+        self._driver.call("cuCtxSetCurrent", self._context)  # a thread that has used no torch yet has none
+        self._driver.launch(function, compiled, grid, values, self._stream())
+
+
+def _value(name: str, kind: str, value: Any) -> Any:
+    """An argument as the kernel takes it: an address, or an integer."""
+    if not kind.startswith("*"):
+        return {"i32": ctypes.c_int32, "i64": ctypes.c_int64}[kind](value)
+    address = value.data_ptr()
+    if address % _ALIGNMENT:
+        raise EngineError(f"{name}: address {address:#x} is not a multiple of {_ALIGNMENT}")
+    return ctypes.c_void_p(address)

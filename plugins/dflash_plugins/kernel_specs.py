@@ -6,11 +6,19 @@ kernels that the tests run. Type names are Triton's. Nothing here imports triton
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 # Compute capability -> its tensor-core instruction in PTX.
 TARGETS = {89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+# The kernels between passes have no instruction that later GPUs add. So their PTX is compiled once, for the oldest GPU,
+# and a driver translates it for its own.
+ROUND_TARGET = 80
+# The most that a launch gets without asking for more, which TensorRT cannot. What a kernel takes depends on Triton's
+# version.
+SHARED_BYTES = 48 << 10
 TILE_TOKENS = 4096  # as in kernels/sampling.py
 TILE_GROUPS = 128
 
@@ -33,8 +41,13 @@ class Use:
     fp_fusion: bool = False
 
     @property
+    def digest(self) -> str:
+        """Names the kernel among others: 32 hexadecimal digits of all of the above."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+
+    @property
     def launch(self) -> dict[str, Any]:
-        """Keyword arguments of a launch."""
+        """Keyword arguments of a launch by Triton."""
         return self.constants | {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
@@ -53,9 +66,14 @@ class Tile:
     num_stages: int
 
 
-# For the few tokens of a verification; the last one for the many tokens of a prefill. TensorRT times and selects
-# them.
-TILES = (Tile(64, 128, 16, 4, 4), Tile(128, 128, 16, 8, 3), Tile(64, 128, 16, 4, 5), Tile(128, 128, 64, 8, 2))
+# For the few tokens of a verification; the last two for the many tokens of a prefill. TensorRT times those that fit.
+TILES = (
+    Tile(64, 128, 16, 4, 4),
+    Tile(128, 128, 16, 8, 3),
+    Tile(64, 128, 16, 4, 5),
+    Tile(128, 128, 64, 8, 2),
+    Tile(128, 64, 64, 8, 2),
+)
 
 
 def _optional(types: Types, constants: dict[str, Any], present: bool, **arguments: str) -> None:
@@ -162,6 +180,15 @@ def end_round(vocab: int, features: int, dtype: str, *, committing: bool) -> Use
     return Use("rounds", "end_round", types, constants)
 
 
+def round_uses(vocab: int, features: int, dtype: str, block_size: int) -> tuple[Use, ...]:
+    """The kernels between the passes of a pair: `features` numbers of a token, of this type, go to the drafter."""
+    return (
+        *(fill_tokens(block_size, drafted=drafted) for drafted in (False, True)),
+        *(end_round(vocab, features, dtype, committing=committing) for committing in (False, True)),
+        *(sample_tiles(vocab), sample_select(vocab), accept_block(), compact_rows(block_size)),
+    )
+
+
 def gather_taps(taps: int, hidden: int, source: str, target: str, *, ragged: bool = False) -> Use:
     types: Types = {"taps": (f"*{source}",) * taps, "rows_per_sequence": "i32", "features": f"*{target}"}
     constants: dict[str, Any] = {"D": hidden, "SLOTS": power_of_two(hidden)}
@@ -237,22 +264,56 @@ def combine(hidden: int, k: int, dtype: str) -> Use:
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """Tile sizes of attention: rows of a program, slots of a step, warps, pipeline stages."""
+    """Tile sizes of attention: rows of a program, slots of a step, warps, pipeline stages, and the columns of a head
+    that are multiplied at a time, 0 for all.
+    """
 
     rows: int
     slots: int
     num_warps: int
     num_stages: int
+    columns: int = 0
 
 
-# For one or few rows; for a block; for the many rows of a prefill. TensorRT times those that its launch can hold.
-ATTENTION_TILES = (
-    AttentionTile(16, 32, 4, 2),
-    AttentionTile(64, 16, 4, 2),
-    AttentionTile(64, 32, 4, 2),
-    AttentionTile(64, 64, 4, 2),
-    AttentionTile(128, 32, 8, 2),
-)
+# By the width of a head, rounded up to a power of two: for one or few rows, for a block, for the many rows of a
+# prefill. TensorRT times those that fit its target.
+_ATTENTION_TILES = {
+    64: (
+        AttentionTile(16, 32, 4, 2),
+        AttentionTile(64, 16, 4, 2),
+        AttentionTile(64, 32, 4, 2),
+        AttentionTile(64, 64, 4, 2),
+        AttentionTile(128, 32, 8, 2),
+    ),
+    128: (
+        AttentionTile(16, 32, 4, 2),
+        AttentionTile(64, 16, 4, 2),
+        AttentionTile(64, 32, 8, 2, 64),
+        AttentionTile(64, 64, 4, 2, 64),
+        AttentionTile(64, 64, 8, 2, 64),
+    ),
+    256: (
+        AttentionTile(16, 32, 4, 2),
+        AttentionTile(32, 16, 4, 2),
+        AttentionTile(32, 32, 8, 2, 64),
+        AttentionTile(64, 32, 8, 2, 64),
+        AttentionTile(64, 64, 8, 2, 64),
+    ),
+    512: (
+        AttentionTile(16, 16, 8, 1),
+        AttentionTile(16, 32, 4, 2, 128),
+        AttentionTile(32, 16, 8, 2, 64),
+        AttentionTile(32, 32, 8, 2, 64),
+        AttentionTile(64, 16, 8, 2, 64),
+    ),
+}
+
+
+def attention_tiles(head_dim: int) -> tuple[AttentionTile, ...]:
+    """Tile shapes for heads of so many numbers. Those of 512 are also tried for wider ones."""
+    return _ATTENTION_TILES[min(512, max(64, power_of_two(head_dim)))]
+
+
 # Programs that fill a GPU: about two for each of the 132 to 188 multiprocessors of H200, B200 and RTX PRO 6000.
 ATTENTION_PROGRAMS = 256
 ATTENTION_SPLITS = 32  # the most parts of a row, all in the registers of one program
@@ -279,7 +340,7 @@ def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: Attention
     types |= dict.fromkeys(("first", "last"), "*i64") | dict.fromkeys(("count", "capacity", "splits"), "i32")
     types |= dict.fromkeys(("partial", "largest", "total"), "*fp32")
     constants = {"KV_HEADS": kv_heads, "GROUP": group, "LEAST": ATTENTION_PART} | _head(head_dim)
-    constants |= {"ROWS": tile.rows, "SLOTS": tile.slots}
+    constants |= {"ROWS": tile.rows, "SLOTS": tile.slots, "COLUMNS": tile.columns or constants["D_SLOTS"]}
     _optional(types, constants, tree, start="*i64", visible="*i32")
     return Use("attention", "attend", types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)
 

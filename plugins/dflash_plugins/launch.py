@@ -1,23 +1,33 @@
 """Launch the kernels on torch tensors, for the runtime, tests and benchmarks.
 
-CPU tensors use Triton's interpreter; set TRITON_INTERPRET=1 before anything imports triton. Launches go to torch's
-current stream. They allocate their outputs unless these are given.
+`run` says how: `driver.Kernels` launches what was compiled before, and needs no Triton. `by_triton` compiles, or
+interprets on CPU tensors; set TRITON_INTERPRET=1 before anything imports triton. Launches go to torch's current stream.
+They allocate their outputs unless these are given.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dflash_plugins import kernel_specs as uses
-from dflash_plugins.kernels import acceptance, compaction, sampling
-from dflash_plugins.kernels import taps as kernels
 from dflash_trt.decoding.params import SamplingParams
 
 TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+# Called with a kernel's use, its grid, and its arguments by name, without those that are constants.
+Run = Callable[..., None]
+
+
+def by_triton(use: uses.Use, grid: tuple[int, ...], **arguments: Any) -> None:
+    """A launch for which Triton compiles the kernel, or interprets it."""
+    module = importlib.import_module(f"dflash_plugins.kernels.{use.module}")
+    getattr(module, use.function)[grid](**arguments, **use.launch)
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ def sampling_tensors(
 
 
 def sample_rows(
-    logits: torch.Tensor, params: Sampling, positions: torch.Tensor
+    logits: torch.Tensor, params: Sampling, positions: torch.Tensor, *, run: Run = by_triton
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens int64 [B, R] and their log-probabilities float32 [B, R] from float32 logits [B, R, V].
 
@@ -63,89 +73,76 @@ def sample_rows(
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    partial = (
-        empty(batch * rows, groups, dtype=torch.float32),
-        empty(batch * rows, groups, dtype=torch.float32),
-        empty(batch * rows, tiles, dtype=torch.float32),
-        empty(batch * rows, tiles, dtype=torch.float32),
-        empty(batch * rows, tiles, dtype=torch.int64),
-    )
-    sampling.sample_tiles[(tiles, batch * rows)](
-        logits,
-        params.temperature,
-        params.top_p,
-        params.seed,
-        positions,
-        rows,
-        *partial,
-        **uses.sample_tiles(vocab).launch,
-    )
+    given = {name: getattr(params, name) for name in ("temperature", "top_p", "seed")}
+    given |= {"logits": logits, "position": positions, "rows_per_sequence": rows}
+    given |= {name: empty(batch * rows, groups, dtype=torch.float32) for name in ("group_max", "group_noise")}
+    given |= {name: empty(batch * rows, tiles, dtype=torch.float32) for name in ("tile_max", "tile_sum")}
+    given["tile_weight"] = empty(batch * rows, tiles, dtype=torch.int64)
+    run(uses.sample_tiles(vocab), (tiles, batch * rows), **given)
     sampled, logprob = empty(batch, rows, dtype=torch.int64), empty(batch, rows, dtype=torch.float32)
-    sampling.sample_select[(batch * rows,)](
-        logits,
-        params.temperature,
-        params.reach,
-        params.top_k,
-        params.top_p,
-        params.seed,
-        positions,
-        *partial,
-        rows,
-        empty(batch * rows, groups, dtype=torch.int32),
-        sampled,
-        logprob,
-        **uses.sample_select(vocab).launch,
+    run(
+        uses.sample_select(vocab),
+        (batch * rows,),
+        **given,
+        reach=params.reach,
+        top_k=params.top_k,
+        shortlist=empty(batch * rows, groups, dtype=torch.int32),
+        sampled=sampled,
+        logprob=logprob,
     )
     return sampled, logprob
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The result of a round, and the next block: int64 tensors."""
+    """The result of a round, and the next block if it was asked for: int64 tensors."""
 
     accepted: torch.Tensor  # [B]
     next_token: torch.Tensor  # [B], -1 if the deciding row had no finite largest logit
-    path: torch.Tensor  # [B, R], the accepted nodes from the anchor down, then -1
-    block: torch.Tensor  # [B, K], [next_token, mask, ...]
-    positions: torch.Tensor  # [B, K]
+    path: torch.Tensor | None = None  # [B, R], the accepted nodes from the anchor down, then -1
+    block: torch.Tensor | None = None  # [B, K], [next_token, mask, ...]
+    positions: torch.Tensor | None = None  # [B, K]
 
 
 def accept_block(
     tokens: torch.Tensor,
     rows: torch.Tensor,
     sampled: torch.Tensor,
-    start: torch.Tensor,
+    start: torch.Tensor | None = None,
     *,
-    block_size: int,
-    mask_token: int,
+    block_size: int | None = None,
+    mask_token: int = 0,
     parents: torch.Tensor | None = None,
+    run: Run = by_triton,
 ) -> Acceptance:
-    """Compare drafted with sampled tokens: contiguous int64 tokens [B, S], rows [B, R], sampled [B, R], start [B].
+    """Compare drafted with sampled tokens: contiguous int64 tokens [B, S], rows [B, R], sampled [B, R].
 
     `parents` [B, R] makes the R nodes a tree. Each node comes after its parent, and siblings have different tokens
-    (the first of equal ones is followed).
+    (the first of equal ones is followed). `block_size` asks for the path and the next block, and needs `start` [B].
     """
     batch, nodes = rows.shape
-    if max(nodes, block_size) > uses.ACCEPT_NODES:
-        raise ValueError(f"a block has {max(nodes, block_size)} nodes, expected {uses.ACCEPT_NODES} or fewer")
-    made = Acceptance(
-        accepted=tokens.new_empty(batch),
-        next_token=tokens.new_empty(batch),
-        path=tokens.new_empty(batch, nodes),
-        block=tokens.new_empty(batch, block_size),
-        positions=tokens.new_empty(batch, block_size),
-    )
-    use = uses.accept_block(block_size=block_size, mask_token=mask_token, tree=parents is not None)
-    acceptance.accept_block[(batch,)](
-        *(tokens, rows, sampled),
-        **{"parents": parents} if parents is not None else {},
-        start=start,
+    if max(nodes, block_size or 1) > uses.ACCEPT_NODES:
+        most = max(nodes, block_size or 1)
+        raise ValueError(f"a block has {most} nodes, expected {uses.ACCEPT_NODES} or fewer")
+    made = {name: tokens.new_empty(batch) for name in ("accepted", "next_token")}
+    following = {}
+    if block_size is not None:
+        made["path"] = tokens.new_empty(batch, nodes)
+        made |= {name: tokens.new_empty(batch, block_size) for name in ("block", "positions")}
+        following = {"start": start}
+    run(
+        uses.accept_block(block_size=block_size, mask_token=mask_token, tree=parents is not None),
+        (batch,),
+        tokens=tokens,
+        rows=rows,
+        sampled=sampled,
+        **{} if parents is None else {"parents": parents},
+        **following,
         tokens_per_sequence=tokens.shape[1],
         nodes_per_sequence=nodes,
-        **vars(made),
-        **use.launch,
+        **made,
     )
-    return made
+    return Acceptance(**made)
 
 
 def decide_round(
@@ -155,7 +152,7 @@ def decide_round(
     logits: torch.Tensor,
     start: torch.Tensor,
     *,
-    mask_token: int,
+    run: Run = by_triton,
 ) -> Acceptance:
     """A round's decisions from the target's pass, for all requests at once on the device.
 
@@ -166,52 +163,54 @@ def decide_round(
     The result is the same as of `decoding.acceptance.accept` on the host.
     """
     column = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    sampled, _ = sample_rows(logits, params, start[:, None] + 1 + column)
+    sampled, _ = sample_rows(logits, params, start[:, None] + 1 + column, run=run)
     drafted = torch.where(column < lengths[:, None], tokens, -1)  # never equal to a sampled token
-    rows, block_size = column.contiguous(), tokens.shape[1]
-    return accept_block(drafted, rows, sampled, start, block_size=block_size, mask_token=mask_token)
+    return accept_block(drafted, column.contiguous(), sampled, run=run)
 
 
 class Compaction:
-    """Moves rows of caches, given as contiguous tensors [slots, heads, capacity, size] that stay where they are."""
+    """Moves rows of caches, given as contiguous tensors [slots, heads, capacity, size] that stay where they are: up to
+    `most` at a time.
+    """
 
-    def __init__(self, caches: Sequence[torch.Tensor]) -> None:
+    def __init__(self, caches: Sequence[torch.Tensor], most: int, run: Run = by_triton) -> None:
         sizes = [rows.shape[3] * rows.element_size() for rows in caches]
         if wrong := [size for size in sizes if size % 4]:
             raise ValueError(f"a row has {wrong[0]} bytes, expected a multiple of 4")
         if not all(rows.is_contiguous() for rows in caches):
             raise ValueError("a cache is not contiguous")
         device = caches[0].device
+        self._use, self._run = uses.compact_rows(most), run
         self._caches = caches  # held: the kernel knows their addresses only
         self._most_heads = max(rows.shape[1] for rows in caches)
-        self._table = (
-            torch.tensor([rows.data_ptr() for rows in caches], dtype=torch.int64, device=device),
-            torch.tensor([rows.shape[1] for rows in caches], dtype=torch.int32, device=device),
-            torch.tensor([size // 4 for size in sizes], dtype=torch.int32, device=device),
-        )
+        self._table = {
+            "caches": torch.tensor([rows.data_ptr() for rows in caches], dtype=torch.int64, device=device),
+            "heads": torch.tensor([rows.shape[1] for rows in caches], dtype=torch.int32, device=device),
+            "words": torch.tensor([size // 4 for size in sizes], dtype=torch.int32, device=device),
+        }
 
     def __call__(self, slot: int, start: int, nodes: Sequence[int]) -> None:
         """Rows start + nodes[i] of a slot become rows start + i, in every cache. `nodes` rise."""
-        order = torch.tensor(nodes, dtype=torch.int64).to(self._table[0].device, non_blocking=True)
-        compaction.compact_rows[(len(self._caches), self._most_heads)](
-            *(*self._table, order, slot, start, len(nodes), self._caches[0].shape[2]),
-            **uses.compact_rows(len(nodes)).launch,
-        )
+        device = self._table["caches"].device
+        order = torch.tensor(nodes, dtype=torch.int64).to(device, non_blocking=True)
+        capacity = self._caches[0].shape[2]
+        given = {"nodes": order, "slot": slot, "start": start, "count": len(nodes), "capacity": capacity}
+        self._run(self._use, (len(self._caches), self._most_heads), **self._table, **given)
 
 
 def gather_taps(
-    taps: Sequence[torch.Tensor], dtype: torch.dtype, valid: torch.Tensor | None = None, rows: int = 1
+    taps: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    valid: torch.Tensor | None = None,
+    rows: int = 1,
+    *,
+    run: Run = by_triton,
 ) -> torch.Tensor:
     """n contiguous tensors [B * rows, D] -> [B * rows, n * D] in `dtype`. Rows from valid[b] on (int64 [B]) are 0."""
     total, hidden = taps[0].shape
     features = torch.empty(total, len(taps) * hidden, dtype=dtype, device=taps[0].device)
     types = TYPE_NAMES[taps[0].dtype], TYPE_NAMES[dtype]
-    use = uses.gather_taps(len(taps), hidden, *types, ragged=valid is not None)
-    kernels.gather_taps[(total, len(taps))](
-        tuple(taps),
-        **{"valid": valid} if valid is not None else {},
-        rows_per_sequence=rows,
-        features=features,
-        **use.launch,
-    )
+    ragged = {} if valid is None else {"valid": valid}
+    use = uses.gather_taps(len(taps), hidden, *types, ragged=bool(ragged))
+    run(use, (total, len(taps)), taps=tuple(taps), **ragged, rows_per_sequence=rows, features=features)
     return features

@@ -21,7 +21,7 @@ from dflash_plugins.version import NAMESPACE, versioned
 from dflash_trt.errors import BuildError
 
 if TYPE_CHECKING:
-    from dflash_plugins.compiler import Compiled
+    from dflash_plugins.compiled import Compiled
 
 # The largest number of taps of a supported drafter.
 MAX_TAPS = 16
@@ -89,7 +89,7 @@ class Plugin:
     use: the kernel.
     grid: the number of its programs.
     integers: its integer arguments.
-    tiles: the number of alternative tile sizes.
+    tiles: alternative tile sizes, for sizes that the graph fixes.
     most: the largest size that the kernel takes, by input and axis.
     """
 
@@ -100,7 +100,7 @@ class Plugin:
     grid: Callable[[Symbols, Attributes, Any], Shape]
     integers: Callable[[Symbols, Attributes], Shape] = lambda s, a: ()
     attributes: Mapping[str, type] = field(default_factory=dict)
-    tiles: tuple[uses.Tile, ...] | tuple[uses.AttentionTile, ...] = ()
+    tiles: Callable[[Sizes], Sequence[uses.Tile] | Sequence[uses.AttentionTile]] | None = None
     most: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
 
@@ -154,7 +154,7 @@ def _attend(name: str, *tree: str) -> Plugin:
             _splits(s, programs(s, a)),
         ),
         integers=lambda s, a: (s[0][2], s[1][2], _splits(s, programs(s, a))),
-        tiles=uses.ATTENTION_TILES,
+        tiles=lambda z: uses.attention_tiles(z.fixed(1, 3)),
     )
 
 
@@ -244,7 +244,7 @@ PLUGINS = (
             *(z.type(0), True, t),
         ),
         grid=lambda s, a, t: (s.ceil_div(s[3][1], 2 * t.block_n), s.minimum(s[3][0], s[1][0])),
-        tiles=uses.TILES,
+        tiles=lambda z: uses.TILES,
     ),
     Plugin(
         "MoEDown",
@@ -252,7 +252,7 @@ PLUGINS = (
         outputs=lambda s, a: [((s[2][0], s[4][1]), "FLOAT")],
         use=lambda z, a, t: uses.down(z.fixed(4, 1), z.fixed(0, 1), z.type(0), True, t),
         grid=lambda s, a, t: (s.ceil_div(s[4][1], t.block_n), s.minimum(s[4][0], s[2][0])),
-        tiles=uses.TILES,
+        tiles=lambda z: uses.TILES,
     ),
     Plugin(
         "MoECombine",
@@ -270,9 +270,6 @@ PLUGINS = (
 )
 
 _ONES = Symbols([(1,) * 4] * MAX_TAPS, lambda a, b: 1, min)  # enough to count outputs
-# More shared memory needs an attribute that TensorRT cannot set at a launch. A kernel's use of it depends on Triton's
-# version.
-SHARED_BYTES = 48 << 10
 _registered_for: list[int] = []  # the only compute capability that this process builds for
 
 
@@ -307,7 +304,7 @@ class _Registration:
         several = GenericAlias(tuple, (trtp.TensorDesc,) * outputs)
         trtp.register(self.name)(_signed(self.describe, schema, several))
         schema |= {"outputs": several}
-        if plugin.tiles:
+        if plugin.tiles is not None:
             combinations = GenericAlias(list, (trtp.AutoTuneCombination,))
             trtp.autotune(self.name)(_signed(self.tune, schema, combinations))
         result = GenericAlias(tuple, (str, str, trtp.KernelLaunchParams, trtp.SymIntExprs))
@@ -322,18 +319,16 @@ class _Registration:
         return tuple(made)
 
     def tune(self, *arguments: Any) -> Any:
-        """The tile sizes that TensorRT can launch and should time."""
+        """The tile sizes that TensorRT can launch and should time: those that fit shared memory and registers."""
         inputs, values, outputs = arguments[: self.count], arguments[self.count : -1], arguments[-1]
         attributes = dict(zip(self.plugin.attributes, values, strict=True))
         types = ", ".join(_type_name(t.dtype) for t in (*inputs, *outputs))
-        compiled = [self._compiled(inputs, attributes, tile) for tile in self.plugin.tiles]
-        tactics = [
-            i for i, each in enumerate(compiled, 1) if each.stores and each.shared_bytes <= SHARED_BYTES
-        ]
+        compiled = [self._compiled(inputs, attributes, tile) for tile in self._tiles(inputs)]
+        tactics = [i for i, each in enumerate(compiled, 1) if each.fits]
         if not tactics:
             raise BuildError(
-                f"{self.plugin.name}: no tile shape takes {SHARED_BYTES} bytes of shared memory or less; "
-                "build with --plugins none"
+                f"{self.plugin.name}: every tile shape spills registers or takes more than {uses.SHARED_BYTES} bytes "
+                "of shared memory; build with --plugins none"
             )
         return [self.trt.plugin.AutoTuneCombination(types, "LINEAR", tactics)]
 
@@ -343,7 +338,7 @@ class _Registration:
         inputs, values, tactic = arguments[: self.count], arguments[self.count : -2], arguments[-1]
         attributes = dict(zip(plugin.attributes, values, strict=True))
         # Tactics count from 1; 0 is TensorRT's own default.
-        tile = plugin.tiles[max(tactic, 1) - 1] if plugin.tiles else None
+        tile = None if plugin.tiles is None else self._tiles(inputs)[max(tactic, 1) - 1]
         compiled = self._compiled(inputs, attributes, tile)
         if not compiled.stores:
             raise BuildError(
@@ -362,6 +357,10 @@ class _Registration:
 
     def _symbols(self, inputs: Sequence[Any]) -> Symbols:
         return Symbols([t.shape_expr for t in inputs], self.trt.plugin.cdiv, self.trt.plugin.min)
+
+    def _tiles(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        assert self.plugin.tiles is not None
+        return self.plugin.tiles(Sizes(self.name, inputs))
 
     def _compiled(self, inputs: Sequence[Any], attributes: Attributes, tile: Any) -> Compiled:
         from dflash_plugins.compiler import compile_kernel

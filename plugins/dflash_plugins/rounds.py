@@ -5,23 +5,29 @@ from __future__ import annotations
 import torch
 
 from dflash_plugins import kernel_specs as uses
-from dflash_plugins.kernels import rounds as kernels
-from dflash_plugins.launch import TYPE_NAMES
+from dflash_plugins.launch import TYPE_NAMES, Run, by_triton
 
 
 def fill_tokens(
-    block: torch.Tensor, drafts: torch.Tensor | None, *, tokens: torch.Tensor, rows: torch.Tensor, most: int
+    block: torch.Tensor,
+    drafts: torch.Tensor | None,
+    *,
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    most: int,
+    run: Run = by_triton,
 ) -> None:
     """`round_reference.fill_tokens` as one kernel, for up to `most` nodes. All tensors are contiguous."""
     batch, nodes = block.shape
-    kernels.fill_tokens[(batch,)](
-        block,
+    run(
+        uses.fill_tokens(most, drafted=drafts is not None),
+        (batch,),
+        block=block,
         **{} if drafts is None else {"drafts": drafts},
         nodes=nodes,
         width=1 if drafts is None else drafts.shape[2],
         tokens=tokens,
         rows=rows,
-        **uses.fill_tokens(most, drafted=drafts is not None).launch,
     )
 
 
@@ -33,6 +39,7 @@ def end_round(
     finite: torch.Tensor,
     waiting: torch.Tensor,
     counters: torch.Tensor,
+    run: Run = by_triton,
 ) -> None:
     """`round_reference.end_round` as one kernel. All tensors are contiguous.
 
@@ -41,13 +48,15 @@ def end_round(
     batch, nodes, vocab = logits.shape
     size, dtype = features.shape[2], TYPE_NAMES[features.dtype]
     use = uses.end_round(vocab, size, dtype, committing=places is not None)
-    kernels.end_round[(batch * nodes, use.constants["TILES"])](
-        *(logits, features),
+    run(
+        use,
+        (batch * nodes, use.constants["TILES"]),
+        logits=logits,
+        features=features,
         **{} if places is None else {"places": places},
         nodes=nodes,
         room=waiting.shape[1],
         counters=counters,
         finite=finite,
         waiting=waiting,
-        **use.launch,
     )

@@ -14,12 +14,15 @@ import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+from dflash_plugins import kernel_specs as uses
+from dflash_plugins.compiled import Compiled, from_json
 from dflash_plugins.driver import Driver
-from dflash_plugins.registration import PLUGINS, SHARED_BYTES, Plugin, Sizes, Symbols
+from dflash_plugins.registration import PLUGINS, Plugin, Sizes, Symbols
 from dflash_plugins.shim import provide_library_name
 from dflash_plugins.version import NAMESPACE, versioned
 from dflash_trt.errors import BuildError
@@ -27,8 +30,11 @@ from dflash_trt.errors import BuildError
 # TensorRT-RTX computes attention, taps and acceptance well by itself. It widens all experts for every row.
 NAMES = ("MoERoute", "MoEGroup", "MoEGateUp", "MoEDown", "MoECombine")
 _KERNEL = "kernel"  # the field of a plan that holds a compiled kernel
+_loaded: dict[tuple[Any, ...], ctypes.c_void_p] = {}  # kernels by context, name and text
 _creators: list[Any] = []  # TensorRT-RTX refers to them for as long as the process lives
-_failures: list[Exception] = []  # of kernels that a plan needs: an exception in `configure_plugin` ends the process
+_failures: list[
+    Exception
+] = []  # of kernels that a plan needs: an exception in `configure_plugin` ends the process
 
 
 def register(trt: Any, capability: int | None = None) -> None:
@@ -50,6 +56,11 @@ def check() -> None:
     """Raise what went wrong while kernels were compiled for the last plan."""
     if _failures:
         raise _failures[0]
+
+
+@cache
+def _driver() -> Driver:
+    return Driver()
 
 
 class _Dimension:
@@ -92,20 +103,29 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A compiled kernel, as a plan holds it, and the index of its tile sizes."""
+    """A compiled kernel, as a plan holds it, and its tile sizes."""
 
-    tile: int
-    name: str
-    ptx: str
-    threads: int
-    shared_bytes: int
+    tile: uses.Tile | None
+    compiled: Compiled
 
     def field(self) -> np.ndarray[Any, Any]:
         return np.frombuffer(zlib.compress(json.dumps(asdict(self)).encode(), 9), np.int8)
 
     @classmethod
     def read(cls, data: Any) -> _Kernel:
-        return cls(**json.loads(zlib.decompress(np.asarray(data, np.int8).tobytes())))
+        fields = json.loads(zlib.decompress(np.asarray(data, np.int8).tobytes()))
+        tile = None if fields["tile"] is None else uses.Tile(**fields["tile"])
+        return cls(tile, from_json(fields["compiled"]))
+
+    def launch(self, grid: Sequence[int], values: Sequence[Any], stream: int) -> None:
+        _driver().launch(self.loaded(), self.compiled, grid, values, stream)
+
+    def loaded(self) -> ctypes.c_void_p:
+        """The kernel in the current context, which a CUDA graph that is captured cannot load."""
+        key = _driver().context(), self.compiled.name, self.compiled.ptx
+        if key not in _loaded:
+            _loaded[key] = _driver().load(self.compiled)
+        return _loaded[key]
 
 
 def _compiled(
@@ -116,11 +136,14 @@ def _compiled(
 
     sizes = Sizes(versioned(plugin.name), inputs)
     sizes.check(plugin.most)
-    for i, tile in enumerate(plugin.tiles or (None,)):
+    for tile in (None,) if plugin.tiles is None else plugin.tiles(sizes):
         made = compile_kernel(plugin.use(sizes, attributes, tile), capability)
-        if made.stores and made.shared_bytes <= SHARED_BYTES:
-            return _Kernel(i, **asdict(made))
-    raise BuildError(f"{plugin.name}: no tile shape takes {SHARED_BYTES} bytes of shared memory or less")
+        if made.fits:
+            return _Kernel(tile, made)
+    raise BuildError(
+        f"{plugin.name}: every tile shape spills registers or takes more than {uses.SHARED_BYTES} bytes of shared "
+        "memory; build with --plugins none"
+    )
 
 
 def _output_types(plugin: Plugin, types: Sequence[Any], trt: Any, attributes: dict[str, Any]) -> list[Any]:
@@ -158,7 +181,7 @@ def _plugin_class(trt: Any) -> Callable[..., Any]:
 
         def attach_to_context(self, context: Any) -> Any:
             if self.kernel is not None:
-                Driver.get().prepare(self.kernel)  # a CUDA graph may be captured from here on
+                self.kernel.loaded()
             return self.clone()
 
         def get_capability_interface(self, kind: Any) -> Any:
@@ -216,14 +239,13 @@ def _plugin_class(trt: Any) -> Callable[..., Any]:
         ) -> None:
             assert self.kernel is not None
             symbols = Symbols([tuple(each.dims) for each in inputs], lambda a, b: -(-a // b), min)
-            tile = self.plugin.tiles[self.kernel.tile] if self.plugin.tiles else None
-            grid = self.plugin.grid(symbols, self.attributes, tile)
+            grid = self.plugin.grid(symbols, self.attributes, self.kernel.tile)
             arguments = [
                 *(ctypes.c_void_p(address) for address in sources),
                 *(ctypes.c_int32(value) for value in self.plugin.integers(symbols, self.attributes)),
                 *(ctypes.c_void_p(address) for address in results),
             ]
-            Driver.get().launch(self.kernel, grid, arguments, stream)
+            self.kernel.launch(grid, arguments, stream)
 
     return KernelPlugin
 

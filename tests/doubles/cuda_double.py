@@ -61,6 +61,16 @@ class _Memory:
                 return Room(end - address, reference.expired)
         return None
 
+    def storage(self, address: int) -> tuple[torch.UntypedStorage, int]:
+        """The storage that holds an address, and the bytes before it."""
+        for reference, begin, end in self._held.values():
+            found = None
+            if begin <= address < end:
+                found = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if found is not None:
+                return found, address - found.data_ptr()
+        raise AssertionError(f"{address:#x} is no memory of this kind, or was freed")
+
 
 class Stream:
     """A queue of work. Its first item waits until someone waits for the stream."""
@@ -342,6 +352,10 @@ class Cuda:
         return Cuda.capability
 
     @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
     def current_stream() -> Stream:
         return Cuda.current
 
@@ -384,19 +398,3 @@ def deferred() -> Iterator[type[Cuda]]:
             yield Cuda
     finally:
         GridExecutor.__call__ = call
-
-
-def by_operators(patch: Any) -> None:
-    """Between passes, torch's operators instead of kernels: Triton's interpreter is slow.
-
-    patch: pytest's MonkeyPatch. `steps.kernels` of a pair that is open chooses for that pair.
-    """
-    from dflash_trt.engines.tensorrt.round_steps import RoundSteps
-
-    begin = RoundSteps.__init__
-
-    def changed(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        self.kernels = False
-
-    patch.setattr(RoundSteps, "__init__", changed)

@@ -70,7 +70,6 @@ def launch(
 ) -> list[torch.Tensor]:
     plugin = PLUGINS[name]
     assert len(inputs) == len(plugin.inputs)
-    tile = tile or (plugin.tiles[0] if plugin.tiles else None)
     attributes = {key: attributes[key] for key in plugin.attributes}
     symbols = quick.Symbols([tuple(t.shape) for t in inputs], lambda a, b: -(-a // b), min)
     outputs = [
@@ -78,7 +77,10 @@ def launch(
         for shape, kind in plugin.outputs(symbols, attributes)
     ]
     described = [SimpleNamespace(shape=t.shape, dtype=SimpleNamespace(name=NAMES[t.dtype])) for t in inputs]
-    use = plugin.use(quick.Sizes(name, described), attributes, tile)
+    sizes = quick.Sizes(name, described)
+    if tile is None and plugin.tiles is not None:
+        tile = plugin.tiles(sizes)[0]
+    use = plugin.use(sizes, attributes, tile)
     kernel = getattr(import_module(f"dflash_plugins.kernels.{use.module}"), use.function)
     # The arguments of the compiled kernel's entry: in order, without constants, tuples flattened.
     passed: list[Any] = [*inputs, *plugin.integers(symbols, attributes), *outputs]

@@ -157,7 +157,7 @@ def build(trt: Any, name: str, capability: int) -> list[dict[str, Any]]:
         entry = re.search(rf"\.entry {kernel}\((.*?)\n\)", text, re.S)
         assert entry is not None
         value = {k: v.expr.evaluate(SIZES) for k, v in vars(launch).items()}
-        compiled = compiler.Compiled(kernel, text, value["block_x"], value["shared_mem"])
+        registers, spill_bytes = compiler.resources(text, capability)
         found.append(
             {
                 "tactic": tactic,
@@ -173,7 +173,9 @@ def build(trt: Any, name: str, capability: int) -> list[dict[str, Any]]:
                 "target": re.findall(r"\.target (\w+)", text)[0],
                 "products": sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", text))),
                 "fused": len(re.findall(r"\bfma\.", text)),
-                "resources": vars(compiler.resources(compiled, capability)),
+                "registers": registers,
+                "spill_bytes": spill_bytes,
+                "shared_bytes": value["shared_mem"],
             }
         )
     return found

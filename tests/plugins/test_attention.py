@@ -104,9 +104,12 @@ def test_attention_is_the_reference(shape: tuple[int, ...], traits: dict[str, An
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("tile", uses.ATTENTION_TILES[1:])
-def test_every_tile_gives_the_same(tile: uses.AttentionTile) -> None:
-    given = drawn(1, 4, 1, 16, 20, 90, window=50, sinks=True, tree=True)
+@pytest.mark.parametrize(
+    ("size", "tile"), [(head, tile) for head in (64, 128, 200, 512) for tile in uses.attention_tiles(head)]
+)
+def test_every_tile_gives_the_same(size: int, tile: uses.AttentionTile) -> None:
+    """A head of 200 numbers ends within a part of its columns."""
+    given = drawn(1, 4, 1, size, 20, 90, window=50, sinks=True, tree=True)
     close(attention.attention(**given, tile=tile), expected(given))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,7 +137,9 @@ def test_ada_and_hopper_take_mxfp4_experts_as_plugins_only(
 
 
 def test_without_triton_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans.importlib.util, "find_spec", lambda name: None)
+    """Nor with one that cannot be imported."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "dflash_plugins.compiler", raising=False)
     assert not made(monkeypatch).plugins
 
 

@@ -5,36 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from dflash_plugins import attention, checks, launch, moe
 
 from tests.doubles import triton_interpreter  # noqa: F401  # corrects it
 
-SIZES: dict[str, int] = {"vocab": 300, "taps": 2, "hidden": 48}
+SIZES: dict[str, Any] = {"vocab": 300, "taps": 2, "hidden": 48, "dtype": torch.bfloat16, "block_size": 4}
 
 
 def test_right_kernels_pass() -> None:
-    assert checks.problems("cpu", **SIZES) == dict.fromkeys(
-        ("HiddenStateTap", "SampleRows", "BlockAcceptance", "Attention", "MoE", "Round"), ""
+    assert checks.problems("cpu", launch.by_triton, **SIZES, in_plans=True) == dict.fromkeys(
+        ("SampleRows", "BlockAcceptance", "Round", "HiddenStateTap", "Attention", "MoE"), ""
     )
 
 
 def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     taps, sample, attend, experts = launch.gather_taps, launch.sample_rows, attention.attention, moe.moe
 
-    def other_noise(logits: Any, params: Any, positions: Any) -> Any:
-        return sample(logits, params, positions + 1)
+    def other_noise(logits: Any, params: Any, positions: Any, **options: Any) -> Any:
+        return sample(logits, params, positions + 1, **options)
 
     def no_sinks(*, sinks: Any, **given: Any) -> Any:
         return attend(**given)
 
-    def other_experts(x: Any, logits: Any, layer: Any) -> Any:
-        return experts(x, -logits, layer)
+    def other_experts(x: Any, logits: Any, layer: Any, **options: Any) -> Any:
+        return experts(x, -logits, layer, **options)
 
-    monkeypatch.setattr(launch, "gather_taps", lambda rows, *given: taps(rows[::-1], *given))
+    monkeypatch.setattr(
+        launch, "gather_taps", lambda rows, *given, **options: taps(rows[::-1], *given, **options)
+    )
     monkeypatch.setattr(launch, "sample_rows", other_noise)
     monkeypatch.setattr(moe, "moe", other_experts)
     monkeypatch.setattr(attention, "attention", no_sinks)
-    found = checks.problems("cpu", **SIZES)
+    found = checks.problems("cpu", launch.by_triton, **SIZES, in_plans=True)
     assert [name for name, problem in found.items() if problem] == [
-        *("HiddenStateTap", "SampleRows", "Attention", "MoE")
+        *("SampleRows", "HiddenStateTap", "Attention", "MoE")
     ]

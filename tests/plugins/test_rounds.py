@@ -107,12 +107,12 @@ def test_accepted_rows_move_in_every_cache(seed: int) -> None:
     count = int(rng.integers(1, 9))
     slot, start = int(rng.integers(slots)), int(rng.integers(0, capacity - 12))
     nodes = [0, *sorted(rng.choice(np.arange(1, 12), count - 1, replace=False).tolist())]
-    launch.Compaction(caches)(slot, start, nodes)
+    launch.Compaction(caches, 8)(slot, start, nodes)
     for rows, old in zip(caches, before, strict=True):
         old[slot, :, start : start + count] = old[slot, :, [start + node for node in nodes]]
         assert torch.equal(rows.float(), old)
     with pytest.raises(ValueError, match="a row has 6 bytes"):
-        launch.Compaction([torch.zeros(1, 1, 4, 3, dtype=torch.bfloat16)])
+        launch.Compaction([torch.zeros(1, 1, 4, 3, dtype=torch.bfloat16)], 8)
 
 
 def test_block_acceptance_of_plugins_is_the_function_body() -> None:

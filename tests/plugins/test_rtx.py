@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import subprocess
 import sys
@@ -15,12 +16,11 @@ import pytest
 import torch
 from dflash_plugins import compiler, kernels, rtx, shim
 from dflash_plugins import kernel_specs as uses
-from dflash_plugins.driver import Driver
+from dflash_plugins.compiled import Compiled
 from dflash_plugins.registration import PLUGINS, Symbols
 from dflash_plugins.version import versioned
 
 from dflash_trt.checkpoint.tensors import Checkpoint
-from dflash_trt.errors import DFlashError
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 from tests.plugins.test_moe import expected, layer
 
@@ -66,32 +66,36 @@ def test_a_plan_holds_the_experts_as_they_are_stored(tmp_path: Path) -> None:
 
 
 class Interpreted:
-    """CUDA's driver, with kernels that run in Triton's interpreter, on tensors that are known by their addresses."""
+    """The driver, with kernels that run in Triton's interpreter, on tensors that are known by their addresses."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self.used: dict[str, uses.Use] = {}
         self.streams: list[int] = []
 
-    def compile(self, use: uses.Use, capability: int) -> compiler.Compiled:
+    def compile(self, use: uses.Use, capability: int) -> Compiled:
         assert capability == 89
         self.used[use.function] = use
-        return compiler.Compiled(use.function, "st.global", 32 * use.num_warps, 0)
+        function = self.function(use)
+        names = tuple(name for name in function.arg_names if name in use.types)
+        return Compiled(use.function, "st.global", 32 * use.num_warps, 0, 1, 0, names)
 
-    def prepare(self, kernel: Any) -> None:
-        assert kernel.name in self.used
+    def function(self, use: uses.Use) -> Any:
+        return getattr(importlib.import_module(f"{kernels.__name__}.{use.module}"), use.function)
 
-    def launch(self, kernel: Any, grid: Any, arguments: list[Any], stream: int) -> None:
-        use = self.used[kernel.name]
-        function = getattr(__import__(f"{kernels.__name__}.{use.module}", fromlist=["x"]), use.function)
-        values = iter(
-            self.tensors[each.value] if isinstance(each, ctypes.c_void_p) else each.value
-            for each in arguments
-        )
-        given = {name: next(values) for name in function.arg_names if name not in use.constants}
-        function[tuple(grid)](**given, **use.launch)
-        assert next(values, None) is None
-        assert kernel.threads == 32 * use.num_warps
+    def context(self) -> int:
+        return 7
+
+    def load(self, compiled: Compiled) -> ctypes.c_void_p:
+        assert compiled.name in self.used
+        return ctypes.c_void_p(1)
+
+    def launch(self, function: Any, compiled: Compiled, grid: Any, values: list[Any], stream: int) -> None:
+        use = self.used[compiled.name]
+        given = [
+            self.tensors[each.value] if isinstance(each, ctypes.c_void_p) else each.value for each in values
+        ]
+        self.function(use)[tuple(grid)](**dict(zip(compiled.parameters, given, strict=True)), **use.launch)
         self.streams.append(stream)
 
 
@@ -136,7 +140,8 @@ class Plan:
 def test_what_a_plan_launches_is_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Interpreted()
     monkeypatch.setattr(compiler, "compile_kernel", driver.compile)
-    monkeypatch.setattr(Driver, "get", staticmethod(lambda: driver))
+    monkeypatch.setattr(rtx, "_driver", lambda: driver)
+    monkeypatch.setattr(rtx, "_loaded", {})
     rng = np.random.default_rng(3)
     e = layer(rng, 8, 160, 96, 4, biased=True)
     x = torch.from_numpy(rng.standard_normal((5, 160)) / 8).bfloat16()
@@ -154,38 +159,3 @@ def test_what_a_plan_launches_is_the_operator(monkeypatch: pytest.MonkeyPatch) -
     want = expected(x, logits, e).astype(np.float64)
     assert np.max(np.abs(y.double().numpy() - want)) <= 2**-8 * np.max(np.abs(want))
     assert driver.streams == [77] * 5
-
-
-class Library:
-    """libcuda.so.1, as far as `Driver` calls it."""
-
-    def __init__(self, *, failing: str = "") -> None:
-        self.failing, self.calls, self.launched = failing, list[str](), list[Any]()
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> int:
-            self.calls.append(name)
-            if name == "cuLaunchKernel":
-                pointers = arguments[9]
-                values = [ctypes.cast(each, ctypes.POINTER(ctypes.c_int32))[0] for each in pointers]
-                self.launched.append((arguments[1:8], arguments[8].value, values))
-            if name == "cuGetErrorString":
-                arguments[1]._obj.value = b"no room"
-            return 2 if name == self.failing else 0
-
-        return call
-
-
-def test_a_kernel_is_loaded_once_and_launched_with_its_arguments() -> None:
-    library = Library()
-    driver = Driver(library)
-    kernel = compiler.Compiled("add", "ptx", 128, 64 << 10)
-    for _ in range(2):
-        driver.launch(kernel, (3, 2), [ctypes.c_int32(5), ctypes.c_int32(-7)], 99)
-    assert library.launched == [((3, 2, 1, 128, 1, 1, 64 << 10), 99, [5, -7])] * 2
-    assert [library.calls.count(n) for n in ("cuModuleLoadData", "cuFuncSetAttribute")] == [1, 1]
-
-
-def test_an_error_of_the_driver_is_said() -> None:
-    with pytest.raises(DFlashError, match=r"cuModuleLoadData: no room \(2\)"):
-        Driver(Library(failing="cuModuleLoadData")).prepare(compiler.Compiled("add", "ptx", 32, 0))

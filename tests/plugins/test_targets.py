@@ -1,4 +1,7 @@
-"""Kernels compiled for all targets without a GPU, and registered with TensorRT's own Python sources."""
+"""Kernels compiled for all targets without a GPU, and registered with TensorRT's own Python sources.
+
+$TRITON_VERSIONS names folders with other versions of Triton, which `make kernels` installs and tests.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from typing import Any
 
 import pytest
 from dflash_plugins import kernel_specs as uses
-from dflash_plugins import registration as quick
 from dflash_plugins import version
 
 from dflash_trt.errors import BundleError
@@ -19,6 +21,8 @@ from tests.doubles.plugin_targets import CASES
 
 ARCHITECTURES = {89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
 ROOT = Path(__file__).resolve().parents[2]
+# In front of Python's path: none for the installed version.
+VERSIONS = ["", *filter(None, os.environ.get("TRITON_VERSIONS", "").split(os.pathsep))]
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +31,27 @@ def cache(pytestconfig: pytest.Config) -> Path:
     return Path(pytestconfig.cache.mkdir("kernels"))
 
 
-def run(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run(cache: Path, *command: str, folder: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
     """Run in a process that compiles kernels instead of interpreting them."""
-    path = os.pathsep.join([str(ROOT), *sys.path])
+    path = os.pathsep.join([folder, str(ROOT), *sys.path] if folder else [str(ROOT), *sys.path])
     environment = os.environ | {"DFLASH_KERNEL_CACHE": str(cache), "PYTHONPATH": path}
     environment.pop("TRITON_INTERPRET", None)
     return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, **options
     )
 
 
+@pytest.fixture(scope="module", params=VERSIONS, ids=lambda folder: Path(folder).name or "installed")
+def folder(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
 @pytest.fixture(scope="module", params=uses.TARGETS)
-def target(request: pytest.FixtureRequest, cache: Path) -> tuple[int, dict[str, list[dict[str, Any]]]]:
-    done = run(cache, "-m", "tests.doubles.plugin_targets", str(request.param))
+def target(
+    request: pytest.FixtureRequest, folder: str, cache: Path
+) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+    done = run(cache, "-m", "tests.doubles.plugin_targets", str(request.param), folder=folder)
     assert done.returncode == 0, done.stderr
     return request.param, json.loads(done.stdout)
 
@@ -48,16 +60,18 @@ def test_every_plugin_compiles_to_what_tensorrt_launches(target: tuple[int, Any]
     capability, plugins = target
     assert set(plugins) == set(CASES)
     for name, tactics in plugins.items():
-        plugin = next(p for p in quick.PLUGINS if p.name == name)
-        assert min(3, len(plugin.tiles)) <= max(len(tactics), 1) <= max(1, len(plugin.tiles))
+        tiled = {"MoEGateUp": uses.TILES, "MoEDown": uses.TILES}.get(name, ())
+        tiled = uses.attention_tiles(64) if name.startswith("Attend") else tiled
+        assert 3 <= len(tactics) <= len(tiled) if tiled else len(tactics) == 1, name
         for made in tactics:
             pointers = made["inputs"], len(made["outputs"])
             expected = ["u64"] * pointers[0] + ["u32"] * len(made["integers"]) + ["u64"] * pointers[1]
             assert made["parameters"] == expected, name  # none of the compiler's own parameters is left
             assert (made["version"], made["target"]) == ("8.7", ARCHITECTURES[capability])
             assert made["required_threads"] == [str(made["threads"])]
-            assert made["resources"]["shared_bytes"] <= quick.SHARED_BYTES
-            assert made["resources"]["registers"] <= 65536 // made["threads"]
+            assert made["shared_bytes"] <= uses.SHARED_BYTES
+            assert made["spill_bytes"] == 0
+            assert made["registers"] <= 65536 // made["threads"]
             if name.startswith("Attend"):  # few rows take the small instruction
                 assert set(made["products"]) <= {uses.TARGETS[capability], "mma.sync"}
                 assert made["products"], name
@@ -92,11 +106,11 @@ def test_shapes_types_and_grids(target: tuple[int, Any]) -> None:
     assert grids["MoERoute"] == grids["MoEGroup"] == [[2, 1]]
     for name in ("MoEGateUp", "MoEDown"):
         by_tactic = dict(zip([t["tactic"] for t in plugins[name]], grids[name], strict=True))
-        assert by_tactic.items() <= {1: [45, 80], 2: [23, 80], 3: [45, 80], 4: [23, 80]}.items()
+        assert by_tactic.items() <= {1: [45, 80], 2: [23, 80], 3: [45, 80], 4: [23, 80], 5: [23, 80]}.items()
     assert grids["MoECombine"] == [[20, 3]]
     for name in ("Attend", "AttendTree"):
         tiles = {t["tactic"]: t["grid"] for t in plugins[name]}
-        rows = {i: -(-80 // tile.rows) for i, tile in enumerate(uses.ATTENTION_TILES, 1)}
+        rows = {i: -(-80 // tile.rows) for i, tile in enumerate(uses.attention_tiles(64), 1)}
         assert tiles == {i: [rows[i], 16, 8] for i in tiles}
         assert plugins[name][0]["integers"] == [10, 4096, 8]
     assert grids["MergeAttention"] == [[1280, 1]]
@@ -115,11 +129,32 @@ def test_every_profile_gets_the_same_kernel(target: tuple[int, Any]) -> None:
             assert len(digests) == 1, name
 
 
-def test_no_kernel_spills(target: tuple[int, Any]) -> None:
-    """Except the products of one tile shape of prefill on sm_89 and sm_120."""
-    _, plugins = target
-    spills = {(n, t["tactic"]) for n, each in plugins.items() for t in each if t["resources"]["spill_bytes"]}
-    assert spills <= {("MoEGateUp", 4)}
+HEADS = """
+import json
+from dflash_plugins import compiler
+from dflash_plugins import kernel_specs as uses
+def fits(head, tile, target):
+    made = compiler.compile_kernel(uses.attend(8, 8, head, "bf16", tile, tree=True), target)
+    return made.fits
+found = {}
+for head in (128, 256, 512):
+    tiles = uses.attention_tiles(head)
+    for target in uses.TARGETS:
+        merged = compiler.compile_kernel(uses.merge(64, head, "bf16", sinks=True), target)
+        most = next(tile.rows for tile in reversed(tiles) if fits(head, tile, target))
+        found[f"{head} {target}"] = [fits(head, tiles[0], target), merged.fits, most]
+print(json.dumps(found))
+"""
+
+
+def test_attention_has_kernels_for_every_head(folder: str, cache: Path) -> None:
+    """On each target: one for few rows, and one for the many rows of a prefill. They fit 48 KiB and do not spill."""
+    done = run(cache, "-c", HEADS, folder=folder)
+    assert done.returncode == 0, done.stderr
+    for name, (few, merged, most) in json.loads(done.stdout).items():
+        assert few, name
+        assert merged, name
+        assert most >= (64 if name.startswith("128") else 32), name
 
 
 def test_the_noise_is_compiled_without_fused_operations(target: tuple[int, Any]) -> None:
@@ -130,25 +165,24 @@ def test_the_noise_is_compiled_without_fused_operations(target: tuple[int, Any])
 
 
 RUNTIME = """
-from dflash_plugins import compiler
+from dflash_plugins import compiled
 from dflash_plugins import kernel_specs as uses
-launched = [uses.fill_tokens(16, drafted=drafted) for drafted in (False, True)]
-launched += [uses.end_round(201_088, 14_400, "bf16", committing=committing) for committing in (False, True)]
-launched.append(uses.compact_rows(16))
-for target in uses.TARGETS:
-    for use in launched:
-        made = compiler.compile_kernel(use, target)
-        found = compiler.resources(made, target)
-        assert made.stores, (use, target)
-        assert found.spill_bytes == 0, (use, found)
-        assert made.ptx.count("atom.") == (use.function == "end_round"), use
+wanted = uses.round_uses(201_088, 14_400, "bf16", 16)
+made = compiled.compile_round(wanted)
+for use in wanted:
+    kernel = made[use.digest]
+    assert kernel.fits
+    assert kernel.ptx.count("atom.") == (use.function == "end_round"), use
+    assert kernel.ptx.split(".target ")[1].startswith("sm_80")
+    assert kernel.parameters == tuple(name for name in kernel.parameters if name in use.types)
+    assert len(kernel.parameters) == len(use.types)
 print("compiled")
 """
 
 
-def test_kernels_between_passes_compile_for_every_target(cache: Path) -> None:
+def test_kernels_between_passes_compile_once_for_every_target(folder: str, cache: Path) -> None:
     """The runtime launches them, not a plan. They do not spill. One atomic addition ends a row of logits."""
-    done = run(cache, "-c", RUNTIME)
+    done = run(cache, "-c", RUNTIME, folder=folder)
     assert done.stdout == "compiled\n", done.stderr
 
 
@@ -222,7 +256,7 @@ from tests.doubles import tensorrt_double
 from tests.doubles.plugin_targets import SIZES, Made
 def compiled(use, capability):
     empty = use.function == "combine" or use.num_stages == 2
-    return compiler.Compiled("kernel", "" if empty else "st.global", 128, 1024)
+    return compiler.Compiled("kernel", "" if empty else "st.global", 128, 1024, 64, 0, ())
 compiler.compile_kernel = compiled
 trt = tensorrt_double.install()
 quick.register(trt, 100)

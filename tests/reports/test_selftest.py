@@ -31,7 +31,7 @@ from tests.doubles import (
     triton_interpreter,  # noqa: F401  # corrects it
 )
 from tests.doubles.checkpoints import make_drafter, make_target
-from tests.doubles.cuda_double import Cuda, by_operators, deferred
+from tests.doubles.cuda_double import Cuda, deferred
 
 Pair = tuple[Bundle, Bundle]
 
@@ -51,7 +51,6 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         patch.setattr(
             DeviceArrays, "samples", property(lambda self: False, lambda self, value: None), raising=False
         )
-        by_operators(patch)
         with deferred():  # the host samples, because Triton's interpreter is slow
             plain = build(*sources, directory / "onnxruntime", max_seq_len=96)
             yield (

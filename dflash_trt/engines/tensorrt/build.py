@@ -63,6 +63,7 @@ def plan_job(engine: str, pair: CheckpointPair, settings: BuildSettings, progres
         for role, counts in by_window.items()
     }
     models = export(pair, plans.dialects, rows, settings.tree_width, progress)
+    plans.compile_kernels(models)
     return PlanJob(
         manifest=graph_fields(pair, plans.dialects, models, rows) | {"tensorrt": plans.describe()},
         files=graph_files(pair),

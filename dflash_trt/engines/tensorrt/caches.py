@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from dflash_plugins.launch import Compaction, Run
 
 from dflash_trt.bundle.cache_kinds import CacheKind
 from dflash_trt.engines.row_caches import RowCaches, by_kind, whole
-from dflash_trt.engines.tensorrt.round_steps import kernels_run
 
 Tensor = torch.Tensor
 
@@ -22,8 +22,7 @@ class DevicePool:
 
     def __init__(self, arrays: Mapping[str, Tensor], stream: Any) -> None:
         self.arrays, self._stream = arrays, stream
-        self.kernels = any(kernels_run(rows.device) for rows in arrays.values())
-        self._kernel: Any = None
+        self.compaction: Compaction | None = None  # one kernel for all layers
         self.row_bytes = sum(rows.shape[1] * rows.shape[3] * rows.element_size() for rows in arrays.values())
 
     def copy(self, source: int, target: int, count: int) -> None:
@@ -50,18 +49,20 @@ class DevicePool:
                 rows[slot, :, :left].copy_(kept if left <= count else kept.clone())
 
     def compact(self, slot: int, start: int, nodes: Sequence[int]) -> None:
-        """One kernel for all layers if Triton is installed to compile it, else copies for each."""
+        """One kernel if `compact_by` gave one, else copies for each layer."""
         with torch.cuda.stream(self._stream):
-            if self._kernel is None and self.kernels:
-                from dflash_plugins.launch import Compaction
-
-                self._kernel = Compaction(list(self.arrays.values()))
-            if self._kernel is not None:
-                self._kernel(slot, start, nodes)
+            if self.compaction is not None:
+                self.compaction(slot, start, nodes)
                 return
             for rows in self.arrays.values():
                 written = rows[slot, :, start:]
                 written[:, : len(nodes)] = written[:, list(nodes)]  # the right side is a copy
+
+    def compact_by(self, run: Run, most: int) -> None:
+        """Let a kernel move up to `most` rows."""
+        if self.arrays:
+            with torch.cuda.stream(self._stream):
+                self.compaction = Compaction(list(self.arrays.values()), most, run)
 
     def clear(self, slot: int, first: int, last: int | None) -> None:
         with torch.cuda.stream(self._stream):

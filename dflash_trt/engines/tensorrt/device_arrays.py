@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from dflash_plugins import rtx
+from dflash_plugins.kernel_specs import round_uses
+from dflash_plugins.launch import TYPE_NAMES, decide_round, sampling_tensors
 from dflash_plugins.version import check as check_plugins
 
 from dflash_trt.bundle.manifest import Bundle
@@ -24,15 +26,15 @@ from dflash_trt.decoding.visibility import ChainRows
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, prefill_length
+from dflash_trt.engines.tensorrt.round_kernels import compiles_here, kernels_of
 from dflash_trt.engines.tensorrt.round_memory import RoundMemory
-from dflash_trt.engines.tensorrt.round_steps import kernels_run
 from dflash_trt.engines.tensorrt.runtime_config import captures_by_itself, kernel_cache
 from dflash_trt.engines.tensorrt.states import DeviceHybridCaches
 from dflash_trt.engines.tensorrt.warm_up import warm_up
 from dflash_trt.errors import BuildError, BundleError
 
 if TYPE_CHECKING:
-    from dflash_plugins.launch import Acceptance, Sampling
+    from dflash_plugins.launch import Acceptance, Run, Sampling
 
     from dflash_trt.bundle.workspace import Progress
 
@@ -80,6 +82,8 @@ class DeviceArrays:
 
     Waiting features are in the drafter's input buffer of the DECODE profile. Its input of the PREFILL profile is the
     target's output. A round's numbers go to the device in one copy and come back in one (round_memory.py).
+
+    run: launches kernels between passes. Without it torch's operators take their place, and the host samples.
     """
 
     most_prompt_rows = 1  # the PREFILL profile has one row of logits
@@ -96,12 +100,12 @@ class DeviceArrays:
         taps: int,
         hidden_size: int,
         vocab_size: int,
-        mask_token_id: int,
         tree_width: int = 1,
+        run: Run | None = None,
     ) -> None:
         feature_size = taps * hidden_size
         self._taps, self._vocab = taps, vocab_size
-        self.most_waiting, self._mask_token_id = block_size, mask_token_id
+        self.most_waiting = block_size
         self.most_nodes, self._chain_rows = block_size, ChainRows()
         self._capacity, self._chunk = capacity, prefill_chunk
         device, self._stream = target.device, target.stream
@@ -115,7 +119,9 @@ class DeviceArrays:
         self._waiting = torch.zeros((slots, block_size, feature_size), dtype=dtype, device=device)
         drafter.bind(DECODE, "features", self._waiting)
         drafter.bind(PREFILL, "features", target.whole_buffer(PREFILL, "features"))
-        self._round = RoundMemory(target, drafter, slots=slots, block_size=block_size, tree_width=tree_width)
+        self._round = RoundMemory(
+            target, drafter, slots=slots, block_size=block_size, tree_width=tree_width, run=run
+        )
         # Where features of this round's chains wait, by slot, and which of them the end of the round put there [n, N].
         self._places: Sequence[int] = ()
         self._kept: Array = np.zeros((0, 0), bool)
@@ -125,20 +131,11 @@ class DeviceArrays:
         # The log-probabilities of this round's draft: all, and those of the chain.
         self._logprobs: DeviceArray | None = None
         self._best: DeviceArray | None = None
-        # Where kernels run, they decide for sampled requests, else the host.
-        self.samples = kernels_run(device)
-        if self._round.steps.kernels:  # compiled now, not in the first round
-            self._dummy_steps(drafter.buffer(DECODE, "draft_tokens", 1, 1, tree_width))
+        self.run, self.samples = run, run is not None  # kernels decide for sampled requests, else the host
+        if run is not None and tree_width > 1:
+            for kind in target.rows.kinds:
+                kind.pool.compact_by(run, block_size)
         self._sampling: tuple[Sequence[Request], Sampling | None] = ((), None)
-
-    def _dummy_steps(self, drafts: torch.Tensor) -> None:
-        """Run the steps between passes on zeros, in slot 0. drafts: [1, 1, W]."""
-        self._round.tokens(self._round.blocks([0], 1, 0, [0]), None)
-        self._round.tokens(self._round.blocks([0], 2, 0, [0]), drafts)
-        logits = self._target.buffer(DECODE, "logits", 1, 1, self._vocab)
-        features = self._target.buffer(DECODE, "features", 1, 1, self._waiting.shape[2])
-        for chains in (True, False):
-            self._round.end(logits, features, self._waiting, chains=chains)
 
     def problems(self, manifest: Mapping[str, Any]) -> list[str]:
         """The differences between the plans and the manifest."""
@@ -151,15 +148,22 @@ class DeviceArrays:
         ]
 
     def kernel_problems(self) -> dict[str, str]:
-        """The kernels against their references on this GPU: a problem for each operator, or none. Needs Triton."""
+        """The kernels against their references on this GPU: a problem for each operator, or none. Those that plans hold
+        are compiled again, which needs Triton; without it they are left out.
+        """
         from dflash_plugins.checks import problems
 
+        assert self.run is not None
         with torch.cuda.stream(self._stream):
             return problems(
                 self._target.device,
+                self.run,
                 vocab=self._vocab,
                 taps=self._taps,
                 hidden=self._waiting.shape[2] // self._taps,
+                dtype=self._waiting.dtype,
+                block_size=self.most_nodes,
+                in_plans=compiles_here(),
             )
 
     def prefill(
@@ -328,10 +332,10 @@ class DeviceArrays:
 
     def _decide(self, active: Sequence[Request], outputs: Mapping[str, torch.Tensor]) -> Acceptance | None:
         """Sample and accept on the pass's stream. Returns None if all requests are greedy or adjusted."""
-        if not self.samples or all(r.params.greedy or r.history is not None for r in active):
+        if self.run is None or not self.samples:
             return None
-        from dflash_plugins.launch import decide_round, sampling_tensors
-
+        if all(r.params.greedy or r.history is not None for r in active):
+            return None
         logits, device = outputs["logits"], outputs["logits"].device
         n, length = logits.shape[:2]
         requests, params = self._sampling
@@ -345,7 +349,7 @@ class DeviceArrays:
             self._target.buffer(DECODE, "tokens", n, length),
             logits,
             self._target.buffer(DECODE, "start", n),
-            mask_token=self._mask_token_id,
+            run=self.run,
         )
 
 
@@ -401,6 +405,9 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
             )
             for role in ("target", "drafter")
         )
+        features = len(manifest["target_layer_ids"]) * manifest["hidden_size"]
+        dtype = TYPE_NAMES[drafter.dtypes["features"]]
+        wanted = round_uses(manifest["vocab_size"], features, dtype, block_size)
         arrays = DeviceArrays(
             target,
             drafter,
@@ -411,8 +418,8 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
             taps=len(manifest["target_layer_ids"]),
             hidden_size=manifest["hidden_size"],
             vocab_size=manifest["vocab_size"],
-            mask_token_id=manifest["mask_token_id"],
             tree_width=manifest["tree_width"],
+            run=kernels_of(bundle, wanted),
         )
     pair = Pair(
         target,

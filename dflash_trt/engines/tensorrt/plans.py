@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import logging
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+from dflash_plugins import compiled
 from dflash_plugins.dialect import TensorRTExpertPlugins, TensorRTPlugins
 from dflash_plugins.kernel_specs import TARGETS as PLUGIN_TARGETS
+from dflash_plugins.kernel_specs import round_uses
 from dflash_plugins.version import VERSION as PLUGIN_VERSION
 
 from dflash_trt.bundle.contents import describe_file
@@ -21,11 +23,16 @@ from dflash_trt.engines.tensorrt.builder import build_plan, has_operator, weight
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import Limits, profiles
+from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.hardware import compute_capabilities
+from dflash_trt.logs import warn_once
 
+_log = logging.getLogger(__name__)
 DTYPES = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
+# Their names in Triton.
+_TYPES = {dtype: name for name, dtype in DTYPES.items()}
 FOLDER = "plans"
 
 
@@ -59,7 +66,7 @@ class Plans:
         usable = (
             options.plugins == "auto"
             and set(self.capabilities) <= set(PLUGIN_TARGETS)
-            and importlib.util.find_spec("triton") is not None
+            and compiled.no_compiler() is None
         )
         roles = (
             {"target", "drafter"}
@@ -68,6 +75,7 @@ class Plans:
             if expert_formats
             else set()
         )
+        self.kernels: dict[str, compiled.Compiled] = {}  # between passes, by digest
         # The models whose plans have plugins.
         self.plugins = {role for role in roles if usable and dtypes[role] != ir.DataType.FLOAT}
         if "target" not in self.plugins:
@@ -79,6 +87,24 @@ class Plans:
             for role, dtype in dtypes.items()
         }
 
+    def compile_kernels(self, models: Mapping[str, ir.Model]) -> None:
+        """Compile the kernels between the passes of these models. If that fails, a warning says why."""
+        (logits,) = (v for v in models["target"].graph.outputs if v.name == "logits")
+        (features,) = (v for v in models["drafter"].graph.inputs if v.name == "features")
+        assert logits.shape is not None
+        assert features.shape is not None
+        assert features.dtype is not None
+        sizes = int(str(logits.shape[-1])), int(str(features.shape[-1]))
+        try:
+            self.kernels = compiled.compile_round(
+                round_uses(*sizes, _TYPES[features.dtype], self.limits.block_size)
+            )
+        except BuildError as error:
+            warn_once(
+                _log,
+                f"{error}. The bundle gets no kernels: torch's operators run between passes, and the host samples",
+            )
+
     def describe(self) -> dict[str, Any]:
         """The manifest's `tensorrt` before plans exist. Through it, the key covers the inputs of the plans."""
         described: dict[str, Any] = {
@@ -87,6 +113,8 @@ class Plans:
             "max_batch_size": self.limits.max_batch_size,
             "prefill_chunk": self.limits.prefill_chunk,
         }
+        if self.kernels:
+            described["kernels"] = {"version": PLUGIN_VERSION}
         if self.plugins:
             from dflash_plugins.compiler import source_digest
 
@@ -126,6 +154,9 @@ class Plans:
                 files[name] = entry.pop("file")
                 del entry["key"]
                 found[str(capability)][role] = {"plan": name, **entry}
+        if self.kernels:
+            compiled.write(work / compiled.FILE, self.kernels)
+            files[compiled.FILE] = describe_file(work / compiled.FILE)
         for memo in (work / FOLDER).rglob("*.json"):
             memo.unlink()
         for log in (work / FOLDER).rglob("*.log"):

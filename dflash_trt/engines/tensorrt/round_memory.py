@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dflash_plugins.launch import Run
 
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.profiles import ALIGNMENT, DECODE
@@ -37,7 +38,14 @@ class RoundMemory:
     """Named parts of one buffer on the device and of one in pinned memory, at the same offsets."""
 
     def __init__(
-        self, target: TensorRTEngine, drafter: TensorRTEngine, *, slots: int, block_size: int, tree_width: int
+        self,
+        target: TensorRTEngine,
+        drafter: TensorRTEngine,
+        *,
+        slots: int,
+        block_size: int,
+        tree_width: int,
+        run: Run | None,
     ) -> None:
         sizes: dict[str, tuple[int, torch.dtype]] = {
             "drafter_start": (slots, torch.int64),
@@ -76,7 +84,7 @@ class RoundMemory:
         self._there, self._here = parts(self._device), parts(self._host)
         self._numbers = {name: part.numpy() for name, part in self._here.items()}
         self._stream, self._width, self._target, self._drafter = target.stream, tree_width, target, drafter
-        self.steps = RoundSteps(target.device, slots=slots, block_size=block_size)
+        self.steps = RoundSteps(target.device, slots=slots, block_size=block_size, run=run)
         drafter.bind(DECODE, "start", self._there["drafter_start"])
         drafter.bind(DECODE, "n_features", self._there["n_features"])
         drafter.bind(DECODE, "block", self._there["block"])

@@ -7,6 +7,9 @@ the slots that its rows see among several programs. Each gives its rows' largest
 A row sees a range of slots. `visible`, if given, marks those that it sees among the slots that the pass itself wrote.
 No slot outside of these is read, whatever the capacity. Scores and sums are float32. The weights are rounded to the
 cache's type before they multiply the values.
+
+Many rows of a wide head do not fit shared memory. Their scores are then sums over parts of COLUMNS of the head, for
+which queries and keys are read part by part.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ def attend(
     D: tl.constexpr,
     D_SLOTS: tl.constexpr,  # D, rounded up to a power of two
     LEAST: tl.constexpr,  # slots that are worth a part of their own
+    COLUMNS: tl.constexpr,  # D_SLOTS, or a part of it
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -47,7 +51,10 @@ def attend(
     column = tl.arange(0, D_SLOTS)
     real, inner = row < rows, column < D
     at = head.to(tl.int64) * rows + row
-    queries = tl.load(q + at[:, None] * D + column[None, :], mask=real[:, None] & inner[None, :], other=0.0)
+    if COLUMNS == D_SLOTS:
+        queries = tl.load(
+            q + at[:, None] * D + column[None, :], mask=real[:, None] & inner[None, :], other=0.0
+        )
 
     node = sequence * count + row % count
     low = tl.load(first + node, mask=real, other=capacity).to(tl.int32)
@@ -72,11 +79,26 @@ def attend(
     for place in range(begin, end, SLOTS):
         slot = place + tl.arange(0, SLOTS)
         there = slot < end
-        k_at = cache + slot[None, :] * D + column[:, None]
+        if COLUMNS == D_SLOTS:
+            k_at = cache + slot[None, :] * D + column[:, None]
+            k = tl.load(k_cache + k_at, mask=there[None, :] & inner[:, None], other=0.0)
+            score = tl.dot(queries, k)
+        else:
+            score = tl.zeros([ROWS, SLOTS], tl.float32)
+            for low_column in range(0, D, COLUMNS):
+                part = low_column + tl.arange(0, COLUMNS)
+                q_part = tl.load(
+                    q + at[:, None] * D + part[None, :], mask=real[:, None] & (part < D)[None, :], other=0.0
+                )
+                k_part = tl.load(
+                    k_cache + cache + slot[None, :] * D + part[:, None],
+                    mask=there[None, :] & (part < D)[:, None],
+                    other=0.0,
+                )
+                score = tl.dot(q_part, k_part, acc=score)
         v_at = cache + slot[:, None] * D + column[None, :]
-        k = tl.load(k_cache + k_at, mask=there[None, :] & inner[:, None], other=0.0)
         v = tl.load(v_cache + v_at, mask=there[:, None] & inner[None, :], other=0.0)
-        score = tl.dot(queries, k) * (LOG2E * (1.0 / tl.sqrt(float(D))))
+        score *= LOG2E * (1.0 / tl.sqrt(float(D)))
         seen = (slot[None, :] >= low[:, None]) & (slot[None, :] <= high[:, None])
         if visible is not None:
             written = slot - own

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dflash_plugins.launch import by_triton
 
 from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
@@ -30,7 +31,7 @@ from dflash_trt.serving.deploy import container_command
 from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
 from tests.doubles import fake_tensorrt
 from tests.doubles.checkpoints import make_drafter, make_target
-from tests.doubles.cuda_double import Cuda, by_operators, deferred
+from tests.doubles.cuda_double import Cuda, deferred
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 
 FLOAT32 = Precision(target="fp32", drafter="fp32")
@@ -45,7 +46,6 @@ def here() -> Any:
         patch.setattr(plans, "compute_capabilities", lambda: [90])
         patch.setattr(torch, "cuda", Cuda)
         patch.setattr(warm_up, "SECONDS", 0)  # test_warm_up.py tests it
-        by_operators(patch)
         with deferred():
             yield patch
 
@@ -93,7 +93,6 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle], tem
     with LLM(bundles[0].path, threads=1) as reference:
         expected = [c.token_ids for c in reference.generate(prompts(), params(temperature))]
     with LLM(bundles[1].path, prefix_cache_bytes=1 << 20) as llm:
-        llm._runtime.pair.arrays.samples = False  # Triton's interpreter is slow
         for block_length in (BLOCK, 1, None, 3, BLOCK):
             completions = llm.generate(prompts(), params(temperature), block_length=block_length)
             assert [c.token_ids for c in completions] == expected
@@ -158,13 +157,12 @@ def test_sampling_on_the_device_gives_the_same(bundles: tuple[Bundle, Bundle]) -
     kinds: list[dict[str, Any]] = [{"temperature": 0.8}, {}, {"temperature": 1.0, "presence_penalty": 0.5}]
     wanted = [SamplingParams(max_tokens=7, seed=2**63 + i, ignore_eos=True, **k) for i, k in enumerate(kinds)]
     with LLM(bundles[1].path) as llm:
-        assert llm._runtime.pair.arrays.samples
-        llm._runtime.pair.arrays.samples = False
+        arrays: Any = llm._runtime.pair.arrays
         expected = [c.token_ids for c in llm.generate(prompts()[:3], wanted, block_length=4)]
-        llm._runtime.pair.arrays.samples = True
+        arrays.run, arrays.samples = by_triton, True
         found = llm.generate(prompts()[:3], wanted, block_length=4)
         assert [c.token_ids for c in found] == expected
-        assert llm._runtime.pair.arrays._sampling[1] is not None
+        assert arrays._sampling[1] is not None
 
 
 @pytest.mark.parametrize("sampled_on_the_device", [False, True])
@@ -189,7 +187,7 @@ def test_numbers_that_are_not_finite_end_their_request_alone(
     good = [[token for token in each if token != SPOILT] for each in good]
     with LLM(bundle.path) as llm:
         pair: Any = llm._runtime.pair
-        pair.arrays.samples = sampled_on_the_device
+        pair.arrays.run, pair.arrays.samples = by_triton, sampled_on_the_device
         expected = [llm.generate(*each, block_length=1).token_ids for each in zip(good, wanted, strict=True)]
         with pytest.raises(BatchError, match="3 of 6") as caught:
             llm.generate([*bad, *good], wanted * 2, block_length=4)
@@ -249,7 +247,7 @@ def test_a_round_waits_once_and_copies_once_each_way(
     with LLM(bundles[1].path, prefix_cache_bytes=0) as llm:
         pair: Any = llm._runtime.pair
         expected = llm.generate(prompts()[0], params, block_length=block_length).token_ids
-        pair.arrays._round.steps.kernels = kernels
+        pair.arrays._round.steps.run = by_triton if kernels else None
         assert llm.generate(prompts()[0], params, block_length=block_length).token_ids == expected
 
         def counted(most: int) -> tuple[Counter[str], int]:
@@ -310,7 +308,7 @@ def test_nothing_is_allocated_in_a_round(
     asked = prompts()[:2], SamplingParams(max_tokens=9, ignore_eos=True)
     with LLM(bundles[1].path) as llm:
         pair: Any = llm._runtime.pair
-        pair.arrays._round.steps.kernels = True
+        pair.arrays._round.steps.run = by_triton
         llm.generate(*asked, block_length=BLOCK)
         engines = (pair.target, pair.drafter.engine)
         before = [{k: b.data_ptr() for k, b in e._buffers.items()} for e in engines]

@@ -25,7 +25,7 @@ from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, prefill_length
 from dflash_trt.formats.precision import Precision
 from tests.doubles import fake_tensorrt, fake_tensorrt_rtx
 from tests.doubles.checkpoints import make_drafter, make_target
-from tests.doubles.cuda_double import Cuda, by_operators, deferred
+from tests.doubles.cuda_double import Cuda, deferred
 
 BLOCK, CHUNK, SLOTS = 4, 40, 2
 
@@ -46,7 +46,6 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bund
         patch.setattr(
             DeviceArrays, "samples", property(lambda self: False, lambda self, value: None), raising=False
         )
-        by_operators(patch)
         with deferred():  # the host samples, because Triton's interpreter is slow
             found = {"onnxruntime": build(*sources, directory / "onnxruntime", max_seq_len=100)}
             for engine in ("tensorrt", "tensorrt-rtx"):
