@@ -136,8 +136,11 @@ def _compiled(
 
     sizes = Sizes(versioned(plugin.name), inputs)
     sizes.check(plugin.most)
+    # Kernels for the oldest GPU run on all later ones.
+    target = capability if capability in uses.TARGETS else uses.ROUND_TARGET
     for tile in (None,) if plugin.tiles is None else plugin.tiles(sizes):
-        made = compile_kernel(plugin.use(sizes, attributes, tile), capability)
+        made = compile_kernel(plugin.use(sizes, attributes, tile), target)
+        assert not isinstance(tile, uses.AttentionTile)
         if made.fits:
             return _Kernel(tile, made)
     raise BuildError(

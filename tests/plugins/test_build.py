@@ -115,7 +115,7 @@ def made(
         ({"engine": "tensorrt-rtx", "capability": 120}, set()),
         ({"engine": "tensorrt-rtx", "capability": 120, "expert_formats": ("mxfp4",)}, {"target"}),
         ({"engine": "tensorrt-rtx", "capability": 89, "expert_formats": ("mxfp4",)}, {"target"}),
-        ({"engine": "tensorrt-rtx", "capability": 121, "expert_formats": ("mxfp4",)}, set()),
+        ({"engine": "tensorrt-rtx", "capability": 121, "expert_formats": ("mxfp4",)}, {"target"}),
     ],
 )
 def test_who_gets_plugins(

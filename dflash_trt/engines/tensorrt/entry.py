@@ -6,8 +6,6 @@ import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dflash_plugins.kernel_specs import TARGETS as PLUGIN_TARGETS
-
 from dflash_trt.engines.base import (
     GIB,
     Availability,
@@ -44,7 +42,7 @@ class TensorRTEntry(Engine):
         self.modules = (self.flavour.module, "torch", "triton")
         # TensorRT-RTX's plans ask for up to so much scratch memory beside the estimate from shapes (docs/planning.md).
         # Taken for TensorRT too. The plugins widen no experts, and compute none that nobody chose.
-        targets = frozenset(PLUGIN_TARGETS) & frozenset(self.flavour.capabilities)
+        targets = self.flavour.plugin_capabilities
         self.memory = MemoryTraits(
             scratch_bytes=GIB // 16,
             expert_kernels={"mxfp4": targets},

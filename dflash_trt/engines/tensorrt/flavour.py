@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dflash_plugins.kernel_specs import TARGETS
+
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.extras import install
 
@@ -31,6 +33,11 @@ class Flavour:
     def wheel(self) -> str:
         """The package that pip installs."""
         return f"{self.module.replace('_', '-')}-cu13"
+
+    @property
+    def plugin_capabilities(self) -> frozenset[int]:
+        """The GPUs that plugins are compiled for."""
+        return frozenset(self.capabilities if self.plugins == "experts" else TARGETS)
 
     def load(self) -> Any:
         """The module. Raises BuildError if it is missing, broken or too old."""

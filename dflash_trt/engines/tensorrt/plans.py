@@ -12,7 +12,6 @@ from typing import Any
 import onnx_ir as ir
 from dflash_plugins import compiled
 from dflash_plugins.dialect import TensorRTExpertPlugins, TensorRTPlugins
-from dflash_plugins.kernel_specs import TARGETS as PLUGIN_TARGETS
 from dflash_plugins.kernel_specs import round_uses
 from dflash_plugins.version import VERSION as PLUGIN_VERSION
 
@@ -65,7 +64,7 @@ class Plans:
         dtypes = {role: DTYPES[precision.compute(role, "bf16")] for role in ("target", "drafter")}
         usable = (
             options.plugins == "auto"
-            and set(self.capabilities) <= set(PLUGIN_TARGETS)
+            and set(self.capabilities) <= self.flavour.plugin_capabilities
             and compiled.no_compiler() is None
         )
         roles = (
