@@ -126,7 +126,8 @@ class MemoryTraits:
 
     `compute`: the dtype of weights and caches for which no precision is given. `runtime_bytes`: context, libraries and
     workspace, as an allowance. `scratch_bytes`: what both plans need beside the estimate from shapes; an engine that
-    has it computes every expert for every row. `expert_kernels`: formats of experts that need no such memory.
+    has it computes every expert for every row. `expert_kernels`: formats of experts that need no such memory, and the
+    compute capabilities with kernels of this project for them.
     `keeps_queries`: whether the queries of all layers of a pass have memory at once. `states`: how often a sequence's
     recurrent states are held.
     `attention_kernels`: compute capabilities for which attention has kernels of this project, and needs neither masks
@@ -137,11 +138,15 @@ class MemoryTraits:
     compute: str = "bf16"
     runtime_bytes: int = GIB
     scratch_bytes: int = 0
-    expert_kernels: frozenset[str] = frozenset()
+    expert_kernels: Mapping[str, frozenset[int]] = field(default_factory=dict)
     keeps_queries: bool = False
     states: int = 1
     attention_kernels: frozenset[int] = frozenset()
     pool: PagedPool | None = None
+
+    def has_expert_kernels(self, quantization: str | None, capability: int) -> bool:
+        """Whether kernels read the experts of this format as they are stored, and only those that are chosen."""
+        return quantization is not None and capability in self.expert_kernels.get(quantization, ())
 
     @property
     def several_gpus(self) -> bool:

@@ -283,7 +283,7 @@ class _Layout:
 
     def _experts(self, moe: MoEConfig, *, packed: bool) -> int:
         """Memory of one product over experts: the rows of a prompt chunk, and widened copies of packed weights."""
-        if moe.quantization in self.traits.expert_kernels:
+        if self.traits.has_expert_kernels(moe.quantization, self.s.gpu.sm):
             return 0
         hidden, element = self.inventory.target.hidden_size, NUMBER_BYTES[self.s.compute("target")]
         size = round(2 * moe.intermediate_size * hidden * element)
@@ -462,7 +462,7 @@ def _experts_moved(inventory: Inventory, s: Settings, stored: dict[str, int]) ->
     if moe is None:
         return 0.0, 0.0
     chosen = min(1.0, s.block_size * moe.experts_per_token / moe.num_experts) * size
-    if not s.traits.scratch_bytes or moe.quantization in s.traits.expert_kernels:
+    if not s.traits.scratch_bytes or s.traits.has_expert_kernels(moe.quantization, s.gpu.sm):
         return chosen, chosen
     moved = 0.0
     for precision, count in stored.items():

@@ -18,46 +18,12 @@ from dflash_trt.graph.lowering.bodies import TRT_DOMAIN
 from dflash_trt.graph.tensorrt import TensorRT
 
 
-class TensorRTPlugins(TensorRT):
-    """`dtype` must be BF16 or FP16."""
+class TensorRTExpertPlugins(TensorRT):
+    """Plugins for MXFP4 experts only, as TensorRT-RTX takes them (rtx.py). `dtype` must be BF16 or FP16."""
 
-    name = "tensorrt-plugins"
+    name = "tensorrt-expert-plugins"
 
     experts = Dialect.experts  # one operator for any storage
-    masks_by_layer = False
-
-    def cache_sizes(self, head_dim: int, *, sinks: bool) -> tuple[int, int]:
-        """No columns for sinks."""
-        return head_dim, head_dim
-
-    def attention_mask(self, kind: AttentionKind) -> ir.Function:
-        return _ranges("AttentionMask", kind, sinks=False)
-
-    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
-        return _ranges("SinkAttentionMask", kind, sinks=True)
-
-    def cached_attention(self, kind: AttentionKind) -> ir.Function:
-        return self._attention("CachedAttention", "MergeAttention", kind)
-
-    def sink_attention(self, kind: AttentionKind) -> ir.Function:
-        return self._attention("SinkAttention", "MergeSinkAttention", kind)
-
-    def _attention(self, name: str, merge: str, kind: AttentionKind) -> ir.Function:
-        g = self._builder(name)
-        a = AttentionInputs(g, by_head=True, mask=None, trees=kind.trees)
-        sinks = [g.input("sinks", self.dtype, ["H"])] if name == "SinkAttention" else []
-        k, v = self._write(g, a, (a.k, a.v))
-        tree = [a.start, *a.visible] if kind.trees else []
-        parts = _plugin(
-            g,
-            "AttendTree" if kind.trees else "Attend",
-            *(a.q, k, v, *a.ranges, *tree),
-            outputs=3,
-            group=kind.group,
-        )
-        (y,) = _plugin(g, merge, *parts, a.q, *sinks, group=kind.group, heads=kind.heads)
-        a.output(y, k, v)
-        return g.function()
 
     def mxfp4_experts(
         self, g: GraphBuilder, blocks: ir.Value, scales: ir.Value
@@ -96,6 +62,50 @@ class TensorRTPlugins(TensorRT):
         g.output(y, "y", self.dtype, ["rows", "D"])
         return g.function(declared())
 
+    def _builder(self, name: str) -> GraphBuilder:
+        return GraphBuilder(name, dtype=self.dtype, opsets={TRT_DOMAIN: 1, DFLASH_DOMAIN: DFLASH_VERSION})
+
+
+class TensorRTPlugins(TensorRTExpertPlugins):
+    """All plugins."""
+
+    name = "tensorrt-plugins"
+
+    masks_by_layer = False
+
+    def cache_sizes(self, head_dim: int, *, sinks: bool) -> tuple[int, int]:
+        """No columns for sinks."""
+        return head_dim, head_dim
+
+    def attention_mask(self, kind: AttentionKind) -> ir.Function:
+        return _ranges("AttentionMask", kind, sinks=False)
+
+    def sink_attention_mask(self, kind: AttentionKind) -> ir.Function:
+        return _ranges("SinkAttentionMask", kind, sinks=True)
+
+    def cached_attention(self, kind: AttentionKind) -> ir.Function:
+        return self._attention("CachedAttention", "MergeAttention", kind)
+
+    def sink_attention(self, kind: AttentionKind) -> ir.Function:
+        return self._attention("SinkAttention", "MergeSinkAttention", kind)
+
+    def _attention(self, name: str, merge: str, kind: AttentionKind) -> ir.Function:
+        g = self._builder(name)
+        a = AttentionInputs(g, by_head=True, mask=None, trees=kind.trees)
+        sinks = [g.input("sinks", self.dtype, ["H"])] if name == "SinkAttention" else []
+        k, v = self._write(g, a, (a.k, a.v))
+        tree = [a.start, *a.visible] if kind.trees else []
+        parts = _plugin(
+            g,
+            "AttendTree" if kind.trees else "Attend",
+            *(a.q, k, v, *a.ranges, *tree),
+            outputs=3,
+            group=kind.group,
+        )
+        (y,) = _plugin(g, merge, *parts, a.q, *sinks, group=kind.group, heads=kind.heads)
+        a.output(y, k, v)
+        return g.function()
+
     def hidden_state_tap(self, taps: int) -> ir.Function:
         g = self._builder("HiddenStateTap")
         hidden = [g.input(f"h_{i}", self.dtype, ["rows", "D"]) for i in range(taps)]
@@ -123,9 +133,6 @@ class TensorRTPlugins(TensorRT):
         g.output(accepted, "accepted", INT64, ["B"])
         g.output(following, "next", INT64, ["B"])
         return g.function()
-
-    def _builder(self, name: str) -> GraphBuilder:
-        return GraphBuilder(name, dtype=self.dtype, opsets={TRT_DOMAIN: 1, DFLASH_DOMAIN: DFLASH_VERSION})
 
 
 def _ranges(name: str, kind: AttentionKind, *, sinks: bool) -> ir.Function:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dflash_plugins.compiled import Compiled
@@ -12,6 +12,55 @@ from dflash_trt.errors import EngineError
 
 LIBRARY = "libcuda.so.1"
 _ALIGNMENT = 16  # of every pointer, which kernels are compiled for
+
+
+class Driver:
+    """The functions of the driver's library. Raises EngineError if it is missing, or if it refuses a call."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL(LIBRARY)
+        except OSError as error:
+            raise EngineError(f"the driver's library cannot be opened: {error}") from error
+
+    def call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            raise EngineError(f"{name}: {(text.value or b'unknown error').decode()} (error {code})")
+
+    def context(self) -> int | None:
+        """The current context."""
+        found = ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(found))
+        return found.value
+
+    def load(self, compiled: Compiled) -> ctypes.c_void_p:
+        """The kernel in the current context, translated for its GPU."""
+        if compiled.shared_bytes > SHARED_BYTES:
+            raise EngineError(
+                f"{compiled.name} takes {compiled.shared_bytes} bytes of shared memory, expected {SHARED_BYTES} or less"
+            )
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("cuModuleLoadData", ctypes.byref(module), compiled.ptx.encode())
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, compiled.name.encode())
+        return function
+
+    def launch(
+        self,
+        function: ctypes.c_void_p,
+        compiled: Compiled,
+        grid: Sequence[int],
+        values: Sequence[Any],
+        stream: int,
+    ) -> None:
+        """Queue a kernel. `values`: its arguments in the order of its parameters, as ctypes."""
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        sizes = (*grid, *[1] * (3 - len(grid)), compiled.threads, 1, 1, compiled.shared_bytes)
+        self.call(
+            "cuLaunchKernel", function, *map(ctypes.c_uint, sizes), ctypes.c_void_p(stream), pointers, None
+        )
 
 
 class Kernels:
@@ -32,16 +81,13 @@ class Kernels:
         stream: Callable[[], int],
         compile_kernel: Callable[[Use], Compiled] | None = None,
     ) -> None:
-        try:
-            self._library = ctypes.CDLL(LIBRARY)
-        except OSError as error:
-            raise EngineError(f"the driver's library cannot be opened: {error}") from error
+        self._driver = Driver()
         self._stream, self._compile = stream, compile_kernel
         self._context = ctypes.c_void_p()
-        self._call("cuInit", 0)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
-        self._call("cuCtxSetCurrent", self._context)
-        self._loaded = {digest: (self._load(each), each) for digest, each in compiled.items()}
+        self._driver.call("cuInit", 0)
+        self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self._driver.call("cuCtxSetCurrent", self._context)
+        self._loaded = {digest: (self._driver.load(each), each) for digest, each in compiled.items()}
 
     def __call__(self, use: Use, grid: tuple[int, ...], **arguments: Any) -> None:
         """Queue a kernel. Tensors are contiguous and on the GPU; arguments that are None are constants of the kernel.
@@ -52,7 +98,7 @@ class Kernels:
             if self._compile is None:
                 raise EngineError(f"{use.function} was not compiled for these sizes")
             made = self._compile(use)
-            self._loaded[use.digest] = self._load(made), made
+            self._loaded[use.digest] = self._driver.load(made), made
         function, compiled = self._loaded[use.digest]
         values: list[Any] = []
         for name in compiled.parameters:
@@ -60,34 +106,8 @@ class Kernels:
             several = isinstance(kinds, tuple)
             for kind, value in zip(kinds, given, strict=True) if several else [(kinds, given)]:
                 values.append(_value(f"{use.function}: {name}", str(kind), value))
-        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        sizes = (*grid, *[1] * (3 - len(grid)), compiled.threads, 1, 1, compiled.shared_bytes)
-        self._call("cuCtxSetCurrent", self._context)  # a thread that has used no torch yet has none
-        self._call(
-            "cuLaunchKernel",
-            function,
-            *map(ctypes.c_uint, sizes),
-            ctypes.c_void_p(self._stream()),
-            pointers,
-            None,
-        )
-
-    def _load(self, compiled: Compiled) -> ctypes.c_void_p:
-        if compiled.shared_bytes > SHARED_BYTES:
-            raise EngineError(
-                f"{compiled.name} takes {compiled.shared_bytes} bytes of shared memory, expected {SHARED_BYTES} or less"
-            )
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuModuleLoadData", ctypes.byref(module), compiled.ptx.encode())
-        self._call("cuModuleGetFunction", ctypes.byref(function), module, compiled.name.encode())
-        return function
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(code, ctypes.byref(text))
-            raise EngineError(f"{name}: {(text.value or b'unknown error').decode()} (error {code})")
+        self._driver.call("cuCtxSetCurrent", self._context)  # a thread that has used no torch yet has none
+        self._driver.launch(function, compiled, grid, values, self._stream())
 
 
 def _value(name: str, kind: str, value: Any) -> Any:

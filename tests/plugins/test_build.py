@@ -113,6 +113,9 @@ def made(
         ({"plugins": "none"}, set()),
         ({"capability": 86}, set()),
         ({"engine": "tensorrt-rtx", "capability": 120}, set()),
+        ({"engine": "tensorrt-rtx", "capability": 120, "expert_formats": ("mxfp4",)}, {"target"}),
+        ({"engine": "tensorrt-rtx", "capability": 89, "expert_formats": ("mxfp4",)}, {"target"}),
+        ({"engine": "tensorrt-rtx", "capability": 121, "expert_formats": ("mxfp4",)}, {"target"}),
     ],
 )
 def test_who_gets_plugins(
@@ -121,7 +124,7 @@ def test_who_gets_plugins(
     found = made(monkeypatch, **arguments)
     assert found.plugins == expected
     assert found.describe().get("plugins", {}).get("version") == (VERSION if expected else None)
-    assert {role for role, each in found.dialects.items() if each.name == "tensorrt-plugins"} == expected
+    assert {role for role, each in found.dialects.items() if each.name != "tensorrt"} == expected
 
 
 @pytest.mark.parametrize("capability", [89, 90])
@@ -156,7 +159,7 @@ def test_the_builder_registers_plugins_before_it_parses(
     monkeypatch.setattr(builder, "_parser_error", lambda parser, flavour: "refused")
     monkeypatch.setattr(builder.importlib, "import_module", happened.append)
     monkeypatch.setattr(
-        builder, "register", lambda trt, capability: happened.append(("register", capability))
+        builder.registration, "register", lambda trt, capability: happened.append(("register", capability))
     )
     with pytest.raises(BuildError, match="refused"):
         builder.build_plan(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_plugins.registration import register
+from dflash_plugins import registration, rtx
 
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.mapped import released
@@ -52,10 +52,12 @@ def build_plan(
         builder = trt.Builder(logger)
         # From TensorRT 11 on, every network is strongly typed, and the flag is accepted without effect.
         flags = [trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED]
-        if plugins:
+        if plugins and flavour.plugins == "all":
             importlib.import_module(f"{flavour.module}.plugin")
-            register(trt, capability)
+            registration.register(trt, capability)
             flags.append(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS)
+        elif plugins:
+            rtx.register(trt, capability)
         network = builder.create_network(sum(1 << int(flag) for flag in flags))
         parser = trt.OnnxParser(network, logger)
         if not parser.parse_from_file(str(graph)):
@@ -87,6 +89,7 @@ def build_plan(
             with partial.open("wb", buffering=0) as file:
                 writer = _writer(trt, file)
                 built = builder.build_serialized_network_to_stream(network, config, writer)
+                rtx.check()
                 for failure in (monitor.failure, writer.failure):
                     if isinstance(failure, OSError):
                         raise BuildError(f"{plan}: cannot be written: {failure.strerror}") from failure

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from dflash_plugins import rtx
 from dflash_plugins.kernel_specs import round_uses
 from dflash_plugins.launch import TYPE_NAMES, decide_round, sampling_tensors
 from dflash_plugins.version import check as check_plugins
@@ -386,6 +387,8 @@ def open_pair(bundle: Bundle, *, slots: int, prefill_chunk: int, progress: Progr
             f"{bundle.path}: has plans for compute capability {', '.join(built['plans'])}, but this GPU has "
             f"{major}{minor}; build with --compute-capability {major}{minor}"
         )
+    if "plugins" in built and flavour.plugins == "experts":
+        rtx.register(trt)
     device, stream = torch.device(DEVICE), torch.cuda.Stream()
     kernels = kernel_cache(trt, bundle.path, torch.cuda.get_device_name())
     chunk, block_size = min(prefill_chunk, built["prefill_chunk"]), manifest["block_size"]

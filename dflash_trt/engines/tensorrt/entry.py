@@ -6,8 +6,6 @@ import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dflash_plugins.kernel_specs import TARGETS as PLUGIN_TARGETS
-
 from dflash_trt.engines.base import (
     GIB,
     Availability,
@@ -43,14 +41,14 @@ class TensorRTEntry(Engine):
         self.flavour = FLAVOURS[name]
         self.modules = (self.flavour.module, "torch", "triton")
         # TensorRT-RTX's plans ask for up to so much scratch memory beside the estimate from shapes (docs/planning.md).
-        # Taken for TensorRT too. Its plugins widen no experts, and compute none that nobody chose.
-        plugins = self.flavour.plugins
+        # Taken for TensorRT too. The plugins widen no experts, and compute none that nobody chose.
+        targets = self.flavour.plugin_capabilities
         self.memory = MemoryTraits(
             scratch_bytes=GIB // 16,
-            expert_kernels=frozenset({"mxfp4"} if plugins else ()),
+            expert_kernels={"mxfp4": targets},
             keeps_queries=True,
             states=2,  # a pass writes new ones beside those that it reads
-            attention_kernels=frozenset(PLUGIN_TARGETS if plugins else ()),
+            attention_kernels=targets if self.flavour.plugins == "all" else frozenset(),
         )
 
     def check(self, precision: Precision | None, weights: Weights, options: TensorRTOptions | None) -> None:
@@ -110,8 +108,8 @@ class TensorRTEntry(Engine):
         from dflash_trt.formats import FORMATS
 
         moe, needed = inventory.target.moe, set(formats) & set(FORMATS)
-        if capability in self.memory.attention_kernels and moe is not None:
-            needed -= self.memory.expert_kernels & {moe.quantization}  # the plugins need no such arithmetic
+        if moe is not None and self.memory.has_expert_kernels(moe.quantization, capability):
+            needed.discard(moe.quantization)  # the plugins need no such arithmetic
         try:
             self.flavour.check_capabilities((capability,), (capability,), formats=needed)
         except BuildError as error:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from dflash_plugins.kernel_specs import TARGETS
 
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.extras import install
@@ -23,12 +25,19 @@ class Flavour:
     capabilities: tuple[int, ...]
     ahead: bool
     oldest: tuple[int, int]
-    plugins: bool = False  # whether it supports quickly deployable plugins
+    plugins: Literal[
+        "experts", "all"
+    ]  # what has our kernels: MXFP4 experts, or attention, taps and acceptance too
 
     @property
     def wheel(self) -> str:
         """The package that pip installs."""
         return f"{self.module.replace('_', '-')}-cu13"
+
+    @property
+    def plugin_capabilities(self) -> frozenset[int]:
+        """The GPUs that plugins are compiled for."""
+        return frozenset(self.capabilities if self.plugins == "experts" else TARGETS)
 
     def load(self) -> Any:
         """The module. Raises BuildError if it is missing, broken or too old."""
@@ -93,7 +102,15 @@ class Flavour:
 FLAVOURS: Mapping[str, Flavour] = {
     flavour.name: flavour
     for flavour in (
-        Flavour("tensorrt-rtx", "TensorRT-RTX", "tensorrt_rtx", (80, 86, 89, 120, 121), True, (1, 7)),
+        Flavour(
+            "tensorrt-rtx",
+            "TensorRT-RTX",
+            "tensorrt_rtx",
+            (80, 86, 89, 120, 121),
+            ahead=True,
+            oldest=(1, 7),
+            plugins="experts",
+        ),
         Flavour(
             "tensorrt",
             "TensorRT",
@@ -101,7 +118,7 @@ FLAVOURS: Mapping[str, Flavour] = {
             (80, 86, 87, 89, 90, 100, 103, 110, 120, 121),
             ahead=False,
             oldest=(10, 15),
-            plugins=True,
+            plugins="all",
         ),
     )
 }

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 from dflash_plugins import compiled
-from dflash_plugins.dialect import TensorRTPlugins
-from dflash_plugins.kernel_specs import TARGETS as PLUGIN_TARGETS
+from dflash_plugins.dialect import TensorRTExpertPlugins, TensorRTPlugins
 from dflash_plugins.kernel_specs import round_uses
 from dflash_plugins.version import VERSION as PLUGIN_VERSION
 
@@ -51,7 +50,7 @@ class Plans:
         block_size: int,
         capacity: int,
         formats: Iterable[str],
-        expert_formats: Iterable[str],
+        expert_formats: Collection[str],
     ) -> None:
         self.flavour = FLAVOURS[engine]
         self.module = self.flavour.load()
@@ -65,18 +64,25 @@ class Plans:
         dtypes = {role: DTYPES[precision.compute(role, "bf16")] for role in ("target", "drafter")}
         usable = (
             options.plugins == "auto"
-            and self.flavour.plugins
-            and set(self.capabilities) <= set(PLUGIN_TARGETS)
+            and set(self.capabilities) <= self.flavour.plugin_capabilities
             and compiled.no_compiler() is None
+        )
+        roles = (
+            {"target", "drafter"}
+            if self.flavour.plugins == "all"
+            else {"target"}
+            if expert_formats
+            else set()
         )
         self.kernels: dict[str, compiled.Compiled] = {}  # between passes, by digest
         # The models whose plans have plugins.
-        self.plugins = {role for role, dtype in dtypes.items() if usable and dtype != ir.DataType.FLOAT}
+        self.plugins = {role for role in roles if usable and dtypes[role] != ir.DataType.FLOAT}
         if "target" not in self.plugins:
             self.flavour.check_capabilities(self.capabilities, self.capabilities, formats=expert_formats)
+        with_plugins = TensorRTPlugins if self.flavour.plugins == "all" else TensorRTExpertPlugins
         fused = has_operator(self.module, "TRT_Attention") and has_operator(self.module, "TRT_KVCacheUpdate")
         self.dialects = {
-            role: (TensorRTPlugins if role in self.plugins else TensorRT)(dtype, trt_operators=fused)
+            role: (with_plugins if role in self.plugins else TensorRT)(dtype, trt_operators=fused)
             for role, dtype in dtypes.items()
         }
 

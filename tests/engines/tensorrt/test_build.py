@@ -15,6 +15,7 @@ import time
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def rtx(
     sources: tuple[str, str | None], out: Path, options: TensorRTOptions = SMALL, **settings: Any
 ) -> Bundle:
-    settings = {"max_seq_len": 64} | settings
-    return build(*sources, out, engine="tensorrt-rtx", options=options, **settings)
+    """Without plugins: this process interprets their kernels. tests/plugins/test_rtx.py builds a plan with them."""
+    settings = {"max_seq_len": 64, "options": replace(options, plugins="none")} | settings
+    return build(*sources, out, engine="tensorrt-rtx", **settings)
 
 
 def plan_sizes(bundle: Bundle) -> dict[str, int]:
