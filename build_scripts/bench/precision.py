@@ -189,7 +189,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.dir or Path(scratch)
         bundles = {
-            each: build(args.target, args.drafter, folder / each, precision=parse_precision(each), tree_width=1, force=True)
+            each: build(
+                args.target,
+                args.drafter,
+                folder / each,
+                precision=parse_precision(each),
+                tree_width=1,
+                force=True,
+            )
             for each in args.precisions
         }
         results |= {part: PARTS[part](bundles, args) for part in args.parts}

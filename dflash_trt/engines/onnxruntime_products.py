@@ -1,8 +1,8 @@
 """What ONNX Runtime's products of integers do on this processor.
 
-Drafting must not change the tokens, so a row must have the same bits alone and beside others. The kernels differ between
-processors: those of AVX2 round the product of four bits otherwise for one row than for several, and add products of
-unsigned and signed bytes in pairs that saturate at 16 bits.
+Drafting must not change the tokens, so a row must have the same bits alone and beside others. The kernels differ
+between processors: those of AVX2 round the product of four bits otherwise for one row than for several, and add
+products of unsigned and signed bytes in pairs that saturate at 16 bits.
 """
 
 from __future__ import annotations

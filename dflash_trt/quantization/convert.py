@@ -68,7 +68,8 @@ def quantize(
     `scheme` is fp8, nvfp4, mxfp4, int8 or int4. Embedding, norms, routers and gpt-oss's experts (in MXFP4) stay as
     they are, and so do layers that a pattern of `exclude` matches, such as `model.layers.0.*`. The LM head
     stays, too, unless `head` names a scheme for it. At most `largest_group` weights share a scale, where the scheme
-    leaves a choice. `per_channel`: int8 layers, experts apart, have one scale for each output. `calibration`: layer -> largest magnitude of its input; fp8 and nvfp4 then get static input scales.
+    leaves a choice. `per_channel`: int8 layers, experts apart, have one scale for each output. `calibration`: layer ->
+    largest magnitude of its input; fp8 and nvfp4 then get static input scales.
 
     Works shard by shard beside `out`, which appears when all is whole; an interrupted run continues where it was. Holds
     one step of a tensor in memory, 32 MiB in float32.
