@@ -101,6 +101,26 @@ def test_rows_do_not_depend_on_the_pass(bundle: Bundle) -> None:
     engine.close()
 
 
+def test_small_passes_give_back_what_a_large_one_took(bundle: Bundle) -> None:
+    engine = OnnxRuntimeEngine(bundle.path / "target.onnx", slots=4, capacity=128)
+
+    def run(batch: int, rows: int) -> np.ndarray:
+        places = np.tile(np.arange(rows), (batch, 1))
+        feeds = {"tokens": places + 3, "start": np.zeros(batch, int), "rows": places}
+        return np.array(engine.run(feeds)["logits"])
+
+    large = run(4, 64)
+    most = engine.held_bytes
+    assert most >= large.nbytes
+    first = run(1, 2)
+    for _ in range(40):
+        run(1, 8)
+        np.testing.assert_array_equal(run(1, 2), first)
+    assert engine.held_bytes < most / 16
+    np.testing.assert_array_equal(run(4, 64), large)
+    engine.close()
+
+
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_do_not_change_the_tokens(bundle: Bundle, temperature: float) -> None:
