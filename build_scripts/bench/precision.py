@@ -1,9 +1,10 @@
 """Cost and gain of the precision of weights on a CPU: size, memory, time of a pass, perplexity, agreement.
 
     python -m build_scripts.bench.precision [--target smollm2-135m] [--drafter DIR] [--precisions P ...]
-        [--parts text time rows] [--tokens 4096] [--dir DIR]
+        [--by-output] [--parts text time rows] [--tokens 4096] [--dir DIR]
 
 A precision is one of `dflash-trt build --precision`. The target's graph alone is measured, on ONNX Runtime.
+`--by-output` adds target=int8 as a build for a processor with AMX has it, with one scale for each output.
 
 text  perplexity on the descriptions of installed packages, in pieces of 512 tokens, each from its beginning. And how
       often the likeliest next token is that of the first precision
@@ -25,11 +26,13 @@ import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.engines import onnxruntime_products
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.formats.precision import parse_precision
 from dflash_trt.text.tokenizer import Tokenizer
@@ -38,6 +41,7 @@ Array = np.ndarray[Any, Any]
 PIECE = 512
 ROWS = (1, 4, 8, 16)
 PASSES = 8
+BY_OUTPUT = "target=int8, by output"
 # Packages of the test environment whose descriptions are prose and code.
 PACKAGES = (
     *(
@@ -165,6 +169,12 @@ def measure_rows(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[s
     return found
 
 
+def made(args: argparse.Namespace, folder: Path, precision: str) -> Bundle:
+    # Without trees, whose graph has more inputs than `run` gives.
+    asked = parse_precision(precision)
+    return build(args.target, args.drafter, folder, precision=asked, tree_width=1, force=True)
+
+
 PARTS = {"text": measure_text, "time": measure_time, "rows": measure_rows}
 
 
@@ -175,6 +185,7 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2-135m", metavar="NAME_OR_PATH")
     parser.add_argument("--drafter", metavar="NAME_OR_PATH")
     parser.add_argument("--precisions", nargs="+", default=["target=fp32", "target=int8", "target=int4"])
+    parser.add_argument("--by-output", action="store_true", help="also measure INT8 as for AMX")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--tokens", type=int, default=4096, help="of text")
     parser.add_argument("--context", type=int, default=200, help="tokens in front of a timed pass")
@@ -188,17 +199,10 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.dir or Path(scratch)
-        bundles = {
-            each: build(
-                args.target,
-                args.drafter,
-                folder / each,
-                precision=parse_precision(each),
-                tree_width=1,
-                force=True,
-            )
-            for each in args.precisions
-        }
+        bundles = {each: made(args, folder / each, each) for each in args.precisions}
+        if args.by_output:
+            with patch.object(onnxruntime_products, "channels_pay", lambda: True):
+                bundles[BY_OUTPUT] = made(args, folder / BY_OUTPUT, "target=int8")
         results |= {part: PARTS[part](bundles, args) for part in args.parts}
     print(json.dumps(results))
 
