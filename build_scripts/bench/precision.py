@@ -8,7 +8,8 @@ A precision is one of `dflash-trt build --precision`. The target's graph alone i
 
 text  perplexity on the descriptions of installed packages, in pieces of 512 tokens, each from its beginning. And how
       often the likeliest next token is that of the first precision
-time  milliseconds of a pass of 1, 4, 8 and 16 rows after `--context` tokens; all precisions take turns
+time  milliseconds of a pass of 1 to 64 rows after `--context` tokens; all precisions take turns. With `--threads 1` it
+      is time of the processor, which other programs disturb less
 rows  tokens whose logits differ, bit for bit, between passes of one row and of several
 
 Bundles stay in `--dir`, where the next run finds them. The last line is one JSON document.
@@ -39,7 +40,7 @@ from dflash_trt.text.tokenizer import Tokenizer
 
 Array = np.ndarray[Any, Any]
 PIECE = 512
-ROWS = (1, 4, 8, 16)
+ROWS = (1, 2, 4, 8, 16, 64)
 PASSES = 8
 BY_OUTPUT = "target=int8, by output"
 # Packages of the test environment whose descriptions are prose and code.
@@ -71,8 +72,8 @@ PACKAGES = (
 )
 
 
-def engine(bundle: Bundle) -> OnnxRuntimeEngine:
-    return OnnxRuntimeEngine(bundle.path / "target.onnx", slots=1, capacity=bundle.capacity)
+def engine(bundle: Bundle, threads: int | None = None) -> OnnxRuntimeEngine:
+    return OnnxRuntimeEngine(bundle.path / "target.onnx", slots=1, capacity=bundle.capacity, threads=threads)
 
 
 def run(model: OnnxRuntimeEngine, tokens: Array, start: int) -> Array:
@@ -129,7 +130,8 @@ def measure_text(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[s
 
 def measure_time(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[str, Any]:
     context = args.context
-    models = {name: engine(bundle) for name, bundle in bundles.items()}
+    models = {name: engine(bundle, args.threads) for name, bundle in bundles.items()}
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
     random = np.random.default_rng(0)
     tokens = random.integers(100, next(iter(bundles.values())).manifest["vocab_size"], context + max(ROWS))
     for model in models.values():
@@ -140,17 +142,17 @@ def measure_time(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[s
             for name, model in models.items():
                 some = tokens[context : context + rows]
                 run(model, some, context)
-                began = time.perf_counter()
+                began = clock()
                 for _ in range(PASSES):
                     run(model, some, context)
-                seconds.setdefault((name, rows), []).append((time.perf_counter() - began) / PASSES)
+                seconds.setdefault((name, rows), []).append((clock() - began) / PASSES)
     found = {
         name: {str(rows): round(1e3 * statistics.median(seconds[name, rows]), 2) for rows in ROWS}
         for name in models
     }
     for name, each in found.items():
         print("time", name, each, flush=True)
-    return {"context": context, "rounds": args.rounds, "milliseconds": found}
+    return {"context": context, "rounds": args.rounds, "threads": args.threads, "milliseconds": found}
 
 
 def measure_rows(bundles: dict[str, Bundle], args: argparse.Namespace) -> dict[str, Any]:
@@ -190,6 +192,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of text")
     parser.add_argument("--context", type=int, default=200, help="tokens in front of a timed pass")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, help="of timed passes (default: all cores)")
     parser.add_argument("--dir", type=Path, help="where bundles are made (default: a temporary one)")
     args = parser.parse_args()
     results: dict[str, Any] = {

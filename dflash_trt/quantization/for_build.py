@@ -68,7 +68,7 @@ def in_precision(
                     f"the unquantized checkpoint, or leave {role} out"
                 )
         elif isinstance(checkpoint, Checkpoint):
-            out = _place(folder / role, checkpoint, scheme)
+            out = _place(folder / role, checkpoint, _recipe(scheme, layout))
             found[role] = Checkpoint(
                 quantize(
                     checkpoint.directory,
@@ -115,7 +115,7 @@ def _laid_out(
         channels = integers and _per_channel(layout)
         if not repack.has_blocks(checkpoint, eight_bits=eight_bits, channels=channels):
             return checkpoint
-        out = _place(out, checkpoint, f"{layout} of {8 if eight_bits else 4} bits, {channels}")
+        out = _place(out, checkpoint, f"{layout} of {8 if eight_bits else 4} bits{', by output' * channels}")
         return Checkpoint(
             repack.in_blocks(checkpoint, out, progress, eight_bits=eight_bits, channels=channels)
         )
@@ -140,9 +140,15 @@ def _largest_group(layout: WeightLayout) -> int | None:
 
 def _per_channel(layout: WeightLayout) -> bool:
     """Whether INT8 has one scale for each output: where this processor multiplies such layers faster than blocks."""
+    if layout != "blocks":
+        return False
     from dflash_trt.engines.onnxruntime_products import channels_pay
 
-    return layout == "blocks" and channels_pay()
+    return channels_pay()
+
+
+def _recipe(scheme: str, layout: WeightLayout) -> str:
+    return f"{scheme}{', by output' * _per_channel(layout)}"
 
 
 def _with_blocks(layout: WeightLayout, scheme: str) -> bool:
@@ -159,7 +165,7 @@ def _head(target: Weights, scheme: str, folder: Path, layout: WeightLayout, prog
     return Checkpoint(
         quantize_head(
             target.directory,
-            _place(folder, target, scheme),
+            _place(folder, target, _recipe(scheme, layout)),
             scheme,
             largest_group=_largest_group(layout),
             per_channel=_per_channel(layout),
