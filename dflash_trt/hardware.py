@@ -29,6 +29,15 @@ def processor_name() -> str:
     return models[0] if models else platform.machine()
 
 
+def has_amx_int8() -> bool:
+    """Whether the processor multiplies tiles of bytes (AMX-INT8), by what Linux says; False on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    return any(line.startswith("flags") and "amx_int8" in line.split() for line in lines)
+
+
 def memory_bytes() -> int | None:
     """The memory of the machine; None if the system does not report it."""
     try:

@@ -1,7 +1,18 @@
-"""Settings that must precede any import of triton: kernels run in its interpreter, on a CPU."""
+"""Settings of all tests. Triton's must precede any import of it: kernels run in its interpreter, on a CPU."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+
+import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_amx() -> Iterator[None]:
+    """What a build chooses must not depend on the machine that runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash_trt.hardware.has_amx_int8", lambda: False)
+        yield

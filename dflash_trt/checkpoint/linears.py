@@ -69,6 +69,12 @@ class StoredLinear:
         return len(self.weight.shape) == 3
 
     @property
+    def per_channel(self) -> bool:
+        """Whether the weight is in two's complement, a number in each byte, with one scale for each output."""
+        plain = self.zero_point is None and self.zero_term is None and self.order is None
+        return plain and self.weight.dtype == "I8" and self.scale.shape[1:] == (1,)
+
+    @property
     def in_words(self) -> bool:
         """Whether the weight is in words of 32 bits that no engine reads: as GPTQ and AWQ have it."""
         return self.weight.dtype == "I32"

@@ -33,11 +33,13 @@ class Arrays(Protocol):
     most_waiting: the most waiting rows of a slot.
     most_prompt_rows: the most rows of a prompt that one pass may give logits for.
     most_nodes: the most nodes of a request that one pass verifies.
+    most_timed: the most tokens of a pass of several requests that is timed at start-up.
     """
 
     most_waiting: int
     most_prompt_rows: int
     most_nodes: int
+    most_timed: float
 
     def prefill(self, engine: Any, feeds: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
         """Run a pass over one sequence, in this slot."""
@@ -112,6 +114,7 @@ class HostArrays:
     """NumPy arrays. A pass has ended when its engine returns. `Arrays` documents the methods."""
 
     most_nodes = 128  # 78 MB of logits at a vocabulary of 151,936
+    most_timed = 128.0  # the same, for a request that may stay alone
 
     def __init__(
         self, *, slots: int, feature_size: int, most_waiting: int, most_prompt_rows: int = 64

@@ -354,6 +354,6 @@ def new_adaptive(block_size: int, pair: Pair, max_batch_size: int, most_nodes: i
     nodes = sorted({n for n in (16, most_nodes) if block_size < n <= most_nodes})
     return AdaptiveLength(
         block_size,
-        measure(pair.dummy_draft, batches, lengths[1:]),
-        measure(pair.dummy_verify, batches, lengths + nodes),
+        measure(pair.dummy_draft, batches, lengths[1:], pair.arrays.most_timed),
+        measure(pair.dummy_verify, batches, lengths + nodes, pair.arrays.most_timed),
     )

@@ -27,6 +27,9 @@ _DTYPES = {
 _NO_ROWS = ("depths", "visible")
 # A decode round alternates between two shapes, and prompts add a few more. Beyond this number, all are dropped.
 _MAX_BINDINGS = 64
+# After so many passes that need less than half of the memory of inputs and outputs, it is given back, with what ONNX
+# Runtime keeps for its own results. The next large pass takes it again, in milliseconds.
+_SMALL_PASSES = 32
 
 
 class _Bound:
@@ -34,6 +37,7 @@ class _Bound:
 
     def __init__(self, binding: Any, inputs: dict[str, Array], outputs: dict[str, Array]) -> None:
         self.binding, self.inputs, self.outputs = binding, inputs, outputs
+        self.size = sum(array.nbytes for array in (*inputs.values(), *outputs.values()))
 
 
 class OnnxRuntimeEngine:
@@ -67,6 +71,9 @@ class OnnxRuntimeEngine:
         self.caches: HostRows | HybridCaches = self._rows
         self._memory: dict[str, Array] = {}
         self._bound: dict[tuple[Any, ...], _Bound] = {}
+        self._small = 0  # passes since one that needed at least half of `_memory`
+        self._shrinking = ort.RunOptions()
+        self._shrinking.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         if not deferred:
             self._load()
 
@@ -115,6 +122,8 @@ class OnnxRuntimeEngine:
         places = self._places(feeds, first_slot)
         known, batch = self._rows.bases(feeds["start"].tolist()), len(feeds["start"])
         feeds = {**feeds, **{name: np.array(known.get(name, [0] * batch)) for name in self._base_inputs}}
+        if shrinking := self._small >= _SMALL_PASSES:
+            self._bound, self._memory, self._small = {}, {}, 0
         key = (places, first_slot, *[a.shape for a in feeds.values()])
         bound = self._bound.get(key)
         if bound is None:
@@ -122,8 +131,14 @@ class OnnxRuntimeEngine:
             self._bound[key] = bound
         for name, array in feeds.items():
             bound.inputs[name][...] = array
-        self._session.run_with_iobinding(bound.binding)
+        self._session.run_with_iobinding(bound.binding, self._shrinking if shrinking else None)
+        self._small = 0 if 2 * bound.size >= self.held_bytes else self._small + 1
         return bound.outputs
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the inputs and outputs of passes, without caches."""
+        return sum(array.nbytes for array in self._memory.values())
 
     def _places(self, feeds: Mapping[str, Array], first_slot: int) -> tuple[tuple[int, int], ...]:
         """Where the pass finds its slots, see `HostRows.prepare`. It writes one row more where there are sinks."""

@@ -103,7 +103,10 @@ class OnnxRuntimeEntry(Engine):
         )
         return GraphJob(
             manifest=graph_fields(pair, dialects, models, rows)
-            | {"integer_bits": _integer_bits(models["target"])},
+            | {
+                "integer_bits": _integer_bits(models["target"]),
+                "exact_bytes": any(map(_multiplies_bytes, models.values())),
+            },
             files=graph_files(pair),
             digests=graph_digests(models),
             link=settings.weights == "link",
@@ -166,9 +169,18 @@ def _integer_bits(target: ir.Model) -> list[int]:
     return sorted({n.attributes["bits"].as_int() for n in target.graph if n.op_type == "MatMulNBits"})
 
 
+def _multiplies_bytes(graph: ir.Model) -> bool:
+    """Whether a graph has products of bytes with bytes, which not every processor adds exactly."""
+    from dflash_trt.graph.channels import OPERATOR
+
+    return any(node.op_type == OPERATOR for node in graph.graph)
+
+
 def _check_processor(bundle: Bundle) -> None:
-    """Raise BundleError if this processor rounds one row of the target's integers otherwise than several."""
-    from dflash_trt.engines.onnxruntime_products import rows_agree
+    """Raise BundleError if this processor rounds one row of the target's integers otherwise than several, or does not
+    add products of bytes exactly.
+    """
+    from dflash_trt.engines.onnxruntime_products import bytes_are_exact, rows_agree
 
     # Bundles of earlier checkouts lack the field.
     four = "W4A16_AWQ" in (bundle.manifest["quantization"]["target"] or "")
@@ -178,6 +190,11 @@ def _check_processor(bundle: Bundle) -> None:
                 f"{bundle.path}: the target has layers of {bits}-bit integers. This processor rounds one row of their "
                 "product otherwise than several, so drafts would change the tokens; build the bundle on this machine"
             )
+    if bundle.manifest.get("exact_bytes") and not bytes_are_exact():
+        raise BundleError(
+            f"{bundle.path}: has INT8 layers with one scale for each output, built on a processor with AMX. This "
+            "processor's sums of such products saturate (it has no VNNI); build the bundle on this machine"
+        )
 
 
 def _has_large_head(target: TargetConfig) -> bool:

@@ -1,17 +1,21 @@
-"""Whether ONNX Runtime's products of integers give a row the same bits alone and beside others, on this processor.
+"""What ONNX Runtime's products of integers do on this processor.
 
-Drafting must not change the tokens, so they must. The kernels differ between processors: those of AVX2 round the
-product of four bits otherwise for one row than for several.
+Drafting must not change the tokens, so a row must have the same bits alone and beside others. The kernels differ
+between processors: those of AVX2 round the product of four bits otherwise for one row than for several, and add
+products of unsigned and signed bytes in pairs that saturate at 16 bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from onnx import TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from dflash_trt import hardware
 from dflash_trt.formats.base import BLOCK
 from dflash_trt.graph.experts import MICROSOFT_DOMAIN
 from dflash_trt.graph.quantized import INTEGERS
@@ -26,6 +30,33 @@ def rows_agree(bits: int) -> bool:
     the middle and anywhere else.
     """
     return all(_rows_agree(bits, points=points) for points in (False, True))
+
+
+@cache
+def bytes_are_exact() -> bool:
+    """Whether products of unsigned bytes with signed ones have exact sums, whatever the number of rows."""
+    random = np.random.default_rng(0)
+    weight = random.integers(-127, 128, (_IN, _OUT)).astype(np.int8)
+    weight[:, 0] = 127
+    x = random.integers(0, 256, (max(_ROWS), _IN)).astype(np.uint8)
+    x[0] = 255
+    constants = {"weight": weight, "one": np.float32(1), "zero": np.uint8(128)}
+    node = helper.make_node(
+        "MatMulIntegerToFloat",
+        ["x", "weight", "one", "one", "zero"],
+        ["y"],
+        domain=MICROSOFT_DOMAIN,
+    )
+    session = _session(node, constants, TensorProto.UINT8)
+    exact = (x.astype(np.int32) - 128) @ weight.astype(np.int32)
+    return all(np.array_equal(session.run(None, {"x": x[:n]})[0], exact[:n]) for n in (1, *_ROWS))
+
+
+def channels_pay() -> bool:
+    """Whether INT8 layers with one scale for each output, whose inputs take two bytes (graph/channels.py), are faster
+    than blocks: on AMX, which multiplies bytes and not blocks. With VNNI alone they lose in passes of one or two rows.
+    """
+    return hardware.has_amx_int8() and bytes_are_exact()
 
 
 def _rows_agree(bits: int, *, points: bool) -> bool:
@@ -47,18 +78,23 @@ def _rows_agree(bits: int, *, points: bool) -> bool:
         block_size=BLOCK,
         accuracy_level=INTEGERS,
     )
+    session = _session(node, constants, TensorProto.FLOAT)
+    x = random.standard_normal((max(_ROWS), _IN)).astype(np.float32)
+    alone = np.concatenate([session.run(None, {"x": row[None]})[0] for row in x])
+    return all(np.array_equal(session.run(None, {"x": x[:rows]})[0], alone[:rows]) for rows in _ROWS)
+
+
+def _session(node: NodeProto, constants: Mapping[str, Any], dtype: int) -> ort.InferenceSession:
+    """A session of one product, x [rows, _IN] -> y [rows, _OUT], on one thread."""
     graph = helper.make_graph(
         [node],
         "product",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", _IN])],
+        [helper.make_tensor_value_info("x", dtype, ["rows", _IN])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", _OUT])],
-        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
     )
     domains = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT_DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=domains, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    x = random.standard_normal((max(_ROWS), _IN)).astype(np.float32)
-    alone = np.concatenate([session.run(None, {"x": row[None]})[0] for row in x])
-    return all(np.array_equal(session.run(None, {"x": x[:rows]})[0], alone[:rows]) for rows in _ROWS)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

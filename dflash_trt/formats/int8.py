@@ -1,7 +1,7 @@
-"""INT8: two's complement numbers in groups with a scale each. Weights only.
+"""INT8: two's complement numbers in groups with a scale each, or with one for each output. Weights only.
 
 Written in groups of 32: the numbers of GGUF's Q8_0, with scales in float32. `W8A16` is Model Optimizer's name for
-eight-bit weights alone.
+eight-bit weights alone. A build for a processor that multiplies bytes fast writes one scale for each output.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from .numbers import INT8_MAX, scale_for
 
 GROUP = 32
 _W8A16 = Algorithm("W8A16", "int8", group_size=GROUP)
+PER_CHANNEL = Algorithm("W8A16_PER_CHANNEL", "int8")
 
 
-def quantize_int8(w: Floats) -> tuple[NDArray[np.int8], Floats]:
-    """[out, in] -> codes [out, in] and float32 scales [out, in/32]."""
-    blocks = w.reshape(w.shape[0], -1, GROUP)
+def quantize_int8(w: Floats, group: int = GROUP) -> tuple[NDArray[np.int8], Floats]:
+    """[out, in] -> codes [out, in] and float32 scales [out, in/group]."""
+    blocks = w.reshape(w.shape[0], -1, group)
     scales = scale_for(np.abs(blocks).max(axis=-1), INT8_MAX)
     return np.rint(blocks / scales[..., None]).astype(np.int8).reshape(w.shape), scales
 
 
 class INT8(NumberFormat):
     name = "int8"
-    algorithms = (_W8A16,)
+    algorithms = (_W8A16, PER_CHANNEL)
     group_sizes = (GROUP,)
     numbers_in_byte = 1
     integer_bits = 8
@@ -53,16 +54,17 @@ class INT8(NumberFormat):
         return widened
 
     def nbytes(self, parameters: int, rows: int, group_size: int) -> int:
-        return round(parameters * (1 + 4 / GROUP))
+        return parameters + 4 * (parameters // group_size if group_size else rows)
 
     def algorithm(self, *, calibrated: bool, inputs: Sequence[int]) -> Algorithm:
         return _W8A16
 
     def written(self, algorithm: Algorithm, rows: int, columns: int) -> dict[str, tuple[str, Shape]]:
-        return {"weight": ("I8", (rows, columns)), "weight_scale": ("F32", (rows, columns // GROUP))}
+        groups = columns // (algorithm.group_size or columns)
+        return {"weight": ("I8", (rows, columns)), "weight_scale": ("F32", (rows, groups))}
 
     def encode(self, algorithm: Algorithm, rows: Floats, shared: Floats) -> dict[str, NDArray[Any]]:
-        codes, scales = quantize_int8(rows)
+        codes, scales = quantize_int8(rows, algorithm.group_size or rows.shape[1])
         return {"weight": codes, "weight_scale": scales}
 
     def integers(

@@ -41,6 +41,7 @@ import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
+from dflash_trt.graph.channels import onnxruntime_channels
 from dflash_trt.graph.delta_net import DeltaKind, causal_conv, onnxruntime_delta
 from dflash_trt.graph.dialect import (
     SINK_PADDING,
@@ -165,6 +166,8 @@ class OnnxRuntime(Dialect):
     ) -> ir.Value:
         if stored.in_blocks:
             return onnxruntime_integers(g, x, stored, folder, bias, name)
+        if stored.per_channel:
+            return onnxruntime_channels(g, x, stored, folder, bias, name)
         inputs = tensors(g, stored, folder, packed_as_bytes=True)
         if bias is not None:
             inputs["bias"] = bias

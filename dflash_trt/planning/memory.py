@@ -18,6 +18,7 @@ from dflash_trt.engines.base import GIB, PREFILL_CHUNK, MemoryTraits
 from dflash_trt.errors import BuildError, UsageError
 from dflash_trt.formats import FORMATS, INT4, SCHEMES
 from dflash_trt.formats.base import BLOCK
+from dflash_trt.formats.int8 import INT8
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.dialect import SINK_PADDING
 from dflash_trt.graph.tensorrt_experts import at_a_time
@@ -401,8 +402,11 @@ class _Layout:
 def _weights(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str, int]]:
     scheme = s.precision.scheme(side)
     in_blocks = registry.find(s.engine).weight_layout == "blocks"
-    largest = BLOCK if in_blocks else None
+    largest = _largest_group(scheme) if in_blocks else None
     roles = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, largest)
+    if largest == 0 and "experts" in roles:  # these stay in groups
+        in_groups = inventory.weights(side, s.compute(side), scheme, s.tensor_parallel, BLOCK)
+        roles["experts"] = in_groups["experts"]
     if in_blocks and side == "target" and _integer(scheme):
         # The head has the target's format too. The table of a tied embedding stays beside it, as it is on disk.
         roles["head"] = _head(inventory, scheme, largest, inventory.target.vocab_size)
@@ -411,14 +415,25 @@ def _weights(inventory: Inventory, s: Settings, side: str) -> dict[str, dict[str
     whole = inventory.target.vocab_size
     rows = inventory.draft_rows if registry.find(s.engine).draft_vocabulary else whole
     if side == "drafter" and s.precision.head is not None:  # its own copy of the target's head
+        largest = _largest_group(s.precision.head) if in_blocks else None
         roles["head"] = _head(inventory, s.precision.head, largest, rows)
     elif side == "drafter" and rows < whole:
         roles["head"] = _head(inventory, s.compute("drafter"), largest, rows)
     elif in_blocks and side == "drafter":  # the sessions of both models hold the head that they multiply
         target = s.precision.scheme("target")
-        head = _head(inventory, target if _integer(target) else s.compute("target"), largest, whole)
+        stored = target if _integer(target) else s.compute("target")
+        head = _head(inventory, stored, _largest_group(stored), whole)
         roles["head"] = _on_this_processor(head)
     return roles
+
+
+def _largest_group(precision: str | None) -> int:
+    """Weights that share a scale in a build for ONNX Runtime on this machine, at most; 0: those of an output."""
+    if precision != INT8.name:
+        return BLOCK
+    from dflash_trt.engines.onnxruntime_products import channels_pay
+
+    return 0 if channels_pay() else BLOCK
 
 
 def _on_this_processor(sizes: dict[str, int]) -> dict[str, int]:
@@ -442,7 +457,7 @@ def _head(inventory: Inventory, precision: str, largest_group: int | None, rows:
     form, group = FORMATS.get(precision), 0
     if form is not None:
         group = form.algorithm(calibrated=False, inputs=[columns]).group_size
-        group = min(group, largest_group or group)
+        group = group if largest_group is None else min(group, largest_group)
     return {precision: weight_bytes(precision, rows * columns, rows, group)}
 
 

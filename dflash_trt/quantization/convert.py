@@ -32,6 +32,7 @@ from dflash_trt.files.disk import own_file, whole_file
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import FORMATS, INT4, SCHEMES, Algorithm
 from dflash_trt.formats.base import FLOAT_DTYPES
+from dflash_trt.formats.int8 import PER_CHANNEL
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 _QUANTIZED_ROLES = ("attention", "mlp", "experts", "fc")
@@ -58,6 +59,7 @@ def quantize(
     exclude: Sequence[str] = (),
     head: str | None = None,
     largest_group: int | None = None,
+    per_channel: bool = False,
     calibration: Mapping[str, float] | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -66,7 +68,8 @@ def quantize(
     `scheme` is fp8, nvfp4, mxfp4, int8 or int4. Embedding, norms, routers and gpt-oss's experts (in MXFP4) stay as
     they are, and so do layers that a pattern of `exclude` matches, such as `model.layers.0.*`. The LM head
     stays, too, unless `head` names a scheme for it. At most `largest_group` weights share a scale, where the scheme
-    leaves a choice. `calibration`: layer -> largest magnitude of its input; fp8 and nvfp4 then get static input scales.
+    leaves a choice. `per_channel`: int8 layers, experts apart, have one scale for each output. `calibration`: layer ->
+    largest magnitude of its input; fp8 and nvfp4 then get static input scales.
 
     Works shard by shard beside `out`, which appears when all is whole; an interrupted run continues where it was. Holds
     one step of a tensor in memory, 32 MiB in float32.
@@ -77,7 +80,13 @@ def quantize(
     """
     checkpoint = Checkpoint(source)
     layers = _layers(
-        checkpoint, scheme, exclude, head, largest_group=largest_group, calibrated=calibration is not None
+        checkpoint,
+        scheme,
+        exclude,
+        head,
+        largest_group=largest_group,
+        per_channel=per_channel,
+        calibrated=calibration is not None,
     )
     copied = [t for t in checkpoint.tensors.values() if t.name.removesuffix(".weight") not in layers]
     if calibration is not None and (missing := sorted(set(layers) - set(calibration) - {HEAD})):
@@ -93,11 +102,12 @@ def quantize_head(
     scheme: str,
     *,
     largest_group: int | None = None,
+    per_channel: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write only the LM head of the target in `source`, quantized."""
     checkpoint = Checkpoint(source)
-    layers = {HEAD: _head(checkpoint, scheme, largest_group)}
+    layers = {HEAD: _head(checkpoint, scheme, largest_group, per_channel=per_channel)}
     _check_groups(layers)
     table = [
         tensor for tensor in checkpoint.tensors.values() if tensor.name == "d2t"
@@ -149,6 +159,7 @@ def _layers(
     head: str | None,
     *,
     largest_group: int | None,
+    per_channel: bool,
     calibrated: bool,
 ) -> dict[str, _Layer]:
     for option, value in (("scheme", scheme), ("head", head or scheme)):
@@ -162,18 +173,24 @@ def _layers(
     kept = linear_layers(checkpoint, exclude)
     inputs = _dividing([t.shape[1] for t in kept.values()], largest_group)
     algorithm = data_free(scheme, calibrated=calibrated, inputs=inputs)
-    layers = {name: _Layer(name, tensor, algorithm) for name, tensor in kept.items()}
+    channels = PER_CHANNEL if per_channel and scheme == PER_CHANNEL.scheme else algorithm
+    layers = {
+        name: _Layer(name, tensor, algorithm if of_all_experts(name) != name else channels)
+        for name, tensor in kept.items()
+    }
     if head is not None:
-        layers[HEAD] = _head(checkpoint, head, largest_group)
+        layers[HEAD] = _head(checkpoint, head, largest_group, per_channel=per_channel)
     if not layers:
         raise BuildError(f"{checkpoint.directory}: has no linear layer to quantize")
     _check_groups(layers)
     return layers
 
 
-def _head(checkpoint: Checkpoint, scheme: str, largest_group: int | None) -> _Layer:
+def _head(checkpoint: Checkpoint, scheme: str, largest_group: int | None, *, per_channel: bool) -> _Layer:
     """The head as a layer. It is not calibrated: every row brings its own input scale."""
     weight = head_weight(checkpoint)
+    if per_channel and scheme == PER_CHANNEL.scheme:
+        return _Layer(HEAD, weight, PER_CHANNEL)
     return _Layer(HEAD, weight, data_free(scheme, inputs=_dividing([weight.shape[1]], largest_group)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dflash_trt.bundle.workspace import Progress
@@ -13,8 +13,9 @@ from dflash_trt.checkpoint.rules import Quantization
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline
 from dflash_trt.errors import UsageError
 from dflash_trt.files.disk import stamp, whole_file
-from dflash_trt.formats import FORMATS
+from dflash_trt.formats import FORMATS, Algorithm
 from dflash_trt.formats.base import BLOCK, WeightLayout
+from dflash_trt.formats.int8 import PER_CHANNEL
 from dflash_trt.formats.precision import Precision
 from dflash_trt.quantization import repack
 from dflash_trt.quantization.convert import HEAD, data_free, quantize, quantize_head
@@ -67,7 +68,7 @@ def in_precision(
                     f"the unquantized checkpoint, or leave {role} out"
                 )
         elif isinstance(checkpoint, Checkpoint):
-            out = _place(folder / role, checkpoint, scheme)
+            out = _place(folder / role, checkpoint, _recipe(scheme, layout))
             found[role] = Checkpoint(
                 quantize(
                     checkpoint.directory,
@@ -75,15 +76,12 @@ def in_precision(
                     scheme,
                     head=scheme if with_head else None,
                     largest_group=_largest_group(layout),
+                    per_channel=_per_channel(layout),
                     progress=progress,
                 )
             )
         else:
-            # The widths of the layers are not known here.
-            algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
-            path = checkpoint.directory / "config.json"
-            quantization = Quantization(path, algorithm, {} if with_head else {HEAD: None})
-            found[role] = Outline(checkpoint.directory, quantization, in_blocks=layout == "blocks")
+            found[role] = _outline(checkpoint, scheme, layout, {} if with_head else {HEAD: None})
     made = found | ({} if head is None else {"head": head})
     for role, checkpoint in made.items():
         if isinstance(checkpoint, Checkpoint):
@@ -114,16 +112,43 @@ def _laid_out(
         integers = any(FORMATS[scheme].integer_bits is not None for scheme in number_formats(checkpoint))
         # What a drafter drafts changes no token.
         eight_bits = integers and role == "target" and not rows_agree(4)
-        if not repack.has_blocks(checkpoint, eight_bits=eight_bits):
+        channels = integers and _per_channel(layout)
+        if not repack.has_blocks(checkpoint, eight_bits=eight_bits, channels=channels):
             return checkpoint
-        out = _place(out, checkpoint, f"{layout} of {8 if eight_bits else 4} bits")
-        return Checkpoint(repack.in_blocks(checkpoint, out, progress, eight_bits=eight_bits))
+        out = _place(out, checkpoint, f"{layout} of {8 if eight_bits else 4} bits{', by output' * channels}")
+        return Checkpoint(
+            repack.in_blocks(checkpoint, out, progress, eight_bits=eight_bits, channels=channels)
+        )
     return checkpoint
+
+
+def _outline(
+    checkpoint: Outline, scheme: str, layout: WeightLayout, layers: Mapping[str, Algorithm | None]
+) -> Outline:
+    """A checkpoint without weights in a scheme, but for `layers`. The widths of its layers are not known here."""
+    algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
+    channels = _per_channel(layout) and scheme == PER_CHANNEL.scheme
+    path = checkpoint.directory / "config.json"
+    quantization = Quantization(path, PER_CHANNEL if channels else algorithm, layers)
+    return Outline(checkpoint.directory, quantization, in_blocks=layout == "blocks" and not channels)
 
 
 def _largest_group(layout: WeightLayout) -> int | None:
     """Blocks have a scale of their own each: larger groups would spare nothing."""
     return BLOCK if layout == "blocks" else None
+
+
+def _per_channel(layout: WeightLayout) -> bool:
+    """Whether INT8 has one scale for each output: where this processor multiplies such layers faster than blocks."""
+    if layout != "blocks":
+        return False
+    from dflash_trt.engines.onnxruntime_products import channels_pay
+
+    return channels_pay()
+
+
+def _recipe(scheme: str, layout: WeightLayout) -> str:
+    return f"{scheme}{', by output' * _per_channel(layout)}"
 
 
 def _with_blocks(layout: WeightLayout, scheme: str) -> bool:
@@ -132,16 +157,20 @@ def _with_blocks(layout: WeightLayout, scheme: str) -> bool:
 
 def _head(target: Weights, scheme: str, folder: Path, layout: WeightLayout, progress: Progress) -> Weights:
     if not isinstance(target, Checkpoint):
-        path = target.directory / "config.json"
-        algorithm = data_free(scheme, inputs=FORMATS[scheme].group_sizes[-1:])
-        return Outline(target.directory, Quantization(path, algorithm), in_blocks=layout == "blocks")
+        return _outline(target, scheme, layout, {})
     if target.quantization.algorithm(HEAD) is not None and f"{HEAD}.weight_scale" in target.tensors:
         raise UsageError(
             f"--precision is head={scheme}, but {target.directory} already has a quantized LM head: leave head out"
         )
-    out, largest_group = _place(folder, target, scheme), _largest_group(layout)
     return Checkpoint(
-        quantize_head(target.directory, out, scheme, largest_group=largest_group, progress=progress)
+        quantize_head(
+            target.directory,
+            _place(folder, target, _recipe(scheme, layout)),
+            scheme,
+            largest_group=_largest_group(layout),
+            per_channel=_per_channel(layout),
+            progress=progress,
+        )
     )
 
 

@@ -58,14 +58,21 @@ def has_signed(checkpoint: Checkpoint) -> bool:
     return bool(_signed_layers(checkpoint))
 
 
-def in_blocks(checkpoint: Checkpoint, out: Path, progress: Progress, *, eight_bits: bool = False) -> Path:
+def in_blocks(
+    checkpoint: Checkpoint,
+    out: Path,
+    progress: Progress,
+    *,
+    eight_bits: bool = False,
+    channels: bool = False,
+) -> Path:
     """Write the checkpoint with its layers of integers in blocks, as ONNX Runtime multiplies them.
 
     Layers of one input lie one after the other. Experts stay as they are, except for those in words. With `eight_bits`
-    numbers of four bits take eight.
+    numbers of four bits take eight. With `channels` INT8 layers with one scale for each output stay as they are.
     """
 
-    chosen = _block_layers(checkpoint, eight_bits=eight_bits)
+    chosen = _block_layers(checkpoint, eight_bits=eight_bits, channels=channels)
     apart = _stacks_with_points(checkpoint, chosen)
 
     def entries(layer: str, stored: StoredLinear) -> list[Entry]:
@@ -78,9 +85,9 @@ def in_blocks(checkpoint: Checkpoint, out: Path, progress: Progress, *, eight_bi
     return _layers_rewritten(checkpoint, chosen, entries, out, progress)
 
 
-def has_blocks(checkpoint: Checkpoint, *, eight_bits: bool = False) -> bool:
+def has_blocks(checkpoint: Checkpoint, *, eight_bits: bool = False, channels: bool = False) -> bool:
     """Whether `in_blocks` would change anything."""
-    return bool(_block_layers(checkpoint, eight_bits=eight_bits))
+    return bool(_block_layers(checkpoint, eight_bits=eight_bits, channels=channels))
 
 
 def _signed_layers(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
@@ -91,13 +98,13 @@ def _signed_layers(checkpoint: Checkpoint) -> dict[str, StoredLinear]:
     }
 
 
-def _block_layers(checkpoint: Checkpoint, *, eight_bits: bool) -> dict[str, StoredLinear]:
+def _block_layers(checkpoint: Checkpoint, *, eight_bits: bool, channels: bool) -> dict[str, StoredLinear]:
     """The layers whose bytes are not yet those that ONNX Runtime multiplies."""
 
     def other(layer: str, stored: StoredLinear) -> bool:
         if stored.in_words or stored.group_index is not None:
             return True
-        if ".experts." in layer:
+        if ".experts." in layer or (channels and stored.per_channel):
             return False
         four_bits = stored.in_blocks and stored.weight.shape[2] == BLOCK // 2
         return not stored.in_blocks or (eight_bits and four_bits)

@@ -15,6 +15,7 @@ from dflash_trt.checkpoint.catalogue import known_configs
 from dflash_trt.checkpoint.schema import DrafterConfig
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.cli import main
+from dflash_trt.engines import onnxruntime_products
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.precision import Precision, parse_precision
 from dflash_trt.models.configs import read_drafter_config, read_target_config
@@ -83,15 +84,18 @@ def test_layers_with_a_window_take_its_rows() -> None:
         assert plan.kv_bytes == row * (length + 2 * block + 1) + plan.kv_window_bytes
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_integer_weights_are_those_of_a_bundle(tmp_path: Path, scheme: str) -> None:
+@pytest.mark.parametrize(("scheme", "by_output"), [("int8", False), ("int8", True), ("int4", False)])
+def test_integer_weights_are_those_of_a_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, by_output: bool
+) -> None:
+    monkeypatch.setattr(onnxruntime_products, "channels_pay", lambda: by_output)
     precision = Precision(target=scheme)
     bundle = build("tiny", None, tmp_path / "tiny", max_seq_len=256, precision=precision)
     inventory = inventory_of("tiny")
     plan = estimate_memory(inventory, settings(engine="onnxruntime", precision=precision)).weights
     stored = bundle.manifest["target"]["weight_bytes"]
     for role in ("attention", "mlp", "head"):
-        assert plan["target"][role][scheme] == stored[role]["U8"] + stored[role]["F32"]
+        assert plan["target"][role][scheme] == stored[role]["I8" if by_output else "U8"] + stored[role]["F32"]
     assert plan["target"]["embedding"] == {"bf16": stored["embedding"]["BF16"]}
     assert plan["drafter"]["head"] == plan["target"]["head"]  # each session has its own
 

@@ -20,6 +20,7 @@ from dflash_trt.bundle.manifest import digest
 from dflash_trt.bundle.workspace import silent
 from dflash_trt.checkpoint.linears import quantized_layers, shape_of, stored_linear, widen
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.engines import onnxruntime_products
 from dflash_trt.engines.onnxruntime_products import rows_agree
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.precision import Precision
@@ -168,6 +169,17 @@ def test_drafts_change_no_token(pair: tuple[Path, Path], tmp_path: Path, name: s
     if as_stored and ("W4" not in name or rows_agree(4)):
         file = bundle.manifest["files"]["weights/target/model.safetensors"]
         assert file["sha256"] == digest(tmp_path / "q" / "model.safetensors")
+
+
+def test_scales_of_outputs_stay_where_that_is_faster(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnxruntime_products, "channels_pay", lambda: True)
+    written("W8A8", pair[0], tmp_path / "q")
+    bundle = build(str(tmp_path / "q"), str(pair[1]), tmp_path / "bundle")
+    assert bundle.manifest["exact_bytes"]
+    file = bundle.manifest["files"]["weights/target/model.safetensors"]
+    assert file["sha256"] == digest(tmp_path / "q" / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", EXPERTS)

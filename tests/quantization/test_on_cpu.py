@@ -20,11 +20,22 @@ from dflash_trt.formats.precision import parse_precision
 LAYERS, LINEARS = 10, 4  # of tiny; products of a layer: q/k/v, o, gate/up, down
 
 
-@pytest.fixture(scope="module", params=["int8", "int4"])
+BY_OUTPUT = "int8 by output"
+
+
+@pytest.fixture(scope="module", params=["int8", "int4", BY_OUTPUT])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    scheme = request.param
+    scheme = request.param.partition(" ")[0]
     out = tmp_path_factory.mktemp("cpu") / scheme
-    return build("tiny", None, out, precision=parse_precision(f"target={scheme},drafter=int8,head=int4"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnxruntime_products, "channels_pay", lambda: request.param == BY_OUTPUT)
+        return build("tiny", None, out, precision=parse_precision(f"target={scheme},drafter=int8,head=int4"))
+
+
+@pytest.fixture
+def exact(bundle: Bundle) -> None:
+    if bundle.manifest["exact_bytes"] and not onnxruntime_products.bytes_are_exact():
+        pytest.skip("this processor's sums of products of bytes saturate")
 
 
 def operators(path: Path) -> Counter[str]:
@@ -33,16 +44,18 @@ def operators(path: Path) -> Counter[str]:
 
 def test_every_product_is_one_of_integers(bundle: Bundle) -> None:
     found = operators(bundle.path / "target.onnx")
-    assert found["MatMulNBits"] == LAYERS * LINEARS + 1
+    by_output = bundle.manifest["exact_bytes"]
+    assert found["INT8ChannelLinear" if by_output else "MatMulNBits"] == LAYERS * LINEARS + 1
     assert found["Gemm"] == found["MatMul"] == 0
     drafter = operators(bundle.path / "drafter.onnx")
-    assert drafter["MatMulNBits"]
+    assert drafter["MatMulNBits"]  # the head is in four bits
+    assert bool(drafter["INT8ChannelLinear"]) == by_output
     assert drafter["Gemm"] == drafter["MatMul"] == 0
 
 
 def test_the_head_has_fewer_bits_beside_a_tied_embedding(bundle: Bundle, tmp_path: Path) -> None:
     by_dtype = bundle.manifest["target"]["weight_bytes"]
-    assert set(by_dtype["head"]) == {"U8", "F32"}
+    assert set(by_dtype["head"]) == {"I8" if bundle.manifest["exact_bytes"] else "U8", "F32"}
     assert set(by_dtype["embedding"]) == {"BF16"}
     plain = build("tiny", None, tmp_path / "plain").manifest
     head = 192 * 2048
@@ -50,12 +63,17 @@ def test_the_head_has_fewer_bits_beside_a_tied_embedding(bundle: Bundle, tmp_pat
     assert bundle.manifest["quantization"]["head"] == "W4A16_AWQ"
 
 
-def test_an_outline_has_the_same_products(bundle: Bundle, tmp_path: Path) -> None:
+def test_an_outline_has_the_same_products(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No two layers of an imagined file lie one behind the other, so each is a product."""
-    scheme = "int8" if bundle.manifest["quantization"]["target"] == "W8A16" else "int4"
+    by_output = bundle.manifest["exact_bytes"]
+    monkeypatch.setattr(onnxruntime_products, "channels_pay", lambda: by_output)
+    scheme = "int8" if bundle.manifest["quantization"]["target"].startswith("W8A16") else "int4"
     precision = parse_precision(f"target={scheme},drafter=int8,head=int4")
     outline = build("tiny", None, tmp_path / "outline", weights="none", precision=precision)
-    assert operators(outline.path / "target.onnx")["MatMulNBits"] == LAYERS * 7 + 1
+    kind = "INT8ChannelLinear" if by_output else "MatMulNBits"
+    assert operators(outline.path / "target.onnx")[kind] == LAYERS * 7 + 1
     for name in ("target.onnx", "drafter.onnx"):
         found = operators(outline.path / name)
         assert found["Gemm"] == found["MatMul"] == 0
@@ -63,6 +81,7 @@ def test_an_outline_has_the_same_products(bundle: Bundle, tmp_path: Path) -> Non
         assert set(found) - {"Split"} == kinds
 
 
+@pytest.mark.usefixtures("exact")
 def test_rows_do_not_depend_on_the_pass(bundle: Bundle) -> None:
     """Bit for bit. A difference of one bit in front of a rounded input would become one of a hundredth."""
     engine = OnnxRuntimeEngine(bundle.path / "target.onnx", slots=1, capacity=128)
@@ -82,6 +101,27 @@ def test_rows_do_not_depend_on_the_pass(bundle: Bundle) -> None:
     engine.close()
 
 
+def test_small_passes_give_back_what_a_large_one_took(bundle: Bundle) -> None:
+    engine = OnnxRuntimeEngine(bundle.path / "target.onnx", slots=4, capacity=128)
+
+    def run(batch: int, rows: int) -> np.ndarray:
+        places = np.tile(np.arange(rows), (batch, 1))
+        feeds = {"tokens": places + 3, "start": np.zeros(batch, int), "rows": places}
+        return np.array(engine.run(feeds)["logits"])
+
+    large = run(4, 64)
+    most = engine.held_bytes
+    assert most >= large.nbytes
+    first = run(1, 2)
+    for _ in range(40):
+        run(1, 8)
+        np.testing.assert_array_equal(run(1, 2), first)
+    assert engine.held_bytes < most / 16
+    np.testing.assert_array_equal(run(4, 64), large)
+    engine.close()
+
+
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_do_not_change_the_tokens(bundle: Bundle, temperature: float) -> None:
     prompts = [list(np.random.default_rng(i).integers(3, 2048, 5 + i)) for i in range(4)]
@@ -97,11 +137,14 @@ def test_drafts_do_not_change_the_tokens(bundle: Bundle, temperature: float) -> 
 def test_a_processor_that_rounds_one_row_otherwise_is_refused(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (used,) = bundle.manifest["integer_bits"]
-    monkeypatch.setattr(onnxruntime_products, "rows_agree", lambda bits: bits != used)
-    with pytest.raises(
-        BundleError, match=f"layers of {used}-bit integers.* build the bundle on this machine"
-    ):
+    if bundle.manifest["exact_bytes"]:
+        monkeypatch.setattr(onnxruntime_products, "bytes_are_exact", lambda: False)
+        refused = "INT8 layers with one scale for each output"
+    else:
+        (used,) = bundle.manifest["integer_bits"]
+        monkeypatch.setattr(onnxruntime_products, "rows_agree", lambda bits: bits != used)
+        refused = f"layers of {used}-bit integers"
+    with pytest.raises(BundleError, match=f"{refused}.* build the bundle on this machine"):
         LLM(bundle.path)
     LLM(build("tiny", None, tmp_path / "floats").path).close()
 

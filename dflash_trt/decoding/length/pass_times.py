@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -15,8 +16,8 @@ _START_UP_SECONDS, _TURNS = 0.5, 5
 
 
 class PassTimes:
-    """Seconds per pass. `measured` [batch][length], all for lengths 1 or 2 up to the block size. Times between the
-    measured ones are interpolated.
+    """Seconds per pass. `measured` [batch][length], for lengths 1 or 2 up to the block size or, with larger batches,
+    up to fewer. Times between the measured ones are interpolated; beyond them they grow with the number of tokens.
 
     batches: the batch sizes that will run, in order. Start-up may have had no time for some of them.
     warm: the measured pairs of batch and length. The first pass of any other is slow, because engines prepare it.
@@ -28,14 +29,21 @@ class PassTimes:
         self._sizes = sorted(measured)
         lengths = np.arange(1, max(measured[self._sizes[0]]) + 1)
         rows = [
-            np.interp(lengths, sorted(row), [_usable(row[n]) for n in sorted(row)])
+            _interpolated(lengths, sorted(row), np.array([_usable(row[n]) for n in sorted(row)]))
             for row in map(measured.__getitem__, self._sizes)
         ]
         self._seconds = np.transpose(rows)
 
     def __call__(self, batch: int) -> Array:
         """Seconds of passes over `batch` sequences of 1, 2 .. tokens."""
-        return np.array([np.interp(batch, self._sizes, column) for column in self._seconds])
+        at = np.array([batch])
+        return np.concatenate([_interpolated(at, self._sizes, column) for column in self._seconds])
+
+
+def _interpolated(at: Array, sizes: Sequence[int], seconds: Array) -> Array:
+    """Seconds at some sizes, from those of measured sizes; beyond the largest in proportion to it."""
+    found: Array = np.interp(at, sizes, seconds) * np.maximum(at / sizes[-1], 1)
+    return found
 
 
 def _usable(seconds: float) -> float:
@@ -46,19 +54,24 @@ def measure(
     run: Callable[[int, int], object],
     batches: Sequence[int],
     lengths: Sequence[int],
+    most_tokens: float = inf,
 ) -> PassTimes:
     """Time passes `run(batch, length)`: of the smallest batch, then the largest, then those between.
+
+    `most_tokens`: of a pass, except of the smallest batch, so that start-up takes no memory that no request needs.
 
     Each runs once to warm up, for as many batch sizes as time permits. Then all are timed in turn, so that a busy
     moment of the machine affects all of them.
     """
-    begin, order = perf_counter(), [batches[0], *reversed(batches[1:])]
+    fitting = [batch for batch in batches[1:] if batch * lengths[0] <= most_tokens]
+    begin, order = perf_counter(), [batches[0], *reversed(fitting)]
     times: dict[int, dict[int, list[float]]] = {}
     for batch in order:
         if times and perf_counter() - begin > _START_UP_SECONDS:
             break
-        times[batch] = {length: [] for length in lengths}
-        for length in lengths:
+        some = [length for length in lengths if batch == order[0] or batch * length <= most_tokens]
+        times[batch] = {length: [] for length in some}
+        for length in some:
             run(batch, length)
     begin = perf_counter()
     for turn in range(_TURNS):

@@ -14,7 +14,16 @@ def test_pass_times_between_what_was_measured() -> None:
     assert times(4) == pytest.approx([3, 5, 7, 9, 11, 13, 15])
     assert times(2)[0] == pytest.approx(1 + 2 / 3)
     assert times(2)[0] < times(3)[0] < times(4)[0]
-    assert times(64) == pytest.approx(times(4))
+    assert times(64) == pytest.approx(16 * times(4))
+
+
+def test_large_passes_are_not_run_but_follow_from_smaller_ones() -> None:
+    ran = set[tuple[int, int]]()
+    times = measure(lambda batch, length: ran.add((batch, length)), [1, 8, 32, 300], [1, 2, 4, 200], 128)
+    assert ran == {(1, 1), (1, 2), (1, 4), (1, 200), (8, 1), (8, 2), (8, 4), (32, 1), (32, 2), (32, 4)}
+    assert times.warm == ran
+    assert times(32)[7] == pytest.approx(2 * times(32)[3])
+    assert times(64)[3] == pytest.approx(2 * times(32)[3])
 
 
 @pytest.mark.parametrize("seconds", [0.0003, 0.045, 0.3])
