@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,26 +37,40 @@ class RopeConfig:
     """`parameters` holds the checkpoint's scaling values under their names in Transformers.
 
     partial: the share of a head that is rotated, from its first number on.
+    growth: how fast queries grow with their position p: they are multiplied by 1 + growth * ln(1 + floor(p / L)), L
+        the length before scaling. 0: not at all.
     """
 
     rope_type: str
     theta: float
-    parameters: Mapping[str, float | int | bool]
+    parameters: Mapping[str, float | int | bool] = field(hash=False)
     partial: float = 1.0
+    growth: float = 0.0
+
+    @property
+    def original_length(self) -> int:
+        """The positions before scaling, where `parameters` has them."""
+        return int(self.parameters["original_max_position_embeddings"])
 
 
 # They give frequencies to the height and the width of an image. In a text, all positions of a token are the same.
 _IMAGES = ("mrope_section", "mrope_interleaved")
+_GROWTH = "llama_4_scaling_beta"
 
 
 def read_rope(
-    fields: Fields, *, partial: float = 1.0, images: bool = False, theta: float | None = None
+    fields: Fields,
+    *,
+    partial: float = 1.0,
+    images: bool = False,
+    theta: float | None = None,
+    growing: bool = False,
 ) -> RopeConfig:
     """Read `rope_parameters` (Transformers 5), or `rope_theta` and `rope_scaling` (earlier versions).
 
     Both may be present if they agree. `theta` is the default of a file without `rope_theta`; None: it must be there.
     `partial` is the family's default of the share that is rotated; with 1, no other share is read. `images`: whether
-    there may be fields for images.
+    there may be fields for images. `growing`: whether queries grow with their position (`RopeConfig.growth`).
 
     Raises:
         CheckpointError: an unknown type, a field that does not belong to the type, a value out of range, or two
@@ -64,17 +78,33 @@ def read_rope(
         that disagree.
     """
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
-    found = [
-        _read_scaling(section, fields, partial, _IMAGES if images else (), theta)
-        for section in (new, old)
-        if section and section.values
-    ]
+    also = _IMAGES if images else (_GROWTH, "max_position_embeddings") if growing else ()
+    sections = [section for section in (new, old) if section and section.values]
+    found = [_read_scaling(section, fields, partial, also, theta) for section in sections]
+    if growing and sections:
+        found = [
+            replace(each, growth=_growth(section, fields, each))
+            for section, each in zip(sections, found, strict=True)
+        ]
     if len(found) == 2 and found[0] != found[1]:
         raise fields.error("rope_parameters", f"is {found[0]}, but rope_scaling is {found[1]}")
     if found:
         return found[0]
+    if growing:
+        raise fields.error("rope_parameters", f"is missing, expected an object with {_GROWTH}")
     found_theta = fields.number("rope_theta", above=1, default=theta)
     return RopeConfig("default", found_theta, {}, _partial(fields, None, partial))
+
+
+def _growth(section: Fields, top: Fields, rope: RopeConfig) -> float:
+    length = section.get("max_position_embeddings")
+    if length is not None and length != top.get("max_position_embeddings"):
+        raise section.error(
+            "max_position_embeddings", f"is {show(length)}, but the model's is {top.get('max_position_embeddings')}"
+        )
+    if "original_max_position_embeddings" not in rope.parameters:
+        raise section.error("original_max_position_embeddings", f"is missing, but {_GROWTH} counts in it")
+    return section.number(_GROWTH, minimum=0)
 
 
 def _partial(top: Fields, section: Fields | None, default: float) -> float:

@@ -28,6 +28,8 @@ class AttentionKind:
 
     `windowed`: whether rows see less than all slots before them.
     `trees`: whether the rows of a pass may be a tree.
+    `scale`: of the products of queries and keys; None: head_dim ** -0.5.
+    `apart`: whether the model has layers with other heads.
     """
 
     heads: int
@@ -35,6 +37,17 @@ class AttentionKind:
     head_dim: int
     windowed: bool
     trees: bool = False
+    scale: float | None = None
+    apart: bool = False
+
+    @property
+    def factor(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    def operator(self, name: str) -> str:
+        """The name of an operator for these layers. Layers with other heads have bodies of their own."""
+        return f"{name}{self.kv_heads}x{self.head_dim}" if self.apart else name
 
     @property
     def group(self) -> int:
@@ -202,7 +215,7 @@ class Dialect(ABC):
 
 def mask_name(operator: str, kind: AttentionKind) -> str:
     """The name of a mask's operator. Bodies for trees have more inputs."""
-    return f"Tree{operator}" if kind.trees else operator
+    return kind.operator(f"Tree{operator}" if kind.trees else operator)
 
 
 class TreeRows:

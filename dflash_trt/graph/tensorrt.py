@@ -86,14 +86,14 @@ class TensorRT(Dialect):
         return _mask("SinkAttentionMask", kind, sinks=True)
 
     def cached_attention(self, kind: AttentionKind) -> ir.Function:
-        g = self._builder("CachedAttention")
+        g = self._builder(kind.operator("CachedAttention"))
         a = AttentionInputs(g, by_head=True, mask=BOOL)
-        a.output(*self._attend(g, a, self._scaled(g, a.q, kind.head_dim), (a.k, a.v), a.lengths))
+        a.output(*self._attend(g, a, self._scaled(g, a.q, kind.factor), (a.k, a.v), a.lengths))
         return g.function()
 
     def sink_attention(self, kind: AttentionKind) -> ir.Function:
         """As on ONNX Runtime (onnxruntime.py), except that there is no scale, so that the column is the sink itself."""
-        g = self._builder("SinkAttention")
+        g = self._builder(kind.operator("SinkAttention"))
         head_dim = kind.head_dim
         size = f"{head_dim}+{SINK_PADDING}"
         a = AttentionInputs(g, sizes=(size, size), by_head=True, mask=BOOL)
@@ -103,7 +103,7 @@ class TensorRT(Dialect):
         column = g.op("Reshape", sinks, g.constant([1, -1, 1, 1]), name="per_head")
         column = g.op("Expand", column, g.shape(*asking, 1), name="column")
         tail = self._constant(g, np.zeros(SINK_PADDING - 1), *asking)
-        q = g.op("Concat", self._scaled(g, a.q, head_dim), column, tail, name="q_with_sink", axis=-1)
+        q = g.op("Concat", self._scaled(g, a.q, kind.factor), column, tail, name="q_with_sink", axis=-1)
         rows = []
         for name, value in (("k", a.k), ("v", a.v)):
             pad = self._constant(g, np.zeros(SINK_PADDING), batch, heads, g.dim(value, 2))
@@ -225,9 +225,11 @@ class TensorRT(Dialect):
         constant = g.constant(row.reshape(1, 1, 1, -1), self.dtype.numpy())
         return g.op("Expand", constant, g.shape(*dims, len(row)), name="repeated")
 
-    def _scaled(self, g: GraphBuilder, q: ir.Value, head_dim: int) -> ir.Value:
+    def _scaled(self, g: GraphBuilder, q: ir.Value, factor: float) -> ir.Value:
         """Scale queries in float32. Rounded to BF16, most scales would be off by a thousandth, for all scores alike."""
-        scaled = g.op("Mul", g.to_float(q), g.scalar(head_dim**-0.5, FLOAT), name="scaled")
+        if factor == 1:
+            return q
+        scaled = g.op("Mul", g.to_float(q), g.scalar(factor, FLOAT), name="scaled")
         return g.to_dtype(scaled, FLOAT)
 
     def _attend(

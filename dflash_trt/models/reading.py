@@ -41,6 +41,18 @@ def architecture_of(fields: Fields, role: str, supported: Mapping[str, object]) 
     return names[0]
 
 
+def text_of(fields: Fields, *model_types: str) -> Fields:
+    """The text model's part of the configuration of a model that also sees images. `model_types`: what it may be."""
+    text = fields.section("text_config")
+    if text is None:
+        raise fields.error("text_config", "is missing, expected the object that describes the text model")
+    if model_types and text.string("model_type") not in model_types:
+        raise text.error(
+            "model_type", f"is {quoted(text.get('model_type'))}, supported here: {', '.join(model_types)}"
+        )
+    return text
+
+
 def refuse(fields: Fields, neutral: Mapping[str, tuple[object, ...]]) -> None:
     """Refuse a field of `neutral` unless its value is one of those that change nothing."""
     for key, harmless in neutral.items():

@@ -1,0 +1,105 @@
+"""Random checkpoints of Ministral 3 and Gemma 4, as Transformers itself writes them and as it reads them.
+
+Weights are drawn as in checkpoints.py: logits have order 10, and every norm, scale and tap matters.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.doubles.checkpoints import DTYPES, IM_END, VOCAB, draw, save_drawn, write_json
+
+MINISTRAL, MINISTRAL_IMAGES = "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 65536,
+    "eos_token_id": IM_END,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "max_position_embeddings": 65536,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 16,
+}
+
+
+def make_ministral(
+    directory: Path,
+    architecture: str = MINISTRAL,
+    *,
+    seed: int = 0,
+    favourites: int = 0,
+    dtype: str = "bfloat16",
+    original: int = 16384,
+    **fields: Any,
+) -> Path:
+    """Write a random checkpoint. `fields` replace fields of the text model. `original`: positions before scaling."""
+    text = SMALL | {"rope_parameters": YARN | {"original_max_position_embeddings": original}} | fields
+    if architecture == MINISTRAL:
+        config = transformers.Ministral3Config(**text)
+    else:
+        config = transformers.Mistral3Config(
+            text_config=text | {"model_type": "ministral3"},
+            vision_config=_VISION | {"model_type": "pixtral"},
+            tie_word_embeddings=text.get("tie_word_embeddings", False),
+        )
+    model = getattr(transformers, architecture)(config).to(DTYPES[dtype])
+    save_drawn(model, directory, draw, seed=seed, favourites=favourites)
+    return directory
+
+
+def load_text(directory: Path) -> Any:
+    """The text model as Transformers reads it, in float32: callable, with `model.embed_tokens` and `lm_head`."""
+    architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
+    model, info = getattr(transformers, architecture).from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
+    if architecture.endswith("ForConditionalGeneration"):
+        model.model.embed_tokens = model.model.language_model.embed_tokens
+    return model.eval()
+
+
+def edit_config(directory: Path, changes: dict[str, Any]) -> None:
+    """Set fields of the text model, by their path with dots. None removes a field."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for name, value in changes.items():
+        *sections, field = name.split(".")
+        place = config.get("text_config", config)
+        for section in sections:
+            place = place[section]
+        if value is None:
+            del place[field]
+        else:
+            place[field] = value
+    write_json(path, config)
