@@ -26,6 +26,7 @@ _SCALING_FIELDS = {
         "original_max_position_embeddings",
         "truncate",
     ),
+    "proportional": ("factor", "partial_rotary_factor"),
 }
 
 
@@ -96,6 +97,15 @@ def read_rope(
     return RopeConfig("default", found_theta, {}, _partial(fields, None, partial))
 
 
+def read_rope_of(layers: str, fields: Fields, theta: float) -> RopeConfig:
+    """The RoPE of one kind of layers, of a model that has one for each kind in `rope_parameters`."""
+    sections = fields.section("rope_parameters")
+    section = None if sections is None else sections.section(layers)
+    if section is None:
+        raise fields.error(f"rope_parameters.{layers}", "is missing, expected an object with rope_theta")
+    return _read_scaling(section, Fields(fields.path, {}, fields.prefix), 1.0, (), theta)
+
+
 def _growth(section: Fields, top: Fields, rope: RopeConfig) -> float:
     length = section.get("max_position_embeddings")
     if length is not None and length != top.get("max_position_embeddings"):
@@ -151,9 +161,9 @@ def _read_scaling(
             raise top.error(
                 "rope_theta", f"is {top.get('rope_theta')}, but {section.prefix}rope_theta is {theta}"
             )
-    return RopeConfig(
-        rope_type, theta, _read_values(section, rope_type, top), _partial(top, section, partial)
-    )
+    values = _read_values(section, rope_type, top)
+    share = 1.0 if rope_type == "proportional" else _partial(top, section, partial)
+    return RopeConfig(rope_type, theta, values, share)
 
 
 def _read_values(section: Fields, rope_type: str, top: Fields) -> dict[str, float | int | bool]:
@@ -167,12 +177,17 @@ def _read_values(section: Fields, rope_type: str, top: Fields) -> dict[str, floa
                 )
             values.update((key, value) for value in stated)
             continue
-        if section.get(key) is None and key not in ("factor", "low_freq_factor", "high_freq_factor"):
+        needed = () if rope_type == "proportional" else ("factor", "low_freq_factor", "high_freq_factor")
+        if section.get(key) is None and key not in needed:
             continue
         if key == "truncate":
             values[key] = section.boolean(key)
         elif key == "factor":
             values[key] = section.number(key, minimum=1)
+        elif key == "partial_rotary_factor":
+            values[key] = section.number(key, minimum=0)
+            if values[key] > 1:
+                raise section.error(key, f"is {values[key]:g}, expected a share of a head, up to 1")
         elif key in ("mscale", "mscale_all_dim"):
             values[key] = section.number(key, minimum=0)
         else:
@@ -191,7 +206,8 @@ def inverse_frequencies(
 
     Returns float32 `[head_dim / 2]` and the attention factor (1.0 for all but yarn). `max_position_embeddings`
     replaces a missing `original_max_position_embeddings`, as in Transformers.
-    Sources: linear, Transformers; llama3, Llama 3.1 release; yarn, Peng et al. 2023 (arXiv 2309.00071).
+    Sources: linear and proportional, Transformers; llama3, Llama 3.1 release; yarn, Peng et al. 2023 (arXiv
+    2309.00071).
     """
     if head_dim < 2 or head_dim % 2:
         raise CheckpointError(f"head_dim is {head_dim}, but RoPE needs an even, positive one")
@@ -205,6 +221,11 @@ def inverse_frequencies(
         return base, 1.0
     if rope.rope_type == "linear":
         return base / np.float32(values["factor"]), 1.0
+    if rope.rope_type == "proportional":
+        # A share of the pairs rotates, with the frequencies of the whole head. The others stay as they are.
+        rotated = int(values.get("partial_rotary_factor", 1.0) * head_dim // 2)
+        base[rotated:] = 0
+        return base / np.float32(values.get("factor", 1.0)), 1.0
     if rope.rope_type == "llama3":
         return _llama3(base, values, original), 1.0
     return _yarn(wavelengths, rope, head_dim, original)

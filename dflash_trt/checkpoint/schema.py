@@ -72,6 +72,7 @@ class MoEConfig:
     all router logits. With `normalize_weights` they are divided by their sum, which equals the softmax over the
     chosen logits. Activations, of a gate g and an up projection u:
         "silu": u * g * sigmoid(g)
+        "gelu_tanh": u * gelu(g), gelu in its approximation by tanh
         "gpt_oss": (clip(u, -limit, limit) + 1) * h * sigmoid(alpha * h), h = min(g, limit)
 
     intermediate_size: the size of one expert.
@@ -85,7 +86,7 @@ class MoEConfig:
     intermediate_size: int
     normalize_weights: bool
     sparse_layers: tuple[bool, ...]
-    activation: Literal["silu", "gpt_oss"]
+    activation: Literal["silu", "gelu_tanh", "gpt_oss"]
     alpha: float
     limit: float | None
     router_bias: bool
@@ -146,6 +147,12 @@ class DecoderConfig:
 
     def heads_of(self, layer: LayerAttention) -> Heads:
         return layer.heads or self.heads
+
+    @property
+    def window_head_dim(self) -> int:
+        """The smallest head of the layers with a window."""
+        sizes = (self.heads_of(layer).head_dim for layer in self.attention_layers if layer.window is not None)
+        return min(sizes, default=self.head_dim)
 
     @property
     def attention_layers(self) -> list[LayerAttention]:

@@ -13,6 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind, causal_conv
 from dflash_trt.graph.experts import Experts, Storage
@@ -172,10 +173,13 @@ class Dialect(ABC):
         *,
         k: int,
         widened_bytes: int,
+        activation: Activation = "silu",
+        scales: ir.Value | None = None,
     ) -> ir.Value:
         """x [rows, D], router logits [rows, E] in float32 -> [rows, D]; see quantized_experts.py.
 
-        widened_bytes: bytes of all experts of the model in float32.
+        widened_bytes: bytes of all experts of the model in float32. activation: of gates. scales: float32 [E], of each
+        expert's weight; None: 1.
         """
 
     @abstractmethod

@@ -40,6 +40,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind, causal_conv, onnxruntime_delta
 from dflash_trt.graph.dialect import (
@@ -183,9 +184,15 @@ class OnnxRuntime(Dialect):
         *,
         k: int,
         widened_bytes: int,
+        activation: Activation = "silu",
+        scales: ir.Value | None = None,
     ) -> ir.Value:
         inputs = [value for stack in stacks.values() for value in onnxruntime_inputs(g, stack, folder)]
-        body = onnxruntime_experts(stacks, resident=widened_bytes <= RESIDENT_EXPERT_BYTES)
+        inputs += [] if scales is None else [scales]
+        resident = widened_bytes <= RESIDENT_EXPERT_BYTES
+        body = onnxruntime_experts(
+            stacks, resident=resident, activation=activation, scaled=scales is not None
+        )
         (y,) = g.call(body, x, router, *inputs, name="experts", k=k)
         return y
 

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind
 from dflash_trt.graph.delta_net_chunks import chunked_delta
@@ -140,9 +141,11 @@ class TensorRT(Dialect):
         *,
         k: int,
         widened_bytes: int,
+        activation: Activation = "silu",
+        scales: ir.Value | None = None,
     ) -> ir.Value:
         with g.scope("experts"):
-            return tensorrt_experts(g, x, router, stacks, k, folder)
+            return tensorrt_experts(g, x, router, stacks, k, folder, activation, scales)
 
     def experts(
         self,

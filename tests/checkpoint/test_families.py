@@ -82,7 +82,7 @@ def assert_as_transformers(mine: TargetConfig | DrafterConfig, theirs: Any) -> N
     assert [layer.window for layer in mine.attention_layers] == transformers_windows(theirs)
     model_type = theirs.model_type
     rotary = ROTARY[model_type](theirs)
-    frequencies, factor = inverse_frequencies(mine.rope, mine.rotary_dim, mine.max_position_embeddings)
+    frequencies, factor = inverse_frequencies(mine.rope, mine.heads.rotary_dim, mine.max_position_embeddings)
     np.testing.assert_allclose(frequencies, rotary.inv_freq.numpy(), rtol=4e-7, atol=0)
     assert factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
 

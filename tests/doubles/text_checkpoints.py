@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from tests.doubles.checkpoints import DTYPES, IM_END, VOCAB, draw, save_drawn, write_json
 
+GEMMA, GEMMA_IMAGES = "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"
+UNIFIED, UNIFIED_IMAGES = "Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"
 MINISTRAL, MINISTRAL_IMAGES = "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -28,6 +31,18 @@ SMALL: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+GEMMA_FIELDS: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 7,
+    "final_logit_softcapping": 30.0,
+    "pad_token_id": 0,
+    "max_position_embeddings": 4096,
+}
+EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
 YARN = {
     "type": "yarn",
     "rope_type": "yarn",
@@ -76,6 +91,39 @@ def make_ministral(
     return directory
 
 
+def make_gemma(
+    directory: Path,
+    architecture: str = GEMMA,
+    *,
+    seed: int = 0,
+    favourites: int = 0,
+    dtype: str = "bfloat16",
+    **fields: Any,
+) -> Path:
+    """Write a random checkpoint. `fields` replace fields of the text model."""
+    unified, images = "Unified" in architecture, architecture.endswith("ForConditionalGeneration")
+    name = "Gemma4Unified" if unified else "Gemma4"
+    text = getattr(transformers, f"{name}TextConfig")(**(SMALL | GEMMA_FIELDS | fields))
+    if images:
+        vision = {} if unified else {"vision_config": _VISION | {"num_key_value_heads": 2, "head_dim": 16}}
+        tie = {"tie_word_embeddings": text.tie_word_embeddings}
+        text = getattr(transformers, f"{name}Config")(text_config=text.to_dict(), **vision, **tie)
+    model = getattr(transformers, architecture)(text).to(DTYPES[dtype])
+    save_drawn(model, directory, _draw_gemma, seed=seed, favourites=favourites)
+    return directory
+
+
+def _draw_gemma(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith("q_norm.weight"):  # products of queries and keys are not scaled
+        return (1 + 0.2 * noise) * shape[0] ** -0.5
+    if name.endswith(("layer_scalar", "layernorm_1.weight", "layernorm_2.weight", "router.scale")):
+        return 1 + 0.2 * noise
+    if name.endswith("per_expert_scale"):
+        return 1 + 0.4 * noise
+    return draw(name, shape, generator)
+
+
 def load_text(directory: Path) -> Any:
     """The text model as Transformers reads it, in float32: callable, with `model.embed_tokens` and `lm_head`."""
     architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
@@ -86,6 +134,10 @@ def load_text(directory: Path) -> Any:
     assert not info["unexpected_keys"], info
     if architecture.endswith("ForConditionalGeneration"):
         model.model.embed_tokens = model.model.language_model.embed_tokens
+    if hasattr(embedding := model.model.embed_tokens, "embed_scale"):
+        # Transformers rounds the factor to the table's dtype, which is not the one on disk here.
+        stored = next(iter(load_file(directory / "model.safetensors").values())).dtype
+        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale).to(stored).float()
     return model.eval()
 
 
