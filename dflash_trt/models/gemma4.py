@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.fields import Fields
-from dflash_trt.checkpoint.rope import read_rope_of
+from dflash_trt.checkpoint.rope import RopeConfig, read_rope_of
 from dflash_trt.checkpoint.schema import Heads, LayerAttention, MoEConfig, TargetConfig
 from dflash_trt.errors import show
 from dflash_trt.graph.builder import FLOAT
@@ -50,8 +50,8 @@ _OTHERS = tuple(
 _SMALL = "the layers of E2B and E4B, which are not supported, share keys and values and have inputs of their own"
 
 
-def gemma_decoder(text: Fields, architecture: str | None = None) -> tuple[dict[str, Any], Heads]:
-    """DecoderConfig's fields except `layers`, and the heads of layers that see all tokens."""
+def gemma_decoder(text: Fields, architecture: str | None = None) -> dict[str, Any]:
+    """DecoderConfig's fields."""
     refuse(text, {"use_bidirectional_attention": ("vision",)})
     # Null is none.
     missing = "hidden_size_per_layer_input" not in text.values and text.get("model_type") == "gemma4_text"
@@ -70,23 +70,13 @@ def gemma_decoder(text: Fields, architecture: str | None = None) -> tuple[dict[s
         activation=("hidden_activation", "gelu_pytorch_tanh"),
     )
     softcap = "final_logit_softcapping"
-    common |= {
+    return common | {
+        "layers": _layers(text, common, ropes[FULL]),
         "value_norm": True,
         "attention_scale": 1.0,
         "embedding_scale": common["hidden_size"] ** 0.5,
         "logit_softcap": None if text.get(softcap) is None else text.number(softcap),
     }
-    size, kv_heads = common["head_dim"], common["num_key_value_heads"]
-    if text.get("per_layer_config") is None:
-        size = text.integer("global_head_dim", maximum=HEAD_DIM, default=512)
-        if keys_as_values(text):
-            kv_heads = text.integer("num_global_key_value_heads", maximum=WIDTH, default=kv_heads)
-    return common, _checked(text, Heads(kv_heads, size, ropes[FULL]), common["num_attention_heads"])
-
-
-def keys_as_values(text: Fields) -> bool:
-    """Whether layers that see all tokens have no v_proj."""
-    return text.boolean("attention_k_eq_v", default=False)
 
 
 def _checked(text: Fields, heads: Heads, queries: int) -> Heads:
@@ -99,7 +89,8 @@ def _checked(text: Fields, heads: Heads, queries: int) -> Heads:
     return heads
 
 
-def _layers(text: Fields, common: dict[str, Any], of_all: Heads) -> tuple[LayerAttention, ...]:
+def _layers(text: Fields, common: dict[str, Any], rope: RopeConfig) -> tuple[LayerAttention, ...]:
+    """`rope`: of the layers that see all tokens."""
     count, kinds = common["num_hidden_layers"], text.get("layer_types")
     if kinds is None:
         kinds = [SLIDING if (i + 1) % _PATTERN else FULL for i in range(count)]
@@ -108,17 +99,21 @@ def _layers(text: Fields, common: dict[str, Any], of_all: Heads) -> tuple[LayerA
     placed = Fields(text.path, {**text.values, "layer_types": kinds}, text.prefix)
     windows = place_window(placed, count, text.integer("sliding_window"))
     own = Heads(common["num_key_value_heads"], common["head_dim"], common["rope"])
+    keys_as_values = text.boolean("attention_k_eq_v", default=False)
+    of_all = replace(own, rope=rope)
+    if text.get("per_layer_config") is None:
+        kv_heads = of_all.kv_heads
+        if keys_as_values:
+            kv_heads = text.integer("num_global_key_value_heads", maximum=WIDTH, default=kv_heads)
+        size = text.integer("global_head_dim", maximum=HEAD_DIM, default=512)
+        of_all = _checked(text, Heads(kv_heads, size, rope), common["num_attention_heads"])
     heads = {
         sliding: _as_listed(text, [i for i, w in enumerate(windows) if (w is not None) == sliding], each, common)
         for sliding, each in ((True, own), (False, of_all))
     }
+    others = {sliding: None if each == own else each for sliding, each in heads.items()}
     return tuple(
-        LayerAttention(
-            True,
-            window,
-            None if heads[window is not None] == own else heads[window is not None],
-            keys_as_values(text) and window is None,
-        )
+        LayerAttention(True, window, others[window is not None], keys_as_values and window is None)
         for window in windows
     )
 
@@ -165,10 +160,9 @@ def _moe(text: Fields, layers: int) -> MoEConfig | None:
 
 def _read(top: Fields, text: Fields) -> TargetConfig:
     check_quantization(top)
-    common, of_all = gemma_decoder(text, top.strings("architectures", most=1)[0])
-    layers = _layers(text, common, of_all)
-    windows = [layer.window for layer in layers]
-    config = target(text, common, windows, _moe(text, len(layers)), tied=True)
+    common = gemma_decoder(text, top.strings("architectures", most=1)[0])
+    layers = common.pop("layers")
+    config = target(text, common, [layer.window for layer in layers], _moe(text, len(layers)), tied=True)
     return replace(config, layers=layers)
 
 

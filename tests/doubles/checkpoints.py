@@ -178,6 +178,7 @@ def make_drafter(
     rope_scaling: dict[str, Any] | None = None,
     old_config: bool = True,
     dtype: str = "bfloat16",
+    softcap: float | None = None,
 ) -> Path:
     """Write a random DFlashDraftModel for the target in `target_dir` into `directory`, and return it.
 
@@ -194,6 +195,7 @@ def make_drafter(
     if causal_in_dflash_config is not None:
         dflash["causal"] = causal_in_dflash_config
     config: dict[str, Any] = {
+        **({} if softcap is None else {"final_logit_softcapping": softcap}),
         "architectures": ["DFlashDraftModel"],
         "attention_bias": attention_bias,
         "attention_dropout": 0.0,

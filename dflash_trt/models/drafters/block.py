@@ -18,7 +18,7 @@ from functools import wraps
 import onnx_ir as ir
 
 from dflash_trt.models.attention import Attention
-from dflash_trt.models.decoder import embed, gated_mlp, soft_capped
+from dflash_trt.models.decoder import embed, gated_mlp, sandwich_layer, soft_capped
 from dflash_trt.models.drafters.drafter_pass import DrafterPass, best_candidates
 from dflash_trt.models.drafters.kind import DrafterParts
 from dflash_trt.models.drafters.vocabulary import DraftVocabulary
@@ -44,12 +44,14 @@ class BlockSettings:
     vocabulary: tokens of the head that the file must have. None: the target's head, or one in the file for all tokens.
     embedding: the file must have an embedding. Otherwise it is the target's, or one in the file.
     plain_embedding: rows of the target's embedding are not scaled as the target scales them.
+    sandwich: layers have norms before and after each half, and a scale (`decoder.sandwich_layer`).
     """
 
     every_row: bool = False
     vocabulary: int | None = None
     embedding: bool = False
     plain_embedding: bool = False
+    sandwich: bool = False
 
 
 class BlockPass(DrafterPass):
@@ -140,8 +142,13 @@ class BlockPass(DrafterPass):
             return self.by_layer[i].layer(layer, i, h, self._behind_context(self.context(), h, hidden))
 
         def mlp(h: ir.Value) -> ir.Value:
-            return gated_mlp(layer.at("mlp"), h, hidden, config.intermediate_size)
+            return gated_mlp(
+                layer.at("mlp"), h, hidden, config.intermediate_size, activation=config.activation
+            )
 
+        if self.settings.sandwich:
+            with g.scope(f"layers.{i}"):
+                return sandwich_layer(layer, config, x, attention, lambda h, _: mlp(h))
         sublayers = (("attention", "input_layernorm", attention), ("mlp", "post_attention_layernorm", mlp))
         with g.scope(f"layers.{i}"):
             for name, norm, sublayer in sublayers:
