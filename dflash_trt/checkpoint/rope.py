@@ -110,7 +110,8 @@ def _growth(section: Fields, top: Fields, rope: RopeConfig) -> float:
     length = section.get("max_position_embeddings")
     if length is not None and length != top.get("max_position_embeddings"):
         raise section.error(
-            "max_position_embeddings", f"is {show(length)}, but the model's is {top.get('max_position_embeddings')}"
+            "max_position_embeddings",
+            f"is {show(length)}, but the model's is {top.get('max_position_embeddings')}",
         )
     if "original_max_position_embeddings" not in rope.parameters:
         raise section.error("original_max_position_embeddings", f"is missing, but {_GROWTH} counts in it")

@@ -17,8 +17,8 @@ TreeAttentionMask(first, last, start [B], visible [B,S,S], capacity), TreeSinkAt
 CachedAttention(q, k [T rows], v [T rows], k_cache, v_cache, start [B], mask, origin (, few), lengths [B])
                 -> y, k_cache', v_cache'
     Writes the new rows at slot `start`, then attends with scale d**-0.5, or with the model's own, to what the mask
-    shows. `lengths` is the number of slots in use. The cache outputs alias the cache inputs. On ONNX Runtime, y [B,S,H*d] may have its heads in axes
-    of their own.
+    shows. `lengths` is the number of slots in use. The cache outputs alias the cache inputs. On ONNX Runtime,
+    y [B,S,H*d] may have its heads in axes of their own.
 SinkAttention(the same, sinks [H]) -> the same
     With a learnt logit per head that takes part in the softmax and has no value. Rows of k_cache are SINK_PADDING wider
     for each head, except with plugins.

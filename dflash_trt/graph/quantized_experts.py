@@ -1,11 +1,12 @@
-"""Experts with quantized linear layers, for families that store gate and up separately (Qwen3-MoE).
+"""Experts with gate and up apart, quantized or with an activation that `dflash::MoE` lacks (Qwen3-MoE, Gemma 4).
 
 QuantizedExperts(x [rows,D], router_logits [rows,E], and for gate, up and down each: weight, scale, global_scale,
     input_scale, pre_quant_scale, each concatenated over all experts; expert_scales [E]; k) -> y [rows,D]
 
 y = sum over the k best experts e of p_e * s_e * down_e(act(gate_e(x)) * up_e(x)), p = softmax over the k best logits.
-Without expert_scales s is 1. act is silu, or the gelu in the operator's name. Each layer is one of quantized.py, with its input rounded as the format does;
-`dflash::MoE` of experts.py cannot round inputs. An operator has only the inputs that its formats have.
+Without expert_scales, s is 1. act is silu, or the activation in the operator's name. A layer is in floating point, or
+one of quantized.py with its input rounded as the format does; `dflash::MoE` of experts.py cannot round inputs. An
+operator has only the inputs that its formats have.
 """
 
 from __future__ import annotations
@@ -317,7 +318,9 @@ def tensorrt_experts(
         gated = g.op("Mul", activated(g, gate, activation), up, name="gated")
         y = shared(g, linear("down", g.to_dtype(gated, FLOAT)), share)
         if scales is not None:
-            y = g.op("Mul", y, g.unsqueeze(g.slice(scales, first, first + count, axis=0), 1, 2), name="scaled")
+            y = g.op(
+                "Mul", y, g.unsqueeze(g.slice(scales, first, first + count, axis=0), 1, 2), name="scaled"
+            )
         return g.op("ReduceSum", y, g.constant([0]), name="sum", keepdims=0)
 
     by_step = g.multi("Split", shares, outputs=steps, name="shares", axis=0, num_outputs=steps)

@@ -39,7 +39,9 @@ class _Rows:
                 sinks=config.attention_sinks,
             )
         self.caches = {
-            i: [g.input(f"{side}_cache.{i}", g.dtype, shape) for side, shape in zip("kv", shapes, strict=True)]
+            i: [
+                g.input(f"{side}_cache.{i}", g.dtype, shape) for side, shape in zip("kv", shapes, strict=True)
+            ]
             for i, shapes in self.shapes.items()
         }
         first = next(iter(layers))
@@ -120,7 +122,15 @@ class Attention:
         )
 
     def _arranged(
-        self, m: Module, rows: PassRows, x: ir.Value, n: int, size: int, norm: str | None = None, *, normed: bool
+        self,
+        m: Module,
+        rows: PassRows,
+        x: ir.Value,
+        n: int,
+        size: int,
+        norm: str | None = None,
+        *,
+        normed: bool,
     ) -> ir.Value:
         """x [B*S, n*size] as the dialect has rows, each head `normed` first, with the weight that `norm` names."""
         if normed or self.dialect.by_head:

@@ -27,7 +27,6 @@ from dflash_trt.models.passes import Mixer
 from dflash_trt.models.qwen3_moe import expert_stacks
 from dflash_trt.models.reading import (
     HEAD_DIM,
-    LAYERS,
     WIDTH,
     check_quantization,
     decoder,
@@ -45,9 +44,12 @@ _ROPE = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 _OTHERS = tuple(
-    f"model.{part}." for part in ("vision_tower", "vision_embedder", "audio_tower", "embed_vision", "embed_audio")
+    f"model.{part}."
+    for part in ("vision_tower", "vision_embedder", "audio_tower", "embed_vision", "embed_audio")
 )
-_SMALL = "the layers of E2B and E4B, which are not supported, share keys and values and have inputs of their own"
+_SMALL = (
+    "the layers of E2B and E4B, which are not supported, share keys and values and have inputs of their own"
+)
 
 
 def gemma_decoder(text: Fields, architecture: str | None = None) -> dict[str, Any]:
@@ -82,7 +84,8 @@ def gemma_decoder(text: Fields, architecture: str | None = None) -> dict[str, An
 def _checked(text: Fields, heads: Heads, queries: int) -> Heads:
     if queries % heads.kv_heads:
         raise text.error(
-            "num_global_key_value_heads", f"is {heads.kv_heads}, which does not divide the {queries} heads of queries"
+            "num_global_key_value_heads",
+            f"is {heads.kv_heads}, which does not divide the {queries} heads of queries",
         )
     if heads.head_dim % 2:
         raise text.error("global_head_dim", f"is {heads.head_dim}, but RoPE needs an even one")
@@ -108,7 +111,9 @@ def _layers(text: Fields, common: dict[str, Any], rope: RopeConfig) -> tuple[Lay
         size = text.integer("global_head_dim", maximum=HEAD_DIM, default=512)
         of_all = _checked(text, Heads(kv_heads, size, rope), common["num_attention_heads"])
     heads = {
-        sliding: _as_listed(text, [i for i, w in enumerate(windows) if (w is not None) == sliding], each, common)
+        sliding: _as_listed(
+            text, [i for i, w in enumerate(windows) if (w is not None) == sliding], each, common
+        )
         for sliding, each in ((True, own), (False, of_all))
     }
     others = {sliding: None if each == own else each for sliding, each in heads.items()}
@@ -127,7 +132,8 @@ def _as_listed(text: Fields, layers: list[int], heads: Heads, common: dict[str, 
     for i in layers:
         if (section.get(str(i)) or {}) != first.values:
             raise section.error(
-                str(i), f"is {show(section.get(str(i)))}, but {show(dict(first.values))} in another layer of its type"
+                str(i),
+                f"is {show(section.get(str(i)))}, but {show(dict(first.values))} in another layer of its type",
             )
     refuse(first, {key: () for key in first.values if key not in ("head_dim", "num_key_value_heads")})
     size = first.integer("head_dim", maximum=HEAD_DIM, default=heads.head_dim)
@@ -223,5 +229,7 @@ FAMILIES = (
     Family("Gemma4ForCausalLM", "gemma4_text", _alone, _layer),
     Family("Gemma4UnifiedForCausalLM", "gemma4_unified_text", _alone, _layer),
     Family("Gemma4ForConditionalGeneration", "gemma4", _wrapped("gemma4_text"), _layer),
-    Family("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", _wrapped("gemma4_unified_text"), _layer),
+    Family(
+        "Gemma4UnifiedForConditionalGeneration", "gemma4_unified", _wrapped("gemma4_unified_text"), _layer
+    ),
 )

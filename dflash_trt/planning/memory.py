@@ -281,7 +281,9 @@ class _Layout:
     def _queries(self, side: str) -> float:
         """Bytes of a row's queries in all layers of a model."""
         c = self.inventory.config(side)
-        sizes = (c.heads_of(layer).head_dim + SINK_PADDING * c.attention_sinks for layer in c.attention_layers)
+        sizes = (
+            c.heads_of(layer).head_dim + SINK_PADDING * c.attention_sinks for layer in c.attention_layers
+        )
         return sum(sizes) * c.num_attention_heads * NUMBER_BYTES[self.s.compute(side)]
 
     def _experts(self, moe: MoEConfig, *, packed: bool) -> int:

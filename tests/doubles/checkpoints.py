@@ -312,7 +312,7 @@ def save_drawn(
     seed: int = 0,
     favourites: int = 0,
 ) -> None:
-    """Write a model of Transformers with drawn weights, as Transformers writes it. Parts for images stay as they are."""
+    """Write a model with drawn weights as Transformers writes it. Parts for images stay as they are."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted({**dict(model.named_parameters()), **_saved_buffers(model)}.items()):

@@ -353,7 +353,9 @@ class GemmaDSpark(DSpark):
             y = self.norm(block, f"{name}.pre_feedforward_layernorm")
             gate = F.gelu(self.linear(y, f"{name}.mlp.gate_proj"), approximate="tanh")
             y = self.linear(gate * self.linear(y, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
-            block = (block + self.norm(y, f"{name}.post_feedforward_layernorm")) * self.w[f"{name}.layer_scalar"]
+            block = (block + self.norm(y, f"{name}.post_feedforward_layernorm")) * self.w[
+                f"{name}.layer_scalar"
+            ]
         return self.norm(block, "norm")
 
     def embed(self, target: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def make_case(directory: Path, architecture: str, max_seq_len: int = 96, **setti
 
 
 def test_beyond_16384_positions(tmp_path: Path) -> None:
-    """As published: the scale of queries is 1 up to there, and YaRN's frequencies differ from plain RoPE's throughout."""
+    """As published: the scale of queries is 1 up to there. YaRN's frequencies differ from plain RoPE's throughout."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
     case = make_case(tmp_path, MINISTRAL, max_seq_len=16500, dtype="float32", **sizes)
     tokens, engine = case.tokens(16394), case.engine("target.onnx")
@@ -79,7 +79,7 @@ def test_beyond_16384_positions(tmp_path: Path) -> None:
 
 
 def test_fp8_with_one_scale_per_tensor(tmp_path: Path) -> None:
-    """As Mistral publishes it: scales of weights and of inputs. Tokens are those of the same numbers in Transformers."""
+    """As Mistral publishes it: scales of weights and inputs. Tokens are those of the same numbers in Transformers."""
     target = make_ministral(tmp_path / "target", MINISTRAL_IMAGES, favourites=6)
     case_drafter = make_drafter(tmp_path / "drafter", target)
     model = load_text(target)

@@ -35,6 +35,4 @@ def _read(fields: Fields) -> DrafterConfig:
 
 
 # The names of the text models whose configuration the drafter's was made from.
-KIND = DrafterKind(
-    "Gemma4DSparkModel", "gemma4_unified_text", _read, build_dspark, also=("gemma4_text",)
-)
+KIND = DrafterKind("Gemma4DSparkModel", "gemma4_unified_text", _read, build_dspark, also=("gemma4_text",))
