@@ -33,6 +33,8 @@ from dflash_trt.graph.tensorrt_experts import mxfp4_experts, router_shares, shar
 
 # Attention's kernels take up to so many keys at a time.
 STRIDE = 128
+# The widest heads that they take. Attention with wider heads becomes products and a softmax over the whole capacity.
+FUSED_HEAD = 256
 
 
 class TensorRT(Dialect):
@@ -89,7 +91,9 @@ class TensorRT(Dialect):
     def cached_attention(self, kind: AttentionKind) -> ir.Function:
         g = self._builder(kind.operator("CachedAttention"))
         a = AttentionInputs(g, by_head=True, mask=BOOL)
-        a.output(*self._attend(g, a, self._scaled(g, a.q, kind.factor), (a.k, a.v), a.lengths))
+        fused = kind.head_dim <= FUSED_HEAD
+        q = self._scaled(g, a.q, kind.factor)
+        a.output(*self._attend(g, a, q, (a.k, a.v), a.lengths, fused=fused))
         return g.function()
 
     def sink_attention(self, kind: AttentionKind) -> ir.Function:
@@ -114,7 +118,8 @@ class TensorRT(Dialect):
             sink = self._constant(g, sink_row, batch, heads, 1)
             rows.append(g.op("Concat", padded, sink, name=f"{name}_with_sink", axis=2))
         lengths = g.op("Add", a.lengths, g.constant(1), name="with_sink")
-        y, *caches = self._attend(g, a, q, (rows[0], rows[1]), lengths)
+        fused = head_dim + SINK_PADDING <= FUSED_HEAD
+        y, *caches = self._attend(g, a, q, (rows[0], rows[1]), lengths, fused=fused)
         a.output(g.op("Slice", y, *map(g.constant, ([0], [head_dim], [3])), name="without_sink"), *caches)
         return g.function()
 
@@ -242,11 +247,14 @@ class TensorRT(Dialect):
         q: ir.Value,
         rows: tuple[ir.Value, ir.Value],
         lengths: ir.Value,
+        *,
+        fused: bool,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Write the rows and attend. Returns y and both caches."""
+        """Write the rows and attend. Returns y and both caches. `fused`: whether there is a kernel for such heads."""
         k, v = self._write(g, a, rows)
-        if not self.fused:
-            decomposable: dict[str, Any] = {"TRT_decomposable": 1} if self.dtype == FLOAT else {}
+        if not (self.fused and fused):
+            apart = self.dtype == FLOAT or not fused
+            decomposable: dict[str, Any] = {"TRT_decomposable": 1} if apart else {}
             return g.op("Attention", q, k, v, a.mask, name="attention", scale=1.0, **decomposable), k, v
         ends = g.op("Cast", lengths, name="as_int32", to=int(ir.DataType.INT32))
         return g.op("TRT_Attention", q, k, v, a.mask, None, ends, domain=TRT_DOMAIN, name="attention"), k, v
