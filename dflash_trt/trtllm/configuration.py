@@ -419,8 +419,8 @@ def _warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Itera
         ),
         (
             inventory.target.embedding_scale != 1,
-            "whether TensorRT-LLM scales a drafter's embedded tokens as Gemma 4 does, and caps its logits, was not seen; "
-            "only the number of accepted drafts depends on it",
+            "whether TensorRT-LLM scales a drafter's embedded tokens as Gemma 4 does, and caps its logits, was not "
+            "seen; only the number of accepted drafts depends on it",
         ),
         (
             bool(inventory.target.delta_layers),
