@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.doubles.checkpoints import DTYPES, IM_END, VOCAB, draw, save_drawn, write_json
 
@@ -155,3 +155,24 @@ def edit_config(directory: Path, changes: dict[str, Any]) -> None:
         else:
             place[field] = value
     write_json(path, config)
+
+
+def split_experts(directory: Path) -> Path:
+    """Store three matrices for each expert, as quantized files have them, in place of a layer's two tensors."""
+    file, found = directory / "model.safetensors", dict[str, torch.Tensor]()
+    for name, tensor in load_file(file).items():
+        before, stack, _ = name.partition("experts.gate_up_proj")
+        if stack:
+            for e, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                found[f"{before}experts.{e}.gate_proj.weight"] = gate.clone()
+                found[f"{before}experts.{e}.up_proj.weight"] = up.clone()
+        elif name.endswith("experts.down_proj"):
+            found |= {
+                f"{name.removesuffix('down_proj')}{e}.down_proj.weight": t.clone()
+                for e, t in enumerate(tensor)
+            }
+        else:
+            found[name] = tensor
+    save_file(found, file, metadata={"format": "pt"})
+    return directory
