@@ -302,6 +302,32 @@ _ALL = (
             TargetForm("", "ggml-org/Qwen3.8-27B-GGUF", "GGUF", unread=_GGUF),
         ),
     ),
+    KnownPair(
+        "gemma-4-31b",
+        "google/gemma-4-31B-it",
+        "z-lab/gemma-4-31B-it-DFlash",
+        "gemma4_text",
+        16,
+        "windows in five of six layers; the drafter slides",
+        source="tests and loaders of several ports, which agree: all fields that are read",
+        forms=(
+            TargetForm(
+                "gemma-4-31b-nvfp4",
+                "nvidia/Gemma-4-31B-IT-NVFP4",
+                "Model Optimizer: NVFP4, attention in BF16",
+                1_300_000,
+            ),
+        ),
+    ),
+    KnownPair(
+        "gemma-4-26b-a4b",
+        "google/gemma-4-26B-A4B-it",
+        "z-lab/gemma-4-26B-A4B-it-DFlash",
+        "gemma4_text",
+        16,
+        "experts beside an MLP, windows; the drafter slides",
+        source="tests of hf2q: the whole file",
+    ),
 )
 # A wheel leaves out tiny-gpt-oss, which serves the tests of a checkout.
 PAIRS = tuple(pair for pair in _ALL if pair.target_repo is not None or (SHIPPED / pair.name).is_dir())

@@ -29,6 +29,11 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
                 f"{drafter.path}: {field} is {mine}, but {target.path} has {name} {theirs}; "
                 "give the drafter that was trained for this target"
             )
+    if target.embedding_scale != 1 and not drafter.masks:
+        raise PairError(
+            f"{drafter.path}: reads embedded tokens as they are stored, but {target.path} has a model that scales "
+            "them: EAGLE-3 heads are not supported for it"
+        )
     for index, tap in enumerate(drafter.target_layer_ids):
         if not -1 <= tap < layers:
             raise PairError(

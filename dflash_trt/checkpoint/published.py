@@ -56,6 +56,7 @@ def pair_of(drafter: PublishedDrafter) -> KnownPair | None:
 _SIZES = {"4b": "Qwen/Qwen3-4B", "8b": "Qwen/Qwen3-8B", "14b": "Qwen/Qwen3-14B"}
 _GEMMA = {"12b": "google/gemma-4-12B-it", "26b": "google/gemma-4-26B-A4B-it", "31b": "google/gemma-4-31B-it"}
 _DOWNLOADS = {
+    "z-lab/gemma-4-31B-it-DFlash": 10_600,
     "z-lab/Qwen3.8-27B-DFlash2": 442_000,
     "z-lab/Qwen3.6-35B-A3B-DFlash": 276_000,
     "z-lab/Qwen3.6-27B-DFlash": 168_000,
@@ -86,7 +87,7 @@ def _deepspec(prefix: str, suffix: str, kind: str, *, unread: str = "") -> tuple
         for size, target in _SIZES.items()
     )
     gemma = f"deepseek-ai/{prefix}_gemma4_12b_{suffix}"
-    return (*qwen3, PublishedDrafter(gemma, kind, _GEMMA["12b"], block=block, unread=unread or _FAMILY))
+    return (*qwen3, PublishedDrafter(gemma, kind, _GEMMA["12b"], block=block, unread=unread))
 
 
 def _speculator(target: str, kind: str, *, unread: str = "") -> PublishedDrafter:
@@ -107,7 +108,7 @@ PUBLISHED = (
     PublishedDrafter("JetSpec/jetspec-qwen3-30b-a3b", "JetSpec", "Qwen/Qwen3-30B-A3B"),
     PublishedDrafter("JetSpec/jetspec-Qwen3.6-35B-A3B", "JetSpec", "Qwen/Qwen3.6-35B-A3B"),
     PublishedDrafter("JetSpec/jetspec-gpt-oss-20b", "JetSpec", "openai/gpt-oss-20b"),
-    PublishedDrafter("JetSpec/jetspec-gemma4-26B-A4B0-it", "JetSpec", _GEMMA["26b"], unread=_FAMILY),
+    PublishedDrafter("JetSpec/jetspec-gemma4-26B-A4B0-it", "JetSpec", _GEMMA["26b"]),
     PublishedDrafter("JetSpec/jetspec-Step-3.7-Flash", "JetSpec", "Step-3.7-Flash", unread=_FAMILY),
     PublishedDrafter("AngelSlim/Qwen3-4b-dflare", "DFlare", "Qwen/Qwen3-4B", block=16),
     *(
@@ -117,8 +118,11 @@ PUBLISHED = (
             ("Qwen/Qwen3-30B-A3B", "DFlash"),
             ("Qwen/Qwen3-30B-A3B-Instruct-2507", "DFlash"),
             ("Qwen/Qwen3.6-35B-A3B", "DSpark"),
+            (_GEMMA["31b"], "DFlash"),
         )
     ),
+    PublishedDrafter("z-lab/gemma4-12B-it-DFlash", "DFlash", _GEMMA["12b"], block=16),
+    PublishedDrafter("makora-ai/gemma4-26b-a4b-dspark", "DSpark", _GEMMA["26b"], unread=_LAYOUT),
     PublishedDrafter("nvidia/gpt-oss-120b-Eagle3", "EAGLE-3", "openai/gpt-oss-120b"),
     PublishedDrafter("nvidia/gpt-oss-120b-Eagle3-v2", "EAGLE-3", "openai/gpt-oss-120b"),
     PublishedDrafter("amazon/gpt-oss-120b-p-eagle", "P-EAGLE", "openai/gpt-oss-120b", unread=_KIND),
@@ -128,9 +132,6 @@ PUBLISHED = (
     *(
         PublishedDrafter(repository, kind, target, block=block, unread=_FAMILY)
         for repository, kind, target, block in (
-            ("z-lab/gemma4-12B-it-DFlash", "DFlash", _GEMMA["12b"], 16),
-            ("z-lab/gemma-4-26B-A4B-it-DFlash", "DFlash", _GEMMA["26b"], 16),
-            ("makora-ai/gemma4-26b-a4b-dspark", "DSpark", _GEMMA["26b"], None),
             ("rasyosef/gemma-4-E2B-it-dflash2", "DFlash2", "google/gemma-4-E2B-it", None),
             ("rasyosef/gemma-4-E2B-it-dspark", "DSpark", "google/gemma-4-E2B-it", None),
             ("z-lab/Muse-Glimmer-30B-DFlash2", "DFlash2", "Muse-Glimmer-30B", 16),
@@ -183,15 +184,11 @@ PUBLISHED = (
         "poolside/Laguna-XS.2-speculator.dflash", "DFlash", "Laguna-XS.2", unread=_FAMILY, speculators=True
     ),
     PublishedDrafter(
-        "z-lab/gemma-4-31B-it-DFlash", "DFlash", _GEMMA["31b"], block=16, downloads=10_600, unread=_FAMILY
-    ),
-    PublishedDrafter(
         "incoai/GLM-5.3-Flash-DFlash2", "DFlash2", "GLM-5.3-Flash", "CC BY-NC-ND", 8, unread=_FAMILY
     ),
     *(
         _speculator(target, kind, unread=_FAMILY)
         for target, kind in (
-            (_GEMMA["31b"], "DFlash"),
             ("NVIDIA-Nemotron-3-Super-120B-A12B", "DFlash"),
             ("NVIDIA-Nemotron-3-Ultra-550B-A55B", "DFlash"),
             ("Mistral-Small-4-119B-2603", "DFlash"),

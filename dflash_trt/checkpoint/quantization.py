@@ -15,7 +15,7 @@ from dflash_trt.checkpoint.compressed_tensors import read_compressed_tensors
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.integer_words import read_autoround, read_awq, read_gptq
 from dflash_trt.checkpoint.recognized import METHODS
-from dflash_trt.checkpoint.rules import NAMES, Quantization, globs, named
+from dflash_trt.checkpoint.rules import NAMES, Quantization, globs, named, text_name
 from dflash_trt.errors import show
 from dflash_trt.files.reading import read_object
 from dflash_trt.formats import ALGORITHMS, FORMATS, Algorithm
@@ -90,6 +90,7 @@ def _read_modelopt(
     layers: dict[str, Algorithm | None] = {}
     default = None
     names = fields.strings(excluded, most=NAMES) if fields.get(excluded) is not None else ()
+    names = tuple(map(text_name, names))
     patterns = tuple(dict.fromkeys(each for each in names if set(each) & set("*?[")))
     layers.update(dict.fromkeys(set(names) - set(patterns)))
     if fields.get("quant_algo") == "MIXED_PRECISION":
@@ -99,7 +100,7 @@ def _read_modelopt(
         for name in each.values:
             layer = each.section(name)
             if layer is not None:
-                layers[name] = _algorithm(layer, layer)
+                layers[text_name(name)] = _algorithm(layer, layer)
     elif fields.get("quant_algo") is not None:
         # config.json gives the group size with the weights of the only group of layers.
         groups = fields.section("config_groups")

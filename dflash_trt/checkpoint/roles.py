@@ -42,7 +42,7 @@ def parameters_of(tensor: TensorInfo, quantization: Quantization | None = None) 
     Layers in the blocks that ONNX Runtime multiplies have BLOCK numbers in each. `quantization` says how many bits the
     integers in words have; without it they have four.
     """
-    if tensor.name.endswith(_SCALES):
+    if tensor.name.endswith(_SCALES) and not tensor.name.endswith("router.per_expert_scale"):
         return 0
     if tensor.dtype == "I32":
         algorithm = None if quantization is None else quantization.algorithm(tensor.name.rpartition(".")[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ _SCALING_FIELDS = {
         "original_max_position_embeddings",
         "truncate",
     ),
+    "proportional": ("factor", "partial_rotary_factor"),
 }
 
 
@@ -37,26 +38,40 @@ class RopeConfig:
     """`parameters` holds the checkpoint's scaling values under their names in Transformers.
 
     partial: the share of a head that is rotated, from its first number on.
+    growth: how fast queries grow with their position p: they are multiplied by 1 + growth * ln(1 + floor(p / L)), L
+        the length before scaling. 0: not at all.
     """
 
     rope_type: str
     theta: float
-    parameters: Mapping[str, float | int | bool]
+    parameters: Mapping[str, float | int | bool] = field(hash=False)
     partial: float = 1.0
+    growth: float = 0.0
+
+    @property
+    def original_length(self) -> int:
+        """The positions before scaling, where `parameters` has them."""
+        return int(self.parameters["original_max_position_embeddings"])
 
 
 # They give frequencies to the height and the width of an image. In a text, all positions of a token are the same.
 _IMAGES = ("mrope_section", "mrope_interleaved")
+_GROWTH = "llama_4_scaling_beta"
 
 
 def read_rope(
-    fields: Fields, *, partial: float = 1.0, images: bool = False, theta: float | None = None
+    fields: Fields,
+    *,
+    partial: float = 1.0,
+    images: bool = False,
+    theta: float | None = None,
+    growing: bool = False,
 ) -> RopeConfig:
     """Read `rope_parameters` (Transformers 5), or `rope_theta` and `rope_scaling` (earlier versions).
 
     Both may be present if they agree. `theta` is the default of a file without `rope_theta`; None: it must be there.
     `partial` is the family's default of the share that is rotated; with 1, no other share is read. `images`: whether
-    there may be fields for images.
+    there may be fields for images. `growing`: whether queries grow with their position (`RopeConfig.growth`).
 
     Raises:
         CheckpointError: an unknown type, a field that does not belong to the type, a value out of range, or two
@@ -64,17 +79,43 @@ def read_rope(
         that disagree.
     """
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
-    found = [
-        _read_scaling(section, fields, partial, _IMAGES if images else (), theta)
-        for section in (new, old)
-        if section and section.values
-    ]
+    also = _IMAGES if images else (_GROWTH, "max_position_embeddings") if growing else ()
+    sections = [section for section in (new, old) if section and section.values]
+    found = [_read_scaling(section, fields, partial, also, theta) for section in sections]
+    if growing and sections:
+        found = [
+            replace(each, growth=_growth(section, fields, each))
+            for section, each in zip(sections, found, strict=True)
+        ]
     if len(found) == 2 and found[0] != found[1]:
         raise fields.error("rope_parameters", f"is {found[0]}, but rope_scaling is {found[1]}")
     if found:
         return found[0]
+    if growing:
+        raise fields.error("rope_parameters", f"is missing, expected an object with {_GROWTH}")
     found_theta = fields.number("rope_theta", above=1, default=theta)
     return RopeConfig("default", found_theta, {}, _partial(fields, None, partial))
+
+
+def read_rope_of(layers: str, fields: Fields, theta: float) -> RopeConfig:
+    """The RoPE of one kind of layers, of a model that has one for each kind in `rope_parameters`."""
+    sections = fields.section("rope_parameters")
+    section = None if sections is None else sections.section(layers)
+    if section is None:
+        raise fields.error(f"rope_parameters.{layers}", "is missing, expected an object with rope_theta")
+    return _read_scaling(section, Fields(fields.path, {}, fields.prefix), 1.0, (), theta)
+
+
+def _growth(section: Fields, top: Fields, rope: RopeConfig) -> float:
+    length = section.get("max_position_embeddings")
+    if length is not None and length != top.get("max_position_embeddings"):
+        raise section.error(
+            "max_position_embeddings",
+            f"is {show(length)}, but the model's is {top.get('max_position_embeddings')}",
+        )
+    if "original_max_position_embeddings" not in rope.parameters:
+        raise section.error("original_max_position_embeddings", f"is missing, but {_GROWTH} counts in it")
+    return section.number(_GROWTH, minimum=0)
 
 
 def _partial(top: Fields, section: Fields | None, default: float) -> float:
@@ -121,9 +162,9 @@ def _read_scaling(
             raise top.error(
                 "rope_theta", f"is {top.get('rope_theta')}, but {section.prefix}rope_theta is {theta}"
             )
-    return RopeConfig(
-        rope_type, theta, _read_values(section, rope_type, top), _partial(top, section, partial)
-    )
+    values = _read_values(section, rope_type, top)
+    share = 1.0 if rope_type == "proportional" else _partial(top, section, partial)
+    return RopeConfig(rope_type, theta, values, share)
 
 
 def _read_values(section: Fields, rope_type: str, top: Fields) -> dict[str, float | int | bool]:
@@ -137,12 +178,17 @@ def _read_values(section: Fields, rope_type: str, top: Fields) -> dict[str, floa
                 )
             values.update((key, value) for value in stated)
             continue
-        if section.get(key) is None and key not in ("factor", "low_freq_factor", "high_freq_factor"):
+        needed = () if rope_type == "proportional" else ("factor", "low_freq_factor", "high_freq_factor")
+        if section.get(key) is None and key not in needed:
             continue
         if key == "truncate":
             values[key] = section.boolean(key)
         elif key == "factor":
             values[key] = section.number(key, minimum=1)
+        elif key == "partial_rotary_factor":
+            values[key] = section.number(key, minimum=0)
+            if values[key] > 1:
+                raise section.error(key, f"is {values[key]:g}, expected a share of a head, up to 1")
         elif key in ("mscale", "mscale_all_dim"):
             values[key] = section.number(key, minimum=0)
         else:
@@ -161,7 +207,8 @@ def inverse_frequencies(
 
     Returns float32 `[head_dim / 2]` and the attention factor (1.0 for all but yarn). `max_position_embeddings`
     replaces a missing `original_max_position_embeddings`, as in Transformers.
-    Sources: linear, Transformers; llama3, Llama 3.1 release; yarn, Peng et al. 2023 (arXiv 2309.00071).
+    Sources: linear and proportional, Transformers; llama3, Llama 3.1 release; yarn, Peng et al. 2023 (arXiv
+    2309.00071).
     """
     if head_dim < 2 or head_dim % 2:
         raise CheckpointError(f"head_dim is {head_dim}, but RoPE needs an even, positive one")
@@ -175,6 +222,11 @@ def inverse_frequencies(
         return base, 1.0
     if rope.rope_type == "linear":
         return base / np.float32(values["factor"]), 1.0
+    if rope.rope_type == "proportional":
+        # A share of the pairs rotates, with the frequencies of the whole head. The others stay as they are.
+        rotated = int(values.get("partial_rotary_factor", 1.0) * head_dim // 2)
+        base[rotated:] = 0
+        return base / np.float32(values.get("factor", 1.0)), 1.0
     if rope.rope_type == "llama3":
         return _llama3(base, values, original), 1.0
     return _yarn(wavelengths, rope, head_dim, original)

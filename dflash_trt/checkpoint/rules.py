@@ -70,10 +70,18 @@ class Quantization:
         return self.default
 
 
+def text_name(name: str) -> str:
+    """The name of a tensor or layer in the model tree. Files of early models with images have another for the text."""
+    if name.startswith("language_model."):
+        name = name.removeprefix("language_model.")
+        return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+    return name
+
+
 def named(fields: Fields, key: str, names: Sequence[str]) -> tuple[Rule, ...]:
     """Layers that are not quantized: those with one of `names` as a part of their own names, between dots."""
     check_count(fields, key, names)
-    parts = (name.strip(".") for name in names)
+    parts = (text_name(name.strip(".")) for name in names)
     return tuple(Rule(re.compile(rf"(?:.*\.)?{re.escape(part)}(?:\.|$)")) for part in parts if part)
 
 

@@ -11,13 +11,35 @@ from dflash_trt.checkpoint.rope import RopeConfig
 # The most rows of a pass that can be taken back from a state: those of a block. Published drafters have 7 to 16.
 PENDING_ROWS = 16
 
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of keys and values: their number, and their size, which is the queries' too; and how both rotate."""
+
+    kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+
+    @property
+    def rotary_dim(self) -> int:
+        """The leading numbers of a head that RoPE rotates."""
+        return round(self.head_dim * self.rope.partial)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The attention of one layer. `window` includes the row itself: row i sees rows j > i - window (None: all rows)."""
+    """The attention of one layer. `window` includes the row itself: row i sees rows j > i - window (None: all rows).
+
+    heads: where they are not the model's. keys_as_values: there is no v_proj, and values are what k_proj gives, before
+    its norm and rotation.
+    """
 
     causal: bool
     window: int | None
+    heads: Heads | None = None
+    keys_as_values: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +72,7 @@ class MoEConfig:
     all router logits. With `normalize_weights` they are divided by their sum, which equals the softmax over the
     chosen logits. Activations, of a gate g and an up projection u:
         "silu": u * g * sigmoid(g)
+        "gelu_tanh": u * gelu(g), gelu in its approximation by tanh
         "gpt_oss": (clip(u, -limit, limit) + 1) * h * sigmoid(alpha * h), h = min(g, limit)
 
     intermediate_size: the size of one expert.
@@ -63,7 +86,7 @@ class MoEConfig:
     intermediate_size: int
     normalize_weights: bool
     sparse_layers: tuple[bool, ...]
-    activation: Literal["silu", "gpt_oss"]
+    activation: Literal["silu", "gelu_tanh", "gpt_oss"]
     alpha: float
     limit: float | None
     router_bias: bool
@@ -84,6 +107,11 @@ class DecoderConfig:
     attention_sinks: each head has a learned logit that takes part in the softmax and has no value.
     attention_gate: q_proj also gives a gate for each head. Its sigmoid scales the output of the head.
     zero_centred_norms: RMSNorm scales by 1 + weight. A norm that has a gate scales by its weight.
+    value_norm: RMSNorm without weights over each head of v.
+    attention_scale: of the products of queries and keys; None: head_dim ** -0.5.
+    activation: of the gate in an MLP or expert.
+    embedding_scale: embedded rows are multiplied by it, rounded to the table's dtype.
+    logit_softcap: logits x become softcap * tanh(x / softcap).
     """
 
     path: Path
@@ -106,11 +134,25 @@ class DecoderConfig:
     layers: tuple[LayerAttention | LayerDeltaNet, ...]
     attention_gate: bool = False
     zero_centred_norms: bool = False
+    value_norm: bool = False
+    attention_scale: float | None = None
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
 
     @property
-    def rotary_dim(self) -> int:
-        """The leading numbers of a head that RoPE rotates."""
-        return round(self.head_dim * self.rope.partial)
+    def heads(self) -> Heads:
+        """The heads of keys and values where a layer has none of its own."""
+        return Heads(self.num_key_value_heads, self.head_dim, self.rope)
+
+    def heads_of(self, layer: LayerAttention) -> Heads:
+        return layer.heads or self.heads
+
+    @property
+    def window_head_dim(self) -> int:
+        """The smallest head of the layers with a window."""
+        sizes = (self.heads_of(layer).head_dim for layer in self.attention_layers if layer.window is not None)
+        return min(sizes, default=self.head_dim)
 
     @property
     def attention_layers(self) -> list[LayerAttention]:

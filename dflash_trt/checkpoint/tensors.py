@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.quantization import read_quantization
-from dflash_trt.checkpoint.rules import Quantization
+from dflash_trt.checkpoint.rules import Quantization, text_name
 from dflash_trt.errors import CheckpointError, quoted, show, show_name
 from dflash_trt.files.disk import own_file, stamp
 from dflash_trt.files.reading import open_file, parse_object, read_object
@@ -90,14 +90,16 @@ class Checkpoint:
         self._stamps = {file: stamp(own_file(directory, file).stat()) for file in self.files}
         tensors: dict[str, TensorInfo] = {}
         for file in self.files:
-            for tensor in read_header(file):
+            for stored in read_header(file):
+                tensor = replace(stored, name=text_name(stored.name))
                 if tensor.name in tensors:
                     first = tensors[tensor.name].file.name
                     raise CheckpointError(
                         f"{directory}: tensor {quoted(tensor.name)} is in both {first} and {file.name}"
                     )
                 tensors[tensor.name] = tensor
-        for name, shard in (weight_map or {}).items():
+        for stored_name, shard in (weight_map or {}).items():
+            name = text_name(stored_name)
             if name not in tensors or tensors[name].file.name != shard:
                 place = f"in {tensors[name].file.name}" if name in tensors else "in no shard"
                 raise CheckpointError(

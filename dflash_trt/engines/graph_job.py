@@ -98,7 +98,7 @@ def cache_rows_by_window(
     return {
         role: rows_by_window(
             {None, *(layer.window for layer in side.config.attention_layers)},
-            dialects[role].window_stride(side.config.head_dim),
+            dialects[role].window_stride(side.config.window_head_dim),
             capacity,
             most_written(role, chunk, block_size),
         )
@@ -146,7 +146,7 @@ def _cache_kinds(
     return [
         CacheKind(
             window=window,
-            stride=1 if window is None else dialect.window_stride(config.head_dim),
+            stride=1 if window is None else dialect.window_stride(config.window_head_dim),
             rows=rows[window],
             row_bytes=sum(by_layer[i] for i in indices),
             layers=tuple(indices),

@@ -13,6 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind, causal_conv
 from dflash_trt.graph.experts import Experts, Storage
@@ -28,6 +29,8 @@ class AttentionKind:
 
     `windowed`: whether rows see less than all slots before them.
     `trees`: whether the rows of a pass may be a tree.
+    `scale`: of the products of queries and keys; None: head_dim ** -0.5.
+    `apart`: whether the model has layers with other heads.
     """
 
     heads: int
@@ -35,6 +38,17 @@ class AttentionKind:
     head_dim: int
     windowed: bool
     trees: bool = False
+    scale: float | None = None
+    apart: bool = False
+
+    @property
+    def factor(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    def operator(self, name: str) -> str:
+        """The name of an operator for these layers. Layers with other heads have bodies of their own."""
+        return f"{name}{self.kv_heads}x{self.head_dim}" if self.apart else name
 
     @property
     def group(self) -> int:
@@ -159,10 +173,13 @@ class Dialect(ABC):
         *,
         k: int,
         widened_bytes: int,
+        activation: Activation = "silu",
+        scales: ir.Value | None = None,
     ) -> ir.Value:
         """x [rows, D], router logits [rows, E] in float32 -> [rows, D]; see quantized_experts.py.
 
-        widened_bytes: bytes of all experts of the model in float32.
+        widened_bytes: bytes of all experts of the model in float32. activation: of gates. scales: float32 [E], of each
+        expert's weight; None: 1.
         """
 
     @abstractmethod
@@ -202,7 +219,7 @@ class Dialect(ABC):
 
 def mask_name(operator: str, kind: AttentionKind) -> str:
     """The name of a mask's operator. Bodies for trees have more inputs."""
-    return f"Tree{operator}" if kind.trees else operator
+    return kind.operator(f"Tree{operator}" if kind.trees else operator)
 
 
 class TreeRows:

@@ -20,11 +20,19 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.graph.builder import FLOAT, GraphBuilder
 from dflash_trt.graph.lowering.mxfp4 import widened_blocks
 
 MICROSOFT_DOMAIN = "com.microsoft"
 Storage = Literal["float", "mxfp4"]
+
+
+def activated(g: GraphBuilder, gate: ir.Value, activation: Activation) -> ir.Value:
+    """The activation of a gate."""
+    if activation == "gelu_tanh":
+        return g.op("Gelu", gate, name="gelu", approximate="tanh")
+    return g.op("Swish", gate, name="silu")
 
 
 @dataclass(frozen=True, kw_only=True)

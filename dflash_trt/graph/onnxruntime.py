@@ -16,9 +16,9 @@ TreeAttentionMask(first, last, start [B], visible [B,S,S], capacity), TreeSinkAt
     Of the slots that this pass writes, start .. start+S-1, row i sees those that visible[i] marks, whatever the range.
 CachedAttention(q, k [T rows], v [T rows], k_cache, v_cache, start [B], mask, origin (, few), lengths [B])
                 -> y, k_cache', v_cache'
-    Writes the new rows at slot `start`, then attends with scale d**-0.5 to what the mask shows. `lengths` is the number
-    of slots in use. The cache outputs alias the cache inputs. On ONNX Runtime, y [B,S,H*d] may have its heads in axes
-    of their own.
+    Writes the new rows at slot `start`, then attends with scale d**-0.5, or with the model's own, to what the mask
+    shows. `lengths` is the number of slots in use. The cache outputs alias the cache inputs. On ONNX Runtime,
+    y [B,S,H*d] may have its heads in axes of their own.
 SinkAttention(the same, sinks [H]) -> the same
     With a learnt logit per head that takes part in the softmax and has no value. Rows of k_cache are SINK_PADDING wider
     for each head, except with plugins.
@@ -40,6 +40,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.channels import onnxruntime_channels
 from dflash_trt.graph.delta_net import DeltaKind, causal_conv, onnxruntime_delta
@@ -98,7 +99,7 @@ class OnnxRuntime(Dialect):
         return g.function()
 
     def cached_attention(self, kind: AttentionKind) -> ir.Function:
-        g = GraphBuilder(_name("CachedAttention", kind))
+        g = GraphBuilder(_name(kind.operator("CachedAttention"), kind))
         a = AttentionInputs(g, by_head=False, mask=FLOAT)
         _attend(g, kind, a, a.q, (a.k, a.v))
         return g.function()
@@ -107,11 +108,11 @@ class OnnxRuntime(Dialect):
         """Exact: the slot after the rows written gets the key (0 .. 0, 1, 0 ..) and the value 0, all other keys get
         zeros there, and every query gets sink / scale in that column: its score is the sink, its share adds nothing.
         """
-        g = GraphBuilder(_name("SinkAttention", kind))
+        g = GraphBuilder(_name(kind.operator("SinkAttention"), kind))
         size = kind.head_dim
         a = AttentionInputs(g, sizes=(f"{size}+{SINK_PADDING}", "d"), by_head=False, mask=FLOAT)
         sinks = g.input("sinks", self.dtype, ["H"])
-        scale, key_size = size**-0.5, size + SINK_PADDING
+        scale, key_size = kind.factor, size + SINK_PADDING
         batch = g.dim(a.k, 0, name="batch")
 
         def heads(x: ir.Value, n: int) -> ir.Value:
@@ -138,7 +139,7 @@ class OnnxRuntime(Dialect):
         )
         sequence = g.op("Expand", g.unsqueeze(g.arange(batch), 1), g.op("Shape", slots), name="sequence")
         places = g.op("Concat", g.unsqueeze(sequence, 2), g.unsqueeze(slots, 2), name="places", axis=2)
-        _attend(g, kind, a, q, (k, v), scale=scale, places=places)
+        _attend(g, kind, a, q, (k, v), places=places)
         return g.function()
 
     def causal_conv(self, kind: DeltaKind) -> ir.Function:
@@ -186,9 +187,15 @@ class OnnxRuntime(Dialect):
         *,
         k: int,
         widened_bytes: int,
+        activation: Activation = "silu",
+        scales: ir.Value | None = None,
     ) -> ir.Value:
         inputs = [value for stack in stacks.values() for value in onnxruntime_inputs(g, stack, folder)]
-        body = onnxruntime_experts(stacks, resident=widened_bytes <= RESIDENT_EXPERT_BYTES)
+        inputs += [] if scales is None else [scales]
+        resident = widened_bytes <= RESIDENT_EXPERT_BYTES
+        body = onnxruntime_experts(
+            stacks, resident=resident, activation=activation, scaled=scales is not None
+        )
         (y,) = g.call(body, x, router, *inputs, name="experts", k=k)
         return y
 
@@ -269,7 +276,6 @@ def _attend(
     a: AttentionInputs,
     q: ir.Value,
     rows: tuple[ir.Value, ir.Value],
-    scale: float | None = None,
     places: ir.Value | None = None,
 ) -> None:
     """With few rows, the query heads of a key/value head are rows of one product: it reads keys and values once.
@@ -277,7 +283,7 @@ def _attend(
     With one query head for each, a single row is there twice: ONNX Runtime rounds the product of one row otherwise than
     that of several, and drafts must not change a row.
 
-    `places`: int64 [B,T,2], the sequence and the slot of each new row, where these are not the slots from `start` on.
+    `places`: int64 [B,T,2], the sequence and the slot of each new row, where there are sinks. Keys are wider then.
 
     Only the product itself differs between few and many rows. An `If` costs more with each node and input of its
     branches. So the nodes around it are the same for both, with other shapes.
@@ -294,7 +300,8 @@ def _attend(
         end = g.op("Add", a.origin, g.dim(a.mask, 3, name="seen"), name="end")
         k, v = (g.slice(u, a.origin, end, axis=1, name="in_use") for u in updated)
 
-    attributes: dict[str, Any] = {} if scale is None else {"scale": scale}
+    default = kind.scale is None and places is None
+    attributes: dict[str, Any] = {} if default else {"scale": kind.factor}
 
     def attend(g: GraphBuilder, q: ir.Value, heads: int) -> ir.Value:
         return g.op("Attention", q, k, v, a.mask, q_num_heads=heads, kv_num_heads=n, **attributes)
@@ -313,7 +320,7 @@ def _attend(
     def swapped(x: ir.Value) -> ir.Value:
         return g.op("Transpose", x, name="swapped", perm=[0, 1, 3, 2, 4])
 
-    size = kind.head_dim if scale is None else kind.head_dim + SINK_PADDING
+    size = kind.head_dim + SINK_PADDING * (places is not None)
     q = swapped(arranged(q, "heads", [0, 0, n, group, size], [0, 0, kind.heads, 1, size]))
     q = arranged(q, "rows", [0, -1, n * size], [0, -1, kind.heads * size])
     few, many = g.body("few"), g.body("many")

@@ -1,11 +1,12 @@
-"""Experts with quantized linear layers, for families that store gate and up separately (Qwen3-MoE).
+"""Experts with gate and up apart, quantized or with an activation that `dflash::MoE` lacks (Qwen3-MoE, Gemma 4).
 
 QuantizedExperts(x [rows,D], router_logits [rows,E], and for gate, up and down each: weight, scale, global_scale,
-    input_scale, pre_quant_scale, each concatenated over all experts; k) -> y [rows,D]
+    input_scale, pre_quant_scale, each concatenated over all experts; expert_scales [E]; k) -> y [rows,D]
 
-y = sum over the k best experts e of p_e * down_e(silu(gate_e(x)) * up_e(x)), p = softmax over the k best logits.
-At least one of the layers is quantized. Each layer is one of quantized.py, with its input rounded as the format does;
-`dflash::MoE` of experts.py cannot round inputs. An operator has only the inputs that its formats have.
+y = sum over the k best experts e of p_e * s_e * down_e(act(gate_e(x)) * up_e(x)), p = softmax over the k best logits.
+Without expert_scales, s is 1. act is silu, or the activation in the operator's name. A layer is in floating point, or
+one of quantized.py with its input rounded as the format does; `dflash::MoE` of experts.py cannot round inputs. An
+operator has only the inputs that its formats have.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.checkpoint.tensors import TensorInfo
 from dflash_trt.errors import BuildError
 from dflash_trt.formats.fp8 import FP8
 from dflash_trt.formats.numbers import unsigned_values
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, ONNX_DTYPES, GraphBuilder
-from dflash_trt.graph.experts import PairedRows
+from dflash_trt.graph.experts import PairedRows, activated
 from dflash_trt.graph.lowering import LOWERINGS, LinearKind
 from dflash_trt.graph.lowering.bodies import lookup
 from dflash_trt.graph.quantized import (
@@ -103,15 +105,21 @@ def _concat(g: GraphBuilder, values: list[ir.Value]) -> ir.Value:
 
 
 def onnxruntime_experts(
-    stacks: Mapping[Projection, Stack], *, resident: bool, observed: bool = False
+    stacks: Mapping[Projection, Stack],
+    *,
+    resident: bool,
+    observed: bool = False,
+    activation: Activation = "silu",
+    scaled: bool = False,
 ) -> ir.Function:
     """The body for ONNX Runtime: a loop over the experts that some row chose, in float32.
 
     `resident`: all experts are widened to float32 as the engine loads. Otherwise every pass widens those in use, one
     at a time, so that what it reads and holds follows their number. `observed`: a second output, the largest magnitude
-    that reaches a down projection.
+    that reaches a down projection. `scaled`: each expert has a scale of its own.
     """
     kinds = "_".join(_signature(stack) for stack in stacks.values())
+    kinds += f"_{activation}" * (activation != "silu") + "_scaled" * scaled
     g = GraphBuilder(f"QuantizedExperts_{kinds}{'_observed' * observed}")
     x, router = g.input("x", FLOAT, ["rows", "D"]), g.input("router_logits", FLOAT, ["rows", "E"])
     given: dict[Projection, dict[str, ir.Value]] = {}
@@ -119,12 +127,15 @@ def onnxruntime_experts(
         given[name] = {part: ir.Value(name=f"{name}_{part}") for part in stack.parts}
         g.graph.inputs.extend(given[name].values())
     by_expert = {name: _by_expert(g, stack, given[name], resident) for name, stack in stacks.items()}
+    scales = g.input("expert_scales", FLOAT, ["E"]) if scaled else None
 
     k = g.op("Constant", name="k", value_int=ir.RefAttr("value_int", "k", ir.AttributeType.INT))
     k = g.op("Reshape", k, g.constant([1]), name="count")
     pairs = PairedRows(g, router, k)
     x, logits, best = (pairs.extended(t) for t in (x, pairs.logits, pairs.best))
     shares = g.op("Softmax", logits, name="shares", axis=-1)
+    if scales is not None:
+        shares = g.op("Mul", shares, g.op("Gather", scales, best, name="own_scales"), name="scaled_shares")
     active = g.op(
         "Unique", best, name="active", sorted=1
     )  # so that a row's sum does not depend on other rows
@@ -156,7 +167,7 @@ def onnxruntime_experts(
 
     asking = body.op("GatherND", x, rows, name="asking")
     gate, up = linear("gate", asking), linear("up", asking)
-    hidden = body.op("Mul", body.op("Swish", gate, name="silu"), up, name="gated")
+    hidden = body.op("Mul", activated(body, gate, activation), up, name="gated")
     share = body.unsqueeze(body.op("GatherND", shares, places, name="share"), 1)
     y = body.op("Mul", linear("down", hidden), share, name="weighted")
     y = body.op("ScatterND", total, rows, y, name="added", reduction="add")
@@ -278,6 +289,8 @@ def tensorrt_experts(
     stacks: Mapping[Projection, Stack],
     k: int,
     folder: str,
+    activation: Activation,
+    scales: ir.Value | None,
 ) -> ir.Value:
     """The layer for TensorRT and TensorRT-RTX, written out in the graph itself (see quantized.py), in its dtype.
 
@@ -302,9 +315,13 @@ def tensorrt_experts(
                 return _tensorrt_linear(g, stacks[name].part(first, count), value, folder)
 
         gate, up = (g.to_float(linear(name, x)) for name in ("gate", "up"))
-        silu = g.op("Mul", gate, g.op("Sigmoid", gate, name="share"), name="silu")
-        y = linear("down", g.to_dtype(g.op("Mul", silu, up, name="gated"), FLOAT))
-        return g.op("ReduceSum", shared(g, y, share), g.constant([0]), name="sum", keepdims=0)
+        gated = g.op("Mul", activated(g, gate, activation), up, name="gated")
+        y = shared(g, linear("down", g.to_dtype(gated, FLOAT)), share)
+        if scales is not None:
+            y = g.op(
+                "Mul", y, g.unsqueeze(g.slice(scales, first, first + count, axis=0), 1, 2), name="scaled"
+            )
+        return g.op("ReduceSum", y, g.constant([0]), name="sum", keepdims=0)
 
     by_step = g.multi("Split", shares, outputs=steps, name="shares", axis=0, num_outputs=steps)
     total = some(x, 0, by_step[0])

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear
+from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.delta_net import DeltaKind
 from dflash_trt.graph.delta_net_chunks import chunked_delta
@@ -32,6 +33,8 @@ from dflash_trt.graph.tensorrt_experts import mxfp4_experts, router_shares, shar
 
 # Attention's kernels take up to so many keys at a time.
 STRIDE = 128
+# The widest heads that they take. Attention with wider heads becomes products and a softmax over the whole capacity.
+FUSED_HEAD = 256
 
 
 class TensorRT(Dialect):
@@ -86,14 +89,16 @@ class TensorRT(Dialect):
         return _mask("SinkAttentionMask", kind, sinks=True)
 
     def cached_attention(self, kind: AttentionKind) -> ir.Function:
-        g = self._builder("CachedAttention")
+        g = self._builder(kind.operator("CachedAttention"))
         a = AttentionInputs(g, by_head=True, mask=BOOL)
-        a.output(*self._attend(g, a, self._scaled(g, a.q, kind.head_dim), (a.k, a.v), a.lengths))
+        fused = kind.head_dim <= FUSED_HEAD
+        q = self._scaled(g, a.q, kind.factor)
+        a.output(*self._attend(g, a, q, (a.k, a.v), a.lengths, fused=fused))
         return g.function()
 
     def sink_attention(self, kind: AttentionKind) -> ir.Function:
         """As on ONNX Runtime (onnxruntime.py), except that there is no scale, so that the column is the sink itself."""
-        g = self._builder("SinkAttention")
+        g = self._builder(kind.operator("SinkAttention"))
         head_dim = kind.head_dim
         size = f"{head_dim}+{SINK_PADDING}"
         a = AttentionInputs(g, sizes=(size, size), by_head=True, mask=BOOL)
@@ -103,7 +108,7 @@ class TensorRT(Dialect):
         column = g.op("Reshape", sinks, g.constant([1, -1, 1, 1]), name="per_head")
         column = g.op("Expand", column, g.shape(*asking, 1), name="column")
         tail = self._constant(g, np.zeros(SINK_PADDING - 1), *asking)
-        q = g.op("Concat", self._scaled(g, a.q, head_dim), column, tail, name="q_with_sink", axis=-1)
+        q = g.op("Concat", self._scaled(g, a.q, kind.factor), column, tail, name="q_with_sink", axis=-1)
         rows = []
         for name, value in (("k", a.k), ("v", a.v)):
             pad = self._constant(g, np.zeros(SINK_PADDING), batch, heads, g.dim(value, 2))
@@ -113,7 +118,8 @@ class TensorRT(Dialect):
             sink = self._constant(g, sink_row, batch, heads, 1)
             rows.append(g.op("Concat", padded, sink, name=f"{name}_with_sink", axis=2))
         lengths = g.op("Add", a.lengths, g.constant(1), name="with_sink")
-        y, *caches = self._attend(g, a, q, (rows[0], rows[1]), lengths)
+        fused = head_dim + SINK_PADDING <= FUSED_HEAD
+        y, *caches = self._attend(g, a, q, (rows[0], rows[1]), lengths, fused=fused)
         a.output(g.op("Slice", y, *map(g.constant, ([0], [head_dim], [3])), name="without_sink"), *caches)
         return g.function()
 
@@ -140,9 +146,11 @@ class TensorRT(Dialect):
         *,
         k: int,
         widened_bytes: int,
+        activation: Activation = "silu",
+        scales: ir.Value | None = None,
     ) -> ir.Value:
         with g.scope("experts"):
-            return tensorrt_experts(g, x, router, stacks, k, folder)
+            return tensorrt_experts(g, x, router, stacks, k, folder, activation, scales)
 
     def experts(
         self,
@@ -225,9 +233,11 @@ class TensorRT(Dialect):
         constant = g.constant(row.reshape(1, 1, 1, -1), self.dtype.numpy())
         return g.op("Expand", constant, g.shape(*dims, len(row)), name="repeated")
 
-    def _scaled(self, g: GraphBuilder, q: ir.Value, head_dim: int) -> ir.Value:
+    def _scaled(self, g: GraphBuilder, q: ir.Value, factor: float) -> ir.Value:
         """Scale queries in float32. Rounded to BF16, most scales would be off by a thousandth, for all scores alike."""
-        scaled = g.op("Mul", g.to_float(q), g.scalar(head_dim**-0.5, FLOAT), name="scaled")
+        if factor == 1:
+            return q
+        scaled = g.op("Mul", g.to_float(q), g.scalar(factor, FLOAT), name="scaled")
         return g.to_dtype(scaled, FLOAT)
 
     def _attend(
@@ -237,11 +247,14 @@ class TensorRT(Dialect):
         q: ir.Value,
         rows: tuple[ir.Value, ir.Value],
         lengths: ir.Value,
+        *,
+        fused: bool,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Write the rows and attend. Returns y and both caches."""
+        """Write the rows and attend. Returns y and both caches. `fused`: whether there is a kernel for such heads."""
         k, v = self._write(g, a, rows)
-        if not self.fused:
-            decomposable: dict[str, Any] = {"TRT_decomposable": 1} if self.dtype == FLOAT else {}
+        if not (self.fused and fused):
+            apart = self.dtype == FLOAT or not fused
+            decomposable: dict[str, Any] = {"TRT_decomposable": 1} if apart else {}
             return g.op("Attention", q, k, v, a.mask, name="attention", scale=1.0, **decomposable), k, v
         ends = g.op("Cast", lengths, name="as_int32", to=int(ir.DataType.INT32))
         return g.op("TRT_Attention", q, k, v, a.mask, None, ends, domain=TRT_DOMAIN, name="attention"), k, v

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
 from dflash_trt.bundle.cache_kinds import base_input
-from dflash_trt.checkpoint.schema import LayerAttention
+from dflash_trt.checkpoint.schema import Heads, LayerAttention
 from dflash_trt.graph.builder import INT64
 from dflash_trt.graph.dialect import AttentionKind
 from dflash_trt.models.module import Module
@@ -17,12 +17,12 @@ from dflash_trt.models.passes import Pass, PassRows, Tree, rows_of
 class _Rows:
     """The cache rows of the layers with one window, and the pass in them. Row j is at position base + j.
 
-    caches: key and value cache of each layer, of these `shapes`; int64 [1] `capacity`: their rows.
+    caches: key and value cache of each layer, of its `shapes`; int64 [1] `capacity`: their rows.
     start, lengths: int64 [B], the first row written, and the rows in use.
     positions: int64 [B,S], the queries' rows.
     """
 
-    def __init__(self, shared: Pass, window: int | None, layers: Sequence[int]) -> None:
+    def __init__(self, shared: Pass, window: int | None, layers: Mapping[int, Heads]) -> None:
         g, config = shared.g, shared.config
         self.start, self.lengths, self.positions = shared.start, shared.lengths, shared.queries.positions
         if window is not None:
@@ -30,20 +30,22 @@ class _Rows:
             self.start = g.op("Sub", self.start, base, name=f"start_in_{window}")
             self.lengths = g.op("Sub", self.lengths, base, name=f"lengths_in_{window}")
             self.positions = g.op("Sub", self.positions, g.unsqueeze(base, 1), name=f"rows_in_{window}")
-        self.shapes = shared.dialect.cache_shapes(
-            config.num_key_value_heads,
-            config.head_dim,
-            rows_of(shared.capacity, window),
-            sinks=config.attention_sinks,
-        )
+        self.shapes: dict[int, list[list[int | str]]] = {}
+        for i, heads in layers.items():
+            self.shapes[i] = shared.dialect.cache_shapes(
+                heads.kv_heads,
+                heads.head_dim,
+                rows_of(shared.capacity, window),
+                sinks=config.attention_sinks,
+            )
         self.caches = {
             i: [
-                g.input(f"{side}_cache.{i}", g.dtype, shape)
-                for side, shape in zip("kv", self.shapes, strict=True)
+                g.input(f"{side}_cache.{i}", g.dtype, shape) for side, shape in zip("kv", shapes, strict=True)
             ]
-            for i in layers
+            for i, shapes in self.shapes.items()
         }
-        self.capacity = g.dim(self.caches[layers[0]][0], len(self.shapes[0]) - 2, name="capacity")
+        first = next(iter(layers))
+        self.capacity = g.dim(self.caches[first][0], len(self.shapes[first][0]) - 2, name="capacity")
 
 
 class Attention:
@@ -56,11 +58,11 @@ class Attention:
         self._layers = {
             i: layer for i, layer in enumerate(self.config.layers) if isinstance(layer, LayerAttention)
         }
-        windows = dict.fromkeys(self._layers[i].window for i in layers)
-        self._rows = {
-            window: _Rows(shared, window, [i for i in layers if self._layers[i].window == window])
-            for window in windows
-        }
+        by_window: dict[int | None, dict[int, Heads]] = {}
+        for i in layers:
+            heads = self.config.heads_of(self._layers[i])
+            by_window.setdefault(self._layers[i].window, {})[i] = heads
+        self._rows = {window: _Rows(shared, window, heads) for window, heads in by_window.items()}
         self.updated: dict[int, list[ir.Value]] = {}  # the caches of a layer that was called
         self._masks: dict[tuple[LayerAttention, int | None], tuple[ir.Value, ...]] = {}
 
@@ -108,33 +110,67 @@ class Attention:
         return g.op("And", tree.visible, near, name="visible_in_window")
 
     def _kind(self, layer: LayerAttention) -> AttentionKind:
-        c = self.config
+        heads = self.config.heads_of(layer)
         return AttentionKind(
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
+            self.config.num_attention_heads,
+            heads.kv_heads,
+            heads.head_dim,
             layer.window is not None,
             trees=self.tree is not None,
+            scale=self.config.attention_scale,
+            apart=layer.heads is not None,
         )
 
-    def _arranged(self, m: Module, rows: PassRows, x: ir.Value, n: int, norm: str | None) -> ir.Value:
-        """x [B*S, n*size] as the dialect has rows, each head normed first where `norm` names its weight."""
-        size = self.config.head_dim
-        if norm is not None or self.dialect.by_head:
+    def _arranged(
+        self,
+        m: Module,
+        rows: PassRows,
+        x: ir.Value,
+        n: int,
+        size: int,
+        norm: str | None = None,
+        *,
+        normed: bool,
+    ) -> ir.Value:
+        """x [B*S, n*size] as the dialect has rows, each head `normed` first, with the weight that `norm` names."""
+        if normed or self.dialect.by_head:
             x = rows.heads(x, n, size)
-        if norm is not None:
+        if normed:
             x = m.rms_norm(x, norm, size, self.config.rms_norm_eps)
         if self.dialect.by_head:
             return self.g.op("Transpose", x, name="by_head", perm=[0, 2, 1, 3])
         return self.g.op("Reshape", x, rows.shape(n * size), name="by_row")
 
-    def _gate(self, q: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def _gate(self, q: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
         """q_proj's columns, [query | gate] by head, as queries and gates [rows, heads*size]."""
-        g, n, size = self.g, self.config.num_attention_heads, self.config.head_dim
+        g, n = self.g, self.config.num_attention_heads
         both = g.op("Reshape", q, g.constant([-1, n, 2 * size]), name="by_head")
         parts = g.multi("Split", both, outputs=2, name="query_and_gate", axis=-1, num_outputs=2)
         query, gate = (g.op("Reshape", part, g.constant([-1, n * size]), name="flat") for part in parts)
         return query, gate
+
+    def _projected(
+        self,
+        m: Module,
+        layer: LayerAttention,
+        x: ir.Value,
+        written: ir.Value,
+        width: int,
+        stored: tuple[ir.Value, ir.Value] | None,
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Queries (and gates) of x, and keys and values of `written` or as `stored`."""
+        c, heads = self.config, self.config.heads_of(layer)
+        bias, kept = c.attention_bias, heads.kv_heads * heads.head_dim
+        asking = {"q_proj": c.num_attention_heads * heads.head_dim * (2 if c.attention_gate else 1)}
+        others = {"k_proj": kept} | ({} if layer.keys_as_values else {"v_proj": kept})
+        if stored is not None:
+            return m.linears(x, asking, width, bias=bias)[0], *stored
+        if written is x:
+            q, k, *v = m.linears(x, asking | others, width, bias=bias)
+        else:
+            (q,) = m.linears(x, asking, width, bias=bias)
+            k, *v = m.linears(written, others, width, bias=bias)
+        return q, k, v[0] if v else k
 
     def layer(
         self,
@@ -151,33 +187,22 @@ class Attention:
         `stored`: keys, not yet normed, and values [B*T, N*d] in place of those of `written`.
         """
         g, c, m = self.g, self.config, m.at("self_attn")
-        width = width or c.hidden_size
-        size, bias = c.head_dim, c.attention_bias
-        n_q, n_kv = c.num_attention_heads, c.num_key_value_heads
-        asked = 2 * n_q * size if c.attention_gate else n_q * size
-        asking, others = {"q_proj": asked}, {"k_proj": n_kv * size, "v_proj": n_kv * size}
-        if stored is not None:
-            q = m.linear(x, "q_proj", width, asked, bias=bias)
-            k, v = stored
-        elif written is x:
-            q, k, v = m.linears(x, asking | others, width, bias=bias)
-        else:
-            (q,) = m.linears(x, asking, width, bias=bias)
-            k, v = m.linears(written, others, width, bias=bias)
+        heads = c.heads_of(self._layers[i])
+        size, n_q, n_kv = heads.head_dim, c.num_attention_heads, heads.kv_heads
+        q, k, v = self._projected(m, self._layers[i], x, written, width or c.hidden_size, stored)
         gate = None
         if c.attention_gate:
-            q, gate = self._gate(q)
-        norms = ("q_norm", "k_norm") if c.qk_norm else (None, None)
-        q = self._arranged(m, self.queries, q, n_q, norms[0])
-        k = self._arranged(m, self.written, k, n_kv, norms[1])
-        v = self._arranged(m, self.written, v, n_kv, None)
+            q, gate = self._gate(q, size)
+        q = self._arranged(m, self.queries, q, n_q, size, "q_norm", normed=c.qk_norm)
+        k = self._arranged(m, self.written, k, n_kv, size, "k_norm", normed=c.qk_norm)
+        v = self._arranged(m, self.written, v, n_kv, size, normed=c.value_norm)
         kind, by_head = self._kind(self._layers[i]), self.dialect.by_head
         rows = self._rows[self._layers[i].window]
         body = self.dialect.sink_attention(kind) if self.sinks else self.dialect.cached_attention(kind)
         y, *updated = g.call(
             body,
-            self.queries.rotate(q, None if by_head else n_q),
-            self.written.rotate(k, None if by_head else n_kv),
+            self.queries.rotate(q, heads, None if by_head else n_q, queries=True),
+            self.written.rotate(k, heads, None if by_head else n_kv),
             v,
             *rows.caches[i],
             rows.start,
@@ -188,11 +213,11 @@ class Attention:
             name="cached",
         )
         self.updated[i] = updated
-        for side, cache, shape in zip("kv", updated, rows.shapes, strict=True):
+        for side, cache, shape in zip("kv", updated, rows.shapes[i], strict=True):
             g.output(cache, f"{side}_cache_out.{i}", g.dtype, shape)
         if by_head:
             y = g.op("Transpose", y, name="by_row", perm=[0, 2, 1, 3])
         y = g.op("Reshape", y, g.constant([-1, n_q * size]), name="merge")
         if gate is not None:
             y = g.op("Mul", y, g.op("Sigmoid", gate, name="gate"), name="gated")
-        return m.linear(y, "o_proj", n_q * size, c.hidden_size, bias=bias)
+        return m.linear(y, "o_proj", n_q * size, c.hidden_size, bias=c.attention_bias)

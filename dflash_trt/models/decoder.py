@@ -6,10 +6,14 @@ Hidden states are flat, [B*S, D]. So every linear layer is one Gemm on the check
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.schema import DecoderConfig, TargetConfig
+from dflash_trt.checkpoint.schema import Activation, DecoderConfig, TargetConfig
+from dflash_trt.graph.builder import FLOAT, GraphBuilder
+from dflash_trt.graph.experts import activated
 from dflash_trt.models.module import Module
 from dflash_trt.models.passes import Mixer
 
@@ -32,19 +36,69 @@ def dense_layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -
         return g.op("Add", x, h, name="residual")
 
 
-def gated_mlp(m: Module, x: ir.Value, hidden: int, intermediate: int, *, bias: bool = False) -> ir.Value:
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+def sandwich_layer(
+    m: Module,
+    c: DecoderConfig,
+    x: ir.Value,
+    attention: Callable[[ir.Value], ir.Value],
+    feed_forward: Callable[[ir.Value, ir.Value], ir.Value],
+) -> ir.Value:
+    """A layer with norms before and after each half, whose result is scaled by a number of its own; x [B*S, D].
+
+    attention: of the normed rows. feed_forward: of the normed rows, and of the rows before that norm.
+    """
+    g, size, epsilon = m.g, c.hidden_size, c.rms_norm_eps
+    with g.scope("attention"):
+        h = attention(m.rms_norm(x, "input_layernorm", size, epsilon))
+        h = m.rms_norm(h, "post_attention_layernorm", size, epsilon)
+        x = g.op("Add", x, h, name="residual")
+    with g.scope("mlp"):
+        h = feed_forward(m.rms_norm(x, "pre_feedforward_layernorm", size, epsilon), x)
+        h = m.rms_norm(h, "post_feedforward_layernorm", size, epsilon)
+        h = g.op("Add", x, h, name="residual")
+        return g.op("Mul", h, m.weight("layer_scalar", 1), name="scaled")
+
+
+def gated_mlp(
+    m: Module,
+    x: ir.Value,
+    hidden: int,
+    intermediate: int,
+    *,
+    bias: bool = False,
+    activation: Activation = "silu",
+) -> ir.Value:
+    """down(activation(gate(x)) * up(x))."""
     gate, up = m.linears(x, {"gate_proj": intermediate, "up_proj": intermediate}, hidden, bias=bias)
-    h = m.g.op("Mul", m.g.op("Swish", gate, name="silu"), up, name="gated")
+    h = m.g.op("Mul", activated(m.g, gate, activation), up, name="gated")
     return m.linear(h, "down_proj", intermediate, hidden, bias=bias)
 
 
-def embed(m: Module, tokens: ir.Value, vocab: int, hidden: int, name: str = "embed_tokens") -> ir.Value:
-    """tokens [B,S] -> [B*S, D]. The table stays as it is on disk: only the rows looked up are widened."""
+def embed(
+    m: Module, tokens: ir.Value, vocab: int, hidden: int, name: str = "embed_tokens", *, scale: float = 1.0
+) -> ir.Value:
+    """tokens [B,S] -> [B*S, D]. The table stays as it is on disk: only the rows looked up are widened.
+
+    scale: of the rows, rounded to the table's dtype as in Transformers.
+    """
     g = m.g
     flat = g.op("Reshape", tokens, g.constant([-1]), name="flat_tokens")
     rows = g.op("Gather", m.raw(f"{name}.weight", vocab, hidden), flat, name=name)
-    return g.to_dtype(rows, m.dtype_of(f"{name}.weight"), name=f"{name}/cast")
+    stored = m.dtype_of(f"{name}.weight")
+    rows = g.to_dtype(rows, stored, name=f"{name}/cast")
+    if scale == 1:
+        return rows
+    factor = float(np.asarray(scale, stored.numpy()))
+    return g.op("Mul", rows, g.scalar(factor), name=f"{name}/scaled")
+
+
+def soft_capped(g: GraphBuilder, logits: ir.Value, cap: float | None) -> ir.Value:
+    """Logits in float32 as cap * tanh(logits / cap); None: as they are."""
+    if cap is None:
+        return logits
+    most = g.scalar(cap, FLOAT)
+    within = g.op("Tanh", g.op("Div", logits, most, name="in_cap"), name="capped")
+    return g.op("Mul", within, most, name="soft")
 
 
 def cache_row_bytes(model: ir.Model) -> dict[int, int]:

@@ -160,9 +160,12 @@ class Module:
             self.g, x, stored, self.folder, bias, name=name, widened_bytes=self._widened_bytes
         )
 
-    def rms_norm(self, x: ir.Value, name: str, size: int, epsilon: float) -> ir.Value:
-        """RMSNorm over the last axis, of length `size`, in float32."""
+    def rms_norm(self, x: ir.Value, name: str | None, size: int, epsilon: float) -> ir.Value:
+        """RMSNorm over the last axis, of length `size`, in float32. `name`: of its weights; None: it has none."""
         g = self.g
+        if name is None:
+            ones = g.constant(np.ones(size), g.dtype.numpy())
+            return g.op("RMSNormalization", x, ones, name="norm", epsilon=epsilon, axis=-1)
         attributes: dict[str, Any] = {"name": name, "epsilon": epsilon, "axis": -1}
         if not self._zero_centred:
             return g.op("RMSNormalization", x, self.weight(f"{name}.weight", size), **attributes)

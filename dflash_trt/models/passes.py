@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import onnx_ir as ir
 
-from dflash_trt.checkpoint.rope import inverse_frequencies
-from dflash_trt.checkpoint.schema import DecoderConfig
+from dflash_trt.checkpoint.rope import RopeConfig, inverse_frequencies
+from dflash_trt.checkpoint.schema import DecoderConfig, Heads
 from dflash_trt.graph.builder import FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
 from dflash_trt.models.module import Module
@@ -51,24 +51,35 @@ class PassRows:
     ):
         self.g, self.batch, self.count, self.positions = g, batch, count, positions
         self._shapes: dict[tuple[int, ...], ir.Value] = {}
-        frequencies, factor = inverse_frequencies(
-            config.rope, config.rotary_dim, config.max_position_embeddings
-        )
         # Angles are computed in float32 from the position, as in Transformers. Without a table there is no length
         # limit.
-        angles = g.op(
-            "Mul",
-            g.op("Cast", g.unsqueeze(positions, 2), name="position", to=int(FLOAT)),
-            g.constant(frequencies, np.float32),
-            name="angles",
-        )
+        position = g.op("Cast", g.unsqueeze(positions, 2), name="position", to=int(FLOAT))
+        kinds = dict.fromkeys((h.rope, h.rotary_dim) for h in map(config.heads_of, config.attention_layers))
+        self._rotations = {
+            (rope, size): self._rotation(position, rope, size, config.max_position_embeddings)
+            for rope, size in kinds
+        }
+
+    def _rotation(
+        self, position: ir.Value, rope: RopeConfig, size: int, length: int
+    ) -> dict[bool, list[ir.Value]]:
+        """cos and sin [B, S, size/2] of keys (False), and of queries (True), which may grow with their position."""
+        g = self.g
+        frequencies, factor = inverse_frequencies(rope, size, length)
+        angles = g.op("Mul", position, g.constant(frequencies, np.float32), name="angles")
         rotations = [g.op(kind, angles, name=kind.lower()) for kind in ("Cos", "Sin")]
         if factor != 1.0:
             rotations = [g.op("Mul", r, g.constant(factor, np.float32), name="scaled") for r in rotations]
-        self.cos, self.sin = (g.to_dtype(r, FLOAT) for r in rotations)
-        self._partial = (
-            {} if config.rotary_dim == config.head_dim else {"rotary_embedding_dim": config.rotary_dim}
-        )
+        keys = [g.to_dtype(r, FLOAT) for r in rotations]
+        if not rope.growth:
+            return {False: keys, True: keys}
+        periods = g.op("Div", position, g.constant(rope.original_length, np.float32), name="periods")
+        grown = g.op("Add", g.op("Floor", periods), g.constant(1, np.float32), name="periods_begun")
+        grown = g.op("Mul", g.op("Log", grown), g.constant(rope.growth, np.float32), name="growth")
+        grown = g.op("Add", grown, g.constant(1, np.float32), name="query_scale")
+        # The scale of a row commutes with its rotation.
+        queries = [g.to_dtype(g.op("Mul", r, grown, name="of_queries"), FLOAT) for r in rotations]
+        return {False: keys, True: queries}
 
     def shape(self, *tail: int) -> ir.Value:
         """The shape [B, S, *tail] as a tensor."""
@@ -80,10 +91,13 @@ class PassRows:
         """[B*S, n*size] -> [B, S, n, size]."""
         return self.g.op("Reshape", x, self.shape(n, size), name="heads")
 
-    def rotate(self, x: ir.Value, heads: int | None) -> ir.Value:
+    def rotate(self, x: ir.Value, kind: Heads, heads: int | None, *, queries: bool = False) -> ir.Value:
         """[B, n, S, size], or [B, S, heads*size], rotated by position (half-split pairs)."""
-        attributes: dict[str, Any] = self._partial | ({} if heads is None else {"num_heads": heads})
-        return self.g.op("RotaryEmbedding", x, self.cos, self.sin, name="rope", **attributes)
+        cos, sin = self._rotations[kind.rope, kind.rotary_dim][queries]
+        attributes: dict[str, Any] = {} if heads is None else {"num_heads": heads}
+        if kind.rotary_dim != kind.head_dim:
+            attributes["rotary_embedding_dim"] = kind.rotary_dim
+        return self.g.op("RotaryEmbedding", x, cos, sin, name="rope", **attributes)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.models.family import Family
 from dflash_trt.models.qwen3_moe import moe_layer
 from dflash_trt.models.qwen3_next import PREDICTION, read_hybrid
+from dflash_trt.models.reading import text_of
 
 _VISION = "model.visual."
 
@@ -22,11 +23,8 @@ def _reader(*, sparse: bool, images: bool) -> Callable[[Fields], TargetConfig]:
     def read(fields: Fields) -> TargetConfig:
         if not images:
             return read_hybrid(fields, fields, fused=False, sparse=sparse, stacked=sparse)
-        text = fields.section("text_config")
-        if text is None:
-            raise fields.error("text_config", "is missing, expected the object that describes the text model")
         place: dict[str, Any] = {"prefix": "model.language_model", "skipped": (PREDICTION, _VISION)}
-        return read_hybrid(fields, text, **place, fused=False, sparse=sparse, stacked=sparse)
+        return read_hybrid(fields, text_of(fields), **place, fused=False, sparse=sparse, stacked=sparse)
 
     return read
 

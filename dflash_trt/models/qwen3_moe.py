@@ -93,7 +93,7 @@ def moe_layer(m: Module, mixer: Mixer, c: TargetConfig, i: int, x: ir.Value) -> 
         h = m.rms_norm(x, "post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
         logits = mlp.linear(g.to_float(h), "gate", c.hidden_size, moe.num_experts, dtype=FLOAT)
         dialect, whole = m.dialect, _is_stacked(mlp, moe)
-        stacks = {} if whole and not dialect.experts_apart else _stacks(mlp, c.hidden_size, moe)
+        stacks = {} if whole and not dialect.experts_apart else expert_stacks(mlp, c.hidden_size, moe)
         if not stacks:
             y = experts(g, dialect, c.hidden_size, moe, h, logits, _paired(mlp, c.hidden_size, moe))
         elif dialect.experts_apart or any(stack.stored for stack in stacks.values()):
@@ -121,7 +121,8 @@ def _shared(m: Module, hidden: int, moe: MoEConfig, x: ir.Value) -> ir.Value:
         return g.op("Mul", y, gate, name="gated")
 
 
-def _stacks(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, Stack]:
+def expert_stacks(m: Module, hidden: int, moe: MoEConfig) -> dict[Projection, Stack]:
+    """The experts at `m`, which are two tensors or three for each."""
     if _is_stacked(m, moe):
         return _slices(m, hidden, moe)
 

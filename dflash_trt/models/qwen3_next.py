@@ -68,10 +68,11 @@ def read_hybrid(
     )
     count = common["num_hidden_layers"]
     config = target(text, common, [None] * count, _moe(text, count, stacked) if sparse else None)
-    if config.rotary_dim % 2 or not config.rotary_dim:
+    rotated = config.heads.rotary_dim
+    if rotated % 2 or not rotated:
         raise text.error(
             "head_dim",
-            f"is {config.head_dim}, of which {config.rotary_dim} are rotated: RoPE needs an even number",
+            f"is {config.head_dim}, of which {rotated} are rotated: RoPE needs an even number",
         )
     place = top if top.get("tie_word_embeddings") is not None else text
     return replace(

@@ -11,7 +11,7 @@ from typing import Any
 from dflash_trt.checkpoint.fields import LARGEST_INTEGER, Fields
 from dflash_trt.checkpoint.quantization import read_quantization
 from dflash_trt.checkpoint.rope import RopeConfig, read_rope
-from dflash_trt.checkpoint.schema import LayerAttention, MoEConfig, TargetConfig
+from dflash_trt.checkpoint.schema import Activation, LayerAttention, MoEConfig, TargetConfig
 from dflash_trt.errors import quoted, show
 from dflash_trt.files.reading import read_object
 
@@ -19,6 +19,7 @@ from dflash_trt.files.reading import read_object
 LAYERS, HEAD_DIM = 10_000, 1 << 14
 WIDTH, _VOCABULARY, EXPERTS = 1 << 22, 1 << 24, 1 << 14
 _EOS_IDS = 1024
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def check_names(fields: Fields, architecture: str, model_type: str) -> None:
@@ -39,6 +40,18 @@ def architecture_of(fields: Fields, role: str, supported: Mapping[str, object]) 
             "architectures", f"is {quoted(list(names))}, supported as a {role}: {', '.join(supported)}"
         )
     return names[0]
+
+
+def text_of(fields: Fields, *model_types: str) -> Fields:
+    """The text model's part of the configuration of a model that also sees images. `model_types`: what it may be."""
+    text = fields.section("text_config")
+    if text is None:
+        raise fields.error("text_config", "is missing, expected the object that describes the text model")
+    if model_types and text.string("model_type") not in model_types:
+        raise text.error(
+            "model_type", f"is {quoted(text.get('model_type'))}, supported here: {', '.join(model_types)}"
+        )
+    return text
 
 
 def refuse(fields: Fields, neutral: Mapping[str, tuple[object, ...]]) -> None:
@@ -72,14 +85,16 @@ def decoder(
     attention_sinks: bool = False,
     rope: RopeConfig | None = None,
     architecture: str | None = None,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
     """DecoderConfig's fields except `layers`. `head_dim` None: from the file, or hidden_size / num_attention_heads.
 
     `attention_bias` is the family's default. The file may override it. `rope` and `architecture` are read here unless
-    they are given.
+    they are given. `activation`: the field that names it, and the name.
     """
-    if fields.string("hidden_act") != "silu":
-        raise fields.error("hidden_act", f"is {quoted(fields.get('hidden_act'))}, only 'silu' is supported")
+    key, name = activation
+    if fields.string(key) != name:
+        raise fields.error(key, f"is {quoted(fields.get(key))}, only {name!r} is supported")
     hidden, heads = (fields.integer(key, maximum=WIDTH) for key in ("hidden_size", "num_attention_heads"))
     kv_heads = fields.integer("num_key_value_heads", maximum=WIDTH)
     if heads % kv_heads:
@@ -107,6 +122,7 @@ def decoder(
         "qk_norm": qk_norm,
         "attention_sinks": attention_sinks,
         "rope": rope or read_rope(fields),
+        "activation": _ACTIVATIONS[name],
     }
 
 
@@ -189,15 +205,21 @@ def expert_counts(fields: Fields, total: Sequence[str], chosen: Sequence[str]) -
 
 
 def target(
-    fields: Fields, common: dict[str, Any], windows: Sequence[int | None], moe: MoEConfig | None = None
+    fields: Fields,
+    common: dict[str, Any],
+    windows: Sequence[int | None],
+    moe: MoEConfig | None = None,
+    *,
+    tied: bool = False,
 ) -> TargetConfig:
+    """`tied`: what `tie_word_embeddings` is where it is missing."""
     refuse(fields, {"is_causal": (True,)})
     path, vocab_size = fields.path.with_name("generation_config.json"), common["vocab_size"]
     generation = Fields(path, read_object(path)) if path.exists() else None
     return TargetConfig(
         **common,
         layers=tuple(LayerAttention(True, window) for window in windows),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=tied),
         eos_token_ids=_token_ids(generation, "eos_token_id", vocab_size)
         or _token_ids(fields, "eos_token_id", vocab_size),
         bos_token_id=next(iter(_token_ids(fields, "bos_token_id", vocab_size)), None),

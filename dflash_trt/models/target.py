@@ -20,7 +20,7 @@ from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.graph.builder import BOOL, FLOAT, INT64, GraphBuilder
 from dflash_trt.graph.dialect import Dialect
-from dflash_trt.models.decoder import embed
+from dflash_trt.models.decoder import embed, soft_capped
 from dflash_trt.models.families import FAMILIES
 from dflash_trt.models.mixers import mixers
 from dflash_trt.models.module import Module
@@ -63,7 +63,7 @@ def build_target(
 
     root = Module(g, checkpoint, folder, dialect, zero_centred_norms=config.zero_centred_norms)
     m = root.at(config.prefix)
-    x = embed(m, tokens, vocab, hidden)
+    x = embed(m, tokens, vocab, hidden, scale=config.embedding_scale)
     family, tapped = FAMILIES[config.architecture], {-1: x}
     for i in range(config.num_hidden_layers):
         with g.scope(f"layers.{i}"):
@@ -77,6 +77,7 @@ def build_target(
     chosen = g.op("GatherND", by_row, g.unsqueeze(rows, 2), name="rows_with_logits", batch_dims=1)
     chosen = g.op("Reshape", chosen, g.constant([-1, hidden]), name="flat_rows")
     logits = g.to_float(lm_head(m.rms_norm(chosen, "norm", hidden, config.rms_norm_eps), root, config))
+    logits = soft_capped(g, logits, config.logit_softcap)
     logits = g.op("Reshape", logits, g.shape(batch, g.dim(rows, 1), vocab), name="logits")
     acceptance = dialect.block_acceptance()
     accepted, next_token = g.call(acceptance, tokens, rows, logits, outputs=2, name="acceptance")

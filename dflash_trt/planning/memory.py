@@ -246,13 +246,16 @@ class _Layout:
     def _row_bytes(self, side: str, element: float) -> dict[int | None, int]:
         """Bytes of a row in all layers with one window. Where the engine keeps all rows, layers have none."""
         c = self.inventory.config(side)
-        heads = max(1, c.num_key_value_heads // self.s.tensor_parallel)
         apart = self._stride(side) is not None
-        layers = Counter(layer.window if apart else None for layer in c.attention_layers)
-        return {window: round(2 * count * heads * c.head_dim * element) for window, count in layers.items()}
+        numbers = Counter[int | None]()
+        for layer in c.attention_layers:
+            heads = c.heads_of(layer)
+            on_one = max(1, heads.kv_heads // self.s.tensor_parallel)
+            numbers[layer.window if apart else None] += 2 * on_one * heads.head_dim
+        return {window: round(count * element) for window, count in numbers.items()}
 
     def _stride(self, side: str) -> int | None:
-        return registry.find(self.s.engine).window_stride(self.inventory.config(side).head_dim)
+        return registry.find(self.s.engine).window_stride(self.inventory.config(side).window_head_dim)
 
     def per_token(self, side: str) -> int:
         """Bytes of a token in the layers that keep all rows."""
@@ -279,8 +282,10 @@ class _Layout:
     def _queries(self, side: str) -> float:
         """Bytes of a row's queries in all layers of a model."""
         c = self.inventory.config(side)
-        size = c.head_dim + SINK_PADDING * c.attention_sinks
-        return len(c.attention_layers) * c.num_attention_heads * size * NUMBER_BYTES[self.s.compute(side)]
+        sizes = (
+            c.heads_of(layer).head_dim + SINK_PADDING * c.attention_sinks for layer in c.attention_layers
+        )
+        return sum(sizes) * c.num_attention_heads * NUMBER_BYTES[self.s.compute(side)]
 
     def _experts(self, moe: MoEConfig, *, packed: bool) -> int:
         """Memory of one product over experts: the rows of a prompt chunk, and widened copies of packed weights."""
@@ -354,9 +359,9 @@ class _Layout:
 
         sizes = []
         for c in (self.inventory.target, self.inventory.drafter):
-            n, size = c.num_key_value_heads, c.head_dim
-            for sequences, rows in ((1, chunk), (batch, self.s.block_size)):
-                sizes.append(attention_bytes(sequences, n, rows * c.num_attention_heads // n, size))
+            for n, size in {(h.kv_heads, h.head_dim) for h in map(c.heads_of, c.attention_layers)}:
+                for sequences, rows in ((1, chunk), (batch, self.s.block_size)):
+                    sizes.append(attention_bytes(sequences, n, rows * c.num_attention_heads // n, size))
         return max(sizes)
 
     def _pass_rows(self, batch: int, length: int) -> int:
@@ -366,7 +371,8 @@ class _Layout:
     def _working(self, rows: int) -> int:
         """The residual stream and the widest rows of two passes."""
         c = self.inventory.target
-        widest = max(c.intermediate_size // self.s.tensor_parallel, c.num_attention_heads * c.head_dim)
+        heads = max(c.heads_of(layer).head_dim for layer in c.attention_layers)
+        widest = max(c.intermediate_size // self.s.tensor_parallel, c.num_attention_heads * heads)
         return round(rows * (4 * c.hidden_size + 2 * widest) * NUMBER_BYTES[self.s.compute("target")])
 
     def total(self, batch: int, length: int) -> int:

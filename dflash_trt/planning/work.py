@@ -87,10 +87,15 @@ def work_of(inventory: Inventory, side: str, gpu: Gpu, *, draft_vocabulary: bool
 
 def _cache_rows(config: DecoderConfig) -> tuple[float, float, int]:
     """Bytes per row of context of all full layers, of all windowed layers, and the window."""
-    row = 2 * config.num_key_value_heads * config.head_dim * NUMBER_BYTES[_COMPUTE]
-    windows = [layer.window for layer in config.attention_layers if layer.window is not None]
-    full = len(config.attention_layers) - len(windows)
-    return full * row, len(windows) * row, max(windows, default=0)
+    full, windowed, window = 0, 0, 0
+    for layer in config.attention_layers:
+        heads = config.heads_of(layer)
+        row = 2 * heads.kv_heads * heads.head_dim * NUMBER_BYTES[_COMPUTE]
+        if layer.window is None:
+            full += row
+        else:
+            windowed, window = windowed + row, max(window, layer.window)
+    return full, windowed, window
 
 
 def _expert_rate(gpu: Gpu, experts: dict[str, int]) -> float:

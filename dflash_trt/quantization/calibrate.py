@@ -15,6 +15,7 @@ import onnx_ir as ir
 from dflash_trt.bundle.contents import hard_link
 from dflash_trt.bundle.workspace import Progress, silent
 from dflash_trt.checkpoint.compatibility import check_pair
+from dflash_trt.checkpoint.schema import Activation
 from dflash_trt.checkpoint.tensors import Checkpoint
 from dflash_trt.engines.onnxruntime import OnnxRuntimeEngine
 from dflash_trt.errors import BuildError
@@ -164,9 +165,14 @@ class _Observing(OnnxRuntime):
         *,
         k: int,
         widened_bytes: int,
+        activation: Activation = "silu",
+        scales: ir.Value | None = None,
     ) -> ir.Value:
         inputs = [value for stack in stacks.values() for value in onnxruntime_inputs(g, stack, folder)]
-        body = onnxruntime_experts(stacks, resident=False, observed=True)
+        inputs += [] if scales is None else [scales]
+        body = onnxruntime_experts(
+            stacks, resident=False, observed=True, activation=activation, scaled=scales is not None
+        )
         y, largest = g.call(body, x, router, *inputs, outputs=2, name="experts", k=k)
         for stack, value in zip(stacks.values(), (x, x, largest), strict=True):
             _output(g.graph, value, stack.plain[0].name)

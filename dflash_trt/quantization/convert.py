@@ -34,7 +34,8 @@ from dflash_trt.formats import FORMATS, INT4, SCHEMES, Algorithm
 from dflash_trt.formats.base import FLOAT_DTYPES
 from dflash_trt.formats.int8 import PER_CHANNEL
 
-HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+HEAD = "lm_head"
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 _QUANTIZED_ROLES = ("attention", "mlp", "experts", "fc")
 _COPIED = (".json", ".jinja", ".txt", ".model")
 # Bytes of float32 that one step widens.
@@ -196,7 +197,8 @@ def _head(checkpoint: Checkpoint, scheme: str, largest_group: int | None, *, per
 
 def head_weight(checkpoint: Checkpoint) -> TensorInfo:
     """The weight of the LM head, which may be the embedding. Raises BuildError if there is none."""
-    weight = checkpoint.tensors.get(f"{HEAD}.weight") or checkpoint.tensors.get(f"{EMBEDDING}.weight")
+    places = (checkpoint.tensors.get(name) for name in (f"{HEAD}.weight", *_EMBEDDINGS))
+    weight = next((tensor for tensor in places if tensor is not None), None)
     if weight is None:
         raise BuildError(
             f"{checkpoint.directory}: has no LM head; a drafter uses its target's head: quantize the target's"

@@ -419,6 +419,11 @@ def _warnings(inventory: Inventory, gpu: Gpu, schedule: dict[int, int]) -> Itera
             f"gpt-oss-20b was reported not to start on SM{gpu.sm} (NVIDIA/TensorRT-LLM#13156)",
         ),
         (
+            inventory.target.embedding_scale != 1,
+            "whether TensorRT-LLM scales a drafter's embedded tokens as Gemma 4 does, and caps its logits, was not "
+            "seen; only the number of accepted drafts depends on it",
+        ),
+        (
             bool(inventory.target.delta_layers),
             "the memory plan counts one state for each request, with its pending rows; how many TensorRT-LLM keeps for "
             "the drafts of a round was not seen",

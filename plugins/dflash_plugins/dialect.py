@@ -90,15 +90,17 @@ class TensorRTPlugins(TensorRTExpertPlugins):
         return self._attention("SinkAttention", "MergeSinkAttention", kind)
 
     def _attention(self, name: str, merge: str, kind: AttentionKind) -> ir.Function:
-        g = self._builder(name)
+        g = self._builder(kind.operator(name))
         a = AttentionInputs(g, by_head=True, mask=None, trees=kind.trees)
+        # The kernel scales by head_dim ** -0.5.
+        q = self._scaled(g, a.q, 1 if kind.scale is None else kind.scale * kind.head_dim**0.5)
         sinks = [g.input("sinks", self.dtype, ["H"])] if name == "SinkAttention" else []
         k, v = self._write(g, a, (a.k, a.v))
         tree = [a.start, *a.visible] if kind.trees else []
         parts = _plugin(
             g,
             "AttendTree" if kind.trees else "Attend",
-            *(a.q, k, v, *a.ranges, *tree),
+            *(q, k, v, *a.ranges, *tree),
             outputs=3,
             group=kind.group,
         )

@@ -283,7 +283,11 @@ DRAFTER_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"target_hidden_size": 4096}, "target_hidden_size is 4096, but hidden_size is 2560"),
     ({"sample_from_anchor": True}, "sample_from_anchor is true, which this version does not support"),
     ({"is_neox_style": False}, "is_neox_style is false, which this version does not support"),
-    ({"final_logit_softcapping": 20.0}, "final_logit_softcapping is 20.0, which"),
+    ({"final_logit_softcapping": 0}, "final_logit_softcapping is 0, expected a number greater than 0"),
+    (
+        {"final_logit_softcapping": 20.0, "dflash_config.final_logit_softcapping": 30.0},
+        "final_logit_softcapping is 20, but dflash_config.final_logit_softcapping is 30",
+    ),
     ({"dflash_config.output_multiplier": 0.2}, "dflash_config.output_multiplier is 0.2, which"),
     ({"dflash_config.conv_kernel_size": 2}, "dflash_config.conv_kernel_size is 2, which"),
     ({"dflash_config.selector_rank": 256}, "dflash_config.selector_rank is 256, which"),

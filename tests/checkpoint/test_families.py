@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -63,6 +64,7 @@ def transformers_windows(config: Any) -> list[int | None]:
 
 
 def assert_as_transformers(mine: TargetConfig | DrafterConfig, theirs: Any) -> None:
+    theirs.allow_global_per_layer_attribute_access = True
     for field in (
         "hidden_size",
         "intermediate_size",
@@ -80,11 +82,26 @@ def assert_as_transformers(mine: TargetConfig | DrafterConfig, theirs: Any) -> N
             continue
         assert getattr(mine, field) == getattr(theirs, field, default), field
     assert [layer.window for layer in mine.attention_layers] == transformers_windows(theirs)
-    model_type = theirs.model_type
-    rotary = ROTARY[model_type](theirs)
-    frequencies, factor = inverse_frequencies(mine.rope, mine.rotary_dim, mine.max_position_embeddings)
+    if theirs.model_type == "gemma4_text":
+        return assert_heads_as_transformers(mine, theirs)
+    rotary = ROTARY[theirs.model_type](theirs)
+    frequencies, factor = inverse_frequencies(mine.rope, mine.heads.rotary_dim, mine.max_position_embeddings)
     np.testing.assert_allclose(frequencies, rotary.inv_freq.numpy(), rtol=4e-7, atol=0)
     assert factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
+    return None
+
+
+def assert_heads_as_transformers(mine: TargetConfig | DrafterConfig, theirs: Any) -> None:
+    """Of each layer, where layers have heads of several kinds."""
+    rotary = Gemma4TextRotaryEmbedding(theirs)
+    for layer, config, kind in zip(
+        mine.attention_layers, theirs.per_layer_config, theirs.layer_types, strict=True
+    ):
+        heads = mine.heads_of(layer)
+        assert (heads.kv_heads, heads.head_dim) == (config.num_key_value_heads, config.head_dim)
+        frequencies, _ = inverse_frequencies(heads.rope, heads.rotary_dim, mine.max_position_embeddings)
+        expected = getattr(rotary, f"{kind}_inv_freq").numpy()
+        np.testing.assert_allclose(frequencies, expected, rtol=4e-7, atol=0)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -94,7 +111,7 @@ def test_known_targets_mean_what_transformers_reads(name: str) -> None:
     assert_as_transformers(mine, theirs)
     assert mine.tie_word_embeddings == theirs.tie_word_embeddings
     assert mine.mlp_bias == getattr(theirs, "mlp_bias", False)
-    assert mine.qk_norm == mine.model_type.startswith("qwen3")
+    assert mine.qk_norm == mine.model_type.startswith(("qwen3", "gemma4"))
     assert mine.attention_sinks == (mine.model_type == "gpt_oss")
     assert all(layer.causal for layer in mine.attention_layers)
 

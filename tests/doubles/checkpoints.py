@@ -8,7 +8,7 @@ even a random drafter is sometimes right, and all acceptance lengths occur.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,7 @@ def make_drafter(
     rope_scaling: dict[str, Any] | None = None,
     old_config: bool = True,
     dtype: str = "bfloat16",
+    softcap: float | None = None,
 ) -> Path:
     """Write a random DFlashDraftModel for the target in `target_dir` into `directory`, and return it.
 
@@ -194,6 +195,7 @@ def make_drafter(
     if causal_in_dflash_config is not None:
         dflash["causal"] = causal_in_dflash_config
     config: dict[str, Any] = {
+        **({} if softcap is None else {"final_logit_softcapping": softcap}),
         "architectures": ["DFlashDraftModel"],
         "attention_bias": attention_bias,
         "attention_dropout": 0.0,
@@ -300,6 +302,31 @@ def scale_head(head: torch.Tensor, favourites: int) -> None:
         rows = head[: 8 * favourites : 8]
         rows *= 8.0
         rows[1::2] = -rows[: favourites // 2 * 2 : 2]
+
+
+def save_drawn(
+    model: Any,
+    directory: Path,
+    draw: Callable[[str, torch.Size, torch.Generator], torch.Tensor],
+    *,
+    seed: int = 0,
+    favourites: int = 0,
+) -> None:
+    """Write a model with drawn weights as Transformers writes it. Parts for images stay as they are."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in sorted({**dict(model.named_parameters()), **_saved_buffers(model)}.items()):
+            if "vis" not in name and "multi_modal" not in name:
+                tensor.copy_(draw(name, tensor.shape, generator))
+        scale_head(model.lm_head.weight, favourites)
+    model.generation_config = GenerationConfig(eos_token_id=[IM_END, ENDOFTEXT])
+    model.save_pretrained(directory, max_shard_size="1GB")
+    write_json(directory / "config.json", json.loads((directory / "config.json").read_text()))
+    make_tokenizer(directory)
+
+
+def _saved_buffers(model: Any) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig
 
-from tests.doubles.checkpoints import ENDOFTEXT, IM_END, VOCAB, draw, make_tokenizer, scale_head, write_json
+from tests.doubles.checkpoints import IM_END, VOCAB, draw, save_drawn
 
 NEXT = "Qwen3NextForCausalLM"
 DENSE, SPARSE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
@@ -73,14 +72,7 @@ def make_hybrid(
     tie = text.get("tie_word_embeddings", False)
     settings = {"text_config": text, "vision_config": _VISION, "tie_word_embeddings": tie} if images else text
     model = getattr(transformers, architecture)(getattr(transformers, _CONFIGS[architecture])(**settings))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            if "visual" not in name:
-                parameter.copy_(_draw(name, parameter.shape, generator))
-        scale_head(model.lm_head.weight, favourites)
-    model.generation_config = GenerationConfig(eos_token_id=[IM_END, ENDOFTEXT])
-    model.save_pretrained(directory, max_shard_size="1GB")
+    save_drawn(model, directory, _draw, seed=seed, favourites=favourites)
     file = directory / "model.safetensors"
     tensors = load_file(file)
     if stacked:
@@ -88,8 +80,6 @@ def make_hybrid(
     if prediction:
         tensors |= {"mtp.norm.weight": torch.zeros(text["hidden_size"])}
     save_file(tensors, file, metadata={"format": "pt"})
-    write_json(directory / "config.json", json.loads((directory / "config.json").read_text()))
-    make_tokenizer(directory)
     return directory
 
 

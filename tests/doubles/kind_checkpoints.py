@@ -240,3 +240,54 @@ def make_jetspec(directory: Path, target: Path, *, seed: int = 9) -> Path:
     config = dflash_fields(target, "DFlashDraftModel", 2)
     dflash = {"block_size": 8, "mask_token_id": MASK, "target_layer_ids": [1, 4], "causal_head": True}
     return _write(directory, {**config, "dflash_config": dflash}, dflash_shapes(config, 2), seed)
+
+
+def make_gemma_dspark(
+    directory: Path, target: Path, *, keys_as_values: bool = True, rank: int = 24, seed: int = 10
+) -> Path:
+    """DeepSpec's drafter for Gemma 4: the text model's fields with 2 layers, all of which see all tokens."""
+    of_target = json.loads((target / "config.json").read_text())
+    config = of_target.get("text_config", of_target)
+    size, kv_heads, hidden = 24, 1 if keys_as_values else 2, config["hidden_size"]
+    config = {name: value for name, value in config.items() if name != "per_layer_config"} | {
+        "architectures": ["Gemma4DSparkModel"],
+        "attention_k_eq_v": keys_as_values,
+        "global_head_dim": size,
+        "num_global_key_value_heads": 1,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+        "enable_moe_block": False,
+        "tie_word_embeddings": False,
+        "block_size": 7,
+        "mask_token_id": MASK,
+        "target_layer_ids": [0, 3, 5],
+        "markov_rank": rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+    }
+    inner, vocab = config["intermediate_size"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, 3 * hidden),
+        "embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        **{f"{name}.weight": (hidden,) for name in ("hidden_norm", "norm")},
+        **({f"markov_head.markov_w{i}.weight": (vocab, rank) for i in (1, 2)} if rank else {}),
+    }
+    sizes = {"q": config["num_attention_heads"], "k": kv_heads, **({} if keys_as_values else {"v": kv_heads})}
+    for i in range(2):
+        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            shapes[f"layers.{i}.{name}_layernorm.weight"] = (hidden,)
+        shapes |= {f"layers.{i}.self_attn.{n}_proj.weight": (c * size, hidden) for n, c in sizes.items()}
+        shapes[f"layers.{i}.self_attn.o_proj.weight"] = (hidden, sizes["q"] * size)
+        shapes |= {f"layers.{i}.self_attn.{name}_norm.weight": (size,) for name in "qk"}
+        shapes |= {f"layers.{i}.mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        shapes[f"layers.{i}.mlp.down_proj.weight"] = (hidden, inner)
+    scalars = {f"layers.{i}.layer_scalar": torch.tensor([0.7 + 0.5 * i]) for i in range(2)}
+    _write(directory, config, shapes, seed, **scalars)
+    tensors = load_file(directory / "model.safetensors")
+    for name in tensors:
+        if name.endswith("q_norm.weight"):  # products of queries and keys are not scaled
+            tensors[name] *= size**-0.5
+    tensors["lm_head.weight"] *= 3.0 * hidden**-0.5
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory

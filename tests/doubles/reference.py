@@ -53,6 +53,7 @@ class Drafter(nn.Module):
         self.windows = [config.sliding_window if slides else None for slides in sliding]
         causal = written.get("is_causal")
         causal = dflash.get("causal") if causal is None else causal
+        self.softcap: float | None = written.get("final_logit_softcapping")
         self.causal = sliding if causal is None else [causal] * len(sliding)
 
         self.fc = nn.Linear(len(self.taps) * config.hidden_size, config.hidden_size, bias=False)
@@ -108,7 +109,10 @@ class Drafter(nn.Module):
         """Draft after `anchor` from `features` [C, taps * D] of all earlier tokens. K = `length` or the block size."""
         block = torch.tensor([anchor] + [self.mask_token_id] * ((length or self.block_size) - 1))
         hidden = self(features, target.model.embed_tokens(block))
-        best = target.lm_head(hidden[1:]).log_softmax(-1).max(-1)
+        logits = target.lm_head(hidden[1:])
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        best = logits.log_softmax(-1).max(-1)
         return Proposal(hidden, best.indices.tolist(), best.values)
 
 

@@ -186,7 +186,10 @@ class Block(Reference):
         return target.model.embed_tokens(tokens) if own is None else own[tokens]
 
     def logits(self, target: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
-        return self.linear(rows, "lm_head") if "lm_head.weight" in self.w else target.lm_head(rows)
+        logits = self.linear(rows, "lm_head") if "lm_head.weight" in self.w else target.lm_head(rows)
+        logits = logits * self.own.get("output_multiplier", 1)
+        cap = self.own.get("final_logit_softcapping") or self.config.get("final_logit_softcapping")
+        return (logits / cap).tanh() * cap if cap else logits
 
     def rows(self, hidden: Tensor) -> Tensor:
         """The rows that predict the K - 1 places."""
@@ -222,9 +225,7 @@ class DFlash2(Block):
         return x + self.convolved(conv, 1, u, run(self.convolved(conv, 0, u, u)))
 
     def chain(self, target: Qwen3ForCausalLM, rows: Tensor, anchor: int) -> list[Tensor]:
-        logits = self.logits(target, rows) * self.own.get("output_multiplier", 1)
-        if cap := self.own.get("final_logit_softcapping"):
-            logits = (logits / cap).tanh() * cap
+        logits = self.logits(target, rows)
         found, before = list[Tensor](), anchor
         for row, scores in zip(rows, logits, strict=True):
             best = scores.topk(self.own["selector_top_k"])
@@ -312,3 +313,50 @@ class DSpark(Block):
     def best(scores: Tensor, place: int, logprobs: list[float]) -> int:
         """The token of the chain: the one with the place's own log-probability."""
         return int((scores - logprobs[place]).abs().argmin())
+
+
+class GemmaDSpark(DSpark):
+    """DeepSpec's drafter for Gemma 4: keys are values, norms on both sides, one factor for a layer's result."""
+
+    def configure(self) -> None:
+        self.config["head_dim"] = self.config["global_head_dim"]
+
+    def unit(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """A quarter of the pairs (i, i + size / 2) rotates."""
+        pairs, half = self.size // 8, self.size // 2
+        angles = positions[:, None].float() * 1e6 ** (-2 * torch.arange(pairs) / self.size)
+        y = x.clone()
+        a, b = x[..., :pairs], x[..., half : half + pairs]
+        y[..., :pairs] = a * angles.cos() - b * angles.sin()
+        y[..., half : half + pairs] = b * angles.cos() + a * angles.sin()
+        return y
+
+    def attend(self, layer: int, context: Tensor, block: Tensor) -> Tensor:
+        name, rows = f"layers.{layer}.self_attn", torch.cat([context, block])
+        k = self.heads(self.linear(rows, f"{name}.k_proj"))
+        v = k if self.config["attention_k_eq_v"] else self.heads(self.linear(rows, f"{name}.v_proj"))
+        q = self.norm(self.heads(self.linear(block, f"{name}.q_proj")), f"{name}.q_norm")
+        positions = torch.arange(len(rows))
+        q = self.rotated(q, positions[len(context) :]) * self.size**0.5  # products are not scaled
+        k = self.rotated(self.norm(k, f"{name}.k_norm"), positions)
+        y = self.attention(q, k, self.unit(v), torch.ones(len(block), len(rows), dtype=torch.bool))
+        return self.linear(y, f"{name}.o_proj")
+
+    def hidden(self, features: Tensor, block: Tensor) -> Tensor:
+        for i in range(self.layers):
+            name = f"layers.{i}"
+            y = self.attend(i, self.fused(features, i), self.norm(block, f"{name}.input_layernorm"))
+            block = block + self.norm(y, f"{name}.post_attention_layernorm")
+            y = self.norm(block, f"{name}.pre_feedforward_layernorm")
+            gate = F.gelu(self.linear(y, f"{name}.mlp.gate_proj"), approximate="tanh")
+            y = self.linear(gate * self.linear(y, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
+            block = (block + self.norm(y, f"{name}.post_feedforward_layernorm")) * self.w[
+                f"{name}.layer_scalar"
+            ]
+        return self.norm(block, "norm")
+
+    def embed(self, target: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
+        return self.w["embed_tokens.weight"][tokens] * self.config["hidden_size"] ** 0.5

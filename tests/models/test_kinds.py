@@ -143,9 +143,14 @@ def bundle(target: Path, drafter: tuple[Path, Any], tmp_path_factory: pytest.Tem
     return build(str(target), str(drafter[0]), out, max_seq_len=96, tree_width=WIDTH)
 
 
-def test_drafts(target: Path, drafter: tuple[Path, Any], bundle: Any) -> None:
+@pytest.fixture(scope="module")
+def model(target: Path) -> Any:
+    return load_target(target)
+
+
+def test_drafts(model: Any, drafter: tuple[Path, Any], bundle: Any) -> None:
     """Two sequences side by side: a prompt in chunks, drafts, and drafts again after some were committed."""
-    model, reference = load_target(target), drafter[1]
+    reference = drafter[1]
     manifest = bundle.manifest
     engine = OnnxRuntimeEngine(bundle.path / "drafter.onnx", slots=2, capacity=bundle.capacity, threads=1)
     for i, cache in enumerate(engine.caches.arrays.values()):

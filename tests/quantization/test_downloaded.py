@@ -32,6 +32,8 @@ from tests.doubles.compressed import compressed
 from tests.doubles.family_checkpoints import make_qwen3_moe
 from tests.doubles.integer_words import GROUP, in_words
 from tests.doubles.sessions import session
+from tests.doubles.text_checkpoints import EXPERTS as EXPERT_FIELDS
+from tests.doubles.text_checkpoints import GEMMA_IMAGES, make_gemma, split_experts
 
 LINEAR = ["Linear"]
 PROMPT = [3, 5, 7, 11, 13]
@@ -192,6 +194,39 @@ def test_experts(moe: tuple[Path, Path], tmp_path: Path, name: str) -> None:
         close = {"rtol": 0, "atol": 0} if name in WORDS else {"rtol": 2**-8, "atol": 1e-6}
         np.testing.assert_allclose(found[layer], theirs[layer], **close)
     answers_agree(build(str(tmp_path / "q"), str(moe[1]), tmp_path / "bundle").path)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """With a tied embedding, experts beside the MLP, and a vision tower."""
+    folder = tmp_path_factory.mktemp("gemma")
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "num_hidden_layers": 2,
+    }
+    experts = EXPERT_FIELDS | {"moe_intermediate_size": 128}
+    target = split_experts(make_gemma(folder / "target", GEMMA_IMAGES, favourites=6, **sizes, **experts))
+    return target, make_drafter(folder / "drafter", target, taps=(0, 1), layers=1)
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "FP8_DYNAMIC"])
+def test_gemma_of_compressed_tensors(gemma: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    config = {"config_groups": COMPRESSED[name], "ignore": ["re:.*router.*", "re:.*vision.*"]}
+    theirs = compressed(gemma[0], tmp_path / "q", config)
+    found = numbers(Checkpoint(tmp_path / "q"))
+    assert sum(".experts." in layer for layer in theirs) == 2 * 3 * 5
+    for layer, weight in theirs.items():
+        np.testing.assert_allclose(found[layer], weight.float().numpy(), rtol=2**-8, atol=1e-6)
+    answers_agree(build(str(tmp_path / "q"), str(gemma[1]), tmp_path / "bundle").path)
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "fp8", "int8"])
+def test_gemma_of_model_optimizer(gemma: tuple[Path, Path], tmp_path: Path, scheme: str) -> None:
+    """As `quantize` writes it; with int8, ONNX Runtime's head is a copy of the embedding."""
+    answers_agree(build(*map(str, gemma), tmp_path / "bundle", precision=Precision(target=scheme)).path)
 
 
 def answers_agree(bundle: Path) -> None:

@@ -18,7 +18,7 @@ from functools import wraps
 import onnx_ir as ir
 
 from dflash_trt.models.attention import Attention
-from dflash_trt.models.decoder import embed, gated_mlp
+from dflash_trt.models.decoder import embed, gated_mlp, sandwich_layer, soft_capped
 from dflash_trt.models.drafters.drafter_pass import DrafterPass, best_candidates
 from dflash_trt.models.drafters.kind import DrafterParts
 from dflash_trt.models.drafters.vocabulary import DraftVocabulary
@@ -43,11 +43,15 @@ class BlockSettings:
         enough. Otherwise row i predicts the token at its position, and the anchor's row nothing.
     vocabulary: tokens of the head that the file must have. None: the target's head, or one in the file for all tokens.
     embedding: the file must have an embedding. Otherwise it is the target's, or one in the file.
+    plain_embedding: rows of the target's embedding are not scaled as the target scales them.
+    sandwich: layers have norms before and after each half, and a scale (`decoder.sandwich_layer`).
     """
 
     every_row: bool = False
     vocabulary: int | None = None
     embedding: bool = False
+    plain_embedding: bool = False
+    sandwich: bool = False
 
 
 class BlockPass(DrafterPass):
@@ -111,7 +115,9 @@ class BlockPass(DrafterPass):
             self.context()
         own = self.settings.embedding or self.m.has("embed_tokens.weight")
         root = self.m if own else self.root.at(self.target.prefix)
-        return embed(root, self.rows_of_block, self.target.vocab_size, self.config.hidden_size)
+        scale = self.config.embedding_scale if own else self.target.embedding_scale
+        scale = 1.0 if self.settings.plain_embedding else scale
+        return embed(root, self.rows_of_block, self.target.vocab_size, self.config.hidden_size, scale=scale)
 
     def layers(self, x: ir.Value, convolve: Convolve | None = None) -> ir.Value:
         """All layers, on the block rows x [B*R, D]."""
@@ -136,8 +142,13 @@ class BlockPass(DrafterPass):
             return self.by_layer[i].layer(layer, i, h, self._behind_context(self.context(), h, hidden))
 
         def mlp(h: ir.Value) -> ir.Value:
-            return gated_mlp(layer.at("mlp"), h, hidden, config.intermediate_size)
+            return gated_mlp(
+                layer.at("mlp"), h, hidden, config.intermediate_size, activation=config.activation
+            )
 
+        if self.settings.sandwich:
+            with g.scope(f"layers.{i}"):
+                return sandwich_layer(layer, config, x, attention, lambda h, _: mlp(h))
         sublayers = (("attention", "input_layernorm", attention), ("mlp", "post_attention_layernorm", mlp))
         with g.scope(f"layers.{i}"):
             for name, norm, sublayer in sublayers:
@@ -179,18 +190,21 @@ class BlockPass(DrafterPass):
             x = g.op("Reshape", x, g.constant([-1, hidden]), name="drafted")
         return self.m.rms_norm(x, "norm", hidden, self.config.rms_norm_eps)
 
-    def logits(self, rows: ir.Value) -> ir.Value:
-        """Normed rows [rows, D] through the head: float32 [rows, V].
+    def logits(self, rows: ir.Value, *, multiplier: float = 1.0) -> ir.Value:
+        """Normed rows [rows, D] through the head, times `multiplier`, with the drafter's soft-cap: float32 [rows, V].
 
         The head is the drafter's own, the target's, or a copy of the target's: quantized, or with fewer rows, or both.
         """
+        g, hidden = self.g, self.config.hidden_size
         if self.head is None:
-            return self.g.to_float(lm_head(rows, self.root, self.target))
-        if self._vocabulary is not None:
-            return self._vocabulary.logits(rows, self.head, self.config.hidden_size)
-        return self.g.to_float(
-            self.head.linear(rows, "lm_head", self.config.hidden_size, self.target.vocab_size)
-        )
+            logits = g.to_float(lm_head(rows, self.root, self.target))
+        elif self._vocabulary is not None:
+            logits = self._vocabulary.logits(rows, self.head, hidden)
+        else:
+            logits = g.to_float(self.head.linear(rows, "lm_head", hidden, self.target.vocab_size))
+        if multiplier != 1:
+            logits = g.op("Mul", logits, g.scalar(multiplier, ir.DataType.FLOAT), name="multiplied")
+        return soft_capped(g, logits, self.config.logit_softcap)
 
     def tokens(self, numbers: ir.Value) -> ir.Value:
         """The target's ids of tokens that the head numbers, of any shape."""

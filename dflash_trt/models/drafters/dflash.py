@@ -68,7 +68,18 @@ def read_dflash(fields: Fields, known: Collection[str] = ()) -> DrafterConfig:
         mask_token_id=dflash.integer("mask_token_id", minimum=0),
         target_layer_ids=layer_ids(dflash, "target_layer_ids"),
         num_target_layers=agreed([(dflash, "num_target_layers"), (fields, "num_target_layers")], minimum=1),
+        logit_softcap=softcap(fields, dflash),
     )
+
+
+def softcap(*places: Fields) -> float | None:
+    """The soft-cap of logits, which may be in several places."""
+    key = "final_logit_softcapping"
+    stated = [place for place in places if place.get(key) is not None]
+    values = [place.number(key) for place in stated]
+    if len(set(values)) > 1:
+        raise stated[0].error(key, f"is {values[0]:g}, but {stated[-1].prefix}{key} is {values[-1]:g}")
+    return values[0] if values else None
 
 
 _DFLASH_FIELDS = {
@@ -80,6 +91,7 @@ _DFLASH_FIELDS = {
     "causal_head",
     "draft_vocab_size",
     "target_hidden_size",
+    "final_logit_softcapping",
 }
 # Fields of published drafters of other kinds that change the computation, with the values that leave it unchanged.
 _DRAFTER_NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -91,7 +103,6 @@ _DRAFTER_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "conv_group_size": (),
     "conv_kernel": (),
     "conv_kernel_size": (),
-    "final_logit_softcapping": (),
     "is_neox_style": (True,),
     "kv_lora_rank": (),
     "markov_rank": (0,),

@@ -29,20 +29,16 @@ _RANK, _TOP_K = 1 << 14, 256
 class DFlash2(BlockSettings):
     """group: channels that share the part of a convolution that depends on the input.
 
-    rank, top_k: of the selector. multiplier, softcap: of the logits, 1 and None without.
+    rank, top_k: of the selector. multiplier: of the logits, before their soft-cap.
     """
 
     group: int
     rank: int
     top_k: int
     multiplier: float
-    softcap: float | None
 
 
-_FIELDS = (
-    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
-    *("output_multiplier", "final_logit_softcapping"),
-)
+_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "output_multiplier")
 
 
 def read_dflash2(fields: Fields) -> DrafterConfig:
@@ -65,13 +61,11 @@ def selector(fields: Fields, hidden_size: int, vocab_size: int, **settings: Any)
     group = fields.integer("conv_group_size", maximum=hidden_size)
     if hidden_size % group:
         raise fields.error("conv_group_size", f"is {group}, which does not divide hidden_size, {hidden_size}")
-    capped = fields.get("final_logit_softcapping") is not None
     return DFlash2(
         group=group,
         rank=fields.integer("selector_rank", maximum=_RANK),
         top_k=fields.integer("selector_top_k", maximum=min(_TOP_K, vocab_size)),
         multiplier=fields.number("output_multiplier", default=1.0),
-        softcap=fields.number("final_logit_softcapping") if capped else None,
         **settings,
     )
 
@@ -81,7 +75,7 @@ def build_dflash2(block: BlockPass, width: int) -> tuple[ir.Value, ir.Value]:
     """DFlash2: convolutions in the layers, and the selector's walk."""
     x = block.layers(block.embedded(), lambda m, name, u: _convolutions(block, m.at(name), u))
     rows = block.drafted(x)
-    return _select(block, rows, _scaled(block, block.logits(rows)), width)
+    return _select(block, rows, block.logits(rows, multiplier=block.config.own.multiplier), width)
 
 
 def _convolutions(block: BlockPass, m: Module, u: ir.Value) -> tuple[Rows, Rows]:
@@ -117,18 +111,6 @@ def _convolutions(block: BlockPass, m: Module, u: ir.Value) -> tuple[Rows, Rows]
         return g.op("Reshape", y, g.constant([-1, hidden]), name="flat")
 
     return (lambda y: convolve(0, y)), (lambda y: convolve(1, y))
-
-
-def _scaled(block: BlockPass, logits: ir.Value) -> ir.Value:
-    g, own = block.g, block.config.own
-    if own.multiplier != 1:
-        logits = g.op("Mul", logits, g.scalar(own.multiplier, ir.DataType.FLOAT), name="multiplied")
-    if own.softcap is not None:
-        cap = g.scalar(own.softcap, ir.DataType.FLOAT)
-        logits = g.op(
-            "Mul", g.op("Tanh", g.op("Div", logits, cap, name="in_cap"), name="capped"), cap, name="soft"
-        )
-    return logits
 
 
 def _select(block: BlockPass, rows: ir.Value, logits: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:

@@ -64,12 +64,18 @@ def read_dspark(fields: Fields) -> DrafterConfig:
     check_quantization(fields)
     refuse(fields, _NEUTRAL)
     common = decoder(fields, head_dim=fields.integer("head_dim", maximum=HEAD_DIM, default=128), qk_norm=True)
+    layers = (LayerAttention(False, window) for window in windows(fields, common["num_hidden_layers"]))
+    return drafter_config(fields, common, tuple(layers))
+
+
+def drafter_config(
+    fields: Fields, common: dict[str, Any], layers: tuple[LayerAttention, ...]
+) -> DrafterConfig:
+    """The configuration of a drafter with these layers. `common`: as `reading.decoder` gives it."""
     own = heads(fields, common["vocab_size"], every_row=True, embedding=True)
     return DrafterConfig(
         **common,
-        layers=tuple(
-            LayerAttention(False, window) for window in windows(fields, common["num_hidden_layers"])
-        ),
+        layers=layers,
         block_size=fields.integer("block_size", maximum=_ROWS) + 1,
         mask_token_id=fields.integer("mask_token_id", minimum=0),
         target_layer_ids=layer_ids(fields, "target_layer_ids", minimum=-1),

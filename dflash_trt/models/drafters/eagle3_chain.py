@@ -176,7 +176,7 @@ class DraftChain:
                 y = g.op("Transpose", row.heads(y, count, size), name="by_head", perm=[0, 2, 1, 3])
             else:
                 y = g.op("Reshape", y, row.shape(count * size), name="by_row")
-            parts.append(y if name == "v" else row.rotate(y, None if by_head else count))
+            parts.append(y if name == "v" else row.rotate(y, c.heads, None if by_head else count))
         return tuple(parts)
 
 

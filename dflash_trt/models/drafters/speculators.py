@@ -14,7 +14,7 @@ from dflash_trt.checkpoint.fields import Fields
 from dflash_trt.checkpoint.schema import DrafterConfig, LayerAttention
 from dflash_trt.errors import quoted
 from dflash_trt.models.drafters.block import BlockSettings
-from dflash_trt.models.drafters.dflash import BLOCK, build_dflash
+from dflash_trt.models.drafters.dflash import BLOCK, build_dflash, softcap
 from dflash_trt.models.drafters.dflash2 import build_dflash2, selector
 from dflash_trt.models.drafters.dspark import build_dspark, heads, most_candidates
 from dflash_trt.models.drafters.eagle3 import build_eagle3, eagle3_config, usual_taps
@@ -74,7 +74,11 @@ def _block(fields: Fields, settings: Callable[[int, BlockSettings], tuple[Any, i
     every_row = fields.boolean("sample_from_anchor", default=model == "dspark")
     own, candidates = settings(
         vocab,
-        BlockSettings(every_row=every_row, vocabulary=None if own_vocabulary == vocab else own_vocabulary),
+        BlockSettings(
+            every_row=every_row,
+            vocabulary=None if own_vocabulary == vocab else own_vocabulary,
+            plain_embedding=True,
+        ),
     )
     entered: tuple[int, ...] = ()
     if fields.get("aux_hidden_state_layer_ids") is not None:
@@ -92,11 +96,16 @@ def _block(fields: Fields, settings: Callable[[int, BlockSettings], tuple[Any, i
         num_target_layers=None,
         most_candidates=candidates,
         own=own,
+        logit_softcap=softcap(fields),
     )
 
 
 def read_dflash(fields: Fields) -> DrafterConfig:
     return _block(fields, lambda vocab, block: (block, block.vocabulary))
+
+
+def _shared(block: BlockSettings) -> dict[str, bool]:
+    return {"every_row": block.every_row, "plain_embedding": block.plain_embedding}
 
 
 def read_dflash2(fields: Fields) -> DrafterConfig:
@@ -105,7 +114,7 @@ def read_dflash2(fields: Fields) -> DrafterConfig:
             raise fields.error(
                 "draft_vocab_size", f"is {block.vocabulary}, but vocab_size is {vocab}: they must be equal"
             )
-        own = selector(fields, _layers(fields).integer("hidden_size"), vocab, every_row=block.every_row)
+        own = selector(fields, _layers(fields).integer("hidden_size"), vocab, **_shared(block))
         return own, own.top_k
 
     return _block(fields, settings)
@@ -113,7 +122,7 @@ def read_dflash2(fields: Fields) -> DrafterConfig:
 
 def read_dspark(fields: Fields) -> DrafterConfig:
     def settings(vocab: int, block: BlockSettings) -> tuple[Any, int]:
-        own = heads(fields, block.vocabulary, confidence=True, every_row=block.every_row)
+        own = heads(fields, block.vocabulary, confidence=True, **_shared(block))
         if own.head == "rnn" and not own.every_row:
             raise fields.error("sample_from_anchor", "is false, but markov_head_type 'rnn' needs true")
         return own, most_candidates(own, vocab)

@@ -15,10 +15,17 @@ from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, Names, refused
 from dflash_trt.serving.openai.generation import Generation, Prepared, Usage, prepare, shortened, updates
 from dflash_trt.serving.openai.model import Model, text_of
-from dflash_trt.serving.openai.parsing import AnswerParser, Part, Stage, Think, calls_of
+from dflash_trt.serving.openai.parsing import AnswerParser, Part, Stage, Think
 from dflash_trt.serving.openai.protocol import ChatRequest, Tool
 from dflash_trt.serving.openai.structure import names as form_names
 from dflash_trt.serving.openai.structure import of_calls, of_format
+from dflash_trt.serving.openai.written import (
+    RESPONSE,
+    calls_of,
+    has_special_marks,
+    marks_of_calls,
+    thoughts_of,
+)
 from dflash_trt.serving.wire import Update
 
 
@@ -221,8 +228,10 @@ async def _prepared(
     form = grammar or wanted
     last = text_of(body.messages[-1].content)
     # Whether the answer begins within a thought, which its generation prompt or the continued message has begun.
-    thinks = text.rstrip().endswith("<think>") or (
-        bool(body.continue_final_message) and last.rfind("<think>") > last.rfind("</think>")
+    thoughts = thoughts_of(template)
+    thinks = thoughts is not None and (
+        thoughts.within(text)
+        or (bool(body.continue_final_message) and last.rfind(thoughts.begin) > last.rfind(thoughts.end))
     )
     if form is not None and (begin := _begin(template, text, thinks)):
         text, thinks = text + begin, False
@@ -234,6 +243,11 @@ async def _prepared(
         more["structured_outputs"] = form
     if "<|channel|>" in template:
         more["skip_special_tokens"] = True  # they are read as tokens
+    elif has_special_marks(template):
+        more["skip_special_tokens"] = False
+        response = model.tokenizer.backend.token_to_id(RESPONSE)
+        if schemas and response is not None:
+            more["stop_token_ids"] = [*(body.stop_token_ids or ()), response]
     if body.stop:
         more["stop_outside"] = _hidden(template, text, thinks, bool(schemas))
     prepared = prepare(model, body, [ids], max_tokens=most, more=more, most_seconds=most_seconds)
@@ -274,15 +288,17 @@ def _begin(template: str, text: str, thinks: bool) -> str:
     if "<|channel|>" in template:
         header = text[text.rfind("<|start|>") :]
         return "" if "<|message|>" in header else "<|channel|>final<|message|>"
-    return "\n</think>\n\n" if thinks else ""
+    thoughts = thoughts_of(template)
+    return f"\n{thoughts.end}\n\n" if thinks and thoughts else ""
 
 
 def _parser(model: Model, text: str, thinks: bool, calls: Stage) -> AnswerParser | Channels:
     """What reads the answer to a prompt of this text, as the template's family writes it."""
     if "<|channel|>" in model.template:
         return Channels(model.tokenizer, text, calls)
-    if "<think>" in model.template or "</think>" in model.template:
-        return AnswerParser(Think(thinks), calls, model.tokenizer.backend.token_to_id("</think>"))
+    if (thoughts := thoughts_of(model.template)) is not None:
+        think = Think(thinks, thoughts.begin, thoughts.end)
+        return AnswerParser(think, calls, model.tokenizer.backend.token_to_id(thoughts.end))
     return AnswerParser(None, calls)
 
 
@@ -301,7 +317,8 @@ def _hidden(template: str, prompt: str, thinks: bool, tools: bool) -> list[tuple
         elif "<|channel|>analysis" in header:
             pairs.append(("", "<|end|>"))
         return pairs
-    pairs = [("<think>", "</think>")] if "</think>" in template or "<think>" in template else []
-    if thinks:
-        pairs.append(("", "</think>"))
-    return [*pairs, ("<tool_call>", "</tool_call>")] if tools and "<tool_call>" in template else pairs
+    thoughts = thoughts_of(template)
+    pairs = [] if thoughts is None else [(thoughts.begin, thoughts.end)]
+    if thinks and thoughts is not None:
+        pairs.append(("", thoughts.end))
+    return [*pairs, *(marks_of_calls(template) if tools else ())]

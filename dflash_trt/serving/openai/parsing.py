@@ -2,7 +2,7 @@
 
 The chat template says what a model writes. It has the markers that its family was trained with:
 
-    <think>                       reasoning in tags (Qwen3, DeepSeek)
+    <think>                       reasoning in tags (Qwen3, DeepSeek); others: written.py
     <|channel|>                   channels of gpt-oss
     <tool_call>                   one call in tags, as JSON (Qwen, Hermes) or as tags again (Qwen3-Coder)
     "parameters"                  calls as bare JSON objects (Llama 3)
@@ -68,12 +68,13 @@ class Plain(Stage):
 
 
 class Think(Stage):
-    """Reasoning between `<think>` and `</think>` at the beginning of an answer. The rest is content.
+    """Reasoning between the marks `begin` and `end` at the beginning of an answer. The rest is content.
 
-    inside: whether the prompt ends with `<think>`.
+    inside: whether the prompt ends with `begin`.
     """
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, inside: bool, begin: str = "<think>", end: str = "</think>") -> None:
+        self._begin, self._end = begin, end
         self._state: Literal["before", "inside", "trim", "behind"] = "inside" if inside else "before"
         self._held, self.thought = "", inside
 
@@ -86,11 +87,12 @@ class Think(Stage):
         self._held += text
         if self._state == "before":
             start = self._held.lstrip()
-            if "<think>".startswith(start[:7]) and len(start) < 7:
+            size = len(self._begin)
+            if self._begin.startswith(start[:size]) and len(start) < size:
                 return
-            self._state = "inside" if start.startswith("<think>") else "behind"
+            self._state = "inside" if start.startswith(self._begin) else "behind"
             if self._state == "inside":
-                self._held, self.thought = start[7:], True
+                self._held, self.thought = start[size:], True
         if self._state == "inside":
             yield from self._reason()
         if self._state == "trim":  # the line breaks after the tag are no content
@@ -102,11 +104,11 @@ class Think(Stage):
             self._held = ""
 
     def _reason(self) -> Iterator[Part]:
-        before, tag, rest = self._held.partition("</think>")
+        before, tag, rest = self._held.partition(self._end)
         if tag:
             self._state, self._held = "trim", rest
         else:
-            keep = _overlap(before, "</think>")
+            keep = overlap(before, self._end)
             before, self._held = before[: len(before) - keep], before[len(before) - keep :]
         if before:
             yield Part("reasoning", before)
@@ -134,7 +136,7 @@ class TaggedCalls(Stage):
                 yield from self._block(before, tag)
             else:
                 # Blanks around calls are no content. So those at the end wait for what follows them.
-                sure = before if ends else before[: len(before) - _overlap(before, tag)]
+                sure = before if ends else before[: len(before) - overlap(before, tag)]
                 shown = sure.rstrip()
                 if shown and self._behind:
                     shown = shown.lstrip()
@@ -148,20 +150,20 @@ class TaggedCalls(Stage):
             self._inside = not self._inside
 
     def _block(self, text: str, tag: str) -> Iterator[Part]:
-        call = _xml_call(text, self._schemas) or _json_call(_json(text))
+        call = _xml_call(text, self._schemas) or json_call(parsed(text))
         self._behind = call is not None
         yield Part("call", call=call) if call else Part("content", f"<tool_call>{text}{tag}")
 
     def finish(self, *, cut: bool = False) -> Iterator[Part]:
         if self._inside and cut:
-            text = self._held[: len(self._held) - _overlap(self._held, "</tool_call>")]
+            text = self._held[: len(self._held) - overlap(self._held, "</tool_call>")]
             if call := _cut_xml_call(text, self._schemas) or _cut_json_call(text):
                 yield Part("call", call=call)
         elif self._inside:  # the end tag alone is missing
             yield from self._block(self._held, "")
         elif self._held and not self._behind:
             # Of a cut answer, but a single < is rarely the beginning of a tag.
-            size = _overlap(self._held, "<tool_call>") if cut else 0
+            size = overlap(self._held, "<tool_call>") if cut else 0
             if shown := self._held[: len(self._held) - size] if size > 1 else self._held:
                 yield Part("content", shown)
         self._held, self._inside = "", False
@@ -202,7 +204,7 @@ class BareCalls(Stage):
         self._held = ""
 
     def _known_call(self, value: Any) -> Call | None:
-        call = _json_call(value)
+        call = json_call(value)
         return call if call and (self._known is None or call.name in self._known) else None
 
 
@@ -210,7 +212,8 @@ class BareCalls(Stage):
 class AnswerParser:
     """Parts of an answer in two stages: reasoning first, where the family has any, then calls in its content.
 
-    end_of_thought: the token `</think>`, if it is one. reasoning_tokens: those of the reasoning so far, with its tags.
+    end_of_thought: the token that ends the reasoning, if it is one. reasoning_tokens: those of the reasoning so far,
+    with its tags.
     """
 
     think: Think | None
@@ -242,23 +245,7 @@ class AnswerParser:
                 yield part
 
 
-def calls_of(template: str, schemas: Schemas | None, *, known: bool = False) -> Stage:
-    """The stage that finds calls as this template's family writes them. Without tools there are none.
-
-    known: bare objects with the names of other functions are content.
-    """
-    if schemas is None:
-        return Plain()
-    if "<tool_call>" in template:
-        return TaggedCalls(schemas)
-    return (
-        BareCalls(schemas if known else None)
-        if "python_tag" in template or '"parameters"' in template
-        else Plain()
-    )
-
-
-def _overlap(text: str, tag: str) -> int:
+def overlap(text: str, tag: str) -> int:
     """Length of the longest end of `text` that a tag begins with."""
     for size in range(min(len(text), len(tag) - 1), 0, -1):
         if text.endswith(tag[:size]):
@@ -266,7 +253,8 @@ def _overlap(text: str, tag: str) -> int:
     return 0
 
 
-def _json(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """The value of a text in JSON; None for any other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -307,7 +295,7 @@ def _begins_call(text: str, known: frozenset[str] | None) -> bool:
 
 def _cut_json_call(text: str) -> Call | None:
     """A call in JSON, with the arguments as far as they go; None without a whole name."""
-    if call := _json_call(_json(text)):
+    if call := json_call(parsed(text)):
         return call
     start = _NAME.match(text)
     if start is None or not start[2]:
@@ -316,21 +304,22 @@ def _cut_json_call(text: str) -> Call | None:
     arguments = text[behind.end() :] if behind else ""
     with contextlib.suppress(ValueError, RecursionError):
         arguments = arguments[: json.JSONDecoder().raw_decode(arguments)[1]]
-    return _call(start[1], arguments if arguments.startswith("{") else "")
+    return call_of(start[1], arguments if arguments.startswith("{") else "")
 
 
-def _json_call(value: Any) -> Call | None:
+def json_call(value: Any) -> Call | None:
+    """The call that an object with a name and arguments or parameters is; None for any other value."""
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
         return None
     if not {"arguments", "parameters"} & value.keys() and len(value) > 1:  # some other object with a name
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str) and isinstance(_json(arguments), dict):
-        return _call(name, arguments)
-    return _call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    if isinstance(arguments, str) and isinstance(parsed(arguments), dict):
+        return call_of(name, arguments)
+    return call_of(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
-def _call(name: str, arguments: str) -> Call:
+def call_of(name: str, arguments: str) -> Call:
     """A call of texts from JSON. Its escapes may name halves of surrogate pairs, which UTF-8 does not have."""
     return Call(*(text.encode(errors="replace").decode() for text in (name, arguments)))
 
@@ -351,12 +340,12 @@ def _xml_call(text: str, schemas: Schemas) -> Call | None:
         value = value.removeprefix("\n").removesuffix("\n")
         schema = types.get(name)
         known = isinstance(schema, dict) and schema.get("type") == "string"
-        parsed = None if known else _json(value)
-        arguments[name] = value if parsed is None and value.strip() != "null" else parsed
-    return _call(call[1], json.dumps(arguments, ensure_ascii=False))
+        found = None if known else parsed(value)
+        arguments[name] = value if found is None and value.strip() != "null" else found
+    return call_of(call[1], json.dumps(arguments, ensure_ascii=False))
 
 
 def _cut_xml_call(text: str, schemas: Schemas) -> Call | None:
     """A call as Qwen3-Coder writes it, without the end of its arguments where they have none."""
-    call = _xml_call(text[: len(text) - _overlap(text, "</parameter>")], schemas)
+    call = _xml_call(text[: len(text) - overlap(text, "</parameter>")], schemas)
     return call if call is None or "</function>" in text else Call(call.name, call.arguments[:-1], call.id)

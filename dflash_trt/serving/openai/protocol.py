@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from dflash_trt.decoding.params import MOST_PRIORITY, MOST_WORDS, SamplingParams
 from dflash_trt.decoding.sampling.structure import MOST_CHOICES
@@ -158,6 +158,17 @@ class TextPart(Body):
     text: str
 
 
+def _texts(content: Any) -> Any:
+    """Raises PydanticCustomError for a part of a content that is no text, by its type."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and any(word in kind for word in ("image", "audio", "video", "file")):
+            raise PydanticCustomError(
+                "not_a_text", "this server reads text only, and one part is of type {kind}", {"kind": kind}
+            )
+    return content
+
+
 class FunctionCall(Body):
     name: str
     arguments: str
@@ -174,7 +185,7 @@ class Message(Body):
     """One message. `content`: a text, or a list of parts that are texts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_texts)] = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

@@ -16,7 +16,13 @@ from dflash_trt.serving.openai.parsing import (
     Stage,
     TaggedCalls,
     Think,
+)
+from dflash_trt.serving.openai.written import (
+    GemmaCalls,
+    MistralCalls,
     calls_of,
+    has_special_marks,
+    thoughts_of,
 )
 from dflash_trt.text.tokenizer import Tokenizer
 
@@ -203,6 +209,63 @@ def test_the_template_says_how_a_family_calls() -> None:
     assert isinstance(calls_of("<|python_tag|>", SCHEMAS), BareCalls)
     assert isinstance(calls_of("<tool_call>", None), Plain)
     assert isinstance(calls_of("", SCHEMAS), Plain)
+    assert isinstance(calls_of('<|tool_call>call: "parameters"', SCHEMAS), GemmaCalls)
+    assert isinstance(calls_of("[TOOL_CALLS]", SCHEMAS), MistralCalls)
+    assert [has_special_marks(t) for t in ("<channel|>", "[THINK]", "<think>", "<|channel|>")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def thinking(template: str, inside: bool = False) -> object:
+    """The parser of a template's family, with tools."""
+    thoughts = thoughts_of(template)
+    assert thoughts is not None
+    return AnswerParser(Think(inside, thoughts.begin, thoughts.end), calls_of(template, SCHEMAS))
+
+
+GEMMA, MISTRAL = "<|channel>thought\n <channel|> <|tool_call>", "[THINK] [TOOL_CALLS]"
+QUOTED = '<|"|>'
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "content", "reasoning", "calls"),
+    [
+        (GEMMA, "<|channel>thought\nHm.\n<channel|>Yes.", "Yes.", "Hm.\n", []),
+        (GEMMA, "<|channel>thought\n<channel|>Yes.", "Yes.", "", []),
+        (GEMMA, "So <|chan", "So <|chan", "", []),
+        (GEMMA, f"Let me see.<|tool_call>call:get{{city:{QUOTED}B, {{x}}: \"c\"{QUOTED},days:3}}<tool_call|>",
+         "Let me see.", "", [("get", {"city": 'B, {x}: "c"', "days": 3})]),
+        (GEMMA, "<|tool_call>call:a{}<tool_call|><|tool_call>call:b{x:{y:[1,-2.5e3,true,null,word]}}<tool_call|>",
+         "", "", [("a", {}), ("b", {"x": {"y": [1, -2500.0, True, None, "word"]}})]),
+        (GEMMA, "<|tool_call>call:get{broken<tool_call|> on", "<|tool_call>call:get{broken<tool_call|> on", "", []),
+        (GEMMA, "<|tool_call>hello<tool_call|>", "<|tool_call>hello<tool_call|>", "", []),
+        (MISTRAL, "[THINK]Hm.[/THINK]Yes.", "Yes.", "Hm.", []),
+        (MISTRAL, 'Yes.[TOOL_CALLS]get[ARGS]{"city": "B"}[TOOL_CALLS]a[ARGS]{}',
+         "Yes.", "", [("get", {"city": "B"}), ("a", {})]),
+        (MISTRAL, '[TOOL_CALLS][{"name": "get", "arguments": {"days": 2}}]', "", "", [("get", {"days": 2})]),
+        (MISTRAL, "[TOOL_CALLS]nothing [TOOL", "[TOOL_CALLS]nothing [TOOL", "", []),
+    ],
+)  # fmt: skip
+def test_special_marks(template: str, text: str, content: str, reasoning: str, calls: object) -> None:
+    assert read(lambda: thinking(template), text) == (content, reasoning, calls)
+
+
+@pytest.mark.parametrize(
+    ("stage", "text", "arguments"),
+    [
+        (GemmaCalls, f"<|tool_call>call:get{{city:{QUOTED}Ber", '{"city": "Ber'),
+        (GemmaCalls, "<|tool_call>call:get{days:3<tool_", '{"days": 3'),
+        (MistralCalls, '[TOOL_CALLS]get[ARGS]{"city": "Ber', '{"city": "Ber'),
+    ],
+)
+def test_calls_that_are_cut(stage: type[Stage], text: str, arguments: str) -> None:
+    made = stage()
+    parts = [*made.push(text), *made.finish(cut=True)]
+    assert [(part.call.name, part.call.arguments) for part in parts if part.call] == [("get", arguments)]
+    assert all(part.kind == "call" for part in parts)
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,12 @@ HELLO = [{"role": "user", "content": "Hello"}]
         (CHAT, {"messages": []}, "messages", "messages is []"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
         (CHAT, {"messages": [{"role": "user", "contents": "x"}]}, "messages[0].contents", "not a field"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+            "messages[0].content",
+            "reads text only, and one part is of type image_url",
+        ),
         (CHAT, {"messages": HELLO, "modalities": ["audio"]}, "modalities[0]", "audio"),
         (CHAT, {"messages": HELLO, "model": "gpt-5"}, "model", "this server has tiny"),
         (CHAT, {"messages": HELLO, "timeout": 0}, "timeout", "timeout is 0"),

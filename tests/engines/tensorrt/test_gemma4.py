@@ -1,0 +1,56 @@
+"""Gemma 4 on TensorRT: over the double the tokens are ONNX Runtime's, and TensorRT-RTX builds heads of 256 and 512."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt import LLM
+from dflash_trt.building.build import build
+from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from tests.doubles.checkpoints import make_drafter
+from tests.doubles.text_checkpoints import EXPERTS, GEMMA_IMAGES, make_gemma
+from tests.engines.tensorrt.test_runtime import FLOAT32, here, params, prompts
+
+__all__ = ["here"]
+
+WIDE = {"head_dim": 256, "global_head_dim": 512, "num_hidden_layers": 2, "sliding_window": 20}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("gemma")
+    target = make_gemma(
+        folder / "target", GEMMA_IMAGES, favourites=8, **EXPERTS, **WIDE, tie_word_embeddings=False
+    )
+    return str(target), str(make_drafter(folder / "drafter", target, layers=1, taps=(0, 1), softcap=5.0))
+
+
+def test_the_tokens_are_those_of_onnxruntime(pair: tuple[str, str], tmp_path: Path, here: Any) -> None:
+    options = TensorRTOptions(max_batch_size=2, prefill_chunk=16)
+    plain = build(*pair, tmp_path / "onnxruntime", max_seq_len=100)
+    plans = build(
+        *pair,
+        tmp_path / "tensorrt",
+        max_seq_len=100,
+        engine="tensorrt",
+        precision=FLOAT32,
+        options=options,
+    )
+    with LLM(plain.path, threads=1) as reference:
+        expected = reference.generate(prompts()[:3], params(0.8)[:3], block_length=reference.block_size)
+    with LLM(plans.path) as llm:
+        llm._runtime.pair.arrays.samples = False  # Triton's interpreter is slow
+        found = llm.generate(prompts()[:3], params(0.8)[:3], block_length=llm.block_size)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    accepted = [c.statistics.num_accepted_tokens for c in found]
+    assert accepted == [c.statistics.num_accepted_tokens for c in expected]
+
+
+def test_plans_in_bfloat16(pair: tuple[str, str], tmp_path: Path) -> None:
+    """There is no fused kernel for heads of 512. The log of the build would say so."""
+    options = TensorRTOptions(capabilities=(89,), max_batch_size=2, prefill_chunk=16)
+    bundle = build(*pair, tmp_path / "bundle", engine="tensorrt-rtx", max_seq_len=64, options=options)
+    assert "plans/sm89/target.plan" in bundle.manifest["files"]
