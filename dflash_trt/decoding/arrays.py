@@ -45,7 +45,10 @@ class Arrays(Protocol):
         """Run a pass over one sequence, in this slot."""
 
     def decode(self, engine: Any, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Run a pass over n sequences, in slots 0 .. n-1."""
+        """Run a pass over n sequences, in slots 0 .. n-1.
+
+        The target's `tokens` [n, N] may have fewer columns than its `rows` [n, S]. The last one is repeated.
+        """
 
     def now(self) -> Any:
         """A point in time between two passes."""
@@ -131,6 +134,9 @@ class HostArrays:
         return outputs
 
     def decode(self, engine: Any, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+        spare = feeds["rows"].shape[1] - feeds["tokens"].shape[1] if "rows" in feeds else 0
+        if spare:
+            feeds = {**feeds, "tokens": np.pad(feeds["tokens"], ((0, 0), (0, spare)), mode="edge")}
         outputs: Mapping[str, Any] = engine.run(feeds)
         return outputs
 

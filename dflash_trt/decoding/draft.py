@@ -76,6 +76,7 @@ class Verified:
     finite: bool [n, N], whether a row of logits has a finite largest value; None if all have. NaN and +infinity are
     not finite; -infinity only excludes a token.
     logits: float32 [n, N, V]; they may be on a device.
+    `finite` and `logits` may have further rows, of a pass's padding.
     drafts_finite: [n], whether the drafter's numbers of this round were finite.
     """
 

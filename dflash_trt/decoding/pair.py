@@ -16,6 +16,7 @@ from dflash_trt.decoding.arrays import Arrays, PassEngine
 from dflash_trt.decoding.caches import Caches, Snapshot
 from dflash_trt.decoding.draft import Draft, Verified
 from dflash_trt.decoding.drafter import Drafter
+from dflash_trt.decoding.exact import FREE, Rule
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.visibility import ChainRows, tree_rows
 
@@ -29,6 +30,7 @@ class Pair:
     slots: the number of sequences.
     capacity: the number of positions of each.
     prefill_chunk: the most tokens of a prompt in one pass.
+    rule: how the target's passes are padded.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Pair:
     ) -> None:
         """trees: whether the target's graph takes the visibility among the rows of a pass."""
         self.trees, self._chain_rows = trees, ChainRows()
+        self.rule: Rule = FREE
         self.target, self.arrays, self.slots, self.capacity = target, arrays, slots, capacity
         self.vocab_size, self.prefill_chunk = vocab_size, prefill_chunk
         self.drafter = Drafter(
@@ -79,13 +82,14 @@ class Pair:
         `arrays.most_prompt_rows`.
         """
         self.drafter.pending[slot] = 0  # from the slot's previous request
-        chunk = np.array(tokens, np.int64)[None]
-        rows = np.arange(0 if every_row else len(tokens) - 1, len(tokens))[None]
-        feeds = {"tokens": chunk, "start": np.array([start]), "rows": rows} | self._rows(1, len(tokens))
+        count, width = len(tokens), self.rule.padded(len(tokens))
+        chunk = np.pad(np.array(tokens, np.int64), (0, width - count), mode="edge")[None]
+        rows = np.arange(0 if every_row else count - 1, count)[None]
+        feeds = {"tokens": chunk, "start": np.array([start]), "rows": rows} | self._rows(1, width)
         out = self.arrays.prefill(self.target, feeds, slot)
         sound = True
         if draft:
-            sound = self.arrays.finite(self.drafter.take_in(out["features"], start, slot))
+            sound = self.arrays.finite(self.drafter.take_in(out["features"][:, :count], start, slot))
         return self.arrays.readable(out["logits"][0]), sound
 
     def propose(self, active: Sequence[Request], length: int) -> Draft:
@@ -94,17 +98,13 @@ class Pair:
 
     def verify(self, active: Sequence[Request], draft: Draft) -> Verified:
         """Run one target pass over the nodes of slots 0 .. n-1. Only a pair for `trees` takes trees."""
-        feeds = {
-            "tokens": draft.tokens,
-            "start": np.array([request.committed for request in active]),
-            "rows": self.arrays.nodes(len(active), draft.nodes),
-        }
-        feeds |= self._rows(len(active), draft.nodes, draft.parents)
+        feeds = self._feeds(draft.tokens, [request.committed for request in active], draft.parents)
         begin = self.arrays.now()
         out = self.arrays.decode(self.target, feeds)
         self._verified = begin, self.arrays.now()
         self._features = out["features"]
-        return self.arrays.verified(active, draft, out)
+        found = self.arrays.verified(active, draft, out)
+        return found if self.rule.padded(draft.nodes) == draft.nodes else _without_padding(found, draft)
 
     def logits(
         self, tokens: Sequence[Sequence[int]], start: Sequence[int], parents: Any = None
@@ -113,14 +113,9 @@ class Pair:
 
         parents: as in `Draft`. The pass is that of `verify`, without its verdict.
         """
-        count, nodes = len(tokens), len(tokens[0])
-        feeds = {
-            "tokens": np.array(tokens, np.int64),
-            "start": np.array(start),
-            "rows": self.arrays.nodes(count, nodes),
-        }
-        out = self.arrays.decode(self.target, feeds | self._rows(count, nodes, parents))
-        return np.array(self.arrays.readable(out["logits"]))
+        nodes = np.array(tokens, np.int64)
+        out = self.arrays.decode(self.target, self._feeds(nodes, start, parents))
+        return np.array(self.arrays.readable(out["logits"]))[:, : nodes.shape[1]]
 
     def commit(self, request: Request, slot: int, nodes: Sequence[int]) -> None:
         """Commit nodes of `slot` from the last verification: the anchor, then each the child of the previous one.
@@ -202,15 +197,27 @@ class Pair:
         """Run a target pass as `verify` does. Its tokens differ, so that they choose as many experts as real ones."""
         tokens = np.random.default_rng(length).integers(self.vocab_size, size=(batch, length))
         # Attention sinks take one row after those of the pass.
-        start = np.full(batch, min(context, self.capacity - length - 1))
-        rows = self.arrays.nodes(batch, length)
-        feeds = {"tokens": tokens, "start": start, "rows": rows} | self._rows(batch, length)
-        self.arrays.decode(self.target, feeds)
+        start = [min(context, self.capacity - self.rule.padded(length) - 1)] * batch
+        self.arrays.decode(self.target, self._feeds(tokens, start))
         self.arrays.wait()
 
     def close(self) -> None:
         self.target.close()
         self.drafter.engine.close()
+
+    def _feeds(self, tokens: Any, start: Sequence[int], parents: Any = None) -> dict[str, Any]:
+        """The inputs of a pass over nodes [n, N] of slots 0 .. n-1, which has as many rows as the rule wants.
+
+        The last node is repeated. Where the graph takes trees, the copies are its twins and see what it sees, so that
+        they choose the same experts. In a chain they follow it.
+        """
+        count, nodes = tokens.shape
+        width = self.rule.padded(nodes)
+        if width > nodes and self.trees:
+            chain = np.tile(np.arange(-1, nodes - 1), (count, 1)) if parents is None else np.asarray(parents)
+            parents = np.pad(chain, ((0, 0), (0, width - nodes)), mode="edge")
+        rows = self._rows(count, width, parents)
+        return {"tokens": tokens, "start": np.array(start), "rows": self.arrays.nodes(count, width)} | rows
 
     def _rows(self, count: int, nodes: int, parents: Any = None) -> dict[str, Any]:
         """The target's inputs about the rows of a pass, if its graph takes trees."""
@@ -222,6 +229,17 @@ class Pair:
 
     def _caches(self, draft: bool) -> list[Caches]:
         return [self.target.caches, self.drafter.caches] if draft else [self.target.caches]
+
+
+def _without_padding(found: Verified, draft: Draft) -> Verified:
+    """The result for the nodes of a draft, of a pass with copies of the last node after them.
+
+    The engine's decision may go on into the copies. Then the token after the last node is that node's own.
+    """
+    last, accepted = np.asarray(draft.tokens)[:, -1], np.asarray(found.accepted)
+    found.next_token = np.where(accepted < draft.nodes, found.next_token, last)
+    found.accepted = np.minimum(accepted, draft.nodes - 1)
+    return found
 
 
 def _joined(copies: Sequence[Snapshot]) -> Snapshot:

@@ -18,6 +18,7 @@ from dflash_trt.decoding.acceptance import Verdict
 from dflash_trt.decoding.commit import commit, fail, first_token, leave, non_finite, read_prompt
 from dflash_trt.decoding.coupling import couple
 from dflash_trt.decoding.draft import Draft, Verified
+from dflash_trt.decoding.exact import Rule
 from dflash_trt.decoding.fitting import fit
 from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
@@ -56,7 +57,16 @@ class Scheduler:
 
     @property
     def most_tree_nodes(self) -> int:
-        return min(self.pair.arrays.most_nodes, self.pair.capacity // 2) if self.pair.trees else 0
+        pair, rule = self.pair, self.pair.rule
+        if not pair.trees or not rule.trees:
+            return 0
+        return min([pair.arrays.most_nodes, pair.capacity // 2, *rule.widths[-1:]])
+
+    def follow(self, rule: Rule) -> None:
+        """Run only passes that the rule allows. Only when idle, before the first request."""
+        self.pair.rule = rule
+        if not rule.batches:
+            self.max_batch_size = 1
 
     def check(self, options: RequestOptions, params: SamplingParams) -> None:
         """Every option and parameter is supported."""
@@ -76,7 +86,7 @@ class Scheduler:
                 self._adaptive = new_adaptive(self.block_size, self.pair, self.max_batch_size, most)
                 for slot in range(self.max_batch_size):  # the numbers of these passes may not be finite
                     self.pair.clear(slot, last=USUAL_CONTEXT + 2 * max(most, self.block_size))
-            if self.pair.trees:
+            if most:
                 self._trees = TreeLengths(self._adaptive, self.block_size - 1)
         return self._adaptive if self._trees is None or nodes == 0 else self._trees
 
@@ -141,7 +151,7 @@ class Scheduler:
             self._close_up()
             emissions += self._round(lengths)
         budget = self.pair.prefill_chunk
-        while budget > 0 and (self.filling or (self.waiting and len(self.active) < self.max_batch_size)):
+        while budget > 0 and self._reads_on(budget):
             if emissions:
                 yield self._counted(emissions)
                 emissions = []
@@ -221,7 +231,7 @@ class Scheduler:
 
         The requests that draft have limits of their own.
         """
-        own = [r.options.tree_nodes for r in self.active if r.draft]
+        own = [self.most_tree_nodes or 1, *(r.options.tree_nodes for r in self.active if r.draft)]
         room = self.pair.capacity - 1 - max(r.committed for r in self.active)
         return min([room, *(nodes for nodes in own if nodes is not None)])
 
@@ -242,6 +252,25 @@ class Scheduler:
         if found.finite is not None and not found.finite[slot].all():
             self.pair.clear(slot, request.committed)
 
+    def _reads_on(self, budget: int) -> bool:
+        """Whether this step reads more of the prompts, with so many tokens left."""
+        exact, request = not self.pair.rule.cuts, self.filling
+        if request is not None:
+            return not exact or self._chunk_end(request, budget) - request.committed <= budget
+        if not self.waiting or len(self.active) >= self.max_batch_size:
+            return False
+        return not exact or budget == self.pair.prefill_chunk or len(self.waiting.first.prompt) <= budget
+
+    def _chunk_end(self, request: Request, budget: int) -> int:
+        """Where the next chunk of a prompt ends. If rows depend on the cut, that is a multiple of the longest chunk,
+        wherever a reused prefix ends and whatever else the step reads.
+        """
+        start, most = request.committed, self.pair.prefill_chunk
+        if request.params.prompt_logprobs:
+            most = min(most, self.pair.arrays.most_prompt_rows)
+        end = start + min(budget, most) if self.pair.rule.cuts else start - start % most + most
+        return min(end, len(request.prompt))
+
     def _prefill(self, budget: int, emissions: list[Emission]) -> int:
         """Run one chunk of the request in prefill, or of the next one. Returns the tokens spent."""
         begin, request = perf_counter(), self.filling
@@ -250,9 +279,7 @@ class Scheduler:
             request.statistics.queue_time = begin - request.arrived
             self._occupy(request, budget)
         slot, start, every_row = request.slot, request.committed, request.params.prompt_logprobs
-        if every_row:
-            budget = min(budget, self.pair.arrays.most_prompt_rows)
-        chunk = request.prompt[start : start + budget]
+        chunk = request.prompt[start : self._chunk_end(request, budget)]
         logits, drafts_finite = self.pair.prefill(
             chunk, start, slot, draft=request.draft, every_row=every_row
         )

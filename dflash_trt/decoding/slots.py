@@ -16,16 +16,21 @@ class Contents:
     """The content of a slot: `tokens`, and the lengths to which the target's and the drafter's caches can be cut.
 
     salt: that of its request. Only requests with the same one may reuse it.
+    step: a reused prefix has a multiple of so many tokens.
     """
 
     tokens: Sequence[int]
     target: Sequence[int]
     drafter: Sequence[int]
     salt: str
+    step: int = 1
 
     def longest(self, most: int, *, draft: bool) -> int:
         """The longest prefix of up to `most` tokens; with `draft`, also in the drafter's caches."""
-        return longest(most, self.target, self.drafter) if draft else longest(most, self.target)
+        lengths = [self.target, self.drafter] if draft else [self.target]
+        while (found := longest(most, *lengths)) % self.step:
+            most = found - found % self.step
+        return found
 
     def shared(self, prompt: Sequence[int], *, draft: bool) -> int:
         """The number of tokens of a prompt that can be reused. The last one must be run."""
@@ -54,13 +59,22 @@ class Slots:
         self.prefixes = Prefixes(pair, prefix_cache_bytes, page) if prefix_cache_bytes else None
 
     @property
+    def step(self) -> int:
+        """A reused prefix has a multiple of so many tokens, see `Rule.cuts`."""
+        return 1 if self.pair.rule.cuts else self.pair.prefill_chunk
+
+    @property
     def counts(self) -> PrefixCounts:
         return self.prefixes.counts if self.prefixes is not None else PrefixCounts()
 
     def contents(self, request: Request) -> Contents:
-        """The content of a request's slot."""
+        """The content of a request's slot that others may reuse."""
         lengths = self.pair.lengths(request.slot, request.committed, draft=request.draft)
-        return Contents(request.taken_in, *lengths, request.options.cache_salt)
+        tokens, step = request.taken_in, self.step
+        if step > 1:  # the whole chunks of the prompt, unless each of its rows gave logits, in shorter chunks
+            chunks = 0 if request.params.prompt_logprobs else min(len(request.prompt), len(tokens)) // step
+            tokens = tokens[: chunks * step]
+        return Contents(tokens, *lengths, request.options.cache_salt, step)
 
     def find(self, request: Request, live: Sequence[Request]) -> Reuse:
         """The place with the most tokens of a request's prompt: a slot, preferably its own, or kept pages.
@@ -79,6 +93,8 @@ class Slots:
         ]  # fmt: skip
         best = max(sources, key=lambda each: (each.length, each.slot == slot))
         path, kept = self.prefixes.find(prompt[:-1], draft=draft, salt=salt)
+        while kept % self.step:
+            path, kept = self.prefixes.find(prompt[: kept - kept % self.step], draft=draft, salt=salt)
         return Reuse(kept, slot, path) if kept > best.length else best
 
     def occupy(self, slot: int, source: Reuse, *, draft: bool) -> None:
@@ -105,12 +121,15 @@ class Slots:
             self._keep(request, self.contents(request))
 
     def _keep(self, request: Request, contents: Contents) -> None:
-        both = contents.longest(request.committed, draft=True)
+        if not contents.tokens:
+            return
+        most = len(contents.tokens)
+        both = contents.longest(most, draft=True)
         # A drafter that is behind may have none of the lengths of a state.
         if not both and request.draft and self.pair.drafter.catch_up(request.slot, request.committed):
             contents = self.contents(request)
-            both = contents.longest(request.committed, draft=True)
-        length = both or contents.longest(request.committed, draft=False)
+            both = contents.longest(most, draft=True)
+        length = both or contents.longest(most, draft=False)
         assert self.prefixes is not None
         self.prefixes.keep(
             request.slot, contents.tokens[:length], draft=both > 0, salt=request.options.cache_salt

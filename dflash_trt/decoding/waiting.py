@@ -44,9 +44,16 @@ class Waiting:
         if not self._requests:
             self._order.clear()
 
+    @property
+    def first(self) -> Request:
+        """The request whose turn it is."""
+        while (request := self._order[0][2]) not in self._requests:
+            heapq.heappop(self._order)
+        return request
+
     def pop(self) -> Request:
         """Remove and return the request whose turn it is."""
-        while (request := heapq.heappop(self._order)[2]) not in self._requests:
-            pass
+        request = self.first
+        heapq.heappop(self._order)
         self.remove(request)
         return request

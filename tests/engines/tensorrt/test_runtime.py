@@ -21,11 +21,12 @@ from dflash_plugins.launch import by_triton
 from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
+from dflash_trt.decoding.exact import Rule
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.engines.tensorrt import plans, warm_up
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE
-from dflash_trt.errors import BatchError, BundleError, EngineError, NonFiniteError
+from dflash_trt.errors import BatchError, BuildError, BundleError, EngineError, NonFiniteError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.serving.deploy import container_command
 from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
@@ -102,8 +103,61 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle], tem
         assert [c.token_ids for c in mixed] == expected[:2]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_padded_passes_give_the_same_tokens(
+    bundles: tuple[Bundle, Bundle], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In exact mode a pass has copies of its last rows, made on the device or on the host."""
+    with LLM(bundles[0].path, threads=1) as reference:
+        expected = [c.token_ids for c in reference.generate(prompts(), params(temperature))]
+    with LLM(bundles[1].path, prefix_cache_bytes=1 << 20) as llm:
+        pair, widths = llm._runtime.pair, set[int]()
+        pair.arrays.samples = False
+        llm._runtime.scheduler.follow(Rule((4, BLOCK), cuts=False))
+        run = pair.target.run
+
+        def watched(profile: int, feeds: Any, **given: Any) -> Any:
+            widths.update({feeds["tokens"].shape[1]} if profile == DECODE else ())
+            return run(profile, feeds, **given)
+
+        monkeypatch.setattr(pair.target, "run", watched)
+        for block_length in (BLOCK, None, 3):
+            completions = llm.generate(prompts(), params(temperature), block_length=block_length)
+            assert [c.token_ids for c in completions] == expected
+        alone = llm.generate(prompts()[:2], params(temperature)[:2], speculate=False)
+        assert [c.token_ids for c in alone] == expected[:2]
+        form = StructuredOutputs(choice=["a", "b"])
+        chosen = SamplingParams(max_tokens=4, structured_outputs=form)
+        assert llm.generate("b", chosen).token_ids == llm.generate("b", chosen, speculate=False).token_ids
+        assert pair.logits([[1, 2], [3, 4]], [0, 0]).shape[1] == 2
+    assert widths == {4, BLOCK}
+
+
 def test_the_container_gets_the_version_that_built_the_plans(bundles: tuple[Bundle, Bundle]) -> None:
     assert "tensorrt-cu13==11.4.0 torch" in container_command(bundles[1])
+
+
+def test_a_rebuild_chooses_by_the_same_times(tmp_path: Path, here: Any) -> None:
+    target = make_target(tmp_path / "target")
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
+
+    def built(name: str, cache: Path | None = None) -> Bundle:
+        options = TensorRTOptions(timing_cache=cache)
+        asked: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 64, "precision": FLOAT32}
+        return build(str(target), str(drafter), tmp_path / name, options=options, **asked)
+
+    first, again, other = built("first"), built("again", tmp_path / "first"), built("other")
+    for role in ("target", "drafter"):
+        name = f"plans/sm90/{role}.timing"
+        times = [bundle.listed(name).read_bytes() for bundle in (first, again, other)]
+        assert times[0] == times[1] != times[2]
+        used = again.manifest["tensorrt"]["timing_cache"][f"sm90/{role}"]
+        assert used == first.manifest["files"][name]["sha256"]
+    (tmp_path / "other" / "plans" / "sm90" / "drafter.timing").write_bytes(b"of another GPU")
+    with pytest.raises(BuildError, match="another GPU"):
+        built("wrong", tmp_path / "other")
+    with pytest.raises(BuildError, match="timing"):
+        built("missing", tmp_path)
 
 
 def test_outputs_that_nothing_reads_have_memory(tmp_path: Path, here: Any) -> None:
@@ -163,6 +217,8 @@ def test_sampling_on_the_device_gives_the_same(bundles: tuple[Bundle, Bundle]) -
         found = llm.generate(prompts()[:3], wanted, block_length=4)
         assert [c.token_ids for c in found] == expected
         assert arrays._sampling[1] is not None
+        llm._runtime.scheduler.follow(Rule((BLOCK,)))  # the copies of a row are no drafts
+        assert llm.generate(prompts()[0], wanted[0], block_length=2).token_ids == expected[0]
 
 
 @pytest.mark.parametrize("sampled_on_the_device", [False, True])
