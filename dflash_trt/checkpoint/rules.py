@@ -15,6 +15,7 @@ from dflash_trt.formats import Algorithm
 # Limits: module names, patterns among them, characters of a pattern and of a name that one is tried on. Every name and
 # pattern costs a search.
 NAMES, _PATTERNS, _CHARACTERS, _NAME_CHARACTERS = 1 << 18, 1024, 4096, 256
+CACHE_SCALES = (".k_scale", ".v_scale")  # the ends of names of tensors for a quantized cache
 _REPEATS = 5  # of a regular expression, each of which may multiply the time of a search by a name's length
 _PATTERN_CHARACTERS = 512  # with * and ?
 

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.linears import StoredLinear, joined, stored_linear, widened_bytes
+from dflash_trt.checkpoint.rules import CACHE_SCALES
 from dflash_trt.checkpoint.tensors import Checkpoint, Outline, TensorInfo
 from dflash_trt.errors import CheckpointError
 from dflash_trt.formats.base import FLOAT_DTYPES
@@ -191,7 +192,7 @@ def cache_scales(
     """
     left = sorted(set(checkpoint.tensors) - set(used))
     left = [name for name in left if not name.startswith(skipped)]
-    ending = (".k_scale", ".v_scale") if checkpoint.quantization.kv_cache else ()
+    ending = CACHE_SCALES if checkpoint.quantization.kv_cache else ()
     if unknown := [name for name in left if not name.endswith(ending)]:
         raise CheckpointError(
             f"{checkpoint.directory}: {len(unknown)} tensors are not part of the architecture that config.json "

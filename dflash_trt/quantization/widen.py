@@ -18,6 +18,7 @@ from dflash_trt.checkpoint.linears import (
     widened_pieces,
 )
 from dflash_trt.checkpoint.quantization import QUANT_CONFIG
+from dflash_trt.checkpoint.rules import CACHE_SCALES
 from dflash_trt.checkpoint.tensors import Checkpoint, TensorInfo
 from dflash_trt.checkpoint.writer import Entry
 from dflash_trt.files.reading import read_object
@@ -31,7 +32,8 @@ def in_bf16(checkpoint: Checkpoint, out: Path, progress: Progress) -> Path:
     Rounding of inputs is left out. Raises CheckpointError where a layer lacks a tensor or has it in another form.
     """
     layers: dict[str, tuple[str, StoredLinear]] = {}
-    dropped: set[str] = set()
+    ending = CACHE_SCALES if checkpoint.quantization.kv_cache else ()
+    dropped = {name for name in checkpoint.tensors if name.endswith(ending)}
     for layer, algorithm, info in quantized_layers(checkpoint):
         rows, columns = shape_of(checkpoint, algorithm, layer, info)
         stored = stored_linear(checkpoint, layer, columns, rows)

@@ -78,6 +78,19 @@ def test_widened_weights_are_those_of_transformers(
             assert torch.equal(tensor, original[name]), name
 
 
+def test_blocks_of_model_optimizer_are_widened_without_scales_of_the_cache(tmp_path: Path) -> None:
+    said = {"quantization": {"quant_algo": "fp8_pb_wo", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    codes, scale = torch.ones(256, 128).to(torch.float8_e4m3fn), torch.tensor([0.5, 2.0]).reshape(2, 1, 1, 1)
+    tensors = {"a.weight": codes, "a.weight_scale": scale, "a.k_scale": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    out = in_bf16(Checkpoint(tmp_path), tmp_path / "bf16", silent)
+    found = load_file(out / "model.safetensors")
+    assert found.keys() == {"a.weight"}
+    assert found["a.weight"][:, 0].tolist() == [0.5] * 128 + [2.0] * 128
+
+
 def test_the_last_blocks_may_be_smaller(tmp_path: Path) -> None:
     tmp_path.joinpath("config.json").write_text(
         json.dumps({"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 3]}})
