@@ -90,9 +90,10 @@ def test_layers_in_blocks_are_the_same_numbers(tmp_path: Path) -> None:
     assert has_blocks(original)
     assert not has_blocks(original, channels=True)
     found = Checkpoint(in_blocks(original, tmp_path / "blocks", silent))
-    layers = [stored_linear(each, "l", IN, OUT) for each in (original, found)]
-    wide = [widen(each, s) for each, s in zip((original, found), layers, strict=True) if s is not None]
-    np.testing.assert_array_equal(*wide)
+    before, after = stored_linear(original, "l", IN, OUT), stored_linear(found, "l", IN, OUT)
+    assert before is not None
+    assert after is not None
+    np.testing.assert_array_equal(widen(original, before), widen(found, after))
 
 
 def test_they_are_for_processors_with_amx_whose_sums_are_exact(
