@@ -64,6 +64,7 @@ class AsyncLLM:
         prefix_cache_bytes: int = 256 << 20,
         threads: int | None = None,
         check: Check = "size",
+        exact: bool | None = None,
     ) -> None:
         if max_queue < 0:
             raise DFlashError(f"max_queue is {max_queue}, expected 0 or more")
@@ -76,7 +77,9 @@ class AsyncLLM:
             prefix_cache_bytes=prefix_cache_bytes,
             threads=threads,
             check=check,
+            exact=exact,
         )
+        self.exactness = self._runtime.exactness
         self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
         self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
         self._lengths = self._runtime.lengths(

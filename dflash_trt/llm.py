@@ -34,11 +34,14 @@ class LLM:
     prefix_cache_bytes: memory limit for cache rows of finished requests. Prompts with the same beginning reuse them.
         0 reuses no rows at all.
     check: how thoroughly the bundle is verified first, see `Bundle.open`.
+    exact: run only passes that give a row the same bits, so that drafts change no token (docs/decoding.md,
+        "Exact mode"). What that takes is measured at first use, and then is `exactness`. None: as the bundle was built,
+        or if a measurement of this machine shows that it costs under 5%.
 
     One call generates at a time (`AsyncLLM` serves many). The memory is freed by `close()`, at the end of a `with`, or
     with the object itself. An interrupted call (Ctrl-C) leaves nothing behind.
 
-    Raises BundleError if the bundle is incomplete.
+    Raises BundleError if the bundle is incomplete, or if `exact` cannot be promised on this machine.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class LLM:
         prefix_cache_bytes: int = 256 << 20,
         threads: int | None = None,
         check: Check = "size",
+        exact: bool | None = None,
     ) -> None:
         self._runtime = Runtime(
             bundle,
@@ -58,7 +62,9 @@ class LLM:
             prefix_cache_bytes=prefix_cache_bytes,
             threads=threads,
             check=check,
+            exact=exact,
         )
+        self.exactness = self._runtime.exactness
         self.bundle, self.tokenizer = self._runtime.bundle, self._runtime.tokenizer
         self.max_seq_len, self.block_size = self._runtime.max_seq_len, self._runtime.block_size
         self.most_tree_nodes = self._runtime.scheduler.most_tree_nodes

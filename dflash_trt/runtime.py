@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from dflash_trt.building.exactness import Exactness, exactness, kept
 from dflash_trt.building.first_use import open_bundle
 from dflash_trt.building.progress import progress_display
 from dflash_trt.bundle.manifest import Check
+from dflash_trt.bundle.workspace import Progress
 from dflash_trt.checkpoint.catalogue import known_pair
 from dflash_trt.decoding.length.policy import Lengths
 from dflash_trt.decoding.options import RequestOptions, plain
@@ -29,8 +31,11 @@ from dflash_trt.engines.base import RunSettings
 from dflash_trt.engines.registry import engine_of
 from dflash_trt.errors import BundleError, DFlashError, RequestError, UsageError, quoted
 from dflash_trt.logs import warn_once
+from dflash_trt.prompts import natural_prompts
 from dflash_trt.text.tokenizer import Tokenizer
 
+# Tokens of the longest prompt that exact mode measures.
+_LONG_PROMPT = 300
 _log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
@@ -49,6 +54,7 @@ class Runtime:
         prefix_cache_bytes: int,
         threads: int | None,
         check: Check,
+        exact: bool | None = None,
     ) -> None:
         began = perf_counter()
         max_batch_size, prefill_chunk, prefix_cache_bytes = map(
@@ -82,6 +88,7 @@ class Runtime:
                     progress=progress,
                 )
                 self.scheduler = engine.open(self.bundle, settings)
+                self.exactness = self._follow_rule(exact, threads, progress)
         except MemoryError as error:
             raise DFlashError(
                 f"{self.bundle.path}: no memory is left for {max_batch_size} sequences of {self.max_seq_len} tokens "
@@ -92,6 +99,40 @@ class Runtime:
             *(self.bundle.path, manifest["engine"], perf_counter() - began),
             *(self.block_size, self.max_seq_len, max_batch_size),
         )
+
+    def _follow_rule(self, exact: bool | None, threads: int | None, progress: Progress) -> Exactness | None:
+        """The measurement whose rule the scheduler follows from now on; None if it follows none."""
+        wanted = self.bundle.manifest.get("exact") if exact is None else exact
+        if exact is False:
+            return None
+        try:
+            try:
+                pair = self.pair
+            except DFlashError as error:
+                if wanted:
+                    raise DFlashError(
+                        f"{error}, so exact mode cannot promise equal tokens; leave exact out"
+                    ) from None
+                return None
+            if wanted:
+                found = exactness(
+                    self.bundle, pair, self._measured_prompts(), threads=threads, progress=progress
+                )
+            elif (found := kept(self.bundle, pair, threads)) is None or not found.free:
+                return None
+        except BaseException:
+            self.scheduler.close()
+            raise
+        assert found.rule is not None
+        self.scheduler.follow(found.rule)
+        return found
+
+    def _measured_prompts(self) -> list[list[int]]:
+        """A short prompt, and one that is cut into passes, for exact mode's measurement."""
+        texts = [str(prompt.content) for prompt in natural_prompts(None, 8)]
+        most = self.max_seq_len - self.max_seq_len // 4
+        short, *others = [self.tokenizer.encode(text) for text in texts]
+        return [short[:most], [token for ids in others for token in ids][: min(most, _LONG_PROMPT)]]
 
     def describe(self) -> str:
         """The bundle in a few words."""

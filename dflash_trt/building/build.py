@@ -48,6 +48,7 @@ def build(
     draft_vocabulary: str | Path | None = None,
     drafter_window: int | None = None,
     options: EngineOptions | None = None,
+    exact: bool = False,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Bundle:
@@ -68,6 +69,7 @@ def build(
     `drafter_window`: how many tokens the drafter's layers see, less than they were trained for (docs/drafters.md).
     `options` are the engine's own: `TensorRTOptions` (dflash_trt/engines/tensorrt/options.py) for "tensorrt" and
     "tensorrt-rtx", `TensorRTLLMOptions` (dflash_trt/trtllm/options.py) for "tensorrt-llm", which needs them.
+    `exact`: the bundle is opened in exact mode unless its user says otherwise (`LLM`).
     Work happens in a sibling directory that is renamed at the end, so an interrupted build never looks finished;
     the next one continues with what is whole. A bundle of the same inputs that is already there is kept as it is.
     `force` replaces one of other inputs, or a damaged one; nothing else is ever replaced.
@@ -84,6 +86,10 @@ def build(
     _check_options(entry, options)
     check_out(out)
     entry.check(precision, weights, options)
+    if exact and entry.own_loop:
+        raise UsageError(
+            f"--exact: {engine} runs its passes by itself, so equal tokens cannot be promised; leave it out"
+        )
 
     progress("read checkpoints", 0, 1)
     pair = _read_pair(find_sources(target, drafter, weights), entry, weights)
@@ -96,6 +102,7 @@ def build(
         weights=weights,
         precision=_precision(precision, pair, entry),
         options=options,
+        exact=exact,
     )
     pair = replace(pair, draft_tokens=_draft_tokens(pair, draft_vocabulary, entry))
     progress("read checkpoints", 1, 1)
@@ -237,6 +244,7 @@ def _describe(pair: CheckpointPair, settings: BuildSettings, engine: Engine, job
         "vocab_size": target.vocab_size,
         "max_seq_len": settings.max_seq_len,
         "eos_token_ids": list(target.eos_token_ids),
+        **({"exact": True} if settings.exact else {}),
         **job.manifest,
     }
 

@@ -11,6 +11,7 @@ from dflash_trt.building.progress import progress_display
 from dflash_trt.cli import bench_server
 from dflash_trt.cli.options import (
     add_bundle,
+    add_exact,
     add_json,
     add_prompts,
     add_threads,
@@ -98,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_tree_nodes(parser)
     add_prompts(parser)
     add_threads(parser)
+    add_exact(parser)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw throughput and TPOT over the loads")
     add_json(parser)
 
@@ -142,6 +144,7 @@ def _bundle(args: argparse.Namespace, loads: Sequence[Load]) -> int:
         prefix_cache_bytes=0,
         threads=args.threads,
         check="size",
+        exact=args.exact,
     )
     fixed = args.block_length or runtime.block_size
     try:
@@ -158,12 +161,14 @@ def _bundle(args: argparse.Namespace, loads: Sequence[Load]) -> int:
             "processor": processor(),
             "max_tokens": args.max_tokens,
         }
+        document |= {"exact": runtime.exactness and runtime.exactness.as_dict()}
         document |= {"block_size": runtime.block_size, "fixed_block_length": fixed, "same_tokens": same}
         document |= {"tree_nodes": "auto" if args.tree_nodes is None else args.tree_nodes, "points": rows}
         print_json(document)
     else:
         print(processor())
         print(f"{args.requests} requests per load and method, at most {args.max_tokens} tokens each")
+        print(f"exact mode: {runtime.exactness.describe() if runtime.exactness else 'off'}")
         print(
             f"draft: {fixed} tokens per round; tokens of the methods: {'all equal' if same else 'DIFFERENT'}"
         )

@@ -83,6 +83,11 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         "large target in floats on ONNX Runtime, else 1)",
     )
     parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="open the bundle in exact mode, where drafts change no token, by default",
+    )
+    parser.add_argument(
         "--drafter-window",
         type=at_least(1),
         metavar="N",
@@ -143,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
             max_seq_len=args.max_seq_len,
             block_size=args.block_size,
             tree_width=args.tree_width,
+            exact=args.exact,
             engine=args.engine,
             weights=args.weights,
             precision=parse_precision(args.precision),

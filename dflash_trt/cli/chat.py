@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     with loading(args.bundle):
         from dflash_trt.llm import LLM
 
-        opened = LLM(place, max_batch_size=1)
+        opened = LLM(place, max_batch_size=1, exact=args.exact)
     with opened as llm:
         conversation = Conversation(llm, params, args)
         if sys.stdin.isatty():

@@ -61,6 +61,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in ("max_batch_size", "max_queue", "threads")}
+    given |= {"exact": args.exact and int(args.exact)}
     return {**given, **drafting_of(args), "stream_interval_ms": args.stream_interval}
 
 

@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     with loading(args.bundle):
         from dflash_trt import LLM
 
-        opened = LLM(place, max_batch_size=1)
+        opened = LLM(place, max_batch_size=1, exact=args.exact)
     with opened as llm:
         if args.chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]

@@ -100,6 +100,13 @@ def add_threads(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_exact(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--exact", action="store_true", default=None,
+        help="run only passes that give a row the same bits, measured at first use, so that drafts change no token",
+    )  # fmt: skip
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
 
@@ -113,12 +120,13 @@ def add_tree_nodes(parser: argparse._ActionsContainer) -> None:
 
 
 def add_drafting(parser: argparse._ActionsContainer) -> None:
-    """The options that `drafting_of` reads."""
+    """The options that `drafting_of` reads, and `add_exact`'s."""
     parser.add_argument(
         "--block-length", type=block_length, metavar="auto|N",
         help="tokens verified per round (default: auto, the length that is expected to be fastest in each round)",
     )  # fmt: skip
     add_tree_nodes(parser)
+    add_exact(parser)
 
 
 def drafting_of(args: argparse.Namespace) -> DraftingOptions:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_trt.cli.options import (
     add_bundle,
+    add_exact,
     add_json,
     add_limit,
     add_prompts,
@@ -88,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="compare the logits of passes of N rows instead (default: 1 to the block length)",
     )
+    add_exact(parser)
     add_json(parser)
 
 
@@ -100,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
     if args.widths is not None:
         return _widths(args, prompts)
     cases = []
-    with LLM(args.bundle, max_batch_size=max(args.batch_sizes)) as llm:
+    with LLM(args.bundle, max_batch_size=max(args.batch_sizes), exact=args.exact) as llm:
+        if llm.exactness:
+            print(f"exact mode: {llm.exactness.describe()}", file=sys.stderr)
         asked: dict[str, Any] = {
             "temperatures": args.temperatures,
             "ways": _ways(args, llm),
@@ -132,12 +136,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _widths(args: argparse.Namespace, prompts: list[Prompt]) -> int:
+    from dflash_trt.building.exactness import settle
+    from dflash_trt.decoding.widths import classes, measure
     from dflash_trt.llm import LLM
     from dflash_trt.reports.verification import token_ids
-    from dflash_trt.reports.widths import classes, measure
 
-    outcomes = []
-    with LLM(args.bundle, max_batch_size=max(args.batch_sizes)) as llm:
+    outcomes, found = [], None
+    with LLM(args.bundle, max_batch_size=max(args.batch_sizes), exact=args.exact or False) as llm:
+        pair, manifest, ids = llm._runtime.pair, llm.bundle.manifest, token_ids(llm, prompts)
         widths = sorted({1, *args.widths}) if args.widths else list(range(1, llm.block_size + 1))
         if not args.json:
             print(
@@ -145,16 +151,21 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt]) -> int:
                     "rows fed as", "equal rows", "largest difference", "flips per 1,000", "answers"
                 )
             )
-        for outcome in measure(llm, token_ids(llm, prompts), widths, args.max_tokens):
+        for outcome in measure(pair, ids, widths, args.max_tokens, manifest):
             outcomes.append(outcome)
             if not args.json:
                 share = f"{1000 * outcome.flips / outcome.rows:.3g}"
                 cells = f"{outcome.equal}/{outcome.rows}", f"{outcome.largest:.3g}", share, outcome.answers
                 print(WIDTH_COLUMNS.format(outcome.way.name, *cells), flush=True)
+        if args.exact:
+            found = llm.exactness
+        elif len(widths) == llm.block_size:
+            found = settle(llm.bundle, pair, ids, outcomes, threads=None, tokens=args.max_tokens)
     differing = [outcome for outcome in outcomes if outcome.equal < outcome.rows]
     agreeing, flips = classes(outcomes), sum(outcome.flips for outcome in outcomes)
     if args.json:
         verdict = {"equal": not differing, "flips": flips, "prompts": len(prompts), "classes": agreeing}
+        verdict |= {"exact": found and found.as_dict()}
         print_json(verdict | {"ways": [outcome.as_dict() for outcome in outcomes]})
     elif differing:
         for i, ways in enumerate(agreeing, 1):
@@ -170,6 +181,8 @@ def _widths(args: argparse.Namespace, prompts: list[Prompt]) -> int:
             print("logits differ, but no greedy token changes")
     else:
         print("all equal, bit for bit: drafts change no token here")
+    if found and not args.json:
+        print(f"exact mode: {found.describe()}")
     return 1 if flips else 0
 
 

@@ -39,7 +39,8 @@ TRITON_IMAGE, TRITON_TRTLLM_IMAGE = "26.07-py3", "26.07-trtllm-python-py3"
 class BuildSettings:
     """The settings of a build. `max_seq_len` and `block_size` are in tokens. `options`: the engine's own, if any.
 
-    `tree_width`: the candidates that the drafter gives for each place.
+    `tree_width`: the candidates that the drafter gives for each place. `exact`: whether the bundle is opened in exact
+    mode by default.
     """
 
     block_size: int
@@ -48,6 +49,7 @@ class BuildSettings:
     weights: Weights
     precision: Precision
     options: Any = None
+    exact: bool = False
 
 
 @dataclass(kw_only=True)
@@ -167,7 +169,8 @@ class Engine(ABC):
     `options`: its own options of a build. `weights_folder`: where checkpoints lie in its bundles. `tokenizer_folder`:
     where the tokenizer lies in them. `weight_layout`: how it reads quantized layers. `server`: the name of a
     server of its own, beside Triton. `modules`: Python modules that it can use, which `doctor` shows. `memory`: its
-    layout, for `plan`. `draft_vocabulary`: whether a drafter may have fewer tokens than its target.
+    layout, for `plan`. `draft_vocabulary`: whether a drafter may have fewer tokens than its target. `own_loop`: whether
+    it runs its passes by itself, and not as this package asks.
     """
 
     name: str
@@ -177,6 +180,7 @@ class Engine(ABC):
     weight_layout: ClassVar[WeightLayout] = "stored"
     server: ClassVar[str] = ""
     draft_vocabulary: ClassVar[bool] = True
+    own_loop: ClassVar[bool] = False
     modules: tuple[str, ...] = ()
     memory: MemoryTraits
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.widths import cache_rows
 from dflash_trt.files.disk import whole_file
 
 Array = np.ndarray[Any, Any]
@@ -81,20 +82,6 @@ class Localizer:
             self.first, self.tensors = comparison, (ours, theirs)
 
 
-def cache_rows(pair: Pair, model: str, slot: int, start: int, stop: int) -> Iterator[tuple[str, Array]]:
-    """Name and rows of each cache of `target` or `drafter`, layer by layer: positions start .. stop-1 of a slot.
-
-    Layers with a window have those that the row after them sees.
-    """
-    caches: Any = (pair.target if model == "target" else pair.drafter.engine).caches
-    rows = getattr(caches, "rows", caches).read(
-        slot, start, stop
-    )  # those beside states, where there are states
-    pair.arrays.wait()
-    for name in sorted(rows, key=lambda each: (int(each.rpartition(".")[2]), each)):
-        yield name, _on_host(rows[name])
-
-
 def write_archive(
     archive: Path, localizer: Localizer, report: dict[str, Any], tokens: dict[str, list[int]], bundle: Path
 ) -> None:
@@ -124,10 +111,6 @@ def write_archive(
             packed.writestr("first.npz", data.getvalue())
         for log in sorted(bundle.rglob("*.log")):
             packed.write(log, str(log.relative_to(bundle)))
-
-
-def _on_host(rows: Any) -> Array:
-    return np.asarray(rows.float().cpu() if hasattr(rows, "cpu") else rows, np.float32)
 
 
 def _alike(ours: Array, theirs: Array) -> tuple[Array, Array]:

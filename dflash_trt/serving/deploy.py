@@ -49,6 +49,7 @@ def deploy(
     tree_nodes: int | None = None,
     stream_interval_ms: int = 50,
     threads: int | None = None,
+    exact: bool | None = None,
 ) -> Path:
     """Write the models `dflash` and `ensemble` into the directory `out`, which must be missing or empty.
 
@@ -79,6 +80,7 @@ def deploy(
         "tree_nodes": "auto" if tree_nodes is None else tree_nodes,
         "stream_interval_ms": stream_interval_ms,
         "threads": threads or "",
+        "exact": "" if exact is None else int(exact),
     }
     if name is not None:
         out.mkdir(parents=True, exist_ok=True)

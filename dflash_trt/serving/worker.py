@@ -98,6 +98,8 @@ def _options(settings: dict[str, str]) -> dict[str, Any]:
         options[name] = int(value)
     if "stream_interval_ms" in options:
         options["stream_interval"] = options.pop("stream_interval_ms") / 1e3
+    if "exact" in options:
+        options["exact"] = bool(options["exact"])
     return options
 
 

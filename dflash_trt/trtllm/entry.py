@@ -45,6 +45,7 @@ class TensorRTLLMEntry(Engine):
     draft_vocabulary = False
     tokenizer_folder = "target"
     modules = ("tensorrt_llm", "jsonschema")
+    own_loop = True
     memory = MEMORY
     server = "trtllm-serve"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 
@@ -13,6 +14,8 @@ from dflash_trt.decoding.length.trees import TreeLengths
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.scheduler import Scheduler
+from dflash_trt.decoding.widths import find_rule, measure
+from dflash_trt.errors import DFlashError
 from tests.doubles.fake_engines import VOCAB, request
 from tests.doubles.ulp_engines import BLOCK, CHUNK, Lies, UlpTarget, ulp_scheduler
 
@@ -133,3 +136,34 @@ def test_without_the_rule_some_differ(engine: str) -> None:
 )
 def test_each_part_of_the_rule_is_needed(engine: str, rule: Rule) -> None:
     assert changed(ENGINES[engine][0], rule, 600)[0] > 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_rule_is_measured(engine: str) -> None:
+    lies, rule = ENGINES[engine]
+    pair = ulp_scheduler(lies).pair
+    manifest = {"block_size": BLOCK, "max_seq_len": 64, "eos_token_ids": []}
+    prompts = [list(tokens) for tokens, _ in jobs(200) if len(tokens) > 2 * CHUNK][:3]
+    raw = list(measure(pair, prompts, range(1, BLOCK + 1), 24, manifest))
+    assert sum(each.flips for each in raw) > 0
+    assert find_rule(pair, prompts, raw, manifest, 24) == rule
+    assert pair.rule == FREE
+
+
+def test_an_engine_without_a_rule() -> None:
+    """Its kernels follow from a number that no pass repeats, as with sums in the order of arrival."""
+    pair = ulp_scheduler(Lies()).pair
+    target, manifest = pair.target, {"block_size": BLOCK, "max_seq_len": 64, "eos_token_ids": []}
+    assert isinstance(target, UlpTarget)
+    known = target._kernel
+    target._kernel = lambda *given: (*known(*given), target.passes % 5)  # type: ignore[method-assign]
+    raw = list(measure(pair, [[1] * 20], range(1, BLOCK + 1), 24, manifest))
+    assert find_rule(pair, [[1] * 20], raw, manifest, 24) is None
+
+
+def test_a_rule_is_read_as_it_was_written() -> None:
+    rule = Rule((5, 8), cuts=False)
+    assert Rule.read(json.loads(json.dumps(rule.as_dict()))) == rule
+    for wrong in ({}, rule.as_dict() | {"widths": [8, 5]}, rule.as_dict() | {"trees": 1}, [1]):
+        with pytest.raises(DFlashError):
+            Rule.read(wrong)

@@ -114,6 +114,10 @@ class UlpTarget(FakeTarget):
         next_token = chosen[np.arange(n), accepted]
         return {"logits": logits, "features": features, "accepted": accepted, "next_token": next_token}
 
+    def read(self, slot: int, start: int, stop: int) -> dict[str, Array]:
+        """The rows of a slot by the name of their cache."""
+        return {"k_cache.0": self.cache[slot, start:stop, None]}
+
     def _kernel(self, tokens: Array, place: int, width: int) -> tuple[object, ...]:
         n, lies = len(tokens), self.lies
         rows = n * width if lies.sequences else width

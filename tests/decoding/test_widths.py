@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_trt import LLM
+from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.cli import main
+from dflash_trt.decoding.exact import Rule
 from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.widths import Outcome, classes, measure
 from dflash_trt.errors import UsageError
 from dflash_trt.graph import onnxruntime as functions
-from dflash_trt.reports.widths import Outcome, classes, measure
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
@@ -46,7 +47,8 @@ def bundle(tmp_path: Path, target: str = "qwen3") -> Path:
 
 def measured(path: Path, widths: tuple[int, ...] = (1, 2, 4)) -> dict[str, Outcome]:
     with LLM(path, max_batch_size=3, prefill_chunk=64) as llm:
-        return {each.way.name: each for each in measure(llm, PROMPTS, widths, max_tokens=20)}
+        manifest = llm.bundle.manifest
+        return {each.way.name: each for each in measure(llm._runtime.pair, PROMPTS, widths, 20, manifest)}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -54,7 +56,7 @@ def test_all_agree_on_onnx_runtime(tmp_path: Path, target: str) -> None:
     outcomes = measured(bundle(tmp_path, target))
     assert {name: each.rows - each.equal for name, each in outcomes.items() if each.equal < each.rows} == {}
     assert classes(list(outcomes.values())) == [list(outcomes)]
-    assert len(outcomes) == 14
+    assert len(outcomes) == 16
 
 
 def test_an_operator_that_rounds_one_row_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,4 +142,82 @@ def test_trees_move_rows(tmp_path: Path) -> None:
 
 def test_a_prompt_without_room(tmp_path: Path) -> None:
     with LLM(bundle(tmp_path)) as llm, pytest.raises(UsageError, match="leaves 1 tokens"):
-        list(measure(llm, [[1] * 127], (1, 2), 8))
+        list(measure(llm._runtime.pair, [[1] * 127], (1, 2), 8, llm.bundle.manifest))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_padded_passes_keep_the_bits(tmp_path: Path, target: str) -> None:
+    """Copies of the last row change no row before them, no window and no state."""
+    path = bundle(tmp_path, target)
+    with LLM(path, max_batch_size=2, prefill_chunk=64) as llm:
+        pair, manifest = llm._runtime.pair, llm.bundle.manifest
+        free = list(measure(pair, PROMPTS, (1, 2, 4), 20, manifest))
+        pair.rule = Rule((3, 4))
+        assert [each.digest for each in measure(pair, PROMPTS, (1, 2, 4), 20, manifest)] == [
+            each.digest for each in free
+        ]
+
+
+def test_exact_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where one row is rounded otherwise, plain passes get two, once that is known."""
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(functions, "GROUPED_ROWS", 0)
+    path = bundle(tmp_path)
+    with LLM(path) as llm:
+        assert llm.exactness is None
+    with LLM(path, exact=True) as llm:
+        found, pair = llm.exactness, llm._runtime.pair
+        assert found is not None
+        assert found.rule == pair.rule == Rule((2, 3, 4))
+        assert not found.flips < 0 < found.cost
+        plain, drafted = (
+            llm.generate([PROMPTS[0]], SamplingParams(max_tokens=12), speculate=each)[0].token_ids
+            for each in (False, True)
+        )
+        assert plain == drafted
+    assert "(once)" in capsys.readouterr().err
+    with LLM(path, exact=True) as llm:
+        assert llm.exactness == found
+    with LLM(path, exact=False) as llm:
+        assert llm.exactness is None
+    assert capsys.readouterr().err == ""
+    (kept,) = (tmp_path / "cache" / "exact").iterdir()
+    kept.write_text("{}")
+    with LLM(path, exact=True) as llm:
+        assert llm.exactness is not None
+    assert json.loads(kept.read_text())["found"]["rule"]["widths"] == [2, 3, 4]
+
+
+def test_what_is_known_to_cost_nothing_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
+    path = bundle(tmp_path)
+    with LLM(path, exact=True) as llm:
+        known = llm.exactness
+        assert known is not None
+        assert known.rule == Rule((1, 2, 3, 4))
+        assert known.free
+    with LLM(path) as llm:
+        assert llm.exactness == known
+    with LLM(path, max_batch_size=2) as llm:  # was not measured
+        assert llm.exactness is None
+
+
+def test_a_bundle_built_to_be_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path / "cache"))
+    made = TARGETS["qwen3"](tmp_path / "target")
+    drafter = make_drafter(tmp_path / "drafter", made, layers=1, taps=(0, 1), block_size=4)
+    path = build(str(made), str(drafter), tmp_path / "b", max_seq_len=128, tree_width=4, exact=True).path
+    with LLM(path) as llm:
+        assert llm.exactness is not None
+        assert llm.exactness.rule == Rule((1, 2, 3, 4), trees=False)
+        assert "chains only" in llm.exactness.describe()
+        assert llm.most_tree_nodes == 0
+        with pytest.raises(UsageError, match="without exact"):
+            llm.generate([1, 2, 3], SamplingParams(max_tokens=8), tree_nodes=3)
+        assert llm.generate([1, 2, 3], SamplingParams(max_tokens=8)).token_ids
+    with LLM(path, exact=False) as llm:
+        assert llm.most_tree_nodes > 0
+    with pytest.raises(UsageError, match="--exact"):
+        build(str(made), str(drafter), tmp_path / "other", engine="tensorrt-llm", exact=True)

@@ -3,45 +3,48 @@
 Drafts change the width of the target's passes. Tokens are the same with and without them only if a row has the same
 logits in a pass of one row and in one of several, and many kernels do not give that. So the plain greedy answer of a
 prompt, which runs one row a pass, is fed again in other ways, and all logits are compared bit for bit. No drafter runs.
+
+`find_rule` makes a `Rule` of the result, and measures again under it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from dflash_trt.decoding.exact import FREE, Rule
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.errors import UsageError
-from dflash_trt.llm import LLM
-from dflash_trt.reports.localize import cache_rows
 
 Array = np.ndarray[Any, Any]
-# Cuts of the prompt: those of common tiles, and one that divides nothing.
-PARTS = (64, 37)
+# Parts in which the prompt is read, at most: as common tiles have, and such as divide nothing.
+PARTS = (64, 37, 5)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
     """How the tokens of an answer are fed.
 
+    kind: what differs from plain decoding, if anything.
     widths: the rows of its passes; of a range, a random number in it for each pass.
-    place, batch: its slot among so many sequences.
+    place, batch: its slot among so many sequences; of a range, a random number in it for each pass.
     part: the prompt is read in parts of so many tokens; 0: of the bundle's usual size.
     restored: the prompt's cache rows are a copy that was kept.
-    tree: every second node of a pass is a draft that is rejected, so the answer's rows are moved together after it.
+    reread: the first half of the answer is read as a part of the prompt. Only the rows after it are compared.
     """
 
     name: str
+    kind: Literal["again", "widths", "batches", "cuts", "trees"]
     widths: range
     place: int = 0
-    batch: int = 1
+    batch: range = range(1, 2)
     part: int = 0
     restored: bool = False
-    tree: bool = False
+    reread: bool = False
 
 
 @dataclass(slots=True)
@@ -76,55 +79,68 @@ class Outcome:
         }
 
 
-def ways(widths: Sequence[int], slots: int, *, trees: bool) -> list[Way]:
-    """All ways for passes of these widths, with a bundle of so many slots. Plain decoding again comes first.
-
-    trees: whether the bundle verifies trees.
-    """
-    most = max(widths)
-    found = [Way("width 1 again", range(1, 2))]
-    found += [Way(f"width {width}", range(width, width + 1)) for width in widths if width > 1]
-    found += [
-        Way(f"random widths, {least} to {most}", range(least, most + 1)) for least in (1, 2) if most > least
-    ]
+def ways(widths: Sequence[int], pair: Pair) -> list[Way]:
+    """All ways for passes of these widths. Plain decoding again comes first."""
+    one, most, slots, chunk = range(1, 2), max(widths), pair.slots, pair.prefill_chunk
+    found = [Way("width 1 again", "again", one)]
+    found += [Way(f"width {width}", "widths", range(width, width + 1)) for width in widths if width > 1]
+    mixed = [range(least, most + 1) for least in (1, 2) if most > least]
+    found += [Way(f"random widths, {each[0]} to {most}", "widths", each) for each in mixed]
     if slots > 1:
+        batch = range(slots, slots + 1)
         found += [
-            Way(f"place {place + 1} of {slots}, width {width}", range(width, width + 1), place, slots)
+            Way(
+                f"place {place + 1} of {slots}, width {width}",
+                "batches",
+                range(width, width + 1),
+                place,
+                batch,
+            )
             for width in dict.fromkeys((1, most))
             for place in sorted({0, slots // 2, slots - 1})
         ]
-    found += [Way(f"prompt in parts of {part}", range(1, 2), part=part) for part in PARTS]
-    found.append(Way("prompt from kept rows", range(1, 2), restored=True))
-    if trees and most > 2:
-        found.append(Way(f"trees of {most} nodes", range(most, most + 1), tree=True))
+        found.append(
+            Way(f"random batches, 1 to {slots}", "batches", range(1, most + 1), batch=range(1, slots + 1))
+        )
+    parts = dict.fromkeys(min(part, 1 + chunk // 2) for part in PARTS)
+    found += [Way(f"prompt in parts of {part}", "cuts", one, part=part) for part in parts]
+    found.append(Way("prompt from kept rows", "cuts", one, restored=True))
+    found.append(Way("half the answer as prompt", "cuts", one, reread=True))
+    if pair.trees and most > 2:
+        found.append(Way(f"trees of {most} nodes", "trees", range(most, most + 1)))
     return found
 
 
 def measure(
-    llm: LLM, prompts: Sequence[Sequence[int]], widths: Sequence[int], max_tokens: int
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    widths: Sequence[int],
+    max_tokens: int,
+    manifest: Mapping[str, Any],
 ) -> Iterator[Outcome]:
     """Feed the plain greedy answers of the prompts, token ids, in every way. Yields each outcome when it is done.
 
     widths: rows of a pass, each at least 1 and at most the block length of the bundle.
     max_tokens: the most tokens of an answer.
-    Raises UsageError for a width that a pass cannot have, or a prompt that leaves no room for an answer.
+    manifest: the bundle's.
+    Overwrites rows of all slots. Raises UsageError for a width that a pass cannot have, or a prompt that leaves no room
+    for an answer.
     """
-    pair, most = llm._runtime.pair, max(widths)
-    if min(widths) < 1 or most > llm.block_size:
-        raise UsageError(
-            f"--widths: passes of this bundle have 1 to {llm.block_size} rows, got {list(widths)}"
-        )
-    room = llm.max_seq_len - max(map(len, prompts))
+    most, block_size = max(widths), manifest["block_size"]
+    if min(widths) < 1 or most > block_size:
+        raise UsageError(f"--widths: passes of this bundle have 1 to {block_size} rows, got {list(widths)}")
+    room = manifest["max_seq_len"] - max(map(len, prompts))
     if room < 2:
         raise UsageError(f"the longest prompt leaves {room} tokens for an answer; use shorter prompts")
-    eos = set(llm._runtime.bundle.manifest["eos_token_ids"])
-    feeders = [_Feeder(pair, prompt, min(max_tokens, room), most, eos) for prompt in prompts]
+    eos = set(manifest["eos_token_ids"])
+    feeders = [_Feeder(pair, prompt, min(max_tokens, room), eos) for prompt in prompts]
     plain = [feeder.plain() for feeder in feeders]
-    for way in ways(widths, pair.slots, trees=pair.trees):
+    for way in ways(widths, pair):
         outcome, digest = Outcome(way), hashlib.blake2b()
         for i, (feeder, expected) in enumerate(zip(feeders, plain, strict=True)):
             logits = feeder.feed(way, partner=feeders[i - 1])
-            _add(outcome, logits, expected)
+            _add(outcome, logits, expected[-len(logits) :])
+            digest.update(expected[: -len(logits)].tobytes())  # rows that were not fed again
             digest.update(logits.tobytes())
             if outcome.equal < outcome.rows and not outcome.first:
                 outcome.first = feeder.first_difference(way, partner=feeders[i - 1])
@@ -138,6 +154,42 @@ def classes(outcomes: Sequence[Outcome]) -> list[list[str]]:
     for outcome in outcomes:
         found.setdefault(outcome.digest, []).append(outcome.way.name)
     return list(found.values())
+
+
+def find_rule(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    raw: Sequence[Outcome],
+    manifest: Mapping[str, Any],
+    tokens: int,
+) -> Rule | None:
+    """The rule under which a row's bits are those of plain decoding under the same rule. None: there is none.
+
+    raw: the outcomes of `measure` without a rule, for every width of a pass.
+    tokens: the most tokens of an answer when it is measured under the rule.
+
+    The widths are those that agree with the widest pass, so that drafts may fill a block. Under them all is measured
+    again. Leaves the pair without a rule.
+    """
+    most = manifest["block_size"]
+    by_width = {
+        each.way.widths[0]: each
+        for each in raw
+        if each.way.kind in ("again", "widths") and len(each.way.widths) == 1
+    }
+    agreeing = tuple(n for n, each in by_width.items() if each.digest == by_width[most].digest)
+    for widths in dict.fromkeys((agreeing, (most,))):
+        outcomes = raw
+        if len(widths) < most:
+            pair.rule = Rule(widths)
+            outcomes = list(measure(pair, prompts, range(1, most + 1), tokens, manifest))
+            pair.rule = FREE
+        equal = dict.fromkeys(("again", "widths", "batches", "cuts", "trees"), True)
+        for each in outcomes:
+            equal[each.way.kind] &= each.equal == each.rows
+        if equal["again"] and equal["widths"]:
+            return Rule(widths, equal["batches"], equal["cuts"], equal["trees"])
+    return None
 
 
 def _add(outcome: Outcome, logits: Array, expected: Array) -> None:
@@ -155,11 +207,10 @@ def _add(outcome: Outcome, logits: Array, expected: Array) -> None:
 
 
 class _Feeder:
-    """One prompt and its plain answer, on the slots of a pair. `most`: the largest width of a pass."""
+    """One prompt and its plain answer, on the slots of a pair."""
 
-    def __init__(self, pair: Pair, prompt: Sequence[int], max_tokens: int, most: int, eos: set[int]) -> None:
-        self.pair, self.prompt, self.most, self.eos = pair, list(prompt), most, eos
-        self.max_tokens = max_tokens
+    def __init__(self, pair: Pair, prompt: Sequence[int], max_tokens: int, eos: set[int]) -> None:
+        self.pair, self.prompt, self.max_tokens, self.eos = pair, list(prompt), max_tokens, eos
         self.answer: list[int] = []
 
     def plain(self) -> Array:
@@ -172,26 +223,29 @@ class _Feeder:
         return np.stack(logits)
 
     def feed(self, way: Way, partner: _Feeder) -> Array:
-        """The logits [n, V] of the same tokens, fed in this way."""
-        for place in range(way.batch):
-            if place != way.place:
-                partner._prompt(place, 0)
-        first = self._prompt(way.place, way.part)
+        """The logits [n, V] of the same tokens, fed in this way: of all rows, or of the last ones."""
+        n, slots = len(self.answer), range(way.batch[-1])
+        done = n // 2 if way.reread else 0
+        for slot in slots:
+            if slot != way.place:
+                partner._prompt(slot, 0)
+        first = self._prompt(way.place, way.part, done)
         if way.restored:
             self._restore(way.place)
-        found, done, n = [first[None]], 0, len(self.answer)
-        random = np.random.default_rng(n)
+        found, random = [first[None]], np.random.default_rng(n)
+        beside = [0] * len(slots)  # rows that the partners have
         while done < n:
             width = int(random.choice(way.widths))
-            if way.tree:
+            if way.kind == "trees":
                 found.append(self._tree(way.place, done, width)[: n - done])
                 done += len(found[-1])
                 continue
             tokens, starts = [], []
-            for place in range(way.batch):
-                feeder = self if place == way.place else partner
-                tokens.append(feeder.tokens(done, width))
-                starts.append(len(feeder.prompt) + done)
+            for slot in range(int(random.choice(way.batch))):
+                feeder, before = (self, done) if slot == way.place else (partner, beside[slot])
+                tokens.append(feeder.tokens(before, width))
+                starts.append(len(feeder.prompt) + before)
+                beside[slot] += width
             found.append(self.pair.logits(tokens, starts)[way.place, : n - done])
             done += width
         return np.concatenate(found)
@@ -216,7 +270,7 @@ class _Feeder:
     def first_difference(self, way: Way, partner: _Feeder) -> str:
         """The first cache rows of the answer that differ from those of plain decoding, in words."""
         span = len(self.prompt), len(self.prompt) + len(self.answer)
-        self.feed(Way("", range(1, 2)), partner)
+        self.feed(Way("", "again", range(1, 2)), partner)
         plain = [(name, rows.copy()) for name, rows in cache_rows(self.pair, "target", 0, *span)]
         self.feed(way, partner)
         for (name, before), (_, after) in zip(
@@ -226,12 +280,12 @@ class _Feeder:
                 return name
         return "the logits: all cache rows agree"
 
-    def _prompt(self, slot: int, part: int) -> Array:
-        """Write the prompt's cache rows. The logits [V] of its last token."""
+    def _prompt(self, slot: int, part: int, answered: int = 0) -> Array:
+        """Write the cache rows of the prompt, and of so many tokens of the answer. The logits [V] of the last token."""
         size = min(part or self.pair.prefill_chunk, self.pair.prefill_chunk)
-        logits: Array = np.empty(0)
-        for start in range(0, len(self.prompt), size):
-            logits = self.pair.prefill(self.prompt[start : start + size], start, slot, draft=False)[0]
+        logits, tokens = np.empty(0), [*self.prompt, *self.answer[:answered]]
+        for start in range(0, len(tokens), size):
+            logits = self.pair.prefill(tokens[start : start + size], start, slot, draft=False)[0]
         return np.array(logits[-1])
 
     def _restore(self, slot: int) -> None:
@@ -242,3 +296,18 @@ class _Feeder:
         self.pair.restore(slot, [kept], length, draft=False)
         if length < len(self.prompt):
             self.pair.prefill(self.prompt[length:], length, slot, draft=False)
+
+
+def cache_rows(pair: Pair, model: str, slot: int, start: int, stop: int) -> Iterator[tuple[str, Array]]:
+    """Name and rows of each cache of `target` or `drafter`, layer by layer: positions start .. stop-1 of a slot.
+
+    Layers with a window have those that the row after them sees.
+    """
+    caches: Any = (pair.target if model == "target" else pair.drafter.engine).caches
+    rows = getattr(caches, "rows", caches).read(
+        slot, start, stop
+    )  # those beside states, where there are states
+    pair.arrays.wait()
+    for name in sorted(rows, key=lambda each: (int(each.rpartition(".")[2]), each)):
+        found = rows[name]
+        yield name, np.asarray(found.float().cpu() if hasattr(found, "cpu") else found, np.float32)

@@ -1,0 +1,194 @@
+"""Exact mode: the rule of a bundle on this machine, measured once and kept.
+
+Which passes agree depends on the processor or GPU, on the engine's version and on the limits that a bundle was opened
+with. So a measurement is kept for all of these, in the cache, and not in the bundle, which may move.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, Self
+
+from dflash_trt import hardware
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.bundle.workspace import Progress
+from dflash_trt.decoding.exact import FREE, Rule
+from dflash_trt.decoding.pair import Pair
+from dflash_trt.decoding.widths import Outcome, find_rule, measure, ways
+from dflash_trt.errors import BundleError, DFlashError
+from dflash_trt.files.disk import cache_folder, whole_file
+from dflash_trt.files.reading import read_object
+from dflash_trt.logs import warn_once
+
+_log = logging.getLogger(__name__)
+STEP = "compare passes"
+# Below this cost, exact mode is on where it has been measured.
+FREE_COST = 1.05
+# What is measured at first use: answers of so many tokens.
+TOKENS = 48
+_BYTES, _TIMED = 1 << 20, 15
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """What a measurement found for a bundle on a machine.
+
+    rule: under which a row's bits never depend on its pass; None if there is none.
+    cost: the time of a plain pass under the rule, as a share of one without it.
+    rows, flips: rows compared without the rule, and the greedy tokens among them that changed, in the worst way.
+    most: the rows of the widest pass.
+    """
+
+    rule: Rule | None
+    cost: float
+    rows: int
+    flips: int
+    most: int
+
+    @property
+    def free(self) -> bool:
+        """Whether the rule costs next to nothing."""
+        rule = self.rule
+        return rule is not None and rule.batches and rule.cuts and rule.trees and self.cost < FREE_COST
+
+    def describe(self) -> str:
+        """The promise and its price, in a line."""
+        if self.rule is None:
+            return "not possible: passes of the same shape differ"
+        rule, parts = self.rule, []
+        if len(rule.widths) < self.most:
+            parts.append(f"passes of {', '.join(map(str, rule.widths))} rows, others are padded")
+        parts += ["one sequence at a time"] * (not rule.batches)
+        parts += ["reuse of whole prompt chunks only"] * (not rule.cuts) + ["chains only"] * (not rule.trees)
+        parts.append(f"a plain pass takes {self.cost:.2f} of its time")
+        return "; ".join(parts if len(parts) > 1 else ["every pass agrees", *parts])
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"rule": None if self.rule is None else self.rule.as_dict()}
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> Self:
+        """What `as_dict` described. Raises DFlashError for anything else."""
+        try:
+            rule = None if values["rule"] is None else Rule.read(values["rule"])
+            counts = [int(values[name]) for name in ("rows", "flips", "most")]
+            return cls(rule, float(values["cost"]), *counts)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DFlashError(f"a measurement lacks a field or has a wrong one: {error}") from error
+
+
+def kept(bundle: Bundle, pair: Pair, threads: int | None) -> Exactness | None:
+    """The measurement of this bundle on this machine and with these limits, if there is one."""
+    place = _place(bundle, pair, threads)
+    try:
+        return Exactness.read(read_object(place, _BYTES, DFlashError)["found"]) if place.exists() else None
+    except (DFlashError, KeyError) as error:
+        warn_once(_log, f"{place}: {error}; exact mode measures again")
+        return None
+
+
+def settle(
+    bundle: Bundle,
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    raw: Sequence[Outcome],
+    *,
+    threads: int | None,
+    tokens: int = TOKENS,
+) -> Exactness:
+    """Find the rule from a measurement of every width without one, and keep it.
+
+    tokens: the most tokens of an answer, where it is measured again.
+    """
+    rule = find_rule(pair, prompts, raw, bundle.manifest, tokens)
+    worst = max(raw, key=lambda outcome: outcome.flips / outcome.rows)
+    most = bundle.manifest["block_size"]
+    found = Exactness(rule, _cost(pair, rule or FREE), worst.rows, worst.flips, most)
+    for slot in range(pair.slots):
+        pair.clear(slot)
+    place = _place(bundle, pair, threads)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(place) as file:
+            document = {"machine": _machine(bundle, pair, threads), "found": found.as_dict()}
+            file.write(json.dumps(document, indent=1).encode() + b"\n")
+    except OSError as error:
+        warn_once(
+            _log, f"{place}: cannot be written ({error.strerror}); exact mode measures again in each process"
+        )
+    return found
+
+
+def exactness(
+    bundle: Bundle,
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    *,
+    threads: int | None,
+    progress: Progress,
+) -> Exactness:
+    """The kept measurement, or a new one, with these prompts. Raises BundleError where exact mode cannot promise."""
+    found = kept(bundle, pair, threads)
+    if found is None:
+        begin, most = perf_counter(), bundle.manifest["block_size"]
+        print("comparing the passes of this bundle on this machine (once)", file=sys.stderr)
+        widths, outcomes = range(1, most + 1), list[Outcome]()
+        steps = len(ways(widths, pair))
+        for outcome in measure(pair, prompts, widths, TOKENS, bundle.manifest):
+            outcomes.append(outcome)
+            progress(STEP, len(outcomes), steps)
+        found = settle(bundle, pair, prompts, outcomes, threads=threads)
+        _log.info(
+            "compared the passes of %s in %.1f s: %s", bundle.path, perf_counter() - begin, found.describe()
+        )
+    if found.rule is None:
+        raise BundleError(
+            f"{bundle.path}: exact mode is not possible on this machine, as passes of the same shape give other bits "
+            f"each time or by their partners ({found.flips} of {found.rows} greedy tokens changed); open it without "
+            "exact"
+        )
+    return found
+
+
+def _cost(pair: Pair, rule: Rule) -> float:
+    """The time of a plain pass under the rule, as a share of one without it. Overwrites rows of slot 0."""
+    if rule.padded(1) == 1:
+        return 1.0
+    seconds: dict[Rule, list[float]] = {FREE: [], rule: []}
+    for _ in range(_TIMED + 1):
+        for each, found in seconds.items():
+            pair.rule, begin = each, perf_counter()
+            pair.dummy_verify(1, 1)
+            found.append(perf_counter() - begin)
+    pair.rule = FREE
+    return median(seconds[rule][1:]) / median(seconds[FREE][1:])
+
+
+def _place(bundle: Bundle, pair: Pair, threads: int | None) -> Path:
+    text = json.dumps(_machine(bundle, pair, threads), sort_keys=True)
+    name = f"{bundle.manifest['key'][:16]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / "exact" / name
+
+
+def _machine(bundle: Bundle, pair: Pair, threads: int | None) -> dict[str, Any]:
+    """All that the bits of a pass may depend on, and the limits that were measured."""
+    names = ("dflash_trt", "numpy", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch")
+    versions = {n: getattr(sys.modules.get(n), "__version__", None) for n in names if n in sys.modules}
+    gpu = "tensorrt" in bundle.manifest
+    return {
+        "bundle": bundle.manifest["manifest_sha256"],
+        "processor": hardware.processor_name(),
+        "threads": threads or hardware.cores(),
+        "gpus": [[each.get("name"), each.get("driver_version")] for each in hardware.gpus()] if gpu else [],
+        "versions": versions,
+        "sequences": pair.slots,
+        "prefill_chunk": pair.prefill_chunk,
+    }
