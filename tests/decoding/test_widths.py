@@ -19,6 +19,7 @@ from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.widths import Outcome, classes, measure
 from dflash_trt.errors import UsageError
 from dflash_trt.graph import onnxruntime as functions
+from dflash_trt.trtllm.options import TensorRTLLMOptions
 from tests.doubles.checkpoints import VOCAB, make_drafter, make_target
 from tests.doubles.family_checkpoints import make_gpt_oss
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
@@ -219,5 +220,6 @@ def test_a_bundle_built_to_be_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert llm.generate([1, 2, 3], SamplingParams(max_tokens=8)).token_ids
     with LLM(path, exact=False) as llm:
         assert llm.most_tree_nodes > 0
+    options = TensorRTLLMOptions(gpu="h100")
     with pytest.raises(UsageError, match="--exact"):
-        build(str(made), str(drafter), tmp_path / "other", engine="tensorrt-llm", exact=True)
+        build(str(made), str(drafter), tmp_path / "other", engine="tensorrt-llm", options=options, exact=True)

@@ -269,15 +269,16 @@ class DeviceArrays:
         """
         n, length = draft.tokens.shape
         logits, chains = outputs["logits"], draft.parents is None
+        width = logits.shape[1]  # with the copies of the last node
         self._features = outputs["features"]
         with torch.cuda.stream(self._stream):
-            made = self._decide(active, outputs) if chains else None
+            made = self._decide(active, length, outputs) if chains else None
             for name in ("accepted", "next_token") if made is not None else ():
                 self._target.buffer(DECODE, name, n).copy_(getattr(made, name))
             self._round.end(logits, self._features, self._waiting, chains=chains)
-            found = self._round.results(n, length, 0 if self._logprobs is None else self._logprobs.shape[1])
+            found = self._round.results(n, width, 0 if self._logprobs is None else self._logprobs.shape[1])
         if isinstance(draft.tokens, DeviceArray):
-            draft.tokens.read(found.tokens)
+            draft.tokens.read(found.tokens[:, :length])
         if self._logprobs is not None and self._best is not None:
             self._logprobs.read(found.logprobs)
             self._best.read(found.logprobs[:, :, 0])
@@ -325,8 +326,13 @@ class DeviceArrays:
             for slot, at, nodes in committed:
                 self._waiting[slot, at : at + len(nodes)].copy_(features[slot][chosen(nodes)])
 
-    def _decide(self, active: Sequence[Request], outputs: Mapping[str, torch.Tensor]) -> Acceptance | None:
-        """Sample and accept on the pass's stream. Returns None if all requests are greedy or adjusted."""
+    def _decide(
+        self, active: Sequence[Request], nodes: int, outputs: Mapping[str, torch.Tensor]
+    ) -> Acceptance | None:
+        """Sample and accept on the pass's stream. Returns None if all requests are greedy or adjusted.
+
+        nodes: of the draft. The rows after them are copies.
+        """
         if not self.samples or all(r.params.greedy or r.history is not None for r in active):
             return None
         from dflash_plugins.launch import decide_round, sampling_tensors
@@ -337,7 +343,7 @@ class DeviceArrays:
         if params is None or list(requests) != list(active):
             params = sampling_tensors([r.params for r in active], [r.seed for r in active], device)
             self._sampling = (list(active), params)
-        lengths = [request.own_length(length) for request in active]
+        lengths = [request.own_length(nodes) for request in active]
         return decide_round(
             params,
             torch.tensor(lengths).to(device, non_blocking=True),

@@ -139,6 +139,8 @@ class RoundMemory:
             elif not tokens.is_contiguous():
                 found["tokens"] = tokens.contiguous()
         rows = found["rows"]
+        if (spare := rows.shape[1] - tokens.shape[1]) > 0:
+            found["tokens"] = self._padded(found["tokens"], spare)
         if self._rows != tuple(rows.shape):
             rows.copy_(self._nodes[: rows.shape[1]].expand(rows.shape))
             self._rows = tuple(rows.shape)
@@ -150,6 +152,15 @@ class RoundMemory:
         self.steps.fill_tokens(blocks, drafts, tokens, rows)
         self._rows = tuple(rows.shape)
         return tokens
+
+    def _padded(self, tokens: Any, spare: int) -> Any:
+        """Tokens [n, N] and so many copies of the last one of each."""
+        if isinstance(tokens, np.ndarray):
+            return np.pad(tokens, ((0, 0), (0, spare)), mode="edge")
+        wide = torch.cat((tokens, tokens[:, -1:].expand(-1, spare)), dim=1)  # a copy: the memory is the same
+        buffer = self._target.buffer(DECODE, "tokens", *wide.shape)
+        buffer.copy_(wide)
+        return buffer
 
     def note(self, slot: int, logprobs: torch.Tensor) -> None:
         """Remember whether these are finite: their sum is not, if one of them is not."""

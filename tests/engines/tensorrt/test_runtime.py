@@ -20,6 +20,7 @@ import torch
 from dflash_trt import LLM, Completion, SamplingParams, StructuredOutputs
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle, write_manifest
+from dflash_trt.decoding.exact import Rule
 from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.engines.tensorrt import plans, warm_up
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
@@ -101,6 +102,36 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle], tem
         assert accepted > 0
         mixed = llm.generate(prompts()[:2], params(temperature)[:2], speculate=False)
         assert [c.token_ids for c in mixed] == expected[:2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_padded_passes_give_the_same_tokens(
+    bundles: tuple[Bundle, Bundle], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In exact mode a pass has copies of its last rows, made on the device or on the host."""
+    with LLM(bundles[0].path, threads=1) as reference:
+        expected = [c.token_ids for c in reference.generate(prompts(), params(temperature))]
+    with LLM(bundles[1].path, prefix_cache_bytes=1 << 20) as llm:
+        pair, widths = llm._runtime.pair, set[int]()
+        pair.arrays.samples = False
+        llm._runtime.scheduler.follow(Rule((4, BLOCK), cuts=False))
+        run = pair.target.run
+
+        def watched(profile: int, feeds: Any, **given: Any) -> Any:
+            widths.update({feeds["tokens"].shape[1]} if profile == DECODE else ())
+            return run(profile, feeds, **given)
+
+        monkeypatch.setattr(pair.target, "run", watched)
+        for block_length in (BLOCK, None, 3):
+            completions = llm.generate(prompts(), params(temperature), block_length=block_length)
+            assert [c.token_ids for c in completions] == expected
+        alone = llm.generate(prompts()[:2], params(temperature)[:2], speculate=False)
+        assert [c.token_ids for c in alone] == expected[:2]
+        form = StructuredOutputs(choice=["a", "b"])
+        chosen = SamplingParams(max_tokens=4, structured_outputs=form)
+        assert llm.generate("b", chosen).token_ids == llm.generate("b", chosen, speculate=False).token_ids
+        assert pair.logits([[1, 2], [3, 4]], [0, 0]).shape[1] == 2
+    assert widths == {4, BLOCK}
 
 
 def test_the_container_gets_the_version_that_built_the_plans(bundles: tuple[Bundle, Bundle]) -> None:
