@@ -14,7 +14,9 @@ import torch
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.exact import Rule
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.decoding.exact import Rule
 from dflash_trt.engines.tensorrt.states import POSITION, DeviceHybridCaches
 from tests.doubles.checkpoints import make_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
@@ -69,6 +71,9 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
         assert isinstance(caches, DeviceHybridCaches)
         pair.arrays.wait()
         np.testing.assert_array_equal(caches._on_device.cpu().numpy(), caches._positions)
+        llm._runtime.scheduler.follow(Rule((4, BLOCK)))  # the copies of a row enter no state
+        found = llm.generate(prompts(), params(), block_length=3)
+        assert [c.token_ids for c in found] == expected
 
 
 def test_states_move_and_are_cleared_by_slot(bundles: tuple[Bundle, Bundle]) -> None:
