@@ -45,6 +45,7 @@ class Exactness:
     cost: the time of a plain pass under the rule, as a share of one without it.
     rows, flips: rows compared without the rule, and the greedy tokens among them that changed, in the worst way.
     most: the rows of the widest pass.
+    sequences: the most sequences of a pass.
     """
 
     rule: Rule | None
@@ -52,6 +53,7 @@ class Exactness:
     rows: int
     flips: int
     most: int
+    sequences: int
 
     @property
     def free(self) -> bool:
@@ -79,17 +81,20 @@ class Exactness:
         """What `as_dict` described. Raises DFlashError for anything else."""
         try:
             rule = None if values["rule"] is None else Rule.read(values["rule"])
-            counts = [int(values[name]) for name in ("rows", "flips", "most")]
+            counts = [int(values[name]) for name in ("rows", "flips", "most", "sequences")]
             return cls(rule, float(values["cost"]), *counts)
         except (KeyError, TypeError, ValueError) as error:
             raise DFlashError(f"a measurement lacks a field or has a wrong one: {error}") from error
 
 
 def kept(bundle: Bundle, pair: Pair, threads: int | None) -> Exactness | None:
-    """The measurement of this bundle on this machine and with these limits, if there is one."""
+    """The measurement of this bundle on this machine, for at least as many sequences, if there is one."""
     place = _place(bundle, pair, threads)
+    if not place.exists():
+        return None
     try:
-        return Exactness.read(read_object(place, _BYTES, DFlashError)["found"]) if place.exists() else None
+        found = Exactness.read(read_object(place, _BYTES, DFlashError)["found"])
+        return found if found.sequences >= pair.slots else None
     except (DFlashError, KeyError) as error:
         warn_once(_log, f"{place}: {error}; exact mode measures again")
         return None
@@ -111,7 +116,7 @@ def settle(
     rule = find_rule(pair, prompts, raw, bundle.manifest, tokens)
     worst = max(raw, key=lambda outcome: outcome.flips / outcome.rows)
     most = bundle.manifest["block_size"]
-    found = Exactness(rule, _cost(pair, rule or FREE), worst.rows, worst.flips, most)
+    found = Exactness(rule, _cost(pair, rule or FREE), worst.rows, worst.flips, most, pair.slots)
     for slot in range(pair.slots):
         pair.clear(slot)
     place = _place(bundle, pair, threads)
@@ -179,7 +184,7 @@ def _place(bundle: Bundle, pair: Pair, threads: int | None) -> Path:
 
 
 def _machine(bundle: Bundle, pair: Pair, threads: int | None) -> dict[str, Any]:
-    """All that the bits of a pass may depend on, and the limits that were measured."""
+    """All that the bits of a pass may depend on."""
     names = ("dflash_trt", "numpy", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch")
     versions = {n: getattr(sys.modules.get(n), "__version__", None) for n in names if n in sys.modules}
     gpu = "tensorrt" in bundle.manifest
@@ -189,6 +194,5 @@ def _machine(bundle: Bundle, pair: Pair, threads: int | None) -> dict[str, Any]:
         "threads": threads or hardware.cores(),
         "gpus": [[each.get("name"), each.get("driver_version")] for each in hardware.gpus()] if gpu else [],
         "versions": versions,
-        "sequences": pair.slots,
         "prefill_chunk": pair.prefill_chunk,
     }

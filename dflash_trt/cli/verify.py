@@ -76,8 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: 1.5 blocks, auto)",
     )
     parser.add_argument(
-        "--batch-sizes", type=each(at_least(1)), default=[1, 4], metavar="N,...", help="default: 1,4"
-    )
+        "--batch-sizes", type=each(at_least(1)), metavar="N,...",
+        help="sequences at a time (default: 1,4); with --widths, up to the largest (default: 8)",
+    )  # fmt: skip
     parser.add_argument(
         "--max-tokens", type=at_least(1), default=32, metavar="N", help="tokens per prompt (default: 32)"
     )
@@ -99,16 +100,17 @@ def run(args: argparse.Namespace) -> int:
     from dflash_trt.reports.verification import TOP_P, expected_seconds, verify
 
     prompts = read_prompts(args.prompts, args.limit)
+    batches = args.batch_sizes or ([8] if args.widths is not None else [1, 4])
     if args.widths is not None:
-        return _widths(args, prompts)
+        return _widths(args, prompts, max(batches))
     cases = []
-    with LLM(args.bundle, max_batch_size=max(args.batch_sizes), exact=args.exact) as llm:
+    with LLM(args.bundle, max_batch_size=max(batches), exact=args.exact) as llm:
         if llm.exactness:
             print(f"exact mode: {llm.exactness.describe()}", file=sys.stderr)
         asked: dict[str, Any] = {
             "temperatures": args.temperatures,
             "ways": _ways(args, llm),
-            "batch_sizes": args.batch_sizes,
+            "batch_sizes": batches,
             "max_tokens": args.max_tokens,
         }
         print(f"this takes about {_time(expected_seconds(llm, prompts, **asked))}", file=sys.stderr)
@@ -135,14 +137,14 @@ def run(args: argparse.Namespace) -> int:
     return 1 if differing else 0
 
 
-def _widths(args: argparse.Namespace, prompts: list[Prompt]) -> int:
+def _widths(args: argparse.Namespace, prompts: list[Prompt], batch: int) -> int:
     from dflash_trt.building.exactness import settle
     from dflash_trt.decoding.widths import classes, measure
     from dflash_trt.llm import LLM
     from dflash_trt.reports.verification import token_ids
 
     outcomes, found = [], None
-    with LLM(args.bundle, max_batch_size=max(args.batch_sizes), exact=args.exact or False) as llm:
+    with LLM(args.bundle, max_batch_size=batch, exact=args.exact or False) as llm:
         pair, manifest, ids = llm._runtime.pair, llm.bundle.manifest, token_ids(llm, prompts)
         widths = sorted({1, *args.widths}) if args.widths else list(range(1, llm.block_size + 1))
         if not args.json:

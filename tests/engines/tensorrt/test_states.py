@@ -16,7 +16,6 @@ from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.exact import Rule
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
-from dflash_trt.decoding.exact import Rule
 from dflash_trt.engines.tensorrt.states import POSITION, DeviceHybridCaches
 from tests.doubles.checkpoints import make_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
