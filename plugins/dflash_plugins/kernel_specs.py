@@ -258,8 +258,9 @@ ATTENTION_PROGRAMS = 256
 ATTENTION_SPLITS = 32  # the most parts of a row, all in the registers of one program
 # Rows by which programs are counted, at any tile shape.
 ATTENTION_ROWS = 64
-# The least slots of a part: the part's result, written and read, then has half the bytes of its keys and values.
-ATTENTION_PART = 256
+# Slots of a stripe, which one part reads: the part's result, written and read, has half the bytes of its keys and
+# values, or less where a part has several.
+ATTENTION_STRIPE = 256
 
 
 def attention_parts(batch: int, kv_heads: int, rows: int) -> int:
@@ -278,7 +279,7 @@ def attend(kv_heads: int, group: int, head_dim: int, dtype: str, tile: Attention
     types: Types = dict.fromkeys(("q", "k_cache", "v_cache"), f"*{dtype}")
     types |= dict.fromkeys(("first", "last"), "*i64") | dict.fromkeys(("count", "capacity", "splits"), "i32")
     types |= dict.fromkeys(("partial", "largest", "total"), "*fp32")
-    constants = {"KV_HEADS": kv_heads, "GROUP": group, "LEAST": ATTENTION_PART} | _head(head_dim)
+    constants = {"KV_HEADS": kv_heads, "GROUP": group, "STRIPE": ATTENTION_STRIPE} | _head(head_dim)
     constants |= {"ROWS": tile.rows, "SLOTS": tile.slots}
     _optional(types, constants, tree, start="*i64", visible="*i32")
     return Use("attention", "attend", types, constants, tile.num_warps, tile.num_stages, fp_fusion=True)

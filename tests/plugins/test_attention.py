@@ -111,6 +111,18 @@ def test_every_tile_gives_the_same(tile: uses.AttentionTile) -> None:
 
 
 @pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_row_has_the_same_bits_in_a_pass_of_any_width(window: int | None) -> None:
+    """Its keys are split where the cache is, and not where the pass begins or ends."""
+    wide = drawn(1, 4, 2, 16, 8, 676, window=window)
+    y = attention.attention(**wide)
+    for at, count in ((0, 1), (7, 1), (0, 3), (2, 5), (3, 4)):
+        part = {name: wide[name][:, at : at + count] for name in ("first", "last")}
+        part["q"] = wide["q"][:, :, at : at + count].contiguous()
+        assert torch.equal(attention.attention(**{**wide, **part}), y[:, :, at : at + count])
+
+
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("sink", [-1e30, 30.0, 1e30])
 def test_a_sink_of_any_size(sink: float) -> None:
     given = drawn(1, 2, 1, 16, 2, 30, sinks=True)

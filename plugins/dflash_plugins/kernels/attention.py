@@ -36,7 +36,7 @@ def attend(
     GROUP: tl.constexpr,  # query heads of a key head
     D: tl.constexpr,
     D_SLOTS: tl.constexpr,  # D, rounded up to a power of two
-    LEAST: tl.constexpr,  # slots that are worth a part of their own
+    STRIPE: tl.constexpr,  # slots of a stripe, a multiple of SLOTS
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -59,18 +59,23 @@ def attend(
         begin, end = tl.minimum(begin, own), tl.maximum(end, own + count)
     end = tl.minimum(end, capacity)
 
-    # An equal share of the slots in use for each part that is worth it; the other parts stay empty.
-    parts = tl.minimum(splits, tl.maximum((end - begin + LEAST - 1) // LEAST, 1))
-    share = ((end - begin + parts - 1) // parts + SLOTS - 1) // SLOTS * SLOTS
-    begin += split * share
-    end = tl.minimum(begin + share, end)
+    # Part i has the stripes i, i + splits, ... of the cache. What a row sees is summed in the same parts and steps,
+    # wherever the pass's other rows begin and end: a step in which a row sees nothing changes none of its bits.
+    STEPS: tl.constexpr = STRIPE // SLOTS
+    leading = begin // STRIPE
+    stripe = leading + (split + splits - leading % splits) % splits
+    stripes = tl.maximum((end + STRIPE - 1) // STRIPE - stripe + splits - 1, 0) // splits
+    step = tl.where(stripe == leading, begin % STRIPE // SLOTS, 0)
+    closing = stripe + (stripes - 1) * splits  # this part's last stripe
+    spare = tl.maximum((closing + 1) * STRIPE - end, 0) // SLOTS
+    steps = tl.where(stripes > 0, stripes * STEPS - spare, 0)
 
     cache = head.to(tl.int64) * capacity * D
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     summed = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, D_SLOTS], tl.float32)
-    for place in range(begin, end, SLOTS):
-        slot = place + tl.arange(0, SLOTS)
+    for i in range(step, steps):
+        slot = (stripe + i // STEPS * splits) * STRIPE + i % STEPS * SLOTS + tl.arange(0, SLOTS)
         there = slot < end
         k_at = cache + slot[None, :] * D + column[:, None]
         v_at = cache + slot[:, None] * D + column[None, :]
@@ -99,7 +104,7 @@ def attend(
     at += split * tl.num_programs(1) * rows  # fits int32: few parts have many rows
     tl.store(largest + at, peak, mask=real)
     tl.store(total + at, summed, mask=real)
-    wanted = row < tl.where(begin < end, rows, 0)
+    wanted = row < tl.where(step < steps, rows, 0)
     tl.store(partial + at[:, None] * D + column[None, :], values, mask=wanted[:, None] & inner[None, :])
 
 
