@@ -20,7 +20,10 @@ from dflash_trt.checkpoint.mapped import released
 from dflash_trt.engines.tensorrt.flavour import Flavour
 from dflash_trt.engines.tensorrt.profiles import QUERY, Profile
 from dflash_trt.errors import BuildError
+from dflash_trt.files.disk import whole_file
 
+# Ends the name of a plan's timing cache.
+TIMINGS = ".timing"
 _NODE = re.compile(r"\b(?:target|drafter)/[\w./:-]+")
 
 
@@ -33,8 +36,12 @@ def build_plan(
     progress: Progress,
     *,
     plugins: bool = False,
+    timings: bytes = b"",
 ) -> dict[str, Any]:
     """Build `graph` for one compute capability into `plan`, which appears only when complete, with a log beside it.
+
+    timings: the timing cache of an earlier build, from which tactics are chosen again. The cache of this build lies
+    beside the plan, unless the flavour builds without a GPU and times nothing.
 
     The graph's weights are external data. TensorRT maps their files, and the plan is written while it is made. So
     memory holds only TensorRT's own copy of the weights. Returns the plan's entry for the manifest.
@@ -68,6 +75,7 @@ def build_plan(
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         # With several streams, all weights that need widening would be widened at once, as far as memory permits.
         config.max_aux_streams = 0
+        cache = None if flavour.ahead else _timing_cache(config, timings, graph.stem)
         if flavour.ahead:
             config.num_compute_capabilities = 1
             if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability}"), 0):
@@ -97,6 +105,9 @@ def build_plan(
                         f"{graph.name}: {_builder_error(logger, flavour)}; the log is {log_file}"
                     )
                 os.fsync(file.fileno())
+            if cache is not None:
+                with whole_file(plan.with_suffix(TIMINGS)) as file:
+                    file.write(bytes(cache.serialize()))
             partial.rename(plan)
         finally:
             partial.unlink(missing_ok=True)
@@ -106,6 +117,16 @@ def build_plan(
         "activation_bytes": logger.activation_bytes,
         "file": {"size": writer.size, "sha256": writer.sha256.hexdigest()},
     }
+
+
+def _timing_cache(config: Any, timings: bytes, graph: str) -> Any:
+    """The cache in which the builder looks for a tactic's time before it measures it."""
+    cache = config.create_timing_cache(timings)
+    if cache is None or not config.set_timing_cache(cache, False):
+        raise BuildError(
+            f"--timing-cache: the times of the {graph} are of another GPU or another version of TensorRT; leave it out"
+        )
+    return cache
 
 
 def has_operator(trt: Any, name: str) -> bool:

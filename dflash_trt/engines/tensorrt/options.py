@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from dflash_trt.engines.base import EngineOptions, option
@@ -26,6 +27,7 @@ class TensorRTOptions(EngineOptions):
     prefill_chunk: prompt tokens per pass. None is 512, or less with a small cache.
     plugins: "auto" uses our kernels for attention, taps, acceptance and MXFP4 experts if the engine, the GPU and the
         installed packages support them (`plugins/`). "none" uses standard operators. The result is the same.
+    timing_cache: a bundle whose timing caches the build reads, to choose the same tactics again.
     """
 
     title = "TensorRT"
@@ -46,6 +48,15 @@ class TensorRTOptions(EngineOptions):
         default=None,
         metadata=option(
             "--prefill-chunk", least=1, metavar="N", help="most prompt tokens per pass (default: 512)"
+        ),
+    )
+    timing_cache: Path | None = field(
+        default=None,
+        metadata=option(
+            "--timing-cache",
+            type=Path,
+            metavar="BUNDLE",
+            help="choose the kernels that this bundle's build chose, on the same GPU with the same version",
         ),
     )
     plugins: Literal["auto", "none"] = field(

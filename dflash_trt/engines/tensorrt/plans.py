@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import shutil
@@ -17,16 +18,19 @@ from dflash_plugins.version import VERSION as PLUGIN_VERSION
 from dflash_trt.bundle.contents import describe_file
 from dflash_trt.bundle.workspace import Progress
 from dflash_trt.engines.base import PREFILL_CHUNK
-from dflash_trt.engines.tensorrt.builder import build_plan, has_operator, weight_bytes
+from dflash_trt.engines.tensorrt.builder import TIMINGS, build_plan, has_operator, weight_bytes
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import Limits, profiles
+from dflash_trt.errors import BuildError, UsageError
+from dflash_trt.files.reading import read_file
 from dflash_trt.formats.precision import Precision
 from dflash_trt.graph.tensorrt import TensorRT
 from dflash_trt.hardware import compute_capabilities
 
 DTYPES = {"bf16": ir.DataType.BFLOAT16, "fp16": ir.DataType.FLOAT16, "fp32": ir.DataType.FLOAT}
 FOLDER = "plans"
+_TIMING_BYTES = 1 << 30
 
 
 class Plans:
@@ -62,6 +66,11 @@ class Plans:
             and set(self.capabilities) <= set(PLUGIN_TARGETS)
             and importlib.util.find_spec("triton") is not None
         )
+        if options.timing_cache is not None and self.flavour.ahead:
+            raise UsageError(
+                f"--timing-cache: {self.flavour.label} builds without timing anything; leave it out"
+            )
+        self._timings = {} if options.timing_cache is None else self._read_timings(options.timing_cache)
         # The models whose plans have plugins.
         self.plugins = {role for role, dtype in dtypes.items() if usable and dtype != ir.DataType.FLOAT}
         if "target" not in self.plugins:
@@ -72,6 +81,15 @@ class Plans:
             for role, dtype in dtypes.items()
         }
 
+    def _read_timings(self, bundle: Path) -> dict[str, bytes]:
+        """The timing caches of a bundle's plans, by folder and role."""
+        names = [
+            f"sm{capability}/{role}" for capability in self.capabilities for role in ("target", "drafter")
+        ]
+        return {
+            name: read_file(bundle / FOLDER / f"{name}{TIMINGS}", _TIMING_BYTES, BuildError) for name in names
+        }
+
     def describe(self) -> dict[str, Any]:
         """The manifest's `tensorrt` before plans exist. Through it, the key covers the inputs of the plans."""
         described: dict[str, Any] = {
@@ -80,6 +98,10 @@ class Plans:
             "max_batch_size": self.limits.max_batch_size,
             "prefill_chunk": self.limits.prefill_chunk,
         }
+        if self._timings:
+            described["timing_cache"] = {
+                name: hashlib.sha256(times).hexdigest() for name, times in self._timings.items()
+            }
         if self.plugins:
             from dflash_plugins.compiler import source_digest
 
@@ -112,6 +134,7 @@ class Plans:
                         **build_plan(
                             *(self.flavour, work / f"{role}.onnx", plan, ranges, capability, progress),
                             plugins=role in self.plugins,
+                            timings=self._timings.get(f"sm{capability}/{role}", b""),
                         ),
                     }
                     memo.write_text(json.dumps(entry))
@@ -121,8 +144,9 @@ class Plans:
                 found[str(capability)][role] = {"plan": name, **entry}
         for memo in (work / FOLDER).rglob("*.json"):
             memo.unlink()
-        for log in (work / FOLDER).rglob("*.log"):
-            files[str(log.relative_to(work))] = describe_file(log)
+        for pattern in ("*.log", f"*{TIMINGS}"):
+            for file in (work / FOLDER).rglob(pattern):
+                files[str(file.relative_to(work))] = describe_file(file)
         # The plans contain the weights now. The graphs stay for inspection.
         shutil.rmtree(work / "weights")
         return found, files

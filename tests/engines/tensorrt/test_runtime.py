@@ -25,7 +25,7 @@ from dflash_trt.decoding.length.adaptive import AdaptiveLength
 from dflash_trt.engines.tensorrt import plans, warm_up
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.profiles import DECODE
-from dflash_trt.errors import BatchError, BundleError, EngineError, NonFiniteError
+from dflash_trt.errors import BatchError, BuildError, BundleError, EngineError, NonFiniteError
 from dflash_trt.formats.precision import Precision
 from dflash_trt.serving.deploy import container_command
 from tests.decoding.test_isolation import SPOILT, spoil, spoilt_prompt
@@ -136,6 +136,29 @@ def test_padded_passes_give_the_same_tokens(
 
 def test_the_container_gets_the_version_that_built_the_plans(bundles: tuple[Bundle, Bundle]) -> None:
     assert "tensorrt-cu13==11.4.0 torch" in container_command(bundles[1])
+
+
+def test_a_rebuild_chooses_by_the_same_times(tmp_path: Path, here: Any) -> None:
+    target = make_target(tmp_path / "target")
+    drafter = make_drafter(tmp_path / "drafter", target, block_size=BLOCK)
+
+    def built(name: str, cache: Path | None = None) -> Bundle:
+        options = TensorRTOptions(timing_cache=cache)
+        asked: dict[str, Any] = {"engine": "tensorrt", "max_seq_len": 64, "precision": FLOAT32}
+        return build(str(target), str(drafter), tmp_path / name, options=options, **asked)
+
+    first, again, other = built("first"), built("again", tmp_path / "first"), built("other")
+    for role in ("target", "drafter"):
+        name = f"plans/sm90/{role}.timing"
+        times = [bundle.listed(name).read_bytes() for bundle in (first, again, other)]
+        assert times[0] == times[1] != times[2]
+        used = again.manifest["tensorrt"]["timing_cache"][f"sm90/{role}"]
+        assert used == first.manifest["files"][name]["sha256"]
+    (tmp_path / "other" / "plans" / "sm90" / "drafter.timing").write_bytes(b"of another GPU")
+    with pytest.raises(BuildError, match="another GPU"):
+        built("wrong", tmp_path / "other")
+    with pytest.raises(BuildError, match="timing"):
+        built("missing", tmp_path)
 
 
 def test_outputs_that_nothing_reads_have_memory(tmp_path: Path, here: Any) -> None:
