@@ -219,6 +219,8 @@ def test_sampling_on_the_device_gives_the_same(bundles: tuple[Bundle, Bundle]) -
         found = llm.generate(prompts()[:3], wanted, block_length=4)
         assert [c.token_ids for c in found] == expected
         assert llm._runtime.pair.arrays._sampling[1] is not None
+        llm._runtime.scheduler.follow(Rule((BLOCK,)))  # the copies of a row are no drafts
+        assert llm.generate(prompts()[0], wanted[0], block_length=2).token_ids == expected[0]
 
 
 @pytest.mark.parametrize("sampled_on_the_device", [False, True])
