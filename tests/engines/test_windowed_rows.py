@@ -109,7 +109,7 @@ def test_every_number_is_that_of_caches_with_all_rows(bundle: Bundle, role: str)
             lengths[slot] += n
     for each in windowed.caches.kinds:
         used = max(each.pool._rows.values())
-        assert (max(each.bases) > 0) == (each.kind.window is not None)
+        assert (max(each.bases.values()) > 0) == (each.kind.window is not None)
         assert used <= (
             WINDOW - 1 + stride - 1 + LONGEST + BLOCK + 64 if each.kind.window else max(lengths) + 200
         )
