@@ -64,7 +64,7 @@ class Exactness:
     def describe(self) -> str:
         """The promise and its price, in a line."""
         if self.rule is None:
-            return "not possible: passes of the same shape differ"
+            return "not possible, as a row's bits depend on more than the width of its pass"
         rule, parts = self.rule, []
         if len(rule.widths) < self.most:
             parts.append(f"passes of {', '.join(map(str, rule.widths))} rows, others are padded")
@@ -107,7 +107,7 @@ def settle(
     raw: Sequence[Outcome],
     *,
     threads: int | None,
-    tokens: int = TOKENS,
+    tokens: int,
 ) -> Exactness:
     """Find the rule from a measurement of every width without one, and keep it.
 
@@ -150,15 +150,14 @@ def exactness(
         for outcome in measure(pair, prompts, widths, TOKENS, bundle.manifest):
             outcomes.append(outcome)
             progress(STEP, len(outcomes), steps)
-        found = settle(bundle, pair, prompts, outcomes, threads=threads)
+        found = settle(bundle, pair, prompts, outcomes, threads=threads, tokens=TOKENS)
         _log.info(
             "compared the passes of %s in %.1f s: %s", bundle.path, perf_counter() - begin, found.describe()
         )
     if found.rule is None:
         raise BundleError(
-            f"{bundle.path}: exact mode is not possible on this machine, as passes of the same shape give other bits "
-            f"each time or by their partners ({found.flips} of {found.rows} greedy tokens changed); open it without "
-            "exact"
+            f"{bundle.path}: exact mode is not possible on this machine, as a row's bits depend on more than the width "
+            f"of its pass ({found.flips} of {found.rows} greedy tokens changed without it); open it without exact"
         )
     return found
 

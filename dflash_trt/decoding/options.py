@@ -93,8 +93,8 @@ class RequestOptions:
             return
         if not most_tree_nodes:
             raise UsageError(
-                f"tree_nodes is {quoted(nodes)}, but chains are drafted: build the bundle with --tree-width 2 or more, "
-                "and open it without exact if that allows no trees on this machine"
+                f"tree_nodes is {quoted(nodes)}, but this bundle drafts chains: build it with --tree-width 2 or more, "
+                "or open it without exact, if that refuses its trees on this machine"
             )
         if type(nodes) is not int or not 2 <= nodes <= most_tree_nodes:
             raise UsageError(

@@ -5,6 +5,7 @@ Tokens must equal those of the same pair on ONNX Runtime.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.building import exactness
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.exact import Rule
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
 from dflash_trt.engines.tensorrt.states import POSITION, DeviceHybridCaches
+from dflash_trt.errors import BundleError
 from tests.doubles.checkpoints import make_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
 from tests.engines.tensorrt.test_runtime import FLOAT32, here  # noqa: F401  # a fixture
@@ -73,6 +76,19 @@ def test_the_tokens_are_those_of_onnxruntime(bundles: tuple[Bundle, Bundle]) -> 
         llm._runtime.scheduler.follow(Rule((4, BLOCK)))  # the copies of a row enter no state
         found = llm.generate(prompts(), params(), block_length=3)
         assert [c.token_ids for c in found] == expected
+
+
+def test_exact_mode_is_refused(
+    bundles: tuple[Bundle, Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state is summed in groups that depend on how many drafts were accepted, whatever the width of a pass."""
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
+    monkeypatch.setattr(exactness, "TOKENS", 8)
+    for _ in range(2):  # measured, then known
+        with pytest.raises(BundleError, match="not possible"):
+            LLM(bundles[1].path, max_batch_size=1, exact=True)
+    with LLM(bundles[1].path, max_batch_size=1) as llm:
+        assert llm.exactness is None
 
 
 def test_states_move_and_are_cleared_by_slot(bundles: tuple[Bundle, Bundle]) -> None:
