@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.building.progress import progress_display
@@ -168,7 +169,8 @@ def _bundle(args: argparse.Namespace, loads: Sequence[Load]) -> int:
     else:
         print(processor())
         print(f"{args.requests} requests per load and method, at most {args.max_tokens} tokens each")
-        print(f"exact mode: {runtime.exactness.describe() if runtime.exactness else 'off'}")
+        if runtime.exactness:
+            print(fill(f"exact mode: {runtime.exactness.describe()}", 80))
         print(
             f"draft: {fixed} tokens per round; tokens of the methods: {'all equal' if same else 'DIFFERENT'}"
         )

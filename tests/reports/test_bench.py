@@ -121,6 +121,18 @@ def test_the_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
 
+def test_the_cost_of_exact_mode(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DFLASH_TRT_CACHE", str(tmp_path))
+    asked = ["bench", str(bundle), "--exact", "--requests", "2", "--max-tokens", "4", "--concurrency", "1"]
+    assert main(asked) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "exact mode: chains only; a plain pass takes 1.00 of its time"
+    assert main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["exact"]["rule"]["trees"] is False
+
+
 def test_prompts_of_a_file_and_json_alone(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
