@@ -74,11 +74,11 @@ def deviation(ours: Array, theirs: Array, *, size: float | None = None, median: 
 
 def centred(logits: Array) -> Array:
     """Logits less the mean of their row, which changes no probability."""
-    return logits - logits.mean(axis=-1, keepdims=True)
+    return np.asarray(logits - logits.mean(axis=-1, keepdims=True))
 
 
 def _root_mean_square(numbers: Array, axis: int | None = None) -> Array:
-    return np.sqrt(np.mean(numbers**2, axis=axis))
+    return np.asarray(np.sqrt(np.mean(numbers**2, axis=axis)))
 
 
 def _unit(manifest: Mapping[str, Any], role: str) -> float:

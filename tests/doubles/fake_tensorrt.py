@@ -25,7 +25,7 @@ from tests.doubles.trt_bodies import executable
 
 __version__ = "11.4.0"
 MAGIC = b"FAKEPLAN"
-NUMPY = {
+NUMPY: dict[int, Any] = {
     onnx.TensorProto.FLOAT: np.float32,
     onnx.TensorProto.INT64: np.int64,
     onnx.TensorProto.FLOAT16: np.float16,

@@ -173,7 +173,7 @@ def attention_scale(graph: onnx.GraphProto) -> None:
     )
     (scale,) = (n for n in graph.node if cast.output[0] in n.input)
     (constant,) = (n for n in graph.node if n.output[0] == scale.input[1])
-    constant.attribute[0].t.CopyFrom(numpy_helper.from_array(np.float32(1.1 * 16**-0.5)))
+    constant.attribute[0].t.CopyFrom(numpy_helper.from_array(np.array(1.1 * 16**-0.5, np.float32)))
 
 
 def seen_further(side: str, by: int) -> Edit:
