@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from typing import Any
 
 from dflash_trt.cli.options import add_json
 from dflash_trt.cli.output import byte_count, print_json, print_table
@@ -27,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dflash_trt.reports.environment import describe
+    from dflash_trt.reports.environment import describe, kernels
 
-    machine = describe()
+    machine = describe() | {"kernels": kernels()}
     if args.json:
         print_json(machine)
         return 1 if machine["missing"] else 0
@@ -47,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             *((name, version or "missing") for name, version in machine["required"].items()),
             *((name, version or "not installed (optional)") for name, version in machine["optional"].items()),
             ("providers", ", ".join(machine["onnxruntime_providers"]) or "none"),
-            ("kernels", _kernels(machine)),
+            ("kernels", _kernels(**machine["kernels"])),
         ]
     )
     print()
@@ -57,14 +55,11 @@ def run(args: argparse.Namespace) -> int:
     return 1 if machine["missing"] else 0
 
 
-def _kernels(machine: Mapping[str, Any]) -> str:
+def _kernels(triton: str | None, tested: bool, problem: str | None) -> str:
     """Whether builds for TensorRT compile kernels on this machine, and what happens if they do not."""
-    problem, triton = machine["kernels"]["problem"], f"Triton {machine['optional']['triton']}"
     if problem is None:
-        known = (
-            "" if machine["kernels"]["tested"] else f" (not a tested version: {install('tensorrt:triton')})"
-        )
-        return f"compiled in builds by {triton}{known}; running a bundle needs no compiler"
+        known = "" if tested else f" (not a tested version: {install('tensorrt:triton')})"
+        return f"compiled in builds by Triton {triton}{known}; running a bundle needs no compiler"
     return (
         f"not compiled in builds. {problem}. In bundles built here, torch's operators run between passes, the host "
         f"samples, and plans have no plugins ({install('tensorrt:triton')})"

@@ -37,7 +37,7 @@ def optional() -> list[str]:
 
 
 def describe() -> dict[str, Any]:
-    """Everything that a bug report needs, as plain JSON values. Imports onnxruntime, and Triton to compile a kernel."""
+    """Everything that a bug report needs, as plain JSON values. Imports nothing heavier than onnxruntime."""
     versions = versions_of(("dflash_trt", *REQUIRED, *optional()))
     missing = [name for name in REQUIRED if versions[name] is None]
     return {
@@ -51,9 +51,18 @@ def describe() -> dict[str, Any]:
         "memory_bytes": hardware.memory_bytes(),
         "gpus": hardware.gpus(),
         "onnxruntime_providers": _providers() if versions["onnxruntime"] else [],
-        "kernels": _kernels(versions.get("triton")),
         "missing": missing,
         "engines": _engines(missing),
+    }
+
+
+def kernels() -> dict[str, Any]:
+    """Triton's version, whether tests cover it, and why builds cannot compile kernels here: from trying a small one."""
+    triton = versions_of(["triton"])["triton"]
+    return {
+        "triton": triton,
+        "tested": triton is not None and compiled.tested(triton),
+        "problem": compiled.trial(),
     }
 
 
@@ -61,11 +70,6 @@ def versions_of(modules: Iterable[str]) -> dict[str, str | None]:
     """The installed version of the distribution that provides each module; None if the module is missing."""
     distributions = metadata.packages_distributions()
     return {name: _version(name, distributions) for name in modules}
-
-
-def _kernels(triton: str | None) -> dict[str, Any]:
-    """Whether builds can compile kernels here, tried on a small one, and whether tests cover this version of Triton."""
-    return {"problem": compiled.trial(), "tested": triton is not None and compiled.tested(triton)}
 
 
 def _engines(missing: list[str]) -> list[dict[str, Any]]:

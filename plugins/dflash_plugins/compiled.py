@@ -63,9 +63,13 @@ def tested(version: str) -> bool:
 
 
 def trial() -> str | None:
-    """Why a small kernel cannot be compiled here. None if it can."""
+    """Why a small kernel cannot be compiled here. None if it can. Leaves no files."""
+    if reason := no_compiler():
+        return reason
+    from dflash_plugins.compiler import try_one
+
     try:
-        compile_round([fill_tokens(1, drafted=False)])
+        try_one(fill_tokens(1, drafted=False))
     except BuildError as error:
         return str(error)
     return None

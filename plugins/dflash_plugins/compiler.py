@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -48,18 +49,19 @@ def compile_kernel(use: Use, capability: int) -> Compiled:
     file = _cache() / f"{use.function}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
     if file.is_file():
         return from_json(json.loads(file.read_text()))
-    try:
-        compiled = _compile(use, capability)
-    except Exception as error:  # of Triton, LLVM or ptxas
-        raise BuildError(
-            f"Triton {triton.__version__} cannot compile {use.function} for {architecture(capability)}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    compiled = _checked(use, capability)
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
         json.dump(asdict(compiled), partial)
     os.replace(partial.name, file)
     return compiled
+
+
+def try_one(use: Use) -> None:
+    """Compile a kernel between passes, and keep nothing of it. Raises BuildError."""
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
+        knobs.cache.dir = folder
+        _checked(use, ROUND_TARGET)
 
 
 def architecture(capability: int) -> str:
@@ -103,6 +105,16 @@ def _cache() -> Path:
     if given:
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_trt" / "kernels"
+
+
+def _checked(use: Use, capability: int) -> Compiled:
+    try:
+        return _compile(use, capability)
+    except Exception as error:  # of Triton, LLVM or ptxas
+        raise BuildError(
+            f"Triton {triton.__version__} cannot compile {use.function} for {architecture(capability)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _compile(use: Use, capability: int) -> Compiled:

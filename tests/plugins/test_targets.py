@@ -197,7 +197,7 @@ compiler.source_digest.cache_clear()
 compiler.triton.__version__ += ".post1"
 try:
     compiler.compile_kernel(use, 90)
-except TypeError:
+except compiler.BuildError:
     print("another compiler, another kernel")
 """
 

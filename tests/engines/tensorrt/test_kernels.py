@@ -152,7 +152,7 @@ def test_a_build_without_the_compiler_says_so_once(
         "broken": "TRITON_INTERPRET is set",
     }
     assert reasons[fault] in warning
-    assert reasons[fault] in environment.describe()["kernels"]["problem"]
+    assert reasons[fault] in environment.kernels()["problem"]
 
 
 def test_kernels_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
