@@ -121,7 +121,9 @@ def test_marks_that_are_special_tokens_are_read(tiny: Path, monkeypatch: pytest.
         words = Detokenizer(model.tokenizer.backend, params["skip_special_tokens"])
         ids = await model.encode(text, special=False)
         parser = asked.answers[0].parser
-        parts = [part for token in ids for part in parser.push(words.push([token]), [token])] + parser.finish()
+        parts = [
+            part for token in ids for part in parser.push(words.push([token]), [token])
+        ] + parser.finish()
         found = {kind: "".join(p.text for p in parts if p.kind == kind) for kind in ("reasoning", "content")}
         assert found == {"reasoning": "Hm.", "content": "Now."}
         assert [(p.call.name, p.call.arguments) for p in parts if p.call] == [("get", '{"city": "B"}')]
