@@ -149,6 +149,9 @@ def write_pair(work: Path, pair: str, layers: int, stored: str | None) -> dict[s
         else:
             taps = [i * layers // 5 for i in range(5)]
             config["dflash_config"]["target_layer_ids"] = sorted(set(taps))
+            config["dflash_config"]["mask_token_id"] = (
+                config["vocab_size"] - 1
+            )  # none of the tokenizer's tokens
             config["num_target_layers"] = layers
         (place / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional as F
 
 from dflash_trt.checkpoint.schema import TargetConfig
 from dflash_trt.errors import CheckpointError, DFlashError
@@ -49,10 +48,8 @@ class FrozenTarget:
         *,
         final: bool = False,
     ) -> None:
-        from transformers import AutoModelForCausalLM
-
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
+            model = _load(directory, dtype)
         except Exception as error:  # the family's code may raise anything
             raise CheckpointError(f"{directory}: Transformers cannot load it: {error}") from error
         model = model.to(device).eval().requires_grad_(False)
@@ -63,7 +60,8 @@ class FrozenTarget:
                 f"{directory}: has {len(layers)} layers in Transformers, but {config.num_hidden_layers} in config.json"
             )
         self.device, self.dtype = device, dtype
-        self.embedding: Tensor = model.get_input_embeddings().weight
+        self._embed = model.get_input_embeddings()
+        self.embedding: Tensor = self._embed.weight
         self.head: Tensor = model.get_output_embeddings().weight.to(dtype)
         self._taps: list[Tensor] = [self.embedding] * len(taps)
         self._final = final
@@ -93,9 +91,23 @@ class FrozenTarget:
         size = self.head.shape[1]
         return features[..., :-size], features[..., -size:]
 
+    @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embedded tokens for the drafter, without scaling, as in the supported families."""
-        return F.embedding(tokens, self.embedding)
+        """Embedded tokens for the drafter, as the target itself embeds them."""
+        embedded: Tensor = self._embed(tokens)
+        return embedded
+
+
+def _load(directory: Path, dtype: torch.dtype) -> Any:
+    """The text model, where Transformers has it apart from the parts for images; else the whole model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+    return AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
 
 
 class FeatureCache:

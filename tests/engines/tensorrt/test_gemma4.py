@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
+from dflash_plugins.dialect import TensorRTPlugins
 
 from dflash_trt import LLM
 from dflash_trt.building.build import build
+from dflash_trt.checkpoint.tensors import Outline
 from dflash_trt.engines.tensorrt.options import TensorRTOptions
+from dflash_trt.models.configs import read_target_config
+from dflash_trt.models.target import build_target
 from tests.doubles.checkpoints import make_drafter
 from tests.doubles.text_checkpoints import EXPERTS, GEMMA_IMAGES, make_gemma
 from tests.engines.tensorrt.test_runtime import FLOAT32, here, params, prompts
@@ -54,3 +59,24 @@ def test_plans_in_bfloat16(pair: tuple[str, str], tmp_path: Path) -> None:
     options = TensorRTOptions(capabilities=(89,), max_batch_size=2, prefill_chunk=16)
     bundle = build(*pair, tmp_path / "bundle", engine="tensorrt-rtx", max_seq_len=64, options=options)
     assert "plans/sm89/target.plan" in bundle.manifest["files"]
+
+
+def test_plugins_have_a_body_for_each_kind_of_heads(pair: tuple[str, str]) -> None:
+    """With the group of its heads, and queries scaled so that the kernel's own scale leaves 1."""
+    config = read_target_config(Path(pair[0]))
+    dialect = TensorRTPlugins(ir.DataType.BFLOAT16)
+    model = build_target(config, Outline(config.path.parent), (0,), dialect, folder="t", capacity=64)
+    found = {}
+    for function in model.functions.values():
+        for node in function:
+            if node.op_type.startswith("Attend"):
+                scales = [n for n in function if n.op_type == "Constant" and "value" in n.attributes]
+                values = [n.attributes["value"].as_tensor().numpy() for n in scales]
+                found[function.name] = (
+                    node.attributes["group"].as_int(),
+                    float(max(v.max() for v in values)),
+                )
+    assert found == {
+        "CachedAttention": (2, pytest.approx(16)),
+        "CachedAttention1x512": (4, pytest.approx(512**0.5)),
+    }

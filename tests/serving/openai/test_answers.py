@@ -12,6 +12,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.output.detokenizer import Detokenizer
 from dflash_trt.serving.openai.chat import Chat
 from dflash_trt.serving.openai.errors import ApiError
 from dflash_trt.serving.openai.model import Model
@@ -94,6 +95,38 @@ def test_a_structured_answer_behind_an_opened_thought_is_content(
         assert [(part.kind, part.text) for part in bound.answers[0].parser.push("ab", [])] == [
             ("content", "ab")
         ]
+
+    asyncio.run(run())
+
+
+def test_marks_that_are_special_tokens_are_read(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4's: they have a text, and the token at which a tool answers ends an answer with tools."""
+    model = Model(Bundle.open(tiny), None)
+    marks = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>']
+    model.tokenizer.backend.add_special_tokens(marks)
+    model.template = "<|channel>thought <channel|> <|tool_call>call:"
+    text = '<|channel>thought\nHm.<channel|>Now.<|tool_call>call:get{city:<|"|>B<|"|>}<tool_call|>'
+
+    async def chat(*_: Any, **__: Any) -> tuple[list[int], str]:
+        return await model.encode("hi", special=False), "hi"
+
+    monkeypatch.setattr(model, "chat", chat)
+
+    async def run() -> None:
+        tools = [{"type": "function", "function": {"name": "get"}}]
+        asked = await Chat.of(model, ChatRequest(messages=HI, tools=tools, stop_token_ids=[3]), "x", None)
+        params = asked.prepared.messages[0]["params"]
+        response = model.tokenizer.backend.token_to_id("<|tool_response>")
+        assert (params["skip_special_tokens"], params["stop_token_ids"]) == (False, [3, response])
+        words = Detokenizer(model.tokenizer.backend, params["skip_special_tokens"])
+        ids = await model.encode(text, special=False)
+        parser = asked.answers[0].parser
+        parts = [
+            part for token in ids for part in parser.push(words.push([token]), [token])
+        ] + parser.finish()
+        found = {kind: "".join(p.text for p in parts if p.kind == kind) for kind in ("reasoning", "content")}
+        assert found == {"reasoning": "Hm.", "content": "Now."}
+        assert [(p.call.name, p.call.arguments) for p in parts if p.call] == [("get", '{"city": "B"}')]
 
     asyncio.run(run())
 
