@@ -254,7 +254,7 @@ PLANS: list[tuple[str, str, str, Edit, str]] = [
     ("gpt-oss", "window", "target", seen_further("before", 1), after(0)),
     (
         "gpt-oss",
-        "blocks' scales",
+        "a block of the experts",
         "target",
         scaled("0.mlp.experts.down_proj", 1.2, slice(None), slice(32)),
         after(0),
