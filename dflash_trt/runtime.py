@@ -105,6 +105,7 @@ class Runtime:
         wanted = self.bundle.manifest.get("exact") if exact is None else exact
         if exact is False:
             return None
+        found: Exactness | None
         try:
             try:
                 pair = self.pair
@@ -123,6 +124,7 @@ class Runtime:
         except BaseException:
             self.scheduler.close()
             raise
+        assert found is not None
         assert found.rule is not None
         self.scheduler.follow(found.rule)
         return found

@@ -24,7 +24,7 @@ class _Sleep:
     def __init__(self, session: Any, seconds: float) -> None:
         self._session, self._seconds = session, seconds
 
-    def run_with_iobinding(self, binding: Any) -> None:
+    def run_with_iobinding(self, binding: Any, options: Any = None) -> None:
         time.sleep(self._seconds)
 
     def __getattr__(self, name: str) -> Any:

@@ -23,6 +23,7 @@ from dflash_trt.bundle.workspace import Progress
 from dflash_trt.decoding.exact import FREE, Rule
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.widths import Outcome, find_rule, measure, ways
+from dflash_trt.engines import registry
 from dflash_trt.errors import BundleError, DFlashError
 from dflash_trt.files.disk import cache_folder, whole_file
 from dflash_trt.files.reading import read_object
@@ -189,14 +190,15 @@ def _place(bundle: Bundle, pair: Pair, threads: int | None) -> Path:
 
 def _machine(bundle: Bundle, pair: Pair, threads: int | None) -> dict[str, Any]:
     """All that the bits of a pass may depend on."""
-    names = ("dflash_trt", "numpy", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch")
+    engine = registry.engine_of(bundle)
+    names = ("dflash_trt", "numpy", *engine.modules)
+    gpus = hardware.gpus() if "torch" in engine.modules else []
     versions = {n: getattr(sys.modules.get(n), "__version__", None) for n in names if n in sys.modules}
-    gpu = "tensorrt" in bundle.manifest
     return {
         "bundle": bundle.manifest["manifest_sha256"],
         "processor": hardware.processor_name(),
         "threads": threads or hardware.cores(),
-        "gpus": [[each.get("name"), each.get("driver_version")] for each in hardware.gpus()] if gpu else [],
+        "gpus": [[each.get("name"), each.get("driver_version")] for each in gpus],
         "versions": versions,
         "prefill_chunk": pair.prefill_chunk,
     }

@@ -63,7 +63,6 @@ class Scheduler:
         return min([pair.arrays.most_nodes, pair.capacity // 2, *rule.widths[-1:]])
 
     def follow(self, rule: Rule) -> None:
-        """Run only passes that the rule allows. Only when idle, before the first request."""
         self.pair.rule = rule
         if not rule.batches:
             self.max_batch_size = 1

@@ -24,11 +24,12 @@ from dflash_trt.decoding.options import RequestOptions
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.params import SamplingParams
 from dflash_trt.decoding.request import Request
+from dflash_trt.decoding.widths import cache_rows
 from dflash_trt.engines.base import PREFILL_CHUNK
 from dflash_trt.errors import DFlashError
 from dflash_trt.llm import LLM
 from dflash_trt.reports.environment import describe
-from dflash_trt.reports.localize import Localizer, cache_rows, write_archive
+from dflash_trt.reports.localize import Localizer, write_archive
 from dflash_trt.reports.rounding import PART, Limits, centred, deviation
 from dflash_trt.reports.verification import Case, Difference, chains, verify
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.commit import alone, fail, leave
+from dflash_trt.decoding.exact import Rule
 from dflash_trt.decoding.leaving import Leaving
 from dflash_trt.decoding.length.policy import FixedLength, Lengths
 from dflash_trt.decoding.metrics import Metrics
@@ -82,6 +83,9 @@ class Driver:
     @property
     def pair(self) -> NoReturn:
         raise DFlashError(f"{self._path}: this engine runs its own loop, and its passes cannot be checked")
+
+    def follow(self, rule: Rule) -> NoReturn:
+        raise DFlashError(f"{self._path}: this engine runs its own loop, which follows no rule")
 
     @property
     def most_tree_nodes(self) -> int:

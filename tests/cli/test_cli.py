@@ -242,7 +242,8 @@ def test_pairs_lists_every_pair_and_published_drafter_in_80_columns(
     assert {pair["drafter_repo"] for pair in listed["pairs"] if pair["drafter_repo"]} <= set(drafters)
     assert drafters["z-lab/Qwen3-4B-DFlash-b16"]["pair"] == "qwen3-4b"
     assert drafters["incoai/Qwen3.8-27B-DFlash2"]["licence"] == "Apache-2.0"
-    assert not drafters["z-lab/gemma-4-31B-it-DFlash"]["read"]
+    assert drafters["z-lab/gemma-4-31B-it-DFlash"]["pair"] == "gemma-4-31b"
+    assert {drafter["read"] for drafter in drafters.values()} == {True, False}
     assert {drafter["publisher"] for drafter in drafters.values()} >= {"z-lab", "deepseek-ai", "RedHatAI"}
 
 

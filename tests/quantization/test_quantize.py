@@ -126,7 +126,8 @@ def test_bundles_are_quantized_on_the_way(tmp_path: Path, precision: str) -> Non
         "int4": "W4A16_AWQ",
         "mxfp4": "W4A16_MXFP4",
     }
-    assert found == {role: named[asked.scheme(role) or ""] for role in ("target", "drafter", "head")}
+    roles = {role: named[asked.scheme(role) or ""] for role in ("target", "drafter", "head")}
+    assert found == {**roles, "cache": None}
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
     key = bundle.manifest["key"]
     assert build("tiny", None, tmp_path / "bundle", precision=asked).manifest["key"] == key

@@ -33,7 +33,7 @@ from dflash_trt.reports import selftest
 from dflash_trt.reports.selftest import Check, Selftest
 from tests.doubles import fake_tensorrt
 from tests.doubles.checkpoints import make_drafter, make_target
-from tests.doubles.cuda_double import Cuda, by_operators, deferred
+from tests.doubles.cuda_double import Cuda, deferred
 from tests.doubles.family_checkpoints import make_gpt_oss, make_gpt_oss_drafter
 from tests.doubles.hybrid_checkpoints import DENSE, make_hybrid
 from tests.doubles.rounding import in_float32
@@ -89,7 +89,6 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
         patch.setattr(
             DeviceArrays, "samples", property(lambda s: False, lambda s, value: None), raising=False
         )
-        by_operators(patch)
         with deferred():  # the host samples, because Triton's interpreter is slow
             yield of
             for test in tests.values():

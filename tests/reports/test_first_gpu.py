@@ -18,7 +18,7 @@ from dflash_trt.engines.tensorrt import plans, warm_up
 from dflash_trt.engines.tensorrt.device_arrays import DeviceArrays
 from dflash_trt.reports.first_gpu import FirstGPU
 from tests.doubles import fake_tensorrt
-from tests.doubles.cuda_double import Cuda, by_operators, deferred
+from tests.doubles.cuda_double import Cuda, deferred
 
 # The commands as they are, but for the size of what they measure. Kernels are not for this double.
 SHORT = {
@@ -54,7 +54,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
         DeviceArrays, "samples", property(lambda self: False, lambda self, value: None), raising=False
     )
-    by_operators(monkeypatch)
     with deferred():
         yield
 

@@ -195,9 +195,9 @@ def test_what_the_builder_refuses_is_said_in_one_line(
     """FP32 attention that may not be decomposed has no kernel."""
     attend = TensorRT._attend
 
-    def fused(self: TensorRT, *args: Any) -> Any:
+    def fused(self: TensorRT, *args: Any, **kwargs: Any) -> Any:
         self.fused = True
-        return attend(self, *args)
+        return attend(self, *args, **kwargs)
 
     monkeypatch.setattr(TensorRT, "_attend", fused)
     with pytest.raises(
