@@ -17,7 +17,7 @@ from dflash_trt.decoding.request import Request
 from dflash_trt.decoding.sampling.philox import gumbel
 
 # The weight of the noise. Below 1, because the drafter is less sure than the target which tokens are close to each
-# other. docs/trees.md has acceptance by weight.
+# other.
 WEIGHT = 0.5
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # drafter's pass of 8 rows took 9.2 ms instead of 13.8. A head of a few MB lies in the processor's caches.
 LARGE_HEAD_BYTES = 64 << 20
 # Candidates of a drafter beside a target with such a head. SmolLM2-135M was at least as fast with them, and up to 1.1
-# times as fast. Beside a small target the host takes longer to make a tree than the tree spares (docs/trees.md).
+# times as fast. Beside a small target the host takes longer to make a tree than the tree saves.
 TREE_WIDTH = 8
 
 

@@ -1,6 +1,6 @@
 """The memory of recurrent layers in the embedded engine: one state of fixed size for each slot.
 
-A slot's states belong to `position`. The rows from there on are pending: docs/graphs.md says how a pass replays them.
+A slot's states belong to `position`. The rows from there on are pending: docs/hybrid.md says how a pass replays them.
 So a slot can be cut to `position`, and to each length after it up to its own. Rows of attention lie in `HostRows`.
 """
 
