@@ -38,7 +38,7 @@ SKIPPED = {
     r"bundles/(gpt-oss|qwen3)": "needs a bundle of a large model",
     r"dflash-trt serve|dflash-trt selftest|bench .*--server": "runs until it is stopped, or needs a server",
     r"~/": "writes into the home directory",
-    r"(Qwen|openai|z-lab|meta-llama)/|--target (qwen3|gpt-oss|llama)(?!.*(--weights none|--gpu))": "downloads a model",
+    r"(Qwen|openai|z-lab|meta-llama)/|--target (qwen3|gpt-oss|llama|gemma)(?!.*(--weights none|--gpu))": "downloads a model",
     r"build .*--engine tensorrt|bundles/tiny-rtx": "needs an engine's package",
     r"quantize .*modelopt": "needs the package nvidia-modelopt",
     r"dflash-trt train": "trains",
