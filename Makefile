@@ -53,7 +53,7 @@ demo: .venv/installed
 
 test: $(TEST)/installed .venv-server/installed .venv-floors/installed
 	@$(TEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
-	@.venv-server/bin/python -m pytest server_tests
+	@.venv-server/bin/python -m pytest --numprocesses 2 --dist loadfile server_tests
 	@.venv-floors/bin/python -m pytest $(CORE_TESTS)
 
 kernels: $(TEST)/installed $(TRITONS:%=$(TEST)/triton-%)
