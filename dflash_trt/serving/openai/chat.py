@@ -13,6 +13,7 @@ from dflash_trt.serving.openai import logprobs
 from dflash_trt.serving.openai.channels import Channels
 from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, Names, refused
+from dflash_trt.serving.openai.frames import frame_of
 from dflash_trt.serving.openai.generation import Generation, Prepared, Usage, prepare, shortened, updates
 from dflash_trt.serving.openai.model import Model, text_of
 from dflash_trt.serving.openai.parsing import AnswerParser, Part, Stage, Think
@@ -223,7 +224,8 @@ async def _prepared(
     ids, text = await _rendered(model, body, tools)
     ids = shortened(model, body, ids, most)
     wanted = of_format(body)
-    grammar = of_calls(body, tools, calls_of(template, schemas), wanted)
+    frame = frame_of(template, model.tokenizer.backend.token_to_id, text[max(text.rfind("<|start|>"), 0) :])
+    grammar = of_calls(body, tools, frame, wanted)
     names += form_names(body, "tools" if grammar else "response_format" if body.response_format else "")
     form = grammar or wanted
     last = text_of(body.messages[-1].content)
@@ -233,7 +235,7 @@ async def _prepared(
         thoughts.within(text)
         or (bool(body.continue_final_message) and last.rfind(thoughts.begin) > last.rfind(thoughts.end))
     )
-    if form is not None and (begin := _begin(template, text, thinks)):
+    if form is not None and (begin := _begin(template, text, thinks, calls=grammar is not None)):
         text, thinks = text + begin, False
         ids = [*ids, *await model.encode(begin, special=False)]
     more: dict[str, Any] = {}
@@ -283,11 +285,14 @@ async def _rendered(model: Model, body: ChatRequest, tools: list[Tool]) -> tuple
         raise refused(error) from None
 
 
-def _begin(template: str, text: str, thinks: bool) -> str:
-    """The text that ends a prompt before an answer in a form, which has no thoughts and begins with its content."""
+def _begin(template: str, text: str, thinks: bool, calls: bool) -> str:
+    """The text that ends a prompt before an answer in a form, which has no thoughts and begins with its content.
+
+    calls: whether the form is that of calls, which has their channel.
+    """
     if "<|channel|>" in template:
         header = text[text.rfind("<|start|>") :]
-        return "" if "<|message|>" in header else "<|channel|>final<|message|>"
+        return "" if calls or "<|message|>" in header else "<|channel|>final<|message|>"
     thoughts = thoughts_of(template)
     return f"\n{thoughts.end}\n\n" if thinks and thoughts else ""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_trt.decoding.sampling.structure import WHITESPACE
 from dflash_trt.serving.openai.errors import ApiError, Names
-from dflash_trt.serving.openai.parsing import BareCalls, Stage, TaggedCalls
+from dflash_trt.serving.openai.frames import Frame
 from dflash_trt.serving.openai.protocol import ChatRequest, NamedTool, SamplingFields, Tool
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -55,7 +55,7 @@ def of_format(body: ChatRequest) -> dict[str, Any] | None:
 
 
 def of_calls(
-    body: ChatRequest, tools: list[Tool], calls: Stage, form: dict[str, Any] | None
+    body: ChatRequest, tools: list[Tool], frame: Frame | None, form: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """The grammar of an answer that has calls, or may have them instead of a `response_format`; None where any text
     will do, or only the format. Raises ApiError.
@@ -74,39 +74,27 @@ def of_calls(
             raise ApiError(
                 400, f"tool_choice names {choice.function.name}, which is not in tools", "tool_choice"
             )
-    if isinstance(calls, TaggedCalls):
-        key, frame, between = "arguments", ('"<tool_call>\\n" ', ' "\\n</tool_call>"'), '"\\n" '
-    elif isinstance(calls, BareCalls):
-        key, frame, between = "parameters", ("", ""), '"; " '
-    elif optional:
-        return None
-    else:
+    if frame is None:
+        if optional:
+            return None
         raise ApiError(
             400, "tool_choice: this model's chat template has no form for required calls", "tool_choice"
         )
-    one = f"{frame[0]}call{frame[1]}"
-    several = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+    alone = frame.between is None or body.parallel_tool_calls is False or isinstance(choice, NamedTool)
     rules = [
-        f"start: calls{' | format' if optional else ''}",
-        f"calls: {one}" + (f" ({between}{one})*" if several else ""),
+        f"start: {frame.begin} {'(calls | format)' if optional else 'calls'}",
+        "calls: call " + ("" if alone else f"({frame.between} call)* ") + frame.behind,
         f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}",
     ]
     for i, function in enumerate(functions):
-        # The arguments are a rule of their own, so that the references of their schema begin at its root.
-        before = f'{{"name": {json.dumps(function.name)}, "{key}": '
-        rules.append(f'call{i}: {json.dumps(before)} arguments{i} "}}"')
-        rules.append(f"arguments{i}: %json {json.dumps(_object(function.parameters) | _BLANKS)}")
+        rules.append(f"call{i}: {frame.call(function.name, f'arguments{i}')}")
+        rules += frame.arguments(f"arguments{i}", _object(function.parameters))
     if optional:
         assert form is not None
         schema = form.get("json", {"type": "object"})
-        rules.append(
-            f"format: %json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
-        )
+        spaces = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+        rules += [f"format: {frame.content} text", f"text: %json {json.dumps(schema | spaces)}"]
     return {"grammar": "\n".join(rules) + "\n"}
-
-
-# As Python writes JSON, which chat templates show. A model that may write blanks sometimes writes no end.
-_BLANKS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 
 
 def _object(schema: dict[str, Any] | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from dflash_trt.serving.openai.parsing import (
@@ -44,10 +44,10 @@ _THOUGHTS = (
     Thoughts("[THINK]", "[/THINK]", shown=False),
 )
 _CALLS = {"<tool_call>": "</tool_call>", "<|tool_call>": "<tool_call|>"}
-_MISTRAL, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+MISTRAL, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 # A model that has called goes on with this token, where what the tool answers belongs.
 RESPONSE = "<|tool_response>"
-_QUOTE = '<|"|>'
+QUOTE = '<|"|>'
 _LITERAL = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 
 
@@ -59,12 +59,18 @@ def thoughts_of(template: str) -> Thoughts | None:
 def has_special_marks(template: str) -> bool:
     """Whether marks of this template are special tokens, which must have a text to be read."""
     thoughts = thoughts_of(template)
-    return "<|tool_call>" in template or _MISTRAL in template or (thoughts is not None and not thoughts.shown)
+    return "<|tool_call>" in template or MISTRAL in template or (thoughts is not None and not thoughts.shown)
 
 
 def marks_of_calls(template: str) -> list[tuple[str, str]]:
     """Marks around calls, where they have both."""
     return [(begin, end) for begin, end in _CALLS.items() if begin in template]
+
+
+def notation_of(template: str) -> str:
+    """What marks the calls of this template's family; an empty text if it has none."""
+    bare = "<|python_tag|>" if "python_tag" in template or '"parameters"' in template else ""
+    return next((mark for mark in ("<|tool_call>", MISTRAL, "<tool_call>") if mark in template), bare)
 
 
 def calls_of(template: str, schemas: Schemas | None, *, known: bool = False) -> Stage:
@@ -74,14 +80,14 @@ def calls_of(template: str, schemas: Schemas | None, *, known: bool = False) -> 
     """
     if schemas is None:
         return Plain()
-    if "<|tool_call>" in template:
-        return GemmaCalls()
-    if _MISTRAL in template:
-        return MistralCalls()
-    if "<tool_call>" in template:
-        return TaggedCalls(schemas)
-    bare = "python_tag" in template or '"parameters"' in template
-    return BareCalls(schemas if known else None) if bare else Plain()
+    made: dict[str, Callable[[], Stage]] = {
+        "<|tool_call>": GemmaCalls,
+        MISTRAL: MistralCalls,
+        "<tool_call>": lambda: TaggedCalls(schemas),
+        "<|python_tag|>": lambda: BareCalls(schemas if known else None),
+        "": Plain,
+    }
+    return made[notation_of(template)]()
 
 
 class GemmaCalls(Stage):
@@ -145,11 +151,11 @@ def _as_json(text: str) -> str:
     """Gemma's arguments as JSON: bare keys, and texts between `<|"|>`. A text that ends early gives as much of it."""
     made, at = list[str](), 0
     while at < len(text):
-        if text.startswith(_QUOTE, at):
-            end = text.find(_QUOTE, at + len(_QUOTE))
-            whole = json.dumps(text[at + len(_QUOTE) : end if end >= 0 else None], ensure_ascii=False)
+        if text.startswith(QUOTE, at):
+            end = text.find(QUOTE, at + len(QUOTE))
+            whole = json.dumps(text[at + len(QUOTE) : end if end >= 0 else None], ensure_ascii=False)
             made.append(whole if end >= 0 else whole[:-1])
-            at = end + len(_QUOTE) if end >= 0 else len(text)
+            at = end + len(QUOTE) if end >= 0 else len(text)
         elif text[at] in "{}[],:":
             made.append({",": ", ", ":": ": "}.get(text[at], text[at]))
             at += 1
@@ -157,7 +163,7 @@ def _as_json(text: str) -> str:
             at += 1
         else:
             end = min(
-                (n for mark in (*"{}[],:", _QUOTE) if (n := text.find(mark, at)) >= 0), default=len(text)
+                (n for mark in (*"{}[],:", QUOTE) if (n := text.find(mark, at)) >= 0), default=len(text)
             )
             word = text[at:end].strip()
             if _LITERAL.fullmatch(word) and text[end : end + 1] != ":":
@@ -178,13 +184,13 @@ class MistralCalls(Stage):
     def push(self, text: str) -> Iterator[Part]:
         self._held += text
         while True:
-            before, begins, rest = self._held.partition(_MISTRAL)
+            before, begins, rest = self._held.partition(MISTRAL)
             if self._inside and not begins:
                 return
             if self._inside:
                 yield from self._block(before)
             else:
-                size = 0 if begins else overlap(before, _MISTRAL)
+                size = 0 if begins else overlap(before, MISTRAL)
                 if shown := before[: len(before) - size]:
                     yield Part("content", shown)
                 rest = rest if begins else before[len(before) - size :]
@@ -194,7 +200,7 @@ class MistralCalls(Stage):
             self._inside = True
 
     def _block(self, text: str, *, cut: bool = False) -> Iterator[Part]:
-        name, begins, arguments = text.strip().partition(_ARGUMENTS)
+        name, begins, arguments = text.strip().partition(ARGUMENTS)
         if begins and name.strip() and (cut or isinstance(parsed(arguments), dict)):
             yield Part("call", call=call_of(name.strip(), arguments.strip()))
             return
@@ -204,7 +210,7 @@ class MistralCalls(Stage):
             for call in calls:
                 yield Part("call", call=call)
         elif not cut:
-            yield Part("content", f"{_MISTRAL}{text}")
+            yield Part("content", f"{MISTRAL}{text}")
 
     def finish(self, *, cut: bool = False) -> Iterator[Part]:
         if self._inside:

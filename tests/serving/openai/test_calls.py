@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dflash_trt.bundle.manifest import Bundle
+from dflash_trt.decoding.output.detokenizer import Detokenizer
+from dflash_trt.decoding.sampling.structure import StructuredOutputs, Structures
+from dflash_trt.serving.openai.chat import Chat
+from dflash_trt.serving.openai.errors import ApiError
+from dflash_trt.serving.openai.model import Model
+from dflash_trt.serving.openai.protocol import ChatRequest
 from dflash_trt.serving.openai.structure import closed
 from tests.serving.openai.conftest import Server
 
@@ -136,3 +145,116 @@ def test_an_answer_with_tools_and_a_format_is_either(server: Server) -> None:
     assert free["message"]["content"].startswith("{")
     none = ask(server, **asked, tool_choice="none")
     assert json.loads(none["message"]["content"]) == {"city": "Borvik"}
+
+
+HARMONY = ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"]
+GEMMA = ["<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>']
+MISTRAL = ["[TOOL_CALLS]", "[ARGS]"]
+ANY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 9},
+        "days": {"type": "integer", "minimum": 2, "description": "how long"},
+        "tags": {"type": "array", "items": {"enum": ["a", 1, None]}, "maxItems": 2},
+        "at": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+    },
+    "required": ["days"],
+    "$defs": {
+        "Place": {"properties": {"in": {"$ref": "#/$defs/Place"}, "x": {"type": ["number", "boolean"]}}}
+    },
+}
+Q = '<|"|>'
+
+
+@pytest.mark.parametrize(
+    ("marks", "template", "before", "takes", "refuses"),
+    [
+        (
+            HARMONY, "<|channel|>", "<|channel|>commentary to=functions.order <|constrain|>json<|message|>",
+            {'{"city": "B", "days": 2}': {"city": "B", "days": 2}, '{"days": 30}': {"days": 30}},
+            ['{"days": 1}', '{"days": 2, "more": 1}'],
+        ),
+        (
+            MISTRAL, "[TOOL_CALLS]", "[TOOL_CALLS]order[ARGS]",
+            {'{"days": 2, "tags": ["a"]}': {"days": 2, "tags": ["a"]}}, ['{"city": "B"}', '{"days": "2"}'],
+        ),
+        (
+            GEMMA, "<|tool_call> dictsort", "<|tool_call>call:order",
+            {
+                "{days:2}": {"days": 2},
+                f"{{city:{Q}B, {{x}}{Q},days:12}}": {"city": "B, {x}", "days": 12},
+                f"{{city:{Q}{Q},days:2,tags:[{Q}a{Q},null]}}": {"city": "", "days": 2, "tags": ["a", None]},
+                "{at:{in:{x:true},x:-1.5e3},days:3,tags:[]}": {
+                    "at": {"in": {"x": True}, "x": -1500.0}, "days": 3, "tags": [],
+                },
+                "{at:null,days:2}": {"at": None, "days": 2},
+            },
+            [
+                "{}", "{days:1}", "{days:2,city:<|\"|>B<|\"|>}", f"{{city:{Q}0123456789{Q},days:2}}", "{days:2,more:1}",
+                "{days:2,tags:[1,1,1]}", "{days:2,tags:[2]}", "{at:{y:1},days:2}", "{days: 2}", f"{{days:{Q}2{Q}}}",
+            ],
+        ),
+    ],
+    ids=["gpt-oss", "mistral", "gemma"],
+)  # fmt: skip
+def test_required_calls_are_written_as_the_family_writes_them(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch,
+    marks: list[str], template: str, before: str, takes: dict[str, Any], refuses: list[str],
+) -> None:  # fmt: skip
+    model = Model(Bundle.open(tiny), None)
+    tokenizer = model.tokenizer.backend
+    tokenizer.add_special_tokens(marks)
+    model.template = template
+
+    async def chat(*_: Any, **__: Any) -> tuple[list[int], str]:
+        return [1], "<|start|>assistant"
+
+    monkeypatch.setattr(model, "chat", chat)
+
+    def made(**fields: Any) -> Chat:
+        fields |= {"messages": HI, "tools": [tool(ANY), tool(LETTER, "other")]}
+        body = ChatRequest.model_validate(fields)
+        return asyncio.run(Chat.of(model, body, "x", None))
+
+    structures = Structures(tokenizer, tokenizer.get_vocab_size(), [2])
+
+    def accepted(asked: Chat, text: str) -> bool:
+        form = StructuredOutputs(**asked.prepared.messages[0]["params"]["structured_outputs"])
+        structure = structures.compile(form)
+        ids = [*tokenizer.encode(text, add_special_tokens=False).ids, 2]
+        return len(structure.follow(ids, len(ids))[0]) == len(ids) and not any(
+            structure.follow(ids, len(ids))[1]
+        )
+
+    end = "<tool_call|>" if marks is GEMMA else ""
+    for text, arguments in takes.items():
+        asked = made(tool_choice="required")
+        assert accepted(asked, before + text + end), text
+        parser = asked.answers[0].parser
+        words = Detokenizer(tokenizer, marks is HARMONY)
+        parts = []
+        for token in tokenizer.encode(before + text + end, add_special_tokens=False).ids:
+            parts += parser.push(words.push([token]), [token])
+        found = [part.call for part in [*parts, *parser.finish()] if part.call is not None]
+        assert [(call.name, json.loads(call.arguments)) for call in found] == [("order", arguments)]
+    for text in refuses:
+        assert not accepted(asked, before + text + end), text
+    two = (before + next(iter(takes)) + end) * 2
+    assert accepted(asked, two) == (marks is not HARMONY)
+    assert not accepted(made(tool_choice="required", parallel_tool_calls=False), two)
+    named = {"type": "function", "function": {"name": "other"}}
+    assert not accepted(made(tool_choice=named), before + text + end)
+    # With a format the answer is either, and may not be free text.
+    either = made(response_format={"type": "json_object"})
+    assert accepted(either, before + next(iter(takes)) + end)
+    content = "<|channel|>final<|message|>" if marks is HARMONY else ""
+    assert accepted(either, content + '{"x": 1}')
+    assert not accepted(either, content + "hi")
+    if marks is GEMMA:
+        assert accepted(asked, before + "{days:2}" + end + "<|tool_response>")
+        unsaid: list[dict[str, Any]] = [{"not": {}}, {"$ref": "#/$defs/B"}]
+        for part in unsaid:
+            asking = {"messages": HI, "tools": [tool({"properties": {"a": part}})], "tool_choice": "required"}
+            body = ChatRequest.model_validate(asking)
+            with pytest.raises(ApiError, match="cannot be enforced in this model's notation"):
+                asyncio.run(Chat.of(model, body, "x", None))
