@@ -43,7 +43,8 @@ class Frame:
 def frame_of(template: str, token_id: Callable[[str], int | None], header: str) -> Frame | None:
     """The frame of this template's family, None where there is none.
 
-    token_id: the id of a mark; None where the tokenizer has no such token. header: the prompt from its last `<|start|>` on.
+    token_id: the id of a mark; None where the tokenizer has no such token. header: the prompt from its last
+    `<|start|>` on.
     """
 
     def mark(text: str) -> str:
