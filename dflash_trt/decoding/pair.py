@@ -8,6 +8,7 @@ multiplies them by 0, so they must be finite: NaN x 0 is NaN. Caches start as ze
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class Pair:
 
     slots: the number of sequences.
     capacity: the number of positions of each.
-    prefill_chunk: the most tokens of a prompt in one pass.
+    prefill_chunk: the most tokens of a prompt in one `prefill`.
     rule: how the target's passes are padded.
     """
 
@@ -44,13 +45,17 @@ class Pair:
         mask_token_id: int,
         vocab_size: int,
         prefill_chunk: int,
+        prompt_pass: int | None = None,
         trees: bool = False,
     ) -> None:
-        """trees: whether the target's graph takes the visibility among the rows of a pass."""
+        """prompt_pass: the most tokens of a prompt in one pass; None: `prefill_chunk`.
+        trees: whether the target's graph takes the visibility among the rows of a pass.
+        """
         self.trees, self._chain_rows = trees, ChainRows()
         self.rule: Rule = FREE
         self.target, self.arrays, self.slots, self.capacity = target, arrays, slots, capacity
         self.vocab_size, self.prefill_chunk = vocab_size, prefill_chunk
+        self._prompt_pass = prompt_pass or prefill_chunk
         self.drafter = Drafter(
             drafter,
             arrays,
@@ -82,14 +87,19 @@ class Pair:
         `arrays.most_prompt_rows`.
         """
         self.drafter.pending[slot] = 0  # from the slot's previous request
-        count, width = len(tokens), self.rule.padded(len(tokens))
-        chunk = np.pad(np.array(tokens, np.int64), (0, width - count), mode="edge")[None]
-        rows = np.arange(0 if every_row else count - 1, count)[None]
-        feeds = {"tokens": chunk, "start": np.array([start]), "rows": rows} | self._rows(1, width)
-        out = self.arrays.prefill(self.target, feeds, slot)
-        sound = True
-        if draft:
-            sound = self.arrays.finite(self.drafter.take_in(out["features"][:, :count], start, slot))
+        sound, end = True, start + len(tokens)
+        # Passes end at multiples, wherever a reused prefix ends.
+        ends = [] if every_row else [*range(start - start % self._prompt_pass, end, self._prompt_pass)][1:]
+        for begin, stop in pairwise([start, *ends, end]):
+            part = tokens[begin - start : stop - start]
+            count, width = len(part), self.rule.padded(len(part))
+            chunk = np.pad(np.array(part, np.int64), (0, width - count), mode="edge")[None]
+            rows = np.arange(0 if every_row else count - 1, count)[None]
+            feeds = {"tokens": chunk, "start": np.array([begin]), "rows": rows} | self._rows(1, width)
+            out = self.arrays.prefill(self.target, feeds, slot)
+            if draft:
+                drafted = self.drafter.take_in(out["features"][:, :count], begin, slot)
+                sound = self.arrays.finite(drafted) and sound
         return self.arrays.readable(out["logits"][0]), sound
 
     def propose(self, active: Sequence[Request], length: int) -> Draft:
