@@ -106,7 +106,7 @@ def build(
     )
     pair = replace(pair, draft_tokens=_draft_tokens(pair, draft_vocabulary, entry))
     progress("read checkpoints", 1, 1)
-    with workspace(out, "bundle") as place:
+    with workspace(out) as place:
         return _write(pair, settings, entry, place, force, progress)
 
 

@@ -407,7 +407,7 @@ def test_a_repository_is_where_tritonserver_can_read_it(
     with pytest.raises(DFlashError, match="file: is a file, expected the directory of a repository"):
         deploy(Bundle.open(bundle), tmp_path / "file", name="other")
     out = tmp_path / "models;ls"
-    (out / ".other.work").mkdir(parents=True)  # of an interrupted run
+    (out / ".other.dflash-trt-work").mkdir(parents=True)  # of an interrupted run
     assert main(["deploy", str(bundle), "--out", str(out), "--name", "mine"]) == 0
     shown = capsys.readouterr().out
     assert f"--model-repository '{out}'" in shown
