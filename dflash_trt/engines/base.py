@@ -17,9 +17,8 @@ from dflash_trt.errors import DFlashError
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.bundle.workspace import Progress, Workspace
-    from dflash_trt.checkpoint.catalogue import TargetForm
+    from dflash_trt.checkpoint.catalogue import PublishedDrafter, TargetForm
     from dflash_trt.checkpoint.pair import CheckpointPair
-    from dflash_trt.checkpoint.published import PublishedDrafter
     from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
     from dflash_trt.decoding.loop import DecodingLoop
     from dflash_trt.formats.base import WeightLayout

@@ -22,9 +22,8 @@ from dflash_trt.trtllm.options import TensorRTLLMOptions
 if TYPE_CHECKING:
     from dflash_trt.bundle.manifest import Bundle
     from dflash_trt.bundle.workspace import Progress, Workspace
-    from dflash_trt.checkpoint.catalogue import TargetForm
+    from dflash_trt.checkpoint.catalogue import PublishedDrafter, TargetForm
     from dflash_trt.checkpoint.pair import CheckpointPair
-    from dflash_trt.checkpoint.published import PublishedDrafter
     from dflash_trt.checkpoint.schema import DrafterConfig, TargetConfig
     from dflash_trt.formats.precision import Precision
     from dflash_trt.models.inventory import Inventory
