@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dflash_trt.checkpoint.fields import Fields
-from dflash_trt.checkpoint.rules import NAMES, Quantization, Rule, check_count, named, regex
+from dflash_trt.checkpoint.rules import Quantization, Rule, check_count, named, regex
 from dflash_trt.errors import show
 from dflash_trt.formats import Algorithm
 from dflash_trt.formats.base import BLOCK, FileLayout
@@ -69,9 +69,7 @@ def read_awq(fields: Fields) -> Quantization:
         raise fields.error("zero_point", f"is false, supported is true; {_HOW}")
     size = _group_size(fields, group)
     default = Algorithm("AWQ", "int4", group_size=size, zero_points=True, layout="awq")
-    key = "modules_to_not_convert"
-    skipped = fields.strings(key, most=NAMES) if fields.get(key) is not None else ()
-    return Quantization(fields.path, default, {_HEAD: None}, named(fields, key, skipped))
+    return Quantization(fields.path, default, {_HEAD: None}, named(fields, "modules_to_not_convert"))
 
 
 def read_autoround(fields: Fields) -> Quantization:

@@ -11,9 +11,10 @@ import onnxruntime as ort
 import pytest
 
 from dflash_trt.bundle.workspace import silent
-from dflash_trt.checkpoint.linears import stored_linear, widen
+from dflash_trt.checkpoint.linears import stored_linear
 from dflash_trt.checkpoint.roles import parameters_of
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.widening import widen
 from dflash_trt.engines.onnxruntime_products import rows_agree
 from dflash_trt.formats import FORMATS
 from dflash_trt.formats.base import BLOCK

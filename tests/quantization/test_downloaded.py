@@ -18,8 +18,9 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.building.build import build
 from dflash_trt.bundle.manifest import digest
 from dflash_trt.bundle.workspace import silent
-from dflash_trt.checkpoint.linears import quantized_layers, shape_of, stored_linear, widen
+from dflash_trt.checkpoint.linears import quantized_layers, shape_of, stored_linear
 from dflash_trt.checkpoint.tensors import Checkpoint
+from dflash_trt.checkpoint.widening import widen
 from dflash_trt.engines import onnxruntime_products
 from dflash_trt.engines.onnxruntime_products import rows_agree
 from dflash_trt.errors import CheckpointError
