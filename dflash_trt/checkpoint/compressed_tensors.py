@@ -45,22 +45,18 @@ class _Numbers(NamedTuple):
         return self.type == "int"
 
 
-_ROWS = ("token", "tensor", "group")
+_ROWS, _TENSOR = ("token", "tensor", "group"), ("tensor_group",)
+_FP8_ROWS = ("tensor", "channel", "block", "group")
+_FP8_FORMATS = ("float-quantized", "naive-quantized")
+_INT8_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 _NUMBERS = {
     "mxfp8": _Numbers("float", 8, ("group",), BLOCK, ("mxfp8-quantized",), {True: ("group",)}, None),
-    "fp8": _Numbers(
-        *("float", 8, ("tensor", "channel", "block", "group"), None, ("float-quantized", "naive-quantized")),
-        *({True: _ROWS, False: ("tensor",)}, 8),
-    ),
+    "fp8": _Numbers("float", 8, _FP8_ROWS, None, _FP8_FORMATS, {True: _ROWS, False: ("tensor",)}, 8),
     "nvfp4": _Numbers(
-        *("float", 4, ("tensor_group",), NVFP4_BLOCK, ("nvfp4-pack-quantized",)),
-        *({True: ("tensor_group",), "local": ("tensor_group",)}, 4),
+        "float", 4, _TENSOR, NVFP4_BLOCK, ("nvfp4-pack-quantized",), {True: _TENSOR, "local": _TENSOR}, 4
     ),
     "mxfp4": _Numbers("float", 4, ("group",), BLOCK, ("mxfp4-pack-quantized",), {True: ("group",)}, None),
-    "int8": _Numbers(
-        *("int", 8, ("channel", "group"), None, ("pack-quantized", "int-quantized", "naive-quantized")),
-        *({True: _ROWS}, 8),
-    ),
+    "int8": _Numbers("int", 8, ("channel", "group"), None, _INT8_FORMATS, {True: _ROWS}, 8),
     "int4": _Numbers("int", 4, ("channel", "group"), None, ("pack-quantized",), {True: _ROWS}, 8),
 }
 _FORMATS = tuple(dict.fromkeys(name for numbers in _NUMBERS.values() for name in numbers.formats))
