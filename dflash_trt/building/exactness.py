@@ -75,6 +75,7 @@ class Exactness:
         return "; ".join(parts if len(parts) > 1 else ["every pass agrees", *parts])
 
     def as_dict(self) -> dict[str, Any]:
+        """As it is kept in the cache."""
         return asdict(self) | {"rule": None if self.rule is None else self.rule.as_dict()}
 
     @classmethod

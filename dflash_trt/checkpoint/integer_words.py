@@ -31,6 +31,7 @@ _COMPRESSED = "auto_round:llm_compressor"
 
 
 def read_gptq(fields: Fields) -> Quantization:
+    """Raises CheckpointError, naming the field, for what no reader here understands."""
     key = "checkpoint_format" if fields.get("checkpoint_format") is not None else "format"
     stored = fields.get(key)
     if stored is not None and (not isinstance(stored, str) or stored not in _GPTQ):
@@ -58,6 +59,7 @@ def _dynamic(fields: Fields, default: Algorithm) -> tuple[Rule, ...]:
 
 
 def read_awq(fields: Fields) -> Quantization:
+    """As `read_gptq`."""
     version = fields.get("version")
     if not isinstance(version, str | None) or (version or "gemm").lower() != "gemm":
         raise fields.error("version", f"is {show(version)}, supported is 'gemm'; {_HOW}")
@@ -73,6 +75,7 @@ def read_awq(fields: Fields) -> Quantization:
 
 
 def read_autoround(fields: Fields) -> Quantization:
+    """As `read_gptq`. AutoRound packs in any of the other ways."""
     stored = fields.get("packing_format")
     if fields.get("rotation_config"):
         raise fields.error(

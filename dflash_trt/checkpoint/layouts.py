@@ -140,6 +140,7 @@ def _rest(columns: int) -> dict[str, LayerTensor]:
 
 
 def integer_bits(algorithm: Algorithm) -> int:
+    """Bits of one integer of a layer."""
     bits = FORMATS[algorithm.scheme].integer_bits
     assert bits is not None
     return bits

@@ -54,6 +54,7 @@ class StoredLinear:
 
     @property
     def format(self) -> NumberFormat:
+        """The number format."""
         return FORMATS[self.algorithm.scheme]
 
     @property
@@ -76,6 +77,7 @@ class StoredLinear:
 
     @property
     def tensors(self) -> list[TensorInfo]:
+        """All tensors of the layer."""
         values = [getattr(self, f.name) for f in fields(self)]
         return [value for value in values if isinstance(value, TensorInfo)] + list(self.others)
 

@@ -78,6 +78,7 @@ class CheckpointPair:
 
     @property
     def sides(self) -> tuple[Side[TargetConfig], Side[DrafterConfig]]:
+        """Target and drafter."""
         return self.target, self.drafter
 
 

@@ -48,9 +48,11 @@ class Curves:
 
     @property
     def blocks(self) -> tuple[str, ...]:
+        """The methods that draft."""
         return tuple(name for name in self.points if name != PLAIN)
 
     def to_dict(self) -> dict[str, Any]:
+        """Every field, as JSON has it."""
         return asdict(self)
 
 

@@ -129,12 +129,12 @@ def estimate_memory(inventory: Inventory, settings: Settings) -> MemoryEstimate:
         raise UsageError(f"--tp is {s.tensor_parallel}, but {s.engine} runs on one GPU; use {several}")
     weights = {side: weights_of(inventory, s, side) for side in ("target", "drafter")}
     held = sum(n for side in weights.values() for role in side.values() for n in role.values())
-    packed = bool(set(weights["target"].get("experts", {})) & set(SCHEMES))
-    layout = _Layout(inventory, s, held, packed_experts=packed)
+    experts = weights["target"].get("experts", {})
+    layout = _Layout(inventory, s, held, packed_experts=not experts.keys().isdisjoint(SCHEMES))
     total = layout.total(s.max_batch_size, s.max_seq_len)
-    limit = min(inventory.target.max_position_embeddings, inventory.drafter.max_position_embeddings)
+    limit = min(config.max_position_embeddings for config in (inventory.target, inventory.drafter))
     fraction, pool = layout.pool(s.max_batch_size, s.max_seq_len)
-    moved, chosen = experts_moved(inventory, s, weights["target"].get("experts", {}))
+    moved, chosen = experts_moved(inventory, s, experts)
     return MemoryEstimate(
         engine=s.engine,
         gpu=s.gpu.name,
@@ -252,7 +252,8 @@ class _Layout:
         """Taps, logits, the widest rows of two passes, and queries of all layers where they are kept."""
         s, c = self.s, self.inventory.target
         verified = batch * s.block_size
-        rows = self._pass_rows(batch, length)
+        prompt = min(length, PREFILL_CHUNK) if self.pages is None else length
+        rows = s.max_num_tokens or max(verified, prompt)
         taps = rows * len(self.inventory.drafter.target_layer_ids) * c.hidden_size
         estimate = round(taps * NUMBER_BYTES[s.compute("target")] + verified * c.vocab_size * 4)
         if self.traits.keeps_queries and not self.own_attention:
@@ -300,10 +301,6 @@ class _Layout:
             for heads in map(c.heads_of, c.attention_layers)
             for sequences, rows in ((1, chunk), (batch, self.s.block_size))
         )
-
-    def _pass_rows(self, batch: int, length: int) -> int:
-        prompt = min(length, PREFILL_CHUNK) if self.pages is None else length
-        return self.s.max_num_tokens or max(batch * self.s.block_size, prompt)
 
     def _working(self, rows: int) -> int:
         """The residual stream and the widest rows of two passes."""

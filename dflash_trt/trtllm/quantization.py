@@ -57,6 +57,7 @@ class TargetQuantization:
 
     @property
     def name(self) -> str:
+        """The formats, as messages name them; "bfloat16" where nothing is quantized."""
         return "+".join(sorted(self.formats)) or "bfloat16"
 
 
