@@ -198,7 +198,8 @@ def workspace(out: Path) -> Iterator[Workspace]:
             yield place
         except BaseException as error:
             place.put_back()
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if full or isinstance(error, MemoryError):
                 place.done = True  # there is no room for the work
             if place.over:
                 name_instead(error, place.area, out)
