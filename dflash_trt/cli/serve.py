@@ -213,8 +213,13 @@ def _keys(file: Path | None) -> list[str]:
 def _triton(args: argparse.Namespace) -> int:
     from dflash_trt.extras import install
     from dflash_trt.serving.deploy import container_command, deploy, request_fields
-    from dflash_trt.serving.launch import find_server, server_arguments
-    from dflash_trt.serving.proxy_settings import ProxySettings, Sockets, check_installed
+    from dflash_trt.serving.launch import (
+        ProxySettings,
+        Sockets,
+        check_installed,
+        find_server,
+        server_arguments,
+    )
     from dflash_trt.serving.supervisor import Supervisor
     from dflash_trt.serving.wire import max_request_bytes
 

@@ -24,9 +24,8 @@ from dflash_trt.cli import main
 from dflash_trt.errors import DFlashError
 from dflash_trt.serving import supervisor, wire
 from dflash_trt.serving.deploy import container_command, deploy
-from dflash_trt.serving.launch import find_server, server_arguments
+from dflash_trt.serving.launch import Sockets, find_server, server_arguments
 from dflash_trt.serving.processes import descendants
-from dflash_trt.serving.proxy_settings import Sockets
 from dflash_trt.serving.supervisor import has_backend
 from dflash_trt.serving.worker import Worker, _options
 from tests.api.test_async import bundle, prompt

@@ -73,9 +73,6 @@ class Counts:
         with self.lock:
             self.refused[reason] += 1
 
-    def engine_died(self) -> None:
-        self.up, self.deaths = 0, self.deaths + 1
-
     def samples(self) -> list[tuple[str, str, dict[str, str], float]]:
         """Name, help, labels and value, as `Metrics.show` takes them."""
         refused = [
