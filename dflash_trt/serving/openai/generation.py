@@ -10,10 +10,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
+from pydantic_core import to_json
+
 from dflash_trt.errors import RequestError, quoted
 from dflash_trt.serving.openai import tracing
 from dflash_trt.serving.openai.engine import EngineDownError, EngineProcess, QueueFullError
-from dflash_trt.serving.openai.errors import ApiError, from_engine, refused
+from dflash_trt.serving.openai.errors import ApiError, Names, from_engine, refused
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import SamplingFields
 from dflash_trt.serving.wire import EngineRequest, Update
@@ -32,16 +34,6 @@ class Prepared:
         return len(self.prompts) * self.n
 
 
-def check_answers(answers: int, engine: EngineProcess) -> None:
-    """Raise ApiError for a request of more answers than the server takes at once, before work is done for it."""
-    if answers > engine.limit:  # not 429: it would never fit
-        raise ApiError(
-            400,
-            f"the request asks for {answers} answers, but this server takes {engine.limit} at once",
-            "n",
-        )
-
-
 def prepare(
     model: Model,
     body: SamplingFields,
@@ -57,18 +49,10 @@ def prepare(
     for prompt in prompts:
         room = model.max_seq_len - len(prompt)
         if room < 1:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens, but this model holds {model.max_seq_len} with its answer",
-                "prompt",
-                "context_length_exceeded",
-            )
-        params = {
-            **model.defaults,
-            **body.sampling(),
-            **more,
-            "max_tokens": room if max_tokens is None else max_tokens,
-        }
+            text = f"the prompt has {len(prompt)} tokens, but this model holds {model.max_seq_len} with its answer"
+            raise ApiError(400, text, "prompt", "context_length_exceeded")
+        params = {**model.defaults, **body.sampling(), **more}
+        params["max_tokens"] = room if max_tokens is None else max_tokens
         messages.append(
             EngineRequest(
                 prompt=prompt,
@@ -84,6 +68,13 @@ def prepare(
             )
         )
     return Prepared(messages, prompts, n)
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """A server-sent event. Those with a type have its name."""
+    kind = value.get("type")
+    name = b"" if kind is None else b"event: " + kind.encode() + b"\n"
+    return name + b"data: " + to_json(value) + b"\n\n"
 
 
 def cache_salt(key_digest: str, given: str | None) -> str:
@@ -115,13 +106,6 @@ def _biases(given: dict[str, float] | None) -> list[tuple[int, float]]:
     if wrong:
         raise ApiError(400, f"logit_bias has the key {quoted(wrong[0])}, expected a token id", "logit_bias")
     return [(int(key), bias) for key, bias in (given or {}).items()]
-
-
-def updates(engine: EngineProcess, prepared: Prepared) -> AsyncGenerator[tuple[int, Update], None]:
-    """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
-    if len(prepared.messages) == 1:
-        return _one(engine, 0, prepared.messages[0])
-    return _several(engine, prepared)
 
 
 async def _several(engine: EngineProcess, prepared: Prepared) -> AsyncGenerator[tuple[int, Update], None]:
@@ -235,12 +219,24 @@ class Usage:
         }
 
 
+@dataclass
+class Choice:
+    """One of the answers to a request, so far."""
+
+    begun: bool = False
+    finish_reason: str | None = None
+
+
 B = TypeVar("B", bound=SamplingFields)
+C = TypeVar("C", bound=Choice)
 
 
 @dataclass
-class Generation(Generic[B]):
-    """A request that is ready to be decoded, and the frame of its answer."""
+class Generation(Generic[B, C]):
+    """A request that is ready to be decoded, its choices, and the frame of its answer.
+
+    names: patterns of the engine's names for fields, and the names that the client used.
+    """
 
     kind: ClassVar[str]  # the `object` of the answer
     chunk_kind: ClassVar[str]  # and of each chunk of a stream
@@ -248,8 +244,37 @@ class Generation(Generic[B]):
     body: B
     id: str
     prepared: Prepared
+    choices: list[C]
+    names: Names = ()
     usage: Usage = field(default_factory=Usage)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    async def run(self, engine: EngineProcess) -> AsyncGenerator[tuple[int, Update], None]:
+        """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
+        prepared = self.prepared
+        one = len(prepared.messages) == 1
+        given = _one(engine, 0, prepared.messages[0]) if one else _several(engine, prepared)
+        try:
+            async with aclosing(given):
+                async for index, update in given:
+                    self.take(index, update)
+                    yield index, update
+        except ApiError as error:
+            raise error.renamed(self.names) from None
+
+    def take(self, index: int, update: Update) -> None:
+        """Count an update of a choice."""
+        self.usage.add(update, prompt=index % self.prepared.n == 0)
+        self.choices[index].finish_reason = update.get("finish_reason")
+
+    def reasons(self) -> list[str | None]:
+        """The finish reasons of the choices so far."""
+        return [choice.finish_reason for choice in self.choices]
+
+    @property
+    def ended(self) -> bool:
+        """Whether all choices have ended."""
+        return all(self.reasons())
 
     def answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The whole answer."""
@@ -263,19 +288,16 @@ class Generation(Generic[B]):
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """The chunk that ends a stream, where it is asked for."""
-        options = self.body.stream_options
-        return (
-            [self._frame(self.chunk_kind, []) | self._totals()] if options and options.include_usage else []
-        )
+        asked = self.body.stream_options is not None and self.body.stream_options.include_usage
+        return [self._frame(self.chunk_kind, []) | self._totals()] if asked else []
+
+    def last_event(self, error: ApiError | None) -> bytes:
+        """What ends a stream, after an error in the middle of it or without one."""
+        return (b"" if error is None else event(error.body())) + b"data: [DONE]\n\n"
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model.name,
-            "choices": choices,
-        }
+        name = self.model.name
+        return {"id": self.id, "object": kind, "created": self.created, "model": name, "choices": choices}
 
     def _totals(self) -> dict[str, Any]:
         """`usage`, and `metrics` as vLLM has them, of one choice that was drafted for."""

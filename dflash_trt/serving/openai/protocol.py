@@ -13,6 +13,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from dflash_trt.decoding.params import MOST_PRIORITY, MOST_WORDS, SamplingParams
 from dflash_trt.decoding.sampling.structure import MOST_CHOICES
+from dflash_trt.serving.openai.errors import ApiError
 
 
 def _fail_fast(schema: Any) -> None:
@@ -42,6 +43,7 @@ class Body(BaseModel):
         return schema
 
 
+MOST_PROMPTS = 1024
 MOST_MESSAGES = 1 << 15  # and items of a response's input
 # `SamplingParams` takes no more. Checked here, before anything is made of them.
 Words = Annotated[list[str], Field(max_length=MOST_WORDS)]
@@ -98,6 +100,10 @@ class CommonFields(Body):
     service_tier: ServiceTier | None = None
     store: bool | None = None
 
+    def answers(self) -> int:
+        """How many answers the request asks for."""
+        return 1
+
 
 class SamplingFields(CommonFields):
     """The fields that chats and completions share."""
@@ -130,6 +136,9 @@ class SamplingFields(CommonFields):
     # Ours: in a chat's stream, the text of each round, its accepted drafts apart.
     return_rounds: bool | None = None
 
+    def answers(self) -> int:
+        return self.n or 1
+
     def sampling(self) -> dict[str, Any]:
         """The given fields of `SamplingParams`."""
         given = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
@@ -151,6 +160,22 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool = True
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
+
+    def answers(self) -> int:
+        return len(self.prompts()) * super().answers()
+
+    def prompts(self) -> list[str | list[int]]:
+        """One text or list of ids, or several. Raises ApiError."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise ApiError(400, "prompt is [], expected a text, token ids, or a list of them", "prompt")
+        if isinstance(prompt[0], int):
+            return [prompt]
+        if len(prompt) > MOST_PROMPTS:
+            raise ApiError(400, f"prompt has {len(prompt)} texts, expected at most {MOST_PROMPTS}", "prompt")
+        return prompt  # type: ignore[return-value]
 
 
 class TextPart(Body):

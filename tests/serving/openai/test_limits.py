@@ -27,7 +27,7 @@ from dflash_trt.serving.openai.protocol import (
     DetokenizeRequest,
     Message,
 )
-from dflash_trt.serving.openai.responses import ResponsesRequest
+from dflash_trt.serving.openai.responses_request import ResponsesRequest
 from dflash_trt.serving.openai.server import ServerSettings, _hosts
 from tests.serving.openai.conftest import COMPLETIONS, Server
 from tests.serving.openai.test_operations import MESSAGE, last, running
