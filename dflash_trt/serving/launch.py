@@ -143,7 +143,7 @@ def _libpython(version: str) -> Path:
         if (place / name).is_file():
             return place / name
     raise DFlashError(
-        f"{name} not found (in {', '.join(map(str, places))}), which Triton's Python backend needs: install it "
+        f"{name} is missing (in {', '.join(map(str, places))}), which Triton's Python backend needs: install it "
         f"(Debian and Ubuntu: libpython{version}), or use a Python that was built with --enable-shared"
     )
 

@@ -246,7 +246,7 @@ def _unknown(path: str) -> tuple[int, str]:
     shown = ascii(path[:100])
     if path.startswith("/v2/"):
         return 403, f"{shown} is not open to clients; open are health, metadata, config, stats and generate"
-    return 404, f"{shown}: not found; send requests to /v2/models/NAME/generate"
+    return 404, f"there is no {shown}: send requests to /v2/models/NAME/generate"
 
 
 def _need(holds: bool, status: int, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The engine process behind a server: an `AsyncLLM` that answers lines of JSON on a socket.
+"""The engine process of a server: an `AsyncLLM` that answers lines of JSON on a socket.
 
     python -m dflash_trt.serving.worker FD SETTINGS
 
@@ -42,6 +42,7 @@ _COUNTS = ("num_draft_tokens", "num_accepted_tokens", "num_cached_tokens", "acce
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the process. Returns its exit code."""
     connection = socket.socket(fileno=int(arguments[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     loaded = threading.Event()

@@ -41,6 +41,7 @@ class Channels:
         self.reasoning_tokens = 0
 
     def push(self, text: str, token_ids: list[int]) -> list[AnswerPart]:
+        """The parts that a text and its tokens make certain."""
         self._allowed += len(text)
         for token in token_ids:
             if (marker := self._markers.get(token)) is None:

@@ -31,6 +31,7 @@ class Prepared:
 
     @property
     def choices(self) -> int:
+        """How many answers the request gets."""
         return len(self.prompts) * self.n
 
 

@@ -179,6 +179,8 @@ class CompletionRequest(SamplingFields):
 
 
 class TextPart(Body):
+    """A part of a content."""
+
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str
 
@@ -195,11 +197,15 @@ def _texts(content: Any) -> Any:
 
 
 class FunctionCall(Body):
+    """The function that an answer has called."""
+
     name: str
     arguments: str
 
 
 class ToolCall(Body):
+    """A call of an earlier answer."""
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -223,6 +229,8 @@ class Message(Body):
 
 
 class Function(Body):
+    """A function that the model may call."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -230,20 +238,28 @@ class Function(Body):
 
 
 class Tool(Body):
+    """A tool, which is a function."""
+
     type: Literal["function"]
     function: Function
 
 
 class NamedFunction(Body):
+    """A function by its name."""
+
     name: str
 
 
 class NamedTool(Body):
+    """A tool by its name."""
+
     type: Literal["function"]
     function: NamedFunction
 
 
 class JsonSchema(Body):
+    """A JSON schema of an answer."""
+
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -251,6 +267,8 @@ class JsonSchema(Body):
 
 
 class Format(Body):
+    """The form of an answer."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 

@@ -47,6 +47,8 @@ class InputMessage(Body):
 
 
 class FlatTool(Body):
+    """A function that the model may call."""
+
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -55,16 +57,22 @@ class FlatTool(Body):
 
 
 class FlatNamedTool(Body):
+    """A function by its name."""
+
     type: Literal["function"]
     name: str
 
 
 class Reasoning(Body):
+    """How much to reason."""
+
     effort: str | None = None
     summary: str | None = None
 
 
 class Text(Body):
+    """The form of the text."""
+
     format: Json | None = None
     verbosity: Verbosity | None = None  # without effect
 

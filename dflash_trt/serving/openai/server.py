@@ -1,4 +1,4 @@
-"""Run the API: the engine process, the routes behind the gate, and uvicorn."""
+"""Run the API: the engine process, the gate in front of the routes, and uvicorn."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def serve(settings: ServerSettings, ready: Callable[[int], None], say: Callable[
 
 
 def application(settings: ServerSettings, say: Callable[[str], None]) -> tuple[Any, EngineProcess]:
-    """The routes behind the gate, for ASGI, and the engine, which has to be started."""
+    """The gate and its routes, for ASGI, and the engine, which has to be started."""
     from starlette.middleware.cors import CORSMiddleware
 
     from dflash_trt.serving.openai.app import make_app

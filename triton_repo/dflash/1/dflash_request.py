@@ -59,6 +59,7 @@ class PendingRequest:
         self._over = False  # answered, or known to be cancelled
 
     def send(self, response: Any, *, final: bool) -> None:
+        """Send a response. After a final one there is none."""
         with self._lock:
             self._over = self._over or final
             try:
@@ -68,6 +69,7 @@ class PendingRequest:
                 pb_utils.Logger.log_error(f"dflash: a response could not be sent: {error}")
 
     def refuse(self, code: str, message: str) -> None:
+        """Answer with an error."""
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, CODES.get(code, code)))
         self.send(pb_utils.InferenceResponse(error=error), final=True)
 
@@ -92,17 +94,20 @@ class Inputs:
         self.given = {tensor.name(): tensor for tensor in request.inputs()}
 
     def numbers(self, name: str) -> list[Any]:
+        """The values of a numeric input; none if it is absent."""
         values = self.given[name].as_numpy().ravel() if name in self.given else np.array([])
         # The decimal that was written, not its float32 value as a float64.
         return [float(str(v)) for v in values] if values.dtype == np.float32 else values.tolist()
 
     def strings(self, name: str) -> list[str]:
+        """The texts of an input. Raises Refused."""
         try:
             return [v.decode() for v in self.given[name].as_numpy().ravel()] if name in self.given else []
         except UnicodeDecodeError as error:
             raise Refused(f"{name} is not valid UTF-8 (byte {error.start})") from error
 
     def one(self, name: str, default: Any) -> Any:
+        """The first value of a numeric input."""
         return self.numbers(name)[0] if name in self.given else default
 
 
@@ -190,6 +195,7 @@ def guide(kinds: list[str], texts: list[str]) -> dict[str, Any] | None:
 
 
 def read_json(name: str, text: str, kind: type) -> Any:
+    """The value of an input that is JSON of this kind. Raises Refused."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(read := json.loads(text), kind):
             if wire.is_deeper(read, MAX_NESTING):  # the engine's parser might not read it

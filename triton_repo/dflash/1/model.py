@@ -30,7 +30,10 @@ CANCELLATION_CHECK_SECONDS = 0.1
 
 
 class TritonPythonModel:
+    """The model as Triton's Python backend calls it."""
+
     def initialize(self, args: dict[str, str]) -> None:
+        """Load the bundle in an engine process."""
         self.name = args["model_name"]
         given = json.loads(args["model_config"])["parameters"]
         settings = {key: value["string_value"] for key, value in given.items()}
@@ -60,6 +63,7 @@ class TritonPythonModel:
         threading.Thread(target=self.watch, name="cancellation", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:
+        """Pass requests on. The answers come from `receive`."""
         for request in requests:
             pending = PendingRequest(request.get_response_sender())
             try:
@@ -161,6 +165,7 @@ class TritonPythonModel:
                         self.tell(wire.line({"cancel": key}))
 
     def how_it_ended(self) -> str:
+        """How the engine process ended, which this waits for."""
         return f"the engine process ended ({wire.how_it_ended(self.engine.wait())})"
 
     def show_no_engine(self) -> None:
