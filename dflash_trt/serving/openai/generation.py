@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import AsyncGenerator
@@ -109,59 +108,6 @@ def _biases(given: dict[str, float] | None) -> list[tuple[int, float]]:
     return [(int(key), bias) for key, bias in (given or {}).items()]
 
 
-async def _several(engine: EngineProcess, prepared: Prepared) -> AsyncGenerator[tuple[int, Update], None]:
-    queue: asyncio.Queue[tuple[int, Update | ApiError]] = asyncio.Queue()
-
-    async def pump(first: int, message: EngineRequest) -> None:
-        try:
-            async with aclosing(_one(engine, first, message)) as items:
-                async for item in items:
-                    queue.put_nowait(item)
-        except ApiError as error:
-            queue.put_nowait((first, error))
-
-    tasks = [
-        asyncio.create_task(pump(at * prepared.n, message)) for at, message in enumerate(prepared.messages)
-    ]
-    try:
-        left = prepared.choices
-        while left:
-            index, item = await queue.get()
-            if isinstance(item, ApiError):
-                raise item
-            left -= "finish_reason" in item
-            yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _one(
-    engine: EngineProcess, first: int, message: EngineRequest
-) -> AsyncGenerator[tuple[int, Update], None]:
-    """The updates of one prompt, whose first choice has the index `first`."""
-    begun = set[int]()
-    try:
-        async with aclosing(engine.updates(message)) as given:
-            async for update in given:
-                if "error" in update:
-                    raise from_engine(update["error"])
-                index = first + update.get("index", 0)
-                if update["token_ids"]:
-                    begun.add(index)
-                elif update.get("finish_reason") == "timeout" and index not in begun:
-                    raise ApiError(504, "the deadline passed before the first token", code="deadline")
-                tracing.engine_parts(update)
-                yield index, update
-    except QueueFullError as error:
-        raise ApiError(429, str(error), code="queue_full") from None
-    except EngineDownError as error:
-        raise ApiError(503, str(error), code="engine_down") from None
-    except RequestError as error:
-        raise refused(error) from None
-
-
 @dataclass
 class Usage:
     """Tokens of a request so far. `drafted`, `accepted`: drafts that were verified, and those that were right.
@@ -222,8 +168,9 @@ class Usage:
 
 @dataclass
 class Choice:
-    """One of the answers to a request, so far."""
+    """One of the answers to a request, so far. answered: whether it has tokens. begun: whether a part was given."""
 
+    answered: bool = False
     begun: bool = False
     finish_reason: str | None = None
 
@@ -252,14 +199,24 @@ class Generation(Generic[B, C]):
 
     async def run(self, engine: EngineProcess) -> AsyncGenerator[tuple[int, Update], None]:
         """Index and update of every choice, as they come. An error of one choice ends all. Raises ApiError."""
-        prepared = self.prepared
-        one = len(prepared.messages) == 1
-        given = _one(engine, 0, prepared.messages[0]) if one else _several(engine, prepared)
         try:
-            async with aclosing(given):
+            async with aclosing(engine.updates(self.prepared.messages)) as given:
                 async for index, update in given:
+                    if "error" in update:
+                        raise from_engine(update["error"])
+                    choice = self.choices[index]
+                    choice.answered = choice.answered or bool(update["token_ids"])
+                    if update.get("finish_reason") == "timeout" and not choice.answered:
+                        raise ApiError(504, "the deadline passed before the first token", code="deadline")
+                    tracing.engine_parts(update)
                     self.take(index, update)
                     yield index, update
+        except QueueFullError as error:
+            raise ApiError(429, str(error), code="queue_full") from None
+        except EngineDownError as error:
+            raise ApiError(503, str(error), code="engine_down") from None
+        except RequestError as error:
+            raise refused(error).renamed(self.names) from None
         except ApiError as error:
             raise error.renamed(self.names) from None
 

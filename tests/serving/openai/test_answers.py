@@ -74,7 +74,7 @@ def test_an_answer_in_a_structure_is_no_call(server: Server) -> None:
     assert "tool_calls" not in made["message"]
 
 
-def test_a_structured_answer_behind_an_opened_thought_is_content(
+def test_a_structured_answer_after_an_opened_thought_is_content(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Model(Bundle.open(tiny), None)

@@ -347,13 +347,11 @@ def test_thoughts_are_counted_in_usages(tiny: Path, monkeypatch: pytest.MonkeyPa
     update = {"text": model.tokenizer.decode(ids), "token_ids": ids, "num_input_tokens": 9}
 
     async def run() -> dict[str, Any]:
-        from dflash_trt.serving.openai import generation as module
-
         async def updates(*_: Any) -> Any:
             yield 0, update
 
-        monkeypatch.setattr(module, "_one", updates)
-        async for index, made in chat.run(None):  # type: ignore[arg-type]
+        engine: Any = SimpleNamespace(updates=updates)
+        async for index, made in chat.run(engine):
             chat.parts(index, made)
         return chat.usage.to_dict()
 

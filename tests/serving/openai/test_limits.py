@@ -102,8 +102,8 @@ def test_samples_count_as_requests_in_flight(tiny: Path) -> None:
             assert (await three)["finish_reason"] == "length"
             assert engine.in_flight == 0
             samples = {}
-            async for update in engine.updates(MESSAGE | message):
-                samples[update["index"]] = update["token_ids"]
+            async for index, update in engine.updates([MESSAGE | message]):
+                samples[index] = update["token_ids"]
             for sample, ids in samples.items():
                 alone = await last(engine, params=params | {"seed": 5 + sample})
                 assert alone["token_ids"] == ids
