@@ -115,6 +115,8 @@ def openai_server(bundle: Path, *arguments: str) -> Iterator[OpenAIServer]:
                     server.fetch("/ready")
                     break
                 time.sleep(0.1)
+            else:
+                raise SystemExit(f"the server has not started: exit code {server.process.returncode}")
             yield server
         finally:
             begun = time.monotonic()
