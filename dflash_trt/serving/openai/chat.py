@@ -15,7 +15,7 @@ from dflash_trt.serving.openai.channels import Channels
 from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, refused
 from dflash_trt.serving.openai.frames import frame_of
-from dflash_trt.serving.openai.generation import Choice, Generation, Prepared, Usage, prepare, shortened
+from dflash_trt.serving.openai.generation import AnswerChoice, Generation, Prepared, Usage, prepare, shortened
 from dflash_trt.serving.openai.model import Model, text_of
 from dflash_trt.serving.openai.parsing import AnswerParser, AnswerPart, Stage, Think
 from dflash_trt.serving.openai.protocol import ChatRequest, Tool
@@ -32,7 +32,7 @@ from dflash_trt.serving.wire import Update
 
 
 @dataclass(kw_only=True)
-class ChatChoice(Choice):
+class ChatChoice(AnswerChoice):
     """One choice of a chat so far.
 
     one_call: drop calls after the first. echo: the last message's content, with which the answer begins. words: splits

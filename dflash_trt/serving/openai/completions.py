@@ -11,7 +11,7 @@ from typing import Any
 from dflash_trt.errors import RequestError
 from dflash_trt.serving.openai.engine import EngineProcess
 from dflash_trt.serving.openai.errors import ApiError, refused
-from dflash_trt.serving.openai.generation import Choice, Generation, prepare, shortened
+from dflash_trt.serving.openai.generation import AnswerChoice, Generation, prepare, shortened
 from dflash_trt.serving.openai.logprobs import of_completion
 from dflash_trt.serving.openai.model import Model
 from dflash_trt.serving.openai.protocol import CompletionRequest
@@ -22,7 +22,7 @@ _DEFAULT_TOKENS = 16  # OpenAI's
 
 
 @dataclass
-class CompletionChoice(Choice):
+class CompletionChoice(AnswerChoice):
     """One choice of a completion so far. offset: characters of the tokens that log-probabilities were given for."""
 
     offset: int = 0

@@ -167,7 +167,7 @@ class Usage:
 
 
 @dataclass
-class Choice:
+class AnswerChoice:
     """One of the answers to a request, so far. answered: whether it has tokens. begun: whether a part was given."""
 
     answered: bool = False
@@ -176,7 +176,7 @@ class Choice:
 
 
 B = TypeVar("B", bound=SamplingFields)
-C = TypeVar("C", bound=Choice)
+C = TypeVar("C", bound=AnswerChoice)
 
 
 @dataclass
