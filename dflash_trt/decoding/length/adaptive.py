@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from dflash_trt.decoding.draft import Draft
-from dflash_trt.decoding.length.pass_times import PassTimes
+from dflash_trt.decoding.length.pass_times import PassTimes, measure
 from dflash_trt.decoding.length.policy import RoundDone
 from dflash_trt.decoding.length.round_times import RoundTimes
 from dflash_trt.decoding.length.stalls import Stalls
+from dflash_trt.decoding.pair import Pair
 
 Array = np.ndarray[Any, Any]
 
@@ -97,6 +98,25 @@ class AdaptiveLength:
         self._untimed = False  # whether the trial before had no time for its draft
         self._rounds = self._idle = 0  # rounds in all, and since the last draft
         self._credit = _CREDIT
+
+    @classmethod
+    def measured(cls, block_size: int, pair: Pair, max_batch_size: int, most_nodes: int = 0) -> Self:
+        """The policy of a pair. Times the pair's passes, which overwrites rows of slots 0 .. max_batch_size-1.
+
+        most_nodes: the most nodes of a tree, whose times are followed too.
+        """
+        batches = [
+            *(2**i for i in range(max_batch_size.bit_length()) if 2**i < max_batch_size),
+            max_batch_size,
+        ]
+        lengths = sorted({n for n in (1, 2, 4, 8, 16, block_size) if n <= block_size})
+        nodes = sorted({n for n in (16, most_nodes) if block_size < n <= most_nodes})
+        most_tokens = pair.arrays.most_timed
+        return cls(
+            block_size,
+            measure(pair.dummy_draft, batches, lengths[1:], most_tokens),
+            measure(pair.dummy_verify, batches, lengths + nodes, most_tokens),
+        )
 
     @property
     def most(self) -> int:
