@@ -14,11 +14,10 @@ import numpy as np
 
 from dflash_trt.decoding.arrays import Arrays, PassEngine
 from dflash_trt.decoding.caches import Caches, Snapshot
-from dflash_trt.decoding.draft import Draft, Verified
+from dflash_trt.decoding.draft import Draft, Verified, chain_rows, tree_rows
 from dflash_trt.decoding.drafter import Drafter
-from dflash_trt.decoding.exact import FREE, Rule
+from dflash_trt.decoding.exact import FREE
 from dflash_trt.decoding.request import Request
-from dflash_trt.decoding.visibility import ChainRows, tree_rows
 
 # Tokens in the caches during dummy passes.
 USUAL_CONTEXT = 128
@@ -49,9 +48,8 @@ class Pair:
         least_rows: int = 1,
     ) -> None:
         """trees: whether the target's graph takes the visibility among the rows of a pass."""
-        self.trees, self._chain_rows = trees, ChainRows()
+        self.trees, self._least_rows = trees, least_rows
         self.rule: Rule = FREE
-        self._least_rows = least_rows
         self.target, self.arrays, self.slots, self.capacity = target, arrays, slots, capacity
         self.vocab_size, self.prefill_chunk = vocab_size, prefill_chunk
         self.drafter = Drafter(
@@ -235,7 +233,7 @@ class Pair:
             if parents is not None:
                 raise ValueError("the target's graph takes chains only, not trees")
             return {}
-        return self._chain_rows(count, nodes) if parents is None else tree_rows(np.asarray(parents))
+        return chain_rows(count, nodes) if parents is None else tree_rows(np.asarray(parents))
 
     def _caches(self, draft: bool) -> list[Caches]:
         return [self.target.caches, self.drafter.caches] if draft else [self.target.caches]

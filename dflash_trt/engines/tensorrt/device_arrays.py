@@ -20,10 +20,9 @@ from dflash_plugins.version import check as check_plugins
 
 from dflash_trt.bundle.manifest import Bundle
 from dflash_trt.decoding.arrays import chosen
-from dflash_trt.decoding.draft import Candidates, Draft, Verified
+from dflash_trt.decoding.draft import Candidates, Draft, Verified, chain_rows
 from dflash_trt.decoding.pair import Pair
 from dflash_trt.decoding.request import Request
-from dflash_trt.decoding.visibility import ChainRows
 from dflash_trt.engines.tensorrt.engine import TensorRTEngine
 from dflash_trt.engines.tensorrt.flavour import FLAVOURS
 from dflash_trt.engines.tensorrt.profiles import DECODE, PREFILL, prefill_length
@@ -108,7 +107,7 @@ class DeviceArrays:
         feature_size = taps * hidden_size
         self._taps, self._vocab = taps, vocab_size
         self.most_waiting = block_size
-        self.most_nodes, self._chain_rows = block_size, ChainRows()
+        self.most_nodes = block_size
         self._capacity, self._chunk = capacity, prefill_chunk
         device, self._stream = target.device, target.stream
         self._target, self._drafter = target, drafter
@@ -179,7 +178,7 @@ class DeviceArrays:
             filled = length
         feeds = {**feeds, name: self._filled(engine, name, feeds[name], filled)}
         if "depths" in feeds:
-            feeds |= self._chain_rows(1, filled)
+            feeds |= chain_rows(1, filled)
         engine.rows.advance(slot, [start])
         outputs = engine.run(PREFILL, feeds | _bases(engine, [start]), first_slot=slot)
         if engine is not self._target:
