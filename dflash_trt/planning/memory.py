@@ -446,9 +446,9 @@ def _on_this_processor(sizes: dict[str, int]) -> dict[str, int]:
     """The sizes of a target's layers in blocks. A build gives INT4's numbers eight bits where it must."""
     if INT4.name not in sizes:
         return sizes
-    from dflash_trt.engines.onnxruntime_products import rows_agree
+    from dflash_trt.engines.onnxruntime_products import fewest_rows
 
-    if rows_agree(4):
+    if fewest_rows(4) is not None:
         return sizes
     # A block of 32 numbers has one scale in float32.
     return sizes | {INT4.name: sizes[INT4.name] * (32 + 4) // (16 + 4)}
