@@ -30,7 +30,7 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
-from build_scripts.bench.peers import OURS, PACKAGES, Task, installed, kind_of, make_genai, make_gguf
+from build_scripts.bench.peers import OURS, Task, installed, kind_of, make_genai, make_gguf
 from dflash_trt.building.build import build
 from dflash_trt.building.sources import resolve
 from dflash_trt.cli.options import each
@@ -181,11 +181,11 @@ def quartiles(records: Iterable[Record]) -> list[float]:
     return [first, third]
 
 
-def table(records: list[Record]) -> dict[str, Record]:
+def table(records: list[Record], peers: Iterable[str]) -> dict[str, Record]:
     """The figures of each decoder. The ratio and the same answers are to the first one's."""
     categories = sorted({r["category"] for r in records})
     rows: dict[str, Record] = {}
-    for peer in sorted({r["peer"]: None for r in records}, key=lambda name: [*PACKAGES].index(kind_of(name))):
+    for peer in peers:
         mine = [r for r in records if r["peer"] == peer]
         rounds, given = sum(r["rounds"] for r in mine), {r["prompt"]: r["tokens"] for r in mine}
         if not rows:
@@ -296,7 +296,7 @@ def main(argv: list[str] | None = None) -> int:
         for temperature in args.temperatures:
             for requests in args.requests:
                 key = {"temperature": temperature, "requests": requests}
-                rows = table([r for r in records if key.items() <= r.items()])
+                rows = table([r for r in records if key.items() <= r.items()], names)
                 document["tables"].append(key | {"rows": rows})
                 print(f"\ntemperature {temperature:g}, {requests} at a time: tokens per second\n")
                 print(markdown(rows, args.categories if requests == 1 else []))

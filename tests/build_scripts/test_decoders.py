@@ -38,13 +38,12 @@ def test_a_rate_is_of_the_median_of_the_rounds_of_each_prompt() -> None:
 
 
 def test_the_table_has_ratios_acceptance_and_equal_answers() -> None:
-    rows = natural.table(
-        [
-            record("a", "plain:default", 0.0, 2.0),
-            record("a", "draft-4:default", 0.0, 1.0, rounds=4, accepted=6),
-            record("a", "llama.cpp:Q8_0", 0.0, 4.0, tokens=[[2] * 11]),
-        ]
-    )
+    records = [
+        record("a", "llama.cpp:Q8_0", 0.0, 4.0, tokens=[[2] * 11]),
+        record("a", "plain:default", 0.0, 2.0),
+        record("a", "draft-4:default", 0.0, 1.0, rounds=4, accepted=6),
+    ]
+    rows = natural.table(records, ["plain:default", "draft-4:default", "llama.cpp:Q8_0"])
     assert [rows[name]["ratio"] for name in rows] == [1.0, 2.0, 0.5]
     assert rows["draft-4:default"]["acceptance_length"] == 2.5
     assert [rows[name]["same_answers"] for name in rows] == [1, 1, 0]
