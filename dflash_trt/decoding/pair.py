@@ -104,7 +104,7 @@ class Pair:
         self._verified = begin, self.arrays.now()
         self._features = out["features"]
         found = self.arrays.verified(active, draft, out)
-        return found if self.rule.padded(draft.nodes) == draft.nodes else _without_padding(found, draft)
+        return found if self._width(draft.nodes) == draft.nodes else _without_padding(found, draft)
 
     def logits(
         self, tokens: Sequence[Sequence[int]], start: Sequence[int], parents: Any = None
@@ -197,7 +197,7 @@ class Pair:
         """Run a target pass as `verify` does. Its tokens differ, so that they choose as many experts as real ones."""
         tokens = np.random.default_rng(length).integers(self.vocab_size, size=(batch, length))
         # Attention sinks take one row after those of the pass.
-        start = [min(context, self.capacity - self.rule.padded(length) - 1)] * batch
+        start = [min(context, self.capacity - self._width(length) - 1)] * batch
         self.arrays.decode(self.target, self._feeds(tokens, start))
         self.arrays.wait()
 
@@ -206,18 +206,24 @@ class Pair:
         self.drafter.engine.close()
 
     def _feeds(self, tokens: Any, start: Sequence[int], parents: Any = None) -> dict[str, Any]:
-        """The inputs of a pass over nodes [n, N] of slots 0 .. n-1, which has as many rows as the rule wants.
+        """The inputs of a pass over nodes [n, N] of slots 0 .. n-1, which has `_width(N)` rows of each.
 
         The last node is repeated. Where the graph takes trees, the copies are its twins and see what it sees, so that
         they choose the same experts. In a chain they follow it.
         """
         count, nodes = tokens.shape
-        width = self.rule.padded(nodes)
+        width = self._width(nodes)
         if width > nodes and self.trees:
             chain = np.tile(np.arange(-1, nodes - 1), (count, 1)) if parents is None else np.asarray(parents)
             parents = np.pad(chain, ((0, 0), (0, width - nodes)), mode="edge")
         rows = self._rows(count, width, parents)
         return {"tokens": tokens, "start": np.array(start), "rows": self.arrays.nodes(count, width)} | rows
+
+    def _width(self, nodes: int) -> int:
+        """The rows of a sequence in a pass over so many nodes: those that the rule wants, in a width that the engine
+        has prepared.
+        """
+        return self.arrays.width(self.rule.padded(nodes))
 
     def _rows(self, count: int, nodes: int, parents: Any = None) -> dict[str, Any]:
         """The target's inputs about the rows of a pass, if its graph takes trees."""
