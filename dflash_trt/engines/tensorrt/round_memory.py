@@ -171,16 +171,16 @@ class RoundMemory:
         given = {
             name: _repeated(each, shape[0]) for name, each in feeds.items() if name in ("depths", "visible")
         }
-        given |= self._begin("target", start)
+        begin = self._begin("target", start)
         self._send()
         if isinstance(tokens, np.ndarray):
-            return {**given, "tokens": _repeated(tokens, *shape), "rows": self._filled_rows(shape)}
+            return {**given, **begin, "tokens": _repeated(tokens, *shape), "rows": self._filled_rows(shape)}
         if tokens.data_ptr() == self._there["block"].data_ptr():  # nothing was drafted
             tokens = self.tokens(drafted=False)
         if not self._filled or (tokens.shape, self._block) != (self._asked, shape):
             tokens = self._widened(tokens, shape)
         buffer = self._target.buffer(DECODE, "tokens", *shape)
-        return {**given, "tokens": buffer, "rows": self._filled_rows(shape)}
+        return {**given, **begin, "tokens": buffer, "rows": self._filled_rows(shape)}
 
     def tokens(self, *, drafted: bool) -> torch.Tensor:
         """The target's tokens [n, length], from this round's block and the drafter's output if there is one.
@@ -196,8 +196,14 @@ class RoundMemory:
         if self.run is None:
             round_reference.fill_tokens(self._whole_block(), drafts, drafted=length, tokens=tokens, rows=rows)
         else:
-            given = {"drafted": length, "tokens": tokens, "rows": rows, "most": self._most}
-            rounds.fill_tokens(self._whole_block(), drafts, **given, run=self.run)
+            rounds.fill_tokens(
+                *(self._whole_block(), drafts),
+                drafted=length,
+                tokens=tokens,
+                rows=rows,
+                most=self._most,
+                run=self.run,
+            )
         self._rows, self._filled = (batch, width), True
         return tokens[:n, :length]
 
