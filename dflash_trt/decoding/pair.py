@@ -49,7 +49,7 @@ class Pair:
     ) -> None:
         """trees: whether the target's graph takes the visibility among the rows of a pass."""
         self.trees, self._least_rows = trees, least_rows
-        self.rule: Rule = FREE
+        self.rule = FREE
         self.target, self.arrays, self.slots, self.capacity = target, arrays, slots, capacity
         self.vocab_size, self.prefill_chunk = vocab_size, prefill_chunk
         self.drafter = Drafter(
@@ -210,7 +210,7 @@ class Pair:
         self.drafter.engine.close()
 
     def _feeds(self, tokens: Any, start: Sequence[int], parents: Any = None) -> dict[str, Any]:
-        """The inputs of a pass over nodes [n, N] of slots 0 .. n-1, padded to its `_width`.
+        """The inputs of a pass over nodes [n, N] of slots 0 .. n-1, which has `_width(n, N)` rows of each.
 
         The last node is repeated. Where the graph takes trees, the copies are its twins and see what it sees, so that
         they choose the same experts. In a chain they follow it.
@@ -224,8 +224,10 @@ class Pair:
         return {"tokens": tokens, "start": np.array(start), "rows": self.arrays.nodes(count, width)} | rows
 
     def _width(self, count: int, nodes: int) -> int:
-        """The rows of each of so many sequences in a pass over so many nodes of each."""
-        return max(self.rule.padded(nodes), -(-self._least_rows // count))
+        """The rows of each of so many sequences in a pass over so many nodes of each: those that the rule and the
+        engine's products want, in a width that the engine has prepared.
+        """
+        return self.arrays.width(max(self.rule.padded(nodes), -(-self._least_rows // count)))
 
     def _rows(self, count: int, nodes: int, parents: Any = None) -> dict[str, Any]:
         """The target's inputs about the rows of a pass, if its graph takes trees."""
